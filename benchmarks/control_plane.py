@@ -78,8 +78,7 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.devices import MODELS
 from lorikeet.engine.build import Replica, memory_rules
 from lorikeet.memory.blocks import SequenceLease, WaitReason
-from lorikeet.memory.known_adapters import AdapterSize
-from lorikeet.memory.memory import ComputedTokens, Memory
+from lorikeet.memory.memory import AdapterSize, ComputedTokens, Memory
 from lorikeet.memory.packing import pack
 from lorikeet.memory.tree import block_keys
 from lorikeet.models.config import read_model_config
@@ -90,7 +89,7 @@ from lorikeet.scheduling.multilevel.options import REFRESH_S
 from lorikeet.scheduling.multilevel.queue import ChameleonQueue
 from lorikeet.scheduling.multilevel.size_classes import RequestSize
 from lorikeet.scheduling.policies import ADMISSION
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import StepTimeEstimator
 
 GEOMETRY = MODELS["llama-2-7b"].geometry
 BLOCK_TOKENS = 16
@@ -443,7 +442,7 @@ def _decide(queue: ChameleonQueue, now: float) -> Iterator[Request]:
     while request is not None:
         yield request
         try:
-            request = policy.send(WaitReason.ADAPTER_ROOM)
+            request = policy.send(WaitReason.ADAPTER_BLOCKS)
         except StopIteration:
             return
 

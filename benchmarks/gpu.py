@@ -48,8 +48,7 @@ from lorikeet.core.executor import Executor
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.core.request import Request
 from lorikeet.engine.build import Replica, build_replica
-from lorikeet.kernels.base import Batch
-from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.base import Batch, SamplingTensors
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.transfer.device import BlockCopy, Cuda, StreamEvent

@@ -31,7 +31,7 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import Replica, build_replica
-from lorikeet.engine.driver import rest
+from lorikeet.engine.driver import wait_for_work
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Kernels
 from lorikeet.kernels.native import supported_instruction_sets
@@ -198,7 +198,7 @@ def run_all(built: Replica, requests: Iterable[Request]) -> dict[RequestId, list
             if isinstance(event, Finished) and event.reason is FinishReason.ERROR:
                 raise RuntimeError(f"{event.request_id}: {event.error}")
         if not engine.is_busy and engine.has_requests:
-            rest(engine, MonotonicClock(), math.inf)
+            wait_for_work(engine, MonotonicClock(), math.inf)
     return tokens
 
 

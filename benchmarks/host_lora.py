@@ -98,7 +98,7 @@ class _RingToProcess:
         )
         self._pool.wait_until_ready()
         self._pool.begin([store.adapter])
-        self._deal: RowAssignment = self._pool.deal(parts)
+        self._deal: RowAssignment = self._pool.assign(parts)
 
     @property
     def computed_s(self) -> float:

@@ -61,7 +61,7 @@ from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import AdapterPacking, pack
 from lorikeet.models.config import read_model_config
 
-PRESETS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 160, 64
+ROWS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 160, 64
 """Of the decode: around a context of 192."""
 PREFILL = (16, 512)
 ADAPTERS = 100
@@ -94,17 +94,17 @@ def main() -> None:
 
 def steps(rounds: int) -> None:
     """Print steps kernel by kernel, and decoding beside the limit."""
-    decode = kernel_times(PRESETS, PRESETS, PROMPT_TOKENS, OUTPUT_TOKENS)
+    decode = kernel_times(ROWS, ROWS, PROMPT_TOKENS, OUTPUT_TOKENS)
     # A plan holds at most so many prompt tokens, and its tokens are chosen at its end.
     prefill = kernel_times(1, *PREFILL, 1)
     names = sorted(decode, key=lambda name: -decode[name])
     rows = [[name, *(f"{1e3 * times[name]:.3f}" for times in (decode, prefill))] for name in names]
-    headings = ["kernel", f"decode of {PRESETS}, ms", f"prefill of {PREFILL[1]} tokens, ms"]
+    headings = ["kernel", f"decode of {ROWS}, ms", f"prefill of {PREFILL[1]} tokens, ms"]
     print_table("Steps, kernels called one by one", headings, rows)
     speeds, limits = decode_speeds(rounds)
     shares = ratios(speeds, limits)
     rows = [[f"{statistics.median(speeds):.0f}", f"{statistics.median(limits):.0f}", with_interval(shares, ".0%")]]
-    print_table(f"Decoding {PRESETS} sequences", ["tokens/s", "limit", "share of the limit"], rows)
+    print_table(f"Decoding {ROWS} sequences", ["tokens/s", "limit", "share of the limit"], rows)
 
 
 def kernel_times(rows: int, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, float]:
@@ -125,17 +125,17 @@ def decode_speeds(rounds: int) -> tuple[list[float], list[float]]:
     """Return tokens per second of steps that decode all sequences, and the limit measured just before."""
     model = default_model()
     cost = model_cost(read_model_config(model), dtype_bytes=2)
-    meter, watch = LimitMeter(rows=(PRESETS,)), Stopwatch(default_kernels())
+    meter, watch = LimitMeter(rows=(ROWS,)), Stopwatch(default_kernels())
     speeds, limits = [], []
     with kernels_as(watch), replica(model, threads=THREADS, touch_memory=True) as built:
         for turn in range(rounds + 1):
             measured = meter.measure()
             watch.steps.clear()
-            run_all(built, make_requests(f"{turn}", PRESETS, PROMPT_TOKENS, OUTPUT_TOKENS, seed=turn))
-            seconds = [seconds for seconds, _ in watch.decode_steps(PRESETS)]
+            run_all(built, make_requests(f"{turn}", ROWS, PROMPT_TOKENS, OUTPUT_TOKENS, seed=turn))
+            seconds = [seconds for seconds, _ in watch.decode_steps(ROWS)]
             if turn:
-                speeds.append(PRESETS * len(seconds) / sum(seconds))
-                limits.append(decode_limit_tok_s(cost, measured, PRESETS))
+                speeds.append(ROWS * len(seconds) / sum(seconds))
+                limits.append(decode_limit_tok_s(cost, measured, ROWS))
     return speeds, limits
 
 

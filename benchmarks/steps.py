@@ -20,8 +20,7 @@ from lorikeet.core.executor import Executor
 from lorikeet.core.ids import RequestId
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.engine.build import Replica, build_replica
-from lorikeet.kernels.base import Kernels, Layers, LayersShape, LayerWeights
-from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.base import Kernels, Layers, LayersShape, LayerWeights, SamplingTensors
 
 # --- by kernel ---------------------------------------------------------------------------------------
 

@@ -97,10 +97,10 @@ def _presets() -> str:
     """Return the table of policy options, and that of presets with what differs from the defaults."""
     meanings, default = _read_docstring(Preset)[1], Preset()
     lines = [
-        "\n## Presets\n\n`engine.preset` names a system: one choice for every policy option.\n"
+        "\n## Presets\n\n`engine.preset` names a preset, which sets every policy option.\n"
         f"`auto` is `{AUTO_PRESET}`. Options can be changed behind the name: `vllm-static,adapter_share=0.35`.\n"
-        "The presets are described in [memory.md](memory.md#presets), [admission.md](admission.md), "
-        "[modes.md](modes.md)\nand, for several replicas, [cluster.md](cluster.md#presets).\n\n"
+        "The presets are described in [memory.md](memory.md#presets), [admission.md](admission.md),\n"
+        "[modes.md](modes.md) and, for several replicas, [cluster.md](cluster.md#presets).\n\n"
         "| option | default | meaning | values |\n|---|---|---|---|\n"
     ]
     for option in _OPTIONS:

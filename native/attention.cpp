@@ -1,6 +1,6 @@
 // Causal attention over paged keys and values, for any mixture of prefills and decodes.
 //
-// Softmax is computed as it goes, tile after tile: each row keeps its largest score so far, and the sums of weights
+// Softmax is computed online, tile after tile: each row keeps its largest score so far, and the sums of weights
 // and of weighted values relative to it.
 #include <atomic>
 

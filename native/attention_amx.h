@@ -1,7 +1,7 @@
 // The products of attention by the tile unit: 16 query rows at once.
 //
-// Packed keys and values are what the unit wants on its right side, groups of two columns or of two tokens. Rows beyond
-// the last are computed from whatever lies there, and are not used.
+// Packed keys and values have the layout of the unit's right operand: groups of two columns or of two tokens. Rows
+// beyond the last are computed from undefined data and not used.
 #pragma once
 
 #include "attention_tiles.h"

@@ -1,4 +1,4 @@
-// How attention gets queries, keys and values to where its products want them.
+// Loads queries, keys and values into the layouts of the attention products.
 //
 // T is the element of queries, keys, values and outputs; K that of the product of queries and packed keys: bf16 where
 // its dot() is one instruction, else float.
@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kTile = 128;  // tokens of a tile
 constexpr int64_t kSpan = 2 * kLanes;
 
-// Lines of the next tile to be fetched per transposed block of keys, and per kPause groups in the two products, or per
+// Cache lines of the next tile to prefetch per transposed block of keys, and per kPause groups in the two products, or per
 // vector of four unpacked keys: together somewhat more than there are, as even as possible over the time that a tile takes.
 constexpr int64_t kPause = 8, kPackFetch = 6, kScoreFetch = 4, kAccumulateFetch = 9, kUnpackedFetch = 2;
 
@@ -94,12 +94,12 @@ void load_queries(const Call<T>& c, const Item& item, int64_t head, int64_t stri
     }
 }
 
-// Fetches the rows of the next tile, some lines at a time: with few query rows, memory is what takes long. Into the
-// second-level cache, which can wait for twice as many lines at once as the first can.
+// Prefetches the rows of the next tile, some lines at a time: with few query rows memory is the bottleneck. It
+// prefetches into the second-level cache, which can have twice as many lines in flight as the first.
 template <class T>
 struct Ahead {
   const Rows<T>* rows;
-  int64_t tokens, first, bytes;  // of each row the first element and the bytes that will be wanted
+  int64_t tokens, first, bytes;  // of each row: the first element and the number of bytes to read
   int64_t token = 0, byte = 0;
   void fetch(int64_t lines) {
     for (; lines > 0 && token < tokens; --lines) {

@@ -1,8 +1,8 @@
-// How a call of attention is cut into items that threads take one after the other.
+// Divides a call of attention into work items that threads take one after the other.
 //
 // An item of a prefill is a block of query rows with the heads that share one kv head, over all that they see. A
-// sequence with few rows is cut along its context instead, all heads together as their keys lie side by side. How a
-// sequence is cut depends on itself alone, so neither threads nor neighbours change a result.
+// sequence with few rows is divided along its context instead, all heads together as their keys are adjacent. The
+// division of a sequence depends on that sequence only, so results depend neither on threads nor on the batch.
 #pragma once
 
 #include <algorithm>
@@ -65,8 +65,8 @@ int64_t plan(const Call<T>& c, std::vector<Item>& items, std::vector<Cut>& cuts)
   prefills.clear();
   for (int64_t s = 0; s < c.sequences; ++s)
     if (c.rows(s) > kFewRows) prefills.push_back(s);
-  // From the largest sequence to the smallest, and from late rows, which see most, to early ones: so no thread is left
-  // with much at the end, and neighbours in the list share keys and values.
+  // From the largest sequence to the smallest, and from late rows, which see most, to early ones, so that no thread has
+  // much work left at the end, and neighbours in the list share keys and values.
   std::sort(prefills.begin(), prefills.end(), [&](int64_t a, int64_t b) {
     return c.rows(a) * c.contexts[a] > c.rows(b) * c.contexts[b];
   });

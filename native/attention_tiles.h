@@ -28,7 +28,7 @@ inline void with_constant(int64_t n, const F& f) {
 template <int Rows, int Vectors, class K, class T>
 void score(const K* queries, int64_t stride, const K* keys, int64_t groups, float* scores, Ahead<T>& ahead) {
   constexpr int G = kGroup<K>;
-  // Long sums of floats are made of short ones, or their rounding errors would pile up.
+  // Long float sums are sums of short ones, to limit rounding errors.
   constexpr int64_t kShort = G == 1 ? 32 : int64_t(1) << 60;
   for (int64_t g = 0, first = 1; g < groups; first = 0) {
     F32 sums[Rows][Vectors];
@@ -54,8 +54,8 @@ void score(const K* queries, int64_t stride, const K* keys, int64_t groups, floa
   }
 }
 
-// The same of rows too few to be worth the packing of keys: sums are taken across lanes, of four tokens at once. What
-// follows a head in its `stride` columns is zero.
+// The same for rows too few to justify packing keys: sums are taken across lanes, for four tokens at a time. The
+// columns after a head, up to `stride`, are zero.
 template <int Rows, class T>
 void score_unpacked(const T* queries, int64_t stride, const T* const* keys, int64_t offset, int64_t tokens,
                     float* scores, Ahead<T>& ahead) {
@@ -96,7 +96,7 @@ struct PlainValues {
   Span load(int64_t token, int64_t column) const { return load_span(rows[token] + offset + column); }
 };
 
-// What is known of a query row: a record of floats, the weighted sum of values first.
+// State of a query row: a record of floats, starting with the weighted sum of values.
 struct State {
   float* records;
   int64_t columns;

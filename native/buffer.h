@@ -7,7 +7,7 @@
 namespace lorikeet {
 namespace {
 
-// Memory that grows and is used again by the next call; new parts are zero.
+// A buffer that grows and is reused by the next call; new memory is zero.
 template <class E>
 class Buffer {
  public:

@@ -1,7 +1,7 @@
-// Copies of blocks between two arenas, beside computing threads.
+// Copies blocks between two arenas while other threads compute.
 //
-// What is copied is not read again soon, so it need not push what the others work on out of the caches: loads ask for
-// no place there, and stores go to memory directly, which also saves reading what they overwrite.
+// The data is not read again soon, so it must not evict other data from the caches: loads are non-temporal, and stores
+// go to memory directly, which also saves reading the target lines.
 #include <immintrin.h>
 
 #include <algorithm>
@@ -25,8 +25,8 @@ inline void stream(char* p, Wide x) { _mm256_stream_si256((__m256i*)p, x); }
 #endif
 
 constexpr int64_t kWidth = sizeof(Wide), kLine = 64, kStride = 256;
-constexpr int64_t kAhead = 1024;  // bytes by which lines are asked for before they are copied
-constexpr int64_t kTurn = 64 * 1024;  // bytes between two offers of the core
+constexpr int64_t kAhead = 1024;  // prefetch distance in bytes
+constexpr int64_t kTurn = 64 * 1024;  // bytes between two yields of the core
 
 void copy(const char* source, char* target, int64_t bytes) {
   int64_t done = std::min(bytes, int64_t(-uintptr_t(target) % kWidth));  // up to where vectors may be streamed
@@ -47,8 +47,8 @@ double seconds() {
 
 // source, target: arenas of blocks of so many bytes, which do not overlap.
 // blocks [2, count]: numbers of the source's blocks, and of the target's.
-// until_s: time of the monotonic clock until which threads that want the core have it after every few bytes: a team that
-// computes loses more than the time that one of its threads is kept off its core.
+// until_s: time of the monotonic clock until which the core is offered to other threads regularly: a team of compute
+// threads loses more than the time for which one of its threads is delayed.
 LORIKEET_EXPORT void lorikeet_copy(const char* source, char* target, int64_t bytes, const int64_t* blocks,
                                    int64_t count, double until_s) {
   bool gives_way = seconds() < until_s;
@@ -62,5 +62,5 @@ LORIKEET_EXPORT void lorikeet_copy(const char* source, char* target, int64_t byt
       }
     }
   }
-  _mm_sfence();  // whoever is told that they are done sees them
+  _mm_sfence();  // makes the stores visible before their end is signalled
 }

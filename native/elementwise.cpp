@@ -1,14 +1,14 @@
 // Residual and RMS norm, rotary embedding with the KV store, SiLU gating: one pass over memory each.
 //
-// Arithmetic is in float and rounded once, at the end. A row is computed by one thread in one order, so it does not
-// depend on its company.
+// Arithmetic is in float and rounded once, at the end. A row is computed by one thread in one order, so it does
+// not depend on the rest of the batch.
 #include "calls.h"
 #include "simd.h"
 
 namespace lorikeet {
 namespace {
 
-constexpr int64_t kWorthAThread = 1 << 13;  // elements below which waking a thread costs more than it brings
+constexpr int64_t kWorthAThread = 1 << 13;  // fewer elements are not worth waking a thread
 
 int64_t threads_for(int64_t elements, int64_t threads) { return elements < 2 * kWorthAThread ? 1 : threads; }
 

@@ -1,4 +1,4 @@
-// Comparing the lanes of vectors, and moving those that were found.
+// Comparing the lanes of vectors, and compacting the lanes that match.
 #pragma once
 
 #include "simd.h"
@@ -7,7 +7,7 @@ namespace lorikeet {
 
 #if defined(__AVX512F__)
 
-using Where = __mmask16;  // one truth per lane
+using Where = __mmask16;  // one bit per lane
 
 inline Where greater(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 inline Where at_least(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
@@ -61,7 +61,7 @@ inline F32 halved_complement(const uint32_t* p) {
 
 constexpr uint32_t kAllLanes = (1u << kLanes) - 1;
 
-// A long sum of floats made of short ones, or its rounding errors would pile up.
+// A long float sum as a sum of short ones, to limit rounding errors.
 class LongSum {
  public:
   void add(F32 x) {

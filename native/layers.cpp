@@ -1,6 +1,5 @@
-// All layers of a decoder, one kernel after the other. Called one by one from Python they take a good deal longer: while
-// they run, weights and keys push the interpreter out of the caches, and what takes it a few microseconds else then
-// takes it tens of them.
+// All layers of a decoder, one kernel after the other. Calls from Python take much longer: while kernels run, weights and
+// keys evict the interpreter from the caches, and a call takes tens of microseconds instead of a few.
 #include <cstring>
 
 #include "calls.h"
@@ -20,7 +19,7 @@ struct Model {
   int64_t count, hidden, heads, kv_heads, head_dim, inner, bytes;
 };
 
-// Of each product null where the adapters leave it alone.
+// Null for products that no adapter changes.
 struct Adapted {
   const void *qkv, *o, *gate_up, *down;
 };
@@ -39,7 +38,7 @@ struct Step {
   char *normed, *qkv, *mixed, *delta, *gate_up, *gated;  // room for [rows, ...]; delta comes out too
 };
 
-// Leaves the chosen rows alone, in their order; `room` has as many bytes as they.
+// Keeps only the chosen rows, in their order; `room` is a buffer of their size.
 void keep(char* rows, int64_t row_bytes, const int64_t* chosen, int64_t count, char* room) {
   for (int64_t i = 0; i < count; ++i)
     std::memcpy(room + i * row_bytes, rows + chosen[i] * row_bytes, size_t(row_bytes));

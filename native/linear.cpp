@@ -1,6 +1,6 @@
-// out = x @ weightᵀ + bias, for any number of rows, and what adapters add to it.
+// out = x @ weightᵀ + bias, for any number of rows, and the LoRA delta.
 //
-// One parallel region: a thread computes its share of the product and fetches meanwhile what LoRA makes it read next.
+// One parallel region: a thread computes its share of the product and meanwhile prefetches what it reads for LoRA.
 #include "linear_amx.h"
 #include "linear_tiles.h"
 #include "lora_ahead.h"
@@ -44,7 +44,7 @@ void multiply(const Product<T>& p, int64_t rows, LoraAhead<T>& lora, int64_t thr
 }
 
 #if defined(__AMX_BF16__)
-// The same by the tile unit. What LoRA will read is not fetched: with few rows memory is what takes long.
+// The same by the tile unit. LoRA's reads are not prefetched: with few rows memory is the bottleneck.
 void multiply(const Product<bf16>& p, int64_t rows, LoraAhead<bf16>&, int64_t thread, int64_t threads) {
   multiply_by_tiles(p, rows, thread, threads);
 }
@@ -88,7 +88,7 @@ void pack(const T* weight, T* packed, int64_t outputs, int64_t inputs, int64_t t
   });
 }
 
-// A packed weight, as Python hands it over.
+// A packed weight, as passed by Python.
 struct Weight {
   const void* packed;
   int64_t inputs, outputs, bytes;
@@ -113,13 +113,13 @@ LORIKEET_EXPORT void lorikeet_pack(
 }
 
 // out[rows, outputs] = x @ weightᵀ + bias and, for every segment, an adapter's rows [start, stop), and every target:
-// out[start : stop, column : column + outputs] += x[start : stop] @ Aᵀ @ Bᵀ. Constants come in records, whose addresses
-// are handed over, as every argument costs Python a tenth of a microsecond.
+// out[start : stop, column : column + outputs] += x[start : stop] @ Aᵀ @ Bᵀ. Constants are in records that are
+// passed by address, since every argument costs Python a tenth of a microsecond.
 //
 // x_stride: in elements; rows of `out` lie side by side.
 // weight: address of the packed elements, inputs, outputs, bytes of an element: 2 for bfloat16, 4 for float.
 // adapters: null, or address of the segments, their number and 0, or the rank that every adapter is computed (and read)
-//   with in the modules that it touches.
+//   with in the modules that it changes.
 // segments: in row order and disjoint: start, stop, addresses of the adapter's pieces and of its index.
 // pieces: address of rows of A [rows, inputs], address of the same rows of Bᵀ [rows, outputs], rows.
 // index: [layers * 7 + 1]: pieces of (layer, module) are index[layer * 7 + module] up to the next entry.

@@ -1,13 +1,13 @@
 // A product of bfloat16 by the tile unit.
 //
-// A panel is what the unit wants on its right side: a row of a tile is a k-group of 16 columns. The left side is x
-// itself. So nothing is copied for it.
+// A panel has the layout of the unit's right operand: a row of a tile is a k-group of 16 columns. The left operand is x
+// itself, so nothing is copied.
 //
 // Rows go in blocks of up to 32, two tiles that share the panel's. All tiles of a call have one height, as a change
 // of shapes costs more than rows computed twice: the second tile of a block ends with it and may overlap the first.
 //
-// The way from the second-level cache to the first is what is short. So a panel of a few hundred inputs stays in the first
-// while the rows pass it by, loaded as what will not be wanted again, and what is written is little.
+// The bottleneck is the bandwidth from the second-level cache to the first. So a panel of a few hundred inputs stays in the
+// first, rows are loaded with a non-temporal hint, and little is written.
 #pragma once
 
 #include <cstring>
@@ -70,8 +70,8 @@ struct Place {
   const bf16* gates;  // of each row kWidth side by side, whose SiLU they are multiplied by; or null
 };
 
-// The sums of a block on their way out. They are written while the unit computes the next block: what writes them
-// has nothing to do then, and the unit would have nothing to do meanwhile.
+// The sums of a block that are being written out while the unit computes the next block, so that stores and the unit work
+// in parallel.
 class Writer {
  public:
   Writer() = default;
@@ -138,9 +138,9 @@ class TileProduct {
     tiles_.shape(height_);
   }
 
-  // Calls f(panel, blocks, their run) for the thread's part of so many panels and all blocks of rows. Rows go in runs:
-  // short enough for the next cache to keep them while the panels pass by, long enough for a panel that does not fit
-  // itself to be read seldom.
+  // Calls f(panel, blocks, their run) for the thread's part of so many panels and all blocks of rows. Rows are processed in
+  // runs: short enough to stay in the second-level cache for all panels, long enough that panels which do not fit are
+  // read rarely.
   template <class F>
   void each(int64_t panels, int64_t thread, int64_t threads, const F& f) const {
     const int64_t bytes = blocks_ * kBlockRows * p_.inputs * int64_t(sizeof(bf16));
@@ -212,7 +212,7 @@ inline void multiply_by_tiles(const Product<bf16>& p, int64_t rows, int64_t thre
 }
 
 // A thread's share of SiLU(gate) * up, [rows, p.outputs / 2], which are the halves of p, of whole panels each. A panel of
-// gates stays in the next cache for its panel of ups; neither is written any farther.
+// gates stays in the second-level cache for its panel of ups; neither is written to memory.
 inline void multiply_gated_by_tiles(const Product<bf16>& p, int64_t rows, bf16* out, int64_t thread, int64_t threads) {
   if (rows == 0) return;
   const int64_t columns = p.outputs / 2, panels = columns / kWidth;

@@ -21,7 +21,7 @@ constexpr int64_t kNextCacheBytes = 768 << 10;  // most of a second-level cache
 
 int64_t groups_of(int64_t inputs, int group) { return (inputs + group - 1) / group; }
 
-// Lines of memory that will be wanted soon: one every `step` bytes, for each k-group of a tile.
+// Cache lines to prefetch: one every `step` bytes, for each k-group of a tile.
 struct Lines {
   const char* at;
   int64_t step;
@@ -39,7 +39,7 @@ struct Product {
   int64_t panel_elements() const { return groups_of(inputs, kGroup<T>) * kGroup<T> * kPanel<T>; }
 };
 
-// Rows x kTileColumns of the product; `ahead` and `also` are memory that will be wanted soon.
+// Rows x kTileColumns of the product; `ahead` and `also` are memory to prefetch.
 template <class T, int Rows>
 inline void tile(const Product<T>& p, int64_t row, int64_t column, Lines ahead, Lines also) {
   constexpr int G = kGroup<T>;
@@ -49,8 +49,8 @@ inline void tile(const Product<T>& p, int64_t row, int64_t column, Lines ahead, 
   const T* weights = p.packed + (column / kPanel<T>) * p.panel_elements() + (column % kPanel<T>) * G;
   const T* x = p.x + row * p.x_stride;
   const int64_t whole = p.inputs / G;
-  // Long sums of floats are made of short ones, or their rounding errors would pile up; next to the rounding of a
-  // bfloat16 result they do not count.
+  // Long float sums are sums of short ones, to limit rounding errors; for a bfloat16 result, whose own rounding is larger,
+  // that is not needed.
   constexpr int64_t kShort = sizeof(T) == 4 ? 16 : int64_t(1) << 62;
   F32 totals[Rows][kVectors];
   for (int64_t k = 0, stop = 0; k < whole;) {

@@ -1,4 +1,4 @@
-// Fetching what LoRA will read while the product before it is computed.
+// Prefetches what LoRA will read, while the base product is computed.
 #pragma once
 
 #include "linear_tiles.h"
@@ -34,7 +34,7 @@ class LoraAhead {
     }
   }
 
-  // Up to `wanted` lines side by side; without any left a line that is in the cache anyway.
+  // Up to `wanted` adjacent lines; if none is left, a line that is in the cache already.
   Lines take(int64_t wanted, const void* cached) {
     if (left_ <= 0 || run_ == runs_.size()) return {(const char*)cached, 0};
     const Run& run = runs_[run_];

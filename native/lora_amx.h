@@ -1,7 +1,7 @@
 // The arithmetic of LoRA in bfloat16 by the tile unit.
 //
-// The unit wants groups of two on its right side. In the shrink A lies there as it should on the left, and rows of x are
-// turned; in the expand rows of Bᵀ are interleaved by twos. A part's rows go through tiles of up to 16, all of one
+// The unit's right operand consists of groups of two. In the shrink A is the left operand as it is, and rows of x are
+// transposed; in the expand rows of Bᵀ are interleaved by twos. A part's rows go through tiles of up to 16, all of one
 // height, so that the last may overlap the one before it.
 #pragma once
 
@@ -46,9 +46,9 @@ class Fetcher {
   int64_t row_ = 0, column_, lines_, lines_a_turn_;
 };
 
-// The rows of a part as the right side wants them: for every tile of rows and pair of inputs, 16 rows' pairs side by
-// side. A single row serves as it is: what follows a pair counts as other rows', whose products nobody wants. Parts that
-// are neighbours have the same rows, so these are kept until others are asked for.
+// The rows of a part as right operand: for every tile of rows and pair of inputs, 16 rows' pairs side by
+// side. A single row is used as it is: what follows a pair counts as other rows, whose products are not used. Neighbouring
+// parts have the same rows, so these are kept until other rows are requested.
 class TurnedRows {
  public:
   // Makes tile() those of a part of the call.

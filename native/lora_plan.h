@@ -1,4 +1,4 @@
-// What a call adds to a product for adapters, cut into tiles and dealt out to the threads.
+// Divides the LoRA part of a call into tiles and assigns them to threads.
 #pragma once
 
 #include <sys/mman.h>
@@ -24,15 +24,15 @@ constexpr int64_t kPartRows = 64;
 constexpr int64_t kSums = 64 * kPartRows;         // floats that hold sums between rank tiles, in the first cache
 constexpr int64_t kFetch = 12;                    // reading an element from memory takes as long as so many rows' sums
 
-// What a padded adapter reads for the ranks that it lacks: zeros from a ring too large for any cache. Such a kernel
-// would read them from the padded slots of its adapters, and they would not be in the cache there either.
+// What a padded adapter reads for its missing ranks: zeros from a ring larger than any cache. A padding kernel would
+// read them from padded adapter slots, which would not be in the cache either.
 class ZeroRing {
  public:
   // Place of the next `bytes` bytes.
   int64_t take(int64_t bytes) {
     if (!zeros_) {
       zeros_.reset(new (std::align_val_t(kHugePage)) char[kBytes + kSlack]);
-      madvise(zeros_.get(), kBytes + kSlack, MADV_HUGEPAGE);  // as adapters lie
+      madvise(zeros_.get(), kBytes + kSlack, MADV_HUGEPAGE);  // like adapters
       std::memset(zeros_.get(), 0, kBytes + kSlack);          // so that there are pages of its own to read
     }
     const int64_t at = at_;
@@ -51,7 +51,7 @@ class ZeroRing {
   int64_t at_ = 0;
 };
 
-// What Python hands over, 64-bit integers and addresses. See lorikeet_linear.
+// The arguments from Python, as 64-bit integers and addresses; see lorikeet_linear.
 constexpr int64_t kModules = 7;  // of a layer: LORA_MODULES
 struct Piece {
   int64_t a, bt, rows;  // addresses
@@ -168,7 +168,7 @@ struct Lora {
     return inner_size + part.rows * part.inner_stride;
   }
 
-  // A row that a padded adapter lacks.
+  // A row of a padded adapter's missing ranks.
   const T* padding(const Part& part, bool expand, int64_t rank, int64_t width) const {
     const int64_t at = expand ? part.padding_b : part.padding_a;
     return (const T*)ring.row(at + (rank - part.real_rank) * width * int64_t(sizeof(T)));
@@ -262,7 +262,7 @@ class Pipeline {
   }
 
  private:
-  // What nobody before it fetches.
+  // What no earlier step prefetches.
   static void fetch(const Step<T>& step) {
     for (int64_t i = 0; i < step.ranks; ++i)
       for (int64_t k = step.begin; k < step.end; k += kLanes * kGroup<T>)

@@ -1,5 +1,5 @@
 // The arithmetic of LoRA: out[rows, columns] += x[rows] @ Aᵀ @ Bᵀ for many adapters at once, each on rows of its own,
-// read where they lie.
+// read in place.
 //
 // Two phases with one barrier between them: shrink makes inner = x @ Aᵀ, expand adds inner @ Bᵀ. With few rows per
 // adapter the time is that of reading A and Bᵀ, so every thread reads an equal share of each, in memory order, and
@@ -7,7 +7,7 @@
 // operands in registers and the first cache.
 //
 // Every sum has one order whatever the number of rows, segments and threads: A row by row over its lanes, Bᵀ rank by
-// rank. So an answer does not depend on what else is in the batch.
+// rank. So results do not depend on the rest of the batch.
 #pragma once
 
 #include "lora_amx.h"

@@ -1,7 +1,7 @@
 // Work over the threads of torch's OpenMP runtime.
 //
-// The libraries are linked without one of their own: the symbols resolve to the runtime that torch has loaded, so
-// that a process has one team of threads.
+// The libraries are linked without an OpenMP runtime: the symbols resolve to the runtime that torch has loaded, so that a
+// process has one thread team.
 #pragma once
 
 #include <omp.h>
@@ -38,5 +38,5 @@ inline void barrier() {
 
 }  // namespace lorikeet
 
-// What Python may call. Every function takes 64-bit integers, doubles and addresses only.
+// The functions that Python calls. Every function takes 64-bit integers, doubles and addresses only.
 #define LORIKEET_EXPORT extern "C" __attribute__((visibility("default")))

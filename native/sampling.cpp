@@ -1,5 +1,5 @@
 // The token of each row: the largest of logits / temperature + Gumbel noise among those that min-p, top-k and top-p
-// leave. See kernels/sampling.py, which says the same in a few lines of torch.
+// keep; kernels/base.py is the reference in torch.
 //
 // Nothing is sorted: a filter's lowest value is found by gathering ever fewer values around it. And noise is drawn
 // only for blocks of tokens that could still win, of which only those few get logarithms whose random bits say so.
@@ -25,7 +25,7 @@ struct Parameters {
   int64_t position;
 };
 
-// Memory of one thread. Behind `vocab` values come lanes of -inf, which no filter keeps and no noise lifts.
+// Memory of one thread. After `vocab` values there are lanes of -inf, which are never chosen.
 struct Scratch {
   std::vector<float> values, few[2];
   void reserve(int64_t vocab) {
@@ -110,8 +110,8 @@ struct Mass {
   static double of(float value) { return std::exp(double(value)); }
 };
 
-// A value not far from the lowest that select() will return, by the look of a few of them; on the side of it where
-// most values are, so that the fewer ones are left.
+// An estimate of the lowest value that select() will return, from a sample of the values; on the side with most values,
+// so that few are left.
 template <class Weight>
 float guess(const float* values, int64_t n, double excess) {
   constexpr int kSample = 64;
@@ -139,7 +139,7 @@ float select(const float* values, int64_t n, double total, double limit, Scratch
     const double above = Weight::of(to, found);
     if (above >= limit) {
       total = above;
-    } else {  // the pivot is kept, and what lies below it is still to be looked at
+    } else {  // the pivot is kept, and the values below it are still to be searched
       lowest = pivot;
       const int64_t below = gather(values, n, to, [=](F32 v) { return greater(splat(pivot), v); });
       const double passed = above + double(n - found - below) * Weight::of(pivot);
@@ -157,7 +157,7 @@ float select(const float* values, int64_t n, double total, double limit, Scratch
   return lowest;
 }
 
-// The lowest value that min-p, top-k and top-p, in this order, leave.
+// The lowest value that min-p, top-k and top-p keep, applied in this order.
 float lowest_kept(const float* values, int64_t n, const Parameters& p, Scratch& scratch) {
   float lowest = -kInfinity;
   if (p.min_p > 0) lowest = float(std::log(double(p.min_p)));

@@ -72,7 +72,7 @@ inline F32 fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
 inline F32 round(F32 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline float sum(F32 x) { return _mm512_reduce_add_ps(x); }
 inline float largest(F32 x) { return _mm512_reduce_max_ps(x); }
-// x * 2^n for whole n; 0 where n is below -125, as processors are slow at results that are no normal floats.
+// x * 2^n for whole n; 0 where n is below -125, since denormal results are slow.
 inline F32 scale_by_power(F32 x, F32 n) {
   return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, splat(-125.0f), _CMP_NLT_UQ), x, n);  // a NaN is not less
 }

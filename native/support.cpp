@@ -12,8 +12,8 @@
 #if defined(__AMX_BF16__)
 namespace {
 
-// Whether there is a tile unit for bfloat16 that the system lets this process use: Linux wants to be asked, as every
-// thread's state grows by the tiles (https://docs.kernel.org/arch/x86/xstate.html).
+// Whether there is a tile unit for bfloat16 that this process may use. Linux requires a request, as every thread's
+// state grows by the tiles (https://docs.kernel.org/arch/x86/xstate.html).
 bool may_use_tiles() {
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   unsigned eax, ebx, ecx, edx;

@@ -1,11 +1,12 @@
-// Where the threads of the team run.
+// Pins the threads of the OpenMP team.
 #include <sched.h>
 
 #include <cstdint>
 
 #include "parallel.h"
 
-// Lets thread i of the team run on cores[i] alone, or each on any of them, where the system grants that.
+// Pins thread i of the team to cores[i], or lets each thread run on any of them. Cores that are not allowed are
+// ignored.
 LORIKEET_EXPORT void lorikeet_place(const int64_t* cores, int64_t threads, int64_t apart) {
   lorikeet::parallel(threads, [=](int64_t thread, int64_t) {
     cpu_set_t mask;

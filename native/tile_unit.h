@@ -9,7 +9,7 @@
 
 namespace lorikeet {
 
-// Whether it multiplies elements T.
+// Whether the unit multiplies elements of type T.
 #if defined(__AMX_BF16__)
 template <class T>
 constexpr bool kTileUnit = sizeof(T) == 2;
@@ -48,9 +48,9 @@ class Tiles {
     }
     asm volatile("ldtilecfg %0" ::"m"(shapes));  // GCC's intrinsic does not say that it reads all of them
   }
-  // Stores a tile for nobody, once in a few steps of a loop. The first store after a pause of less than a microsecond
-  // stops everything for as long as dozens of multiplications take, as if the way out of the unit had been asleep (seen
-  // by measuring; Intel's manuals do not say so). A loop that lasts longer must not let that happen at its end.
+  // Stores a tile that is not used, once in a few steps of a loop. The first store after a pause of less than a
+  // microsecond stalls for as long as dozens of multiplications take (measured; not in Intel's manuals). Regular stores
+  // avoid that stall at the end of a long loop.
   void keep_storing(int64_t step) {
     if (step % 4 == 0) asm volatile("tilestored %%tmm6, (%0,%1,1)" ::"r"(nowhere_), "r"(kTileWidth * 4) : "memory");
   }
@@ -66,13 +66,13 @@ inline void load_tile(const void* rows, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(Tile) : "memory");
 }
 
-// The same of rows that will not be wanted again soon: the first cache keeps others rather.
+// The same with a non-temporal hint, for rows that are not read again soon.
 template <int Tile>
 inline void load_passing_tile(const void* rows, int64_t stride) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(Tile) : "memory");
 }
 
-// Tile `Sum` += tile 6 . tile 7. (GCC's intrinsic takes no template's argument.)
+// Tile `Sum` += tile 6 . tile 7. (GCC's intrinsic does not accept template arguments.)
 template <int Sum>
 inline void add_product() {
   asm volatile("tdpbf16ps %%tmm7, %%tmm6, %%tmm%c0" ::"i"(Sum));

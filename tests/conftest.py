@@ -2,12 +2,17 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
+import structlog
 
+from tests.support import sampling
 from tests.support.default_model import default_model_cache  # noqa: F401 - a fixture, for every folder
 from tests.support.postgres import postgres_url  # noqa: F401 - a fixture, for every folder
+
+pytest_plugins = ["pytester"]
 
 # One OpenMP team per process: tests start several processes on few cores. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -18,6 +23,14 @@ if not os.path.exists("/dev/nvidiactl"):
 # The same examples on every run, and no time limits: other work may share the machine.
 hypothesis.settings.register_profile("lorikeet", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("lorikeet")
+
+# Tracebacks as Python prints them: rich ones, with the values of all variables, take seconds to render.
+structlog.configure(
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 
 def _must_fail(report: pytest.TestReport | pytest.CollectReport) -> bool:
@@ -42,3 +55,55 @@ def pytest_make_collect_report() -> Iterator[None]:
         report.outcome = "failed"
         report.longrepr = f"REQUIRE_ALL=1, but this module was skipped: {report.longrepr}"
     return report
+
+
+# --- samples of large matrices -------------------------------------------------------------------
+
+LEFT_OUT = pytest.StashKey[list[str]]()
+"""Ids of cases that samples leave out."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--all``."""
+    parser.addoption("--all", action="store_true", help="run large matrices in full, and not a sample of each")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin with nothing left out."""
+    config.stash[LEFT_OUT] = []
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(_WorkersSamples(config))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what samples of marked matrices leave out, unless all is asked for."""
+    if config.getoption("--all"):
+        return
+    items[:], left_out = sampling.sample_items(items)
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] += [item.nodeid for item in left_out]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that started this one, if one did, what was left out here."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash[LEFT_OUT]
+
+
+class _WorkersSamples:
+    """Hears from the processes of pytest-xdist what they left out: the same in each."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", [])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which matrices were sampled."""
+    if lines := sampling.summary(config.stash[LEFT_OUT]):
+        terminalreporter.section("left out of large matrices, run them with --all")
+        for line in lines:
+            terminalreporter.line(line)

@@ -235,9 +235,7 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
         ("--generation-config auto", None),
     ],
 )
-def test_common_flags_of_vllm_are_taken_off_with_a_note_where_there_is_something_to_say(
-    arguments: str, said: str | None
-) -> None:
+def test_common_vllm_flags_are_ignored_with_a_note(arguments: str, said: str | None) -> None:
     kept, notes = compat.translate(["m", *arguments.split()])
     assert kept == ["m"]
     assert len(notes) == (said is not None)

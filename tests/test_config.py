@@ -28,7 +28,7 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
     ("flags", "environment", "complaint"),
     [
         ({"engine": {"rows": "auto"}}, {}, r"flags: \[engine\]: .*unknown field `rows`"),
-        ({"motor": {}}, {}, "flags: no section is called 'motor'"),
+        ({"motor": {}}, {}, "flags: there is no section 'motor'"),
         ({"engine": {"num_scheduler_steps": 0}}, {}, r"flags: \[engine\]: .*>= 1.*num_scheduler_steps"),
         ({"engine": {"block_size": 0}}, {}, "block_size"),
         ({"server": {"port": 70_000}}, {}, "port"),
@@ -36,22 +36,26 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
         ({}, {"LORIKEET_ENGINE__THREADS": "two"}, r"environment: \[engine\]: .*threads"),
         ({"server": {"api_keys": ["key", ""]}}, {}, "an API key or admin key is empty"),
         ({"server": {"admin_keys": [" "]}}, {}, "an API key or admin key is empty"),
-        ({}, {"LORIKEET_SERVER__API_KEYS": ""}, "environment: LORIKEET_SERVER__API_KEYS is set, and holds no key"),
+        ({}, {"LORIKEET_SERVER__API_KEYS": ""}, "environment: LORIKEET_SERVER__API_KEYS is set, but contains no key"),
         (
             {},
             {"LORIKEET_SERVER__ADMIN_KEYS": " ,"},
-            "environment: LORIKEET_SERVER__ADMIN_KEYS is set, and holds no key",
+            "environment: LORIKEET_SERVER__ADMIN_KEYS is set, but contains no key",
         ),
-        ({}, {"LORIKEET_SERVER_API_KEYS": "a"}, "LORIKEET_SERVER_API_KEYS is no setting.*: LORIKEET_SERVER__API_KEYS"),
+        ({}, {"LORIKEET_SERVER_API_KEYS": "a"}, "LORIKEET_SERVER_API_KEYS is not a setting.*LORIKEET_SERVER__API_KEYS"),
         (
             {"adapters": {"enabled": False, "preload": ["a=b"]}},
             {},
-            "'a=b' is no adapter to serve without LoRA",
+            "'a=b' cannot be preloaded, since adapters are disabled",
         ),
         ({"cluster": {"replicas": 0}}, {}, r"flags: \[cluster\]: .*replicas"),
         ({"cluster": {"start": "slurm"}}, {}, r"flags: \[cluster\]: .*'slurm'.*start"),
-        ({"cluster": {"replicas": 5, "max_replicas": 4}}, {}, "5 replicas are not within min_replicas, 0, and max"),
-        ({"cluster": {"min_replicas": 2}}, {"LORIKEET_CLUSTER__MAX_REPLICAS": "4"}, "1 replicas are not within"),
+        ({"cluster": {"replicas": 5, "max_replicas": 4}}, {}, "replicas is 5, which is not between min_replicas"),
+        (
+            {"cluster": {"min_replicas": 2}},
+            {"LORIKEET_CLUSTER__MAX_REPLICAS": "4"},
+            "replicas is 1, which is not between",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_its_source_and_key(
@@ -78,7 +82,7 @@ def test_a_file_that_is_not_toml_is_refused_by_name(tmp_path: Path, content: byt
         load_settings(file=file, environment={})
 
 
-def test_limits_of_scaling_may_come_from_other_sources_than_the_number_of_replicas(tmp_path: Path) -> None:
+def test_scaling_limits_and_replica_count_may_come_from_different_sources(tmp_path: Path) -> None:
     file = tmp_path / "lorikeet.toml"
     file.write_text("[cluster]\nmin_replicas = 2\n")
     settings = load_settings({"cluster": {"replicas": 3}}, file, {"LORIKEET_CLUSTER__MAX_REPLICAS": "4"})

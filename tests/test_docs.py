@@ -19,14 +19,16 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.plan import TransferDone
 from lorikeet.memory.blocks import SequenceLease
-from lorikeet.memory.known_adapters import AdapterSize
-from lorikeet.memory.memory import Memory
+from lorikeet.memory.memory import AdapterSize, Memory
 from lorikeet.memory.policies import EVICTION
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 DECISIONS = ROOT / "docs" / "decisions"
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 SOURCES = {file: file.read_text() for file in (ROOT / "src" / "lorikeet").rglob("*.py")}
 
 
@@ -109,7 +111,7 @@ def test_the_policy_that_the_architecture_page_shows_works(monkeypatch: pytest.M
 
 
 def test_every_make_target_of_the_readme_exists() -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     asked = {words[1] for words in readme_commands("make")}
     assert {"serve", "test"} <= asked <= targets
 

@@ -168,7 +168,7 @@ def run_engine(preset: str, engine: Engine, work: MemoryWork) -> Figures:
         setting.settings(preset),
         work,
         on_warm=settle if engine.settle else lambda engine: None,
-        predict=make_predictor(engine.predictor, work.requests, work.seed) if engine.predictor else None,
+        predictor=make_predictor(engine.predictor, work.requests, work.seed) if engine.predictor else None,
     )
     figures = preset_figures(preset, done)
     return figures | latencies(preset, done.run.exchanges) | msgspec.to_builtins(done.engine.modes)

@@ -1,7 +1,7 @@
-"""Settings: small frozen values per part, filled from a TOML file, the environment and flags.
+"""Settings of a server: one frozen struct per section, filled from flags, the environment and a TOML file.
 
-Precedence: flags, then environment (``LORIKEET_<SECTION>__<KEY>``), then the file, then the defaults here.
-Unknown keys are errors. Policies are chosen by the name of a preset (``presets``).
+Precedence: flags, then the environment (``LORIKEET_<SECTION>__<KEY>``), then the file, then the defaults here. Unknown
+keys are errors. Policies are not set here one by one; ``engine.preset`` names a preset (see ``presets``).
 """
 
 import os
@@ -20,50 +20,50 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class ConfigError(ValueError):
-    """A setting is unknown or has a wrong value; the message names it and where it came from."""
+    """A setting is unknown or has a wrong value; the message names the setting and its source."""
 
 
 class ExecutorKind(StrEnum):
-    """Who runs a server's plans."""
+    """The executor that runs the plans of an engine."""
 
     TORCH = "torch"
-    """Real arithmetic."""
+    """Computes the model."""
     PACED = "paced"
-    """None: steps take as long as a profile says, and answers mean nothing."""
+    """Computes nothing: steps take as long as a hardware profile says, and answers are meaningless."""
 
 
 class LengthPredictor(StrEnum):
-    """Who predicts how many tokens an answer will have."""
+    """How the number of output tokens of a request is predicted."""
 
     NONE = "none"
     HISTORY = "history"
-    """The recent answers of the same adapter."""
+    """By the recent answers of the same adapter."""
     LEARNED = "learned"
-    """What `lorikeet train-predictor` learned; where it does not answer in time, history."""
+    """By a model of `lorikeet train-predictor`; by history if that does not answer in time."""
     AUTO = "auto"
-    """``learned`` if there is a file, and it was better than history on what was held out; else ``history``."""
+    """``learned`` if there is a file whose model was better than history on held-out requests, else ``history``."""
 
 
 class ReplicaStart(StrEnum):
-    """Who starts the engines of a cluster."""
+    """How the engines of a cluster are started."""
 
     RAY = "ray"
-    """Ray, on any of its machines."""
+    """By Ray, on any of its machines."""
     LOCAL = "local"
-    """The server itself, on its own machine, without Ray."""
+    """By the server, as processes on its own machine, without Ray."""
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which base model, and how it is loaded.
+    """The base model, and how it is loaded.
 
     Attributes:
         model: local folder or hub id; empty for the default model, SmolLM2-135M-Instruct.
         served_names: names that clients may use; the first is reported. Empty: derived from ``model``.
         dtype: ``auto`` (the checkpoint's), ``bfloat16``, ``float16`` or ``float32``.
         load_format: ``auto`` (safetensors) or ``dummy`` (random weights of the right shapes).
-        max_model_len: longest sequence; 0 for the model's own.
-        chat_template: file with a Jinja template instead of the tokenizer's.
-        cache_dir: where converted weights are kept; empty for the user's cache folder.
+        max_model_len: most tokens of a sequence, prompt and output; 0 for the model's own limit.
+        chat_template: file with a Jinja template that replaces the tokenizer's.
+        cache_dir: folder for converted weights; empty for the user's cache folder.
     """
 
     model: str = ""
@@ -76,43 +76,46 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The loop, its memory and its executor.
+    """The engine: preset, memory, step limits, device and threads.
 
     Attributes:
-        preset: name of the system (see ``presets.PRESETS``), or ``auto``.
-        executor: ``torch``, or ``paced``: a replica without arithmetic, for rehearsals of everything else.
-        profile: name or file of the profile by which a paced executor takes its time, and by which policies of a
-            cluster decide that need one.
-        memory_bytes: size of the device arena; 0 takes 40 % of a CPU's free memory, but no more than 4 GiB or the least
-            that works, or what ``gpu_memory_utilization`` leaves of a GPU's.
-        gpu_memory_utilization: of a GPU's memory, for weights, arena and steps together, whatever else is there
-            included; what the largest step takes is measured at the start, and graphs are given as much again. Of no
-            use with ``memory_bytes``, and on a CPU.
-        host_memory_bytes: size of the host arena, where adapters and KV wait for room on the device; 0 for none.
-        touch_memory: take all of both arenas from the system at the start, not as they fill. The start takes longer;
-            requests do not wait for new memory, which a virtual machine can be slow to get.
-        link_bytes_per_s: a declared link between host and device: what a copy may move per second in each direction,
-            for the CPU backend, whose copies are faster than any link; 0 leaves copies as fast as they are.
+        preset: name of the preset (see ``presets.PRESETS``), or ``auto``.
+        executor: ``torch``, or ``paced``: an engine that computes nothing, to test everything else.
+        profile: name or file of the hardware profile, which sets the step times of a paced executor and which some
+            cluster policies need.
+        memory_bytes: size of the device arena. 0: on a CPU 40 % of the free memory, but no more than 4 GiB (or than
+            the minimum that works, if that is larger); on a GPU what ``gpu_memory_utilization`` leaves beside weights
+            and steps.
+        gpu_memory_utilization: share of a GPU's memory for weights, arena and steps together, other users of the GPU
+            included. The memory of the largest step is measured at start-up, and as much again is reserved for CUDA
+            graphs. Not used with ``memory_bytes``, or on a CPU.
+        host_memory_bytes: size of the host arena, which caches adapters and KV that are not on the device; 0 for none.
+        touch_memory: allocate all pages of both arenas at start-up instead of when they are first used. Start-up takes
+            longer, and requests do not wait for new pages, which can be slow on a virtual machine.
+        link_bytes_per_s: declared bandwidth between host and device, in each direction. Copies of the CPU backend,
+            which are faster than any real link, are slowed down to it; 0 does not limit them.
         block_size: tokens of KV in a block.
-        max_num_seqs: most sequences that hold blocks at once.
+        max_num_seqs: most sequences that hold blocks at the same time.
         max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks.
-        num_scheduler_steps: most identical decode steps in one plan. On a GPU tokens are told after each of them, and a
-            request that arrives ends the repeat; unless this is 1, plans for whom nobody waits hold up to 32 there.
-        multi_step_limit_s: a repeat ends after this time, on a GPU if somebody waits.
-        tensor_parallel: ranks.
+        num_scheduler_steps: most identical decode steps in one plan. On a GPU tokens are returned after each step, and
+            an arriving request ends the plan; there, plans have up to 32 steps while no request waits, unless this
+            is 1.
+        multi_step_limit_s: time in seconds after which a plan of several steps ends; on a GPU only if requests wait.
+        tensor_parallel: number of tensor-parallel ranks.
         device: ``cpu`` or ``cuda``.
-        kernels: ``native``, ``triton``, ``reference``, or ``auto``: native on a CPU and Triton on a GPU, where they are
-            installed and fit dtype and device, there with FlashInfer's attention for bfloat16 and float16 where that is
-            installed, in steps that are no graphs.
-        enforce_eager: call every kernel of every step; else steps in which all decode are captured as graphs and
+        kernels: ``native``, ``triton``, ``reference`` or ``auto``. ``auto`` takes native on a CPU and Triton on a GPU
+            if they are installed and support dtype and device; with Triton, steps without CUDA graphs use FlashInfer's
+            attention for bfloat16 and float16 if that is installed.
+        enforce_eager: launch every kernel of every step. Otherwise pure decode steps are captured as CUDA graphs and
             replayed, on a GPU without tensor parallelism.
-        threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else a fair part of the cores beside other ranks.
-        load_threads: adapters that are read at once on each rank; prefetches do not count against one that is awaited.
-        host_lora_workers: processes that compute what adapters add to prefills while they are on their way from the
-            host, for presets that have it so, on an x86-64 CPU and beside at most one GPU. Each is one thread, at work
-            during such prefills alone; with ``threads``, and beside a GPU, it gets a core of its own where enough are
-            left, else it shares them. 0 for none: requests then wait for their adapters.
-        record: file for a recording of all that the engine does, prompts included; empty for none.
+        threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else an equal share of the cores among the ranks.
+        load_threads: adapters that each rank reads at the same time; prefetches do not delay an adapter that a request
+            waits for.
+        host_lora_workers: processes that compute LoRA for prefills while the adapter is copied from the host, for
+            presets that use this, on an x86-64 CPU and with at most one GPU. Each is one thread, and works only during
+            such prefills. With ``threads``, and on a GPU, it gets its own core if enough are left, else it shares
+            cores. 0 for none: requests then wait for their adapters.
+        record: file to which everything that the engine does is recorded, prompts included; empty for none.
     """
 
     preset: str = "auto"
@@ -139,25 +142,25 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def memory_ranks(self) -> int:
-        """How many ranks have as much memory as an engine tells of, and as ``memory_bytes`` asks for.
+        """Number of ranks that each have the memory that ``memory_bytes`` and the engine's statistics name.
 
-        An engine speaks of one of its ranks, and each has its part of every adapter and of every token's KV. A paced
-        one speaks of all, whatever its profile stands for.
+        Both name the memory of one rank, and each rank holds its share of every adapter and of all KV. A paced executor
+        names the memory of all ranks together.
         """
         return 1 if self.executor is ExecutorKind.PACED else self.tensor_parallel
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where adapters may come from, and where they are kept.
+    """Sources of adapters, and where they are stored.
 
     Attributes:
-        enabled: False serves the base model alone; adapters that are registered stay so.
+        enabled: False serves the base model alone; registered adapters stay in the registry.
         preload: ``name=source`` pairs, registered at start-up.
-        adapter_dir: the only folder that local paths may lie in; empty allows none at run time.
-        allowed_sources: URL prefixes (``s3://bucket/team/``, ``hf://org/``) that may be loaded from.
-        store_dir: where the content of registered adapters is kept; empty for the user's data folder.
-        registry_url: SQLAlchemy URL; empty for SQLite in ``store_dir``.
-        max_rank: larger ranks are refused; 0 for no limit.
+        adapter_dir: the only folder from which local adapters may be loaded at run time; empty allows none.
+        allowed_sources: URL prefixes (``s3://bucket/team/``, ``hf://org/``) from which adapters may be loaded.
+        store_dir: folder for the files of registered adapters; empty for the user's data folder.
+        registry_url: SQLAlchemy URL of the registry; empty for SQLite in ``store_dir``.
+        max_rank: adapters of a larger rank are refused; 0 for no limit.
         max_bytes: larger weight files are refused.
     """
 
@@ -172,39 +175,39 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The HTTP side.
+    """The HTTP server: access, limits, targets, logs and length prediction.
 
     Attributes:
-        host: address to listen at.
-        port: to listen at; 0 picks a free one.
-        api_keys: bearer keys for all routes but health, ping, version, load and metrics; empty for open access.
-        admin_keys: keys for the routes that change adapters; empty means the API keys do.
+        host: address to listen on.
+        port: port to listen on; 0 picks a free one.
+        api_keys: bearer keys for all routes except health, ping, version, load and metrics; empty for open access.
+        admin_keys: keys for the routes that change adapters; empty: the API keys allow that too.
         allowed_origins: origins (``https://example.org``) whose web pages may use the server; ``*`` for any, empty for
             none.
-        max_queued: sequences accepted and not finished, beyond which 429 is answered; a request has one for each prompt
-            and choice.
-        max_body_bytes: larger bodies get 413.
-        request_timeout_s: a request ends with an error after this time; 0 for never.
-        drain_timeout_s: how long accepted requests may go on after SIGTERM.
-        metrics_adapters: adapters with metrics of their own; the rest share the label ``other``.
-        tenant_header: header whose value names the tenant of a request, trusted as it comes; empty, or a request
-            without it: the key that let it in.
-        slo_ttft_s: target for a request's time to first token; 0 for none.
-        slo_tpot_s: target for its mean time per token after that; 0 for none.
-        adapter_slos: targets of single adapters, which go before the server's: ``name=ttft=0.5,tpot=0.1``, or one entry
-            for each; 0 for none.
-        shed: answer 429 at once to requests whose first token is predicted to come too late for their target.
+        max_queued: most accepted and unfinished sequences; beyond that the answer is 429. A request counts as one
+            sequence for each prompt and choice.
+        max_body_bytes: larger request bodies are answered with 413.
+        request_timeout_s: time after which a request ends with an error; 0 for never.
+        drain_timeout_s: time for which accepted requests may continue after SIGTERM.
+        metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
+        tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
+            it: the API key of the request names the tenant.
+        slo_ttft_s: target for the time to first token; 0 for none.
+        slo_tpot_s: target for the mean time per output token after the first; 0 for none.
+        adapter_slos: targets of single adapters, which override those of the server: ``name=ttft=0.5,tpot=0.1``, or one
+            entry for each; 0 for none.
+        shed: answer 429 immediately to requests whose first token is predicted to miss its target.
         request_log: file for the request log; empty for none.
         request_log_text: also log prompts and answers.
-        request_log_max_bytes: the log is rotated beyond this size.
-        request_log_keep: rotated logs kept.
-        length_predictor: who predicts how many tokens an answer will have, for policies that look at that: ``none``,
-            ``history`` (of the adapter's recent answers), ``learned`` (from the prompt, by the file) or ``auto``:
-            learned if there is a file that was better than history on requests held out, else history.
-        length_predictor_file: of `lorikeet train-predictor`.
-        length_predictor_timeout_s: a learned prediction that takes longer is made by history instead.
-        log_level: of the server's own log.
-        log_json: structured log lines as JSON.
+        request_log_max_bytes: size beyond which the request log is rotated.
+        request_log_keep: number of rotated logs to keep.
+        length_predictor: how output lengths are predicted, for policies that use them: ``none``, ``history`` (recent
+            answers of the adapter), ``learned`` (from the prompt, with ``length_predictor_file``) or ``auto``: learned
+            if the file's model was better than history on held-out requests, else history.
+        length_predictor_file: model file written by `lorikeet train-predictor`; empty for none.
+        length_predictor_timeout_s: a learned prediction that takes longer is replaced by history.
+        log_level: level of the server's own log.
+        log_json: write log lines as JSON.
     """
 
     host: str = "127.0.0.1"
@@ -234,16 +237,17 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Several engines behind one address. Which of them serves what is in the preset.
+    """Several engines behind one address. The preset decides which of them serves which adapter and request.
 
     Attributes:
-        replicas: engines, each with the settings of ``[engine]``.
-        start: who starts them: ``ray``, or ``local``: processes of this machine, without Ray.
-        ray_address: of a Ray cluster to join; empty starts one here, which ends with the server.
-        pool_dir: folder on each machine where its replicas keep their copies of adapters; empty for a temporary one.
-        registry_url: SQLAlchemy URL of what several servers of one cluster share; empty for ``adapters.registry_url``.
-        min_replicas: fewest, where the number of replicas follows the load.
-        max_replicas: most, where it does; with 0 it stays as it is.
+        replicas: number of engines, each with the settings of ``[engine]``.
+        start: ``ray``: Ray starts them; ``local``: they are processes of this machine, without Ray.
+        ray_address: address of a Ray cluster to join; empty starts one here, which ends with the server.
+        pool_dir: folder on each machine for its replicas' copies of adapters; empty for a temporary one.
+        registry_url: SQLAlchemy URL of the state that several servers of one cluster share; empty for
+            ``adapters.registry_url``.
+        min_replicas: least number of replicas, if it follows the load.
+        max_replicas: largest number of replicas, if it follows the load; 0: the number is fixed.
     """
 
     replicas: Positive = 1
@@ -280,16 +284,16 @@ def load_settings(
     Args:
         flags: section → key → value; values of None count as not given.
         file: a TOML file with a table per section.
-        environment: defaults to the process's environment.
+        environment: defaults to the environment of the process.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown key, or values that are wrong or do not go together.
+        ConfigError: the file cannot be read, a key is unknown, or a value is wrong or conflicts with another.
     """
     merged: dict[str, dict[str, Any]] = {}
     if file is not None:
         try:
             tables = tomllib.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:  # not readable, not UTF-8, not TOML
+        except (OSError, ValueError) as error:  # not readable, not UTF-8 or not TOML
             raise ConfigError(f"{file}: {error}") from error
         _merge(merged, tables, str(file))
     _merge(merged, _from_environment(os.environ if environment is None else environment), "environment")
@@ -298,27 +302,29 @@ def load_settings(
     settings: Settings = convert(merged, Settings, "settings")
     _check_scaling(settings.cluster)
     if settings.adapters.preload and not settings.adapters.enabled:
-        raise ConfigError(f"settings: [adapters]: {settings.adapters.preload[0]!r} is no adapter to serve without LoRA")
+        raise ConfigError(
+            f"settings: [adapters]: {settings.adapters.preload[0]!r} cannot be preloaded, since adapters are disabled"
+        )
     check_keys((*settings.server.api_keys, *settings.server.admin_keys))
     check_origins(settings.server.allowed_origins)
     return settings
 
 
 def check_keys(keys: Iterable[str]) -> None:
-    """Check bearer keys. An empty one, as of a variable that is not set, would be held by whoever sends none.
+    """Check bearer keys. An empty one, as from an unset variable, would let in requests without a key.
 
     Raises:
-        ConfigError: one is empty or blank.
+        ConfigError: a key is empty or blank.
     """
     if not all(map(str.strip, keys)):
-        raise ConfigError("an API key or admin key is empty: is the variable set that it comes from?")
+        raise ConfigError("an API key or admin key is empty: check that the variable that it comes from is set")
 
 
 def check_origins(origins: Iterable[str]) -> None:
-    """Check that a browser may call itself so: it compares origins letter by letter.
+    """Check that each origin has the exact form that browsers send, since it is compared as a string.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: an origin does not.
     """
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
@@ -329,25 +335,25 @@ def check_origins(origins: Iterable[str]) -> None:
 
 
 def _check_scaling(cluster: ClusterSettings) -> None:
-    """Check what only all sources together tell.
+    """Check the number of replicas against its limits, after all sources were merged.
 
     Raises:
-        ConfigError: the limits exclude the number of replicas.
+        ConfigError: the number is outside the limits.
     """
     least, most = cluster.min_replicas, cluster.max_replicas
     if (least or most) and not least <= cluster.replicas <= most:
         raise ConfigError(
-            f"settings: [cluster]: {cluster.replicas} replicas are not within min_replicas, {least}, and max_replicas, "
-            f"{most}"
+            f"settings: [cluster]: replicas is {cluster.replicas}, which is not between min_replicas ({least}) and "
+            f"max_replicas ({most})"
         )
 
 
 def _merge(into: dict[str, dict[str, Any]], tables: Mapping[str, Any], source: str) -> None:
-    """Check each table against its section, so that an error names its source, and merge it."""
+    """Check each table against its section, so that errors name ``source``, and merge it into ``into``."""
     sections = {field.name: field.type for field in msgspec.structs.fields(Settings)}
     for section, values in tables.items():
         if section not in sections or not isinstance(values, Mapping):
-            raise ConfigError(f"{source}: no section is called {section!r}; there are: {', '.join(sections)}")
+            raise ConfigError(f"{source}: there is no section {section!r}; there are: {', '.join(sections)}")
         convert(dict(values), sections[section], f"{source}: [{section}]")
         into.setdefault(section, {}).update(values)
 
@@ -358,7 +364,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any
         section.name: {field.name: field.type for field in msgspec.structs.fields(section.type)}
         for section in msgspec.structs.fields(Settings)
     }
-    # Not all that begins like them: Kubernetes tells of a service "lorikeet-server" in LORIKEET_SERVER_PORT=tcp://…
+    # Other variables with this prefix are ignored, such as Kubernetes' LORIKEET_SERVER_PORT=tcp://... for a service
+    # "lorikeet-server".
     misspelt = {f"{section}_{key}": f"{section}__{key}" for section, keys in known.items() for key in keys}
     for variable, text in environment.items():
         if not variable.startswith(ENVIRONMENT_PREFIX):
@@ -366,7 +373,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any
         name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
         if name in misspelt and "://" not in text:
             meant = ENVIRONMENT_PREFIX + misspelt[name].upper()
-            raise ConfigError(f"environment: {variable} is no setting; with two underscores it is: {meant}")
+            raise ConfigError(f"environment: {variable} is not a setting; did you mean {meant}, with two underscores?")
         if "__" not in name:
             continue
         section, key = name.split("__", 1)
@@ -374,8 +381,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any
         value: str | tuple[str, ...] = text
         if types.get(key) == tuple[str, ...]:
             value = tuple(filter(None, map(str.strip, text.split(","))))
-            if not value and key in _KEYS:  # an empty list would open what the variable was to guard
-                raise ConfigError(f"environment: {variable} is set, and holds no key")
+            if not value and key in _KEYS:  # an empty list would remove the protection that was intended
+                raise ConfigError(f"environment: {variable} is set, but contains no key")
         tables.setdefault(section, {})[key] = value
     return tables
 
@@ -384,7 +391,7 @@ def convert(values: Any, to: Any, where: str) -> Any:
     """Return ``values`` as a settings struct.
 
     Raises:
-        ConfigError: they do not fit; the message begins with ``where``.
+        ConfigError: a key or value is wrong; the message begins with ``where``.
     """
     try:
         return msgspec.convert(values, to, strict=False)

@@ -1,4 +1,10 @@
-"""Presets: every system by name, as one choice on each of the design's options (idea 5)."""
+"""Presets: named combinations of policy options.
+
+A policy option is one choice of how an engine or a cluster works, such as the eviction policy or the routing. A preset
+sets all of them. It describes Lorikeet's own behaviour, or that of a published system, so that systems can be compared
+on the same engine. ``lorikeet serve --preset elora`` chooses one; single options can be changed behind the name:
+``--preset elora,eviction=lru``.
+"""
 
 from enum import StrEnum
 from typing import Annotated, Any
@@ -11,107 +17,109 @@ from lorikeet.core.suggestions import unknown_name
 
 
 class KvAfterFinish(StrEnum):
-    """What becomes of a request's KV when it finishes."""
+    """What happens to the KV of a finished request."""
 
     KEPT = "kept"
+    """It stays cached for requests with the same prefix."""
     DROPPED = "dropped"
+    """It is freed."""
 
 
 class MemorySplit(StrEnum):
     """How device memory is divided between adapters and KV."""
 
     UNIFIED = "unified"
-    """Not at all: any block serves either."""
+    """Any block can hold either."""
     STATIC = "static"
-    """``adapter_share`` of it is for adapters, the rest for KV."""
+    """``adapter_share`` of the blocks is for adapters, the rest for KV."""
 
 
 class MergeBy(StrEnum):
-    """How another adapter comes to be merged into the base weights."""
+    """How the adapter that is merged into the base weights is changed."""
 
     DELTA = "delta"
-    """The weights that it touches are computed anew."""
+    """The weights that the adapters change are computed again."""
     MODEL = "model"
-    """A whole merged model takes the place of another."""
+    """A whole merged model replaces the other."""
 
 
 class ColdStart(StrEnum):
-    """What happens while a request's adapter is transferred."""
+    """What happens while the adapter of a request is being loaded."""
 
     WAIT = "wait"
-    """Only requests of that adapter wait."""
+    """Only requests for that adapter wait."""
     BLOCK = "block"
-    """Everything waits until the transfer has ended."""
+    """All requests wait."""
     ASSIST = "assist"
-    """Host cores compute what the adapter adds to a prefill on layers that have not arrived; decodes wait. Where they
-    cannot, as ``wait``."""
+    """Host cores compute LoRA for a prefill on layers that have not arrived; decodes wait. If they cannot, ``wait``."""
     AUTO = "auto"
-    """``assist`` where it brings the first token sooner, else ``wait``."""
+    """``assist`` if the first token comes sooner with it, else ``wait``."""
 
 
 class LayerGroups(StrEnum):
-    """In how many parts an adapter whose prefill is assisted arrives."""
+    """In how many groups of layers the adapter of an assisted prefill is loaded."""
 
     PLANNED = "planned"
-    """As many as bring the first token soonest."""
+    """As many as give the earliest first token."""
     ONE = "one"
-    """All at once."""
+    """One group."""
 
 
 class HostLayers(StrEnum):
-    """On which layers of an assisted prefill the host computes."""
+    """On which layers of an assisted prefill host cores compute LoRA."""
 
     DYNAMIC = "dynamic"
-    """On each that has not arrived when its turn comes."""
+    """On each layer that has not arrived when it is computed."""
     PATIENT = "patient"
-    """The same, but a layer is waited for that will arrive sooner than the host would be done with it."""
+    """As ``dynamic``, except for layers that will arrive sooner than host cores would finish them."""
     STATIC = "static"
-    """On those of the first group; the others are waited for."""
+    """On the layers of the first group; for the others the prefill waits."""
 
 
 class PreemptedKv(StrEnum):
-    """What becomes of the KV of a sequence that must wait again."""
+    """What happens to the KV of a preempted sequence."""
 
     KEPT = "kept"
-    """It may go to the host tier, and comes back from there."""
+    """It stays cached, is copied to the host when it is evicted, and is copied back."""
     DROPPED = "dropped"
-    """It is computed again."""
+    """It is freed and computed again."""
     CHEAPER = "cheaper"
-    """Whichever takes less time, by the copies and steps so far."""
+    """The faster of the two, by the times of past copies and steps."""
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One system: a choice on every option. Policies are named as their tables name them.
+    """The policy options of one system. Policies are named as in their tables, such as ``memory.policies.EVICTION``.
 
     Attributes:
-        kernel_form: how a batch of mixed ranks is computed.
-        kv_after_finish: what becomes of a request's KV.
-        host_kv: KV that leaves the device goes to the host tier; else it is gone.
-        memory_split: whether any block of the device serves adapters and KV alike, or they have parts of their own.
-        adapter_share: of the device that adapters have if it is divided.
-        padded_slots: an adapter takes as much of the device as the largest known one.
-        keep_adapters: an adapter stays after its last running request, while nobody needs its room.
-        dependency_tree: KV leaves the device before its adapter does, and later KV before earlier. Else anything that
-            no sequence needs may leave, and KV may stay behind without what it depends on.
-        eviction: who leaves first.
-        prefetch: what is brought before anybody waits for it.
-        swap_interval_s: time between the swapper's ticks; 0 for none.
-        prefetch_below: it prefetches while less than this share of the device is in use, and up to it.
-        evict_to: share of the device in use that it leaves when it finds the device full.
-        admission: who of the waiting requests is tried next.
+        kernel_form: how LoRA is computed for a batch of mixed ranks.
+        kv_after_finish: what happens to the KV of a finished request.
+        host_kv: whether evicted KV is copied to the host tier; else it is dropped.
+        memory_split: whether adapters and KV share all blocks of the device, or each has a fixed part.
+        adapter_share: share of the device for adapters if ``memory_split`` is ``static``.
+        padded_slots: whether every adapter takes as many blocks as the largest registered one.
+        keep_adapters: whether an adapter stays cached after its last running request, until its blocks are needed.
+        dependency_tree: whether KV is evicted before its adapter, and later KV before earlier. Else any unneeded node
+            may be evicted, and KV may stay without its adapter.
+        eviction: which adapters and KV are evicted first.
+        prefetch: which adapters and KV are loaded before a request waits for them.
+        swap_interval_s: seconds between ticks of the swapper, which evicts and prefetches; 0 for none.
+        prefetch_below: the swapper prefetches while less than this share of the device is in use, up to it.
+        evict_to: share of the device that stays in use when the swapper evicts from a full device.
+        admission: which of the waiting requests is tried next.
         max_step_adapters: most adapters in one step; 0 for no limit.
-        preempted_kv: what becomes of the KV of a sequence that must wait again.
-        batching_mode: who of the admitted and the waiting requests runs, and whether their adapter is merged.
-        merge_by: how another adapter comes to be merged.
-        cold_start: what happens while a request's adapter is transferred.
-        layer_groups: in how many parts an adapter whose prefill is assisted arrives.
-        host_layers: on which layers of an assisted prefill the host computes.
-        host_chunk: an assisted prefill uses a host core for so many times the tokens that were measured to suit one.
-        placement: which replicas of a cluster serve an adapter. One replica alone has no use for this and what follows.
-        placement_period_s: time between two placements, each by the demand of the periods before.
-        routing: which replica gets a request, of those that the placement names for its adapter.
-        pool_prefetch: replicas fetch what a new placement gives them at once; else with the first request.
-        comigration: requests and their adapters move together from busy replicas to idle ones.
+        preempted_kv: what happens to the KV of a preempted sequence.
+        batching_mode: which requests run together, and whether their adapter is merged into the base weights.
+        merge_by: how the merged adapter is changed.
+        cold_start: what happens while the adapter of a request is being loaded.
+        layer_groups: in how many groups of layers the adapter of an assisted prefill is loaded.
+        host_layers: on which layers of an assisted prefill host cores compute LoRA.
+        host_chunk: tokens per host core in an assisted prefill, as a multiple of the number measured to suit one.
+        placement: which replicas of a cluster serve which adapter. This and the options below matter only for several
+            replicas.
+        placement_period_s: seconds between two placements; each uses the demand of the periods before.
+        routing: which of the replicas placed for its adapter gets a request.
+        pool_prefetch: whether replicas fetch newly placed adapters immediately; else with the first request.
+        comigration: whether requests and their adapters move together from busy replicas to idle ones.
     """
 
     kernel_form: KernelForm = KernelForm.UNPADDED
@@ -144,7 +152,6 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _PLAIN = Preset(routing="kv-affinity")
-
 _ELORA = Preset(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
 _CHAMELEON = Preset(
     kv_after_finish=KvAfterFinish.DROPPED,
@@ -175,6 +182,7 @@ _VLLM = Preset(memory_split=MemorySplit.STATIC, padded_slots=True, dependency_tr
 
 
 def _but(preset: Preset, **options: Any) -> Preset:
+    """Return a copy of a preset with other values for some options."""
     return msgspec.structs.replace(preset, **options)
 
 
@@ -193,20 +201,35 @@ _UNMANAGED: dict[str, Any] = {
 }
 
 PRESETS: dict[str, Preset] = {
+    # The default: unified memory with LRU, prefix caching, first come first served, and routing to cached prefixes.
     "lorikeet:plain": _PLAIN,
+    # All requests wait while an adapter is loaded.
     "lorikeet:plain-block": _but(_PLAIN, cold_start=ColdStart.BLOCK),
+    # Without prefix caching, as vLLM's --no-enable-prefix-caching.
     "lorikeet:plain-no-reuse": _but(_PLAIN, kv_after_finish=KvAfterFinish.DROPPED, routing="adapter-affinity"),
+    # LoRA padded to the largest rank of the batch.
     "lorikeet:plain-padded": _but(_PLAIN, kernel_form=KernelForm.PADDED),
+    # LoRA as one einsum over all adapters of the batch.
     "lorikeet:plain-einsum": _but(_PLAIN, kernel_form=KernelForm.EINSUM),
+    # Fair shares of served tokens between tenants.
     "lorikeet:fair": _but(_PLAIN, admission="fair"),
+    # Fair shares of served tokens between adapters.
     "lorikeet:fair-adapter": _but(_PLAIN, admission="fair:adapter"),
+    # Requests by their priority, as vLLM's priority scheduling.
     "lorikeet:priority": _but(_PLAIN, admission="priority"),
+    # Requests by the deadline of their first token.
     "lorikeet:deadline": _but(_PLAIN, admission="deadline"),
+    # Routing to the replica that has most of the prompt's KV; another name of lorikeet:plain.
     "lorikeet:kv-affinity": _PLAIN,
+    # Routing to replicas that have the adapter loaded.
     "lorikeet:adapter-affinity": _but(_PLAIN, routing="adapter-affinity"),
+    # Routing to the replica with the least load.
     "lorikeet:least-loaded": _but(_PLAIN, routing="least-loaded"),
+    # Routing to each replica in turn.
     "lorikeet:round-robin": _but(_PLAIN, routing="round-robin"),
+    # Routing to a random replica.
     "lorikeet:random": _but(_PLAIN, routing="random"),
+    # ELORA: KV and adapters in one dependency tree, evicted and prefetched by its cost model; then its ablations.
     "elora": _ELORA,
     "elora:literal": _but(_ELORA, eviction="elora:literal"),
     "elora:tau-1": _but(_ELORA, eviction="elora:tau-1"),
@@ -223,8 +246,10 @@ PRESETS: dict[str, Preset] = {
     "elora:hawkeye": _but(_ELORA, eviction="hawkeye", prefetch="newest-first"),
     "elora:halp": _but(_ELORA, eviction="halp", prefetch="newest-first"),
     "elora:s-lora": Preset(kv_after_finish=KvAfterFinish.DROPPED),
+    # vLLM: a fixed number of adapter slots, the rest of the memory for KV.
     "vllm-static": _VLLM,
     "vllm-static:discard": _but(_VLLM, host_kv=False),
+    # Chameleon: an adapter cache, and a multi-level queue by request size; then its ablations and baselines.
     "chameleon": _CHAMELEON,
     "chameleon:literal": _but(_CHAMELEON, admission="chameleon:literal"),
     "chameleon:lazy": _but(_CHAMELEON, admission="chameleon:lazy"),
@@ -239,6 +264,7 @@ PRESETS: dict[str, Preset] = {
     "chameleon:s-lora": _S_LORA,
     "chameleon:sjf": _but(_S_LORA, admission="sjf"),
     "chameleon:sjf-aging": _but(_S_LORA, admission="sjf:aging"),
+    # dLoRA: merged and unmerged batches in turn, proactive placement, co-migration; then its ablations and baselines.
     "dlora": _DLORA,
     "dlora:no-credits": _but(_DLORA, batching_mode="dlora:no-credits"),
     "dlora:no-tuning": _but(_DLORA, batching_mode="dlora:no-tuning"),
@@ -257,6 +283,7 @@ PRESETS: dict[str, Preset] = {
         comigration=False,
     ),
     "dlora:s-lora": _but(_DLORA, **_UNMANAGED, batching_mode="unmerged", kernel_form=KernelForm.UNPADDED),
+    # TOPPINGS: host cores assist prefills while their adapter is loaded; then its variants and baselines.
     "toppings": _TOPPINGS,
     "toppings:auto": _but(_TOPPINGS, cold_start=ColdStart.AUTO),
     "toppings:one-group": _but(_TOPPINGS, layer_groups=LayerGroups.ONE),
@@ -271,6 +298,7 @@ PRESETS: dict[str, Preset] = {
     "toppings:strawman": _but(_ON_DEMAND, cold_start=ColdStart.WAIT),
     "toppings:s-lora": _but(_ON_DEMAND, kernel_form=KernelForm.UNPADDED),
     "cached": _but(_ON_DEMAND, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
+    # LoRAServe: placement of adapters on replicas by rank and demand; then its variants and baselines.
     "loraserve": _but(_LORASERVE, routing="loraserve"),
     "loraserve:literal": _but(_LORASERVE, placement="loraserve:literal"),
     "loraserve:prefetch": _but(_LORASERVE, routing="loraserve", pool_prefetch=True),
@@ -280,33 +308,33 @@ PRESETS: dict[str, Preset] = {
     "loraserve:toppings": _but(_REPLICATED, routing="fewest-tokens"),
     "loraserve:toppings-rank": _but(_REPLICATED, routing="loraserve:toppings-rank"),
 }
-"""Every system by name. A new policy is one file and one preset here."""
+"""Presets by name. A new policy needs one file, one entry in its table, and one preset here."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
     field.name: tuple(field.type)
     for field in msgspec.structs.fields(Preset)
     if isinstance(field.type, type) and issubclass(field.type, StrEnum)
 }
-"""What an option may be, of those that are no policies with tables of their own."""
+"""Allowed values of the options that are not policies with tables."""
 
 _CLUSTER_OPTIONS = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration")
 
 MERGING_MODES = frozenset(
     {"dlora", "dlora:no-credits", "dlora:no-tuning", "dlora:alone", "merged-only", "whole-models"}
 )
-"""Batching modes that may merge an adapter into the base weights. For them alone ranks keep pristine copies."""
+"""Batching modes that may merge an adapter into the base weights; ranks keep unmerged copies only for them."""
 
 AUTO_PRESET = "lorikeet:plain"
-"""What ``auto`` stands for today; the start-up log says it."""
+"""The preset that ``auto`` selects."""
 
 
 def resolve_preset(name: str) -> tuple[str, Preset]:
     """Return the full name and the preset for ``name`` (``auto`` included).
 
-    Options may be set otherwise behind the name: ``vllm-static,adapter_share=0.35``.
+    Options may be changed behind the name: ``vllm-static,adapter_share=0.35``.
 
     Raises:
-        ConfigError: there is no such preset or option, or a wrong value; the message lists what there is.
+        ConfigError: the preset or an option is unknown, or a value is wrong; the message lists the allowed ones.
     """
     base, *changes = (part.strip() for part in name.split(","))
     full = AUTO_PRESET if base == "auto" else base
@@ -345,6 +373,6 @@ def describe_preset(name: str) -> str:
 
 
 def for_one_replica(preset: Preset) -> Preset:
-    """Return the preset with defaults on the options that one replica alone has no use for."""
+    """Return the preset with the defaults of all options that matter only for several replicas."""
     default = Preset()
     return _but(preset, **{option: getattr(default, option) for option in _CLUSTER_OPTIONS})

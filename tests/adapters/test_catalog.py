@@ -341,7 +341,7 @@ def test_two_servers_cannot_both_add_one_name(open_catalog: Open) -> None:
     assert second.get("x") is None
 
 
-def test_an_adapter_whose_files_vanished_is_reported_and_can_be_healed_or_removed(
+def test_adapter_with_missing_files_is_reported_and_can_be_repaired_or_removed(
     open_catalog: Open, sources: Path
 ) -> None:
     first = open_catalog()
@@ -353,7 +353,7 @@ def test_an_adapter_whose_files_vanished_is_reported_and_can_be_healed_or_remove
     assert "'x'" in catalog.notes[0]
     assert catalog.names() == ["x", "y"]
     assert catalog.versions() == (), "there is nothing to read"
-    with pytest.raises(AdapterFilesMissing, match="'x' is registered, but its files are gone"):
+    with pytest.raises(AdapterFilesMissing, match="'x' is registered, but its files are missing"):
         catalog.get("x")
     catalog.register("x", "formal", replace=True)
     record = catalog.get("x")
@@ -425,7 +425,7 @@ def test_a_row_under_a_name_that_the_base_has_now_is_kept_but_not_served(
     renamed = open_catalog(reserved_names=("prod",))
     assert renamed.get("prod") is None
     assert (renamed.names(), len(renamed.versions()), renamed.has(digest)) == (["other"], 1, False)
-    assert renamed.notes == ("1 adapter (prod) registered under what is now a name of the base model: not served",)
+    assert renamed.notes == ("1 adapter (prod) registered under a name that now belongs to the base model: not served",)
     renamed.close()
     assert digest in versions(settings)
     again = open_catalog()
@@ -444,9 +444,9 @@ def test_an_adapter_that_is_still_read_when_the_catalog_closes_comes_to_nothing(
         fetch(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store_module, "fetch", fetch_late)
-    with pytest.raises(AdapterStoreError, match="the server stops"):
+    with pytest.raises(AdapterStoreError, match="the server is stopping"):
         catalog.register("x", "formal")
-    with pytest.raises(AdapterStoreError, match="the server stops"):
+    with pytest.raises(AdapterStoreError, match="the server is stopping"):
         catalog.remove("x")
     assert not versions(settings)
     assert not open_catalog().names()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def test_a_link_out_of_the_allowed_folder_is_refused(allowed: Path, into: Path) 
     (allowed / "folder").mkdir()
     for name in FILES:
         (allowed / "folder" / name).symlink_to(secret / name)
-    assert "leads outside the folder" in refusal("folder", settings, into)
+    assert "leads outside the allowed folder" in refusal("folder", settings, into)
     assert not list(into.iterdir())
 
 
@@ -163,7 +164,7 @@ def test_links_in_a_circle_and_impossible_paths_are_refused(allowed: Path, into:
 def test_a_missing_file_is_named_with_what_is_there_instead(allowed: Path, into: Path) -> None:
     (allowed / "team/formal" / FILES[1]).rename(allowed / "team/formal/adapter_model.bin")
     found = refusal("team/formal", AdapterSettings(adapter_dir=str(allowed)), into)
-    assert f"{FILES[1]} is not there; adapter_model.bin is not read" in found
+    assert f"{FILES[1]} is not there; adapter_model.bin is ignored" in found
 
 
 @pytest.mark.parametrize("missing", ["folder", "file"])
@@ -220,7 +221,7 @@ def test_any_other_url_is_refused(into: Path, bucket: str, source: str) -> None:
     assert not list(into.iterdir())
 
 
-def test_nobody_is_shown_the_credentials_of_a_source(into: Path) -> None:
+def test_credentials_of_a_source_are_never_shown(into: Path) -> None:
     settings = AdapterSettings(allowed_sources=("https://user:word@host/team/",))
     assert refusal("https://host/team/x", settings, into).endswith("allowed: https://…@host/team/)")
     for source in ("hf://org/repo@main", "https://host/a@b", "/folder/x@y", "s3://bucket/team"):
@@ -236,13 +237,13 @@ def test_a_url_that_cannot_be_read_says_why(into: Path, bucket: str) -> None:
     settings = AdapterSettings(allowed_sources=(bucket,))
     assert "nonsense" in refusal("nonsense://x/y", AdapterSettings(allowed_sources=("nonsense://x",)), into)
     fsspec.filesystem("memory").mv(f"/bucket/team/formal/{FILES[1]}", "/bucket/team/formal/adapter_model.pt")
-    assert "adapter_model.pt is not read" in refusal(f"{bucket}/team/formal", settings, into)
+    assert "adapter_model.pt is ignored" in refusal(f"{bucket}/team/formal", settings, into)
 
 
 @pytest.mark.parametrize("trusted", [False, True])
 def test_a_file_over_the_size_limit_is_refused_before_it_is_copied(into: Path, bucket: str, trusted: bool) -> None:
     settings = AdapterSettings(allowed_sources=(bucket,), max_bytes=1000)
-    assert "allowed are 1000" in refusal(f"{bucket}/team/formal", settings, into, trusted)
+    assert "at most 1000 are allowed" in refusal(f"{bucket}/team/formal", settings, into, trusted)
     assert not (into / FILES[1]).exists()
 
 
@@ -254,10 +255,15 @@ def test_a_source_that_sends_more_than_it_announced_is_cut_off(
     )
     monkeypatch.setattr("lorikeet.adapters.sources._CHUNK_BYTES", 100)
     settings = AdapterSettings(allowed_sources=(bucket,), max_bytes=1000)
-    assert "larger than the 1000 bytes" in refusal(f"{bucket}/team/formal", settings, into)
+    assert "larger than the allowed 1000 bytes" in refusal(f"{bucket}/team/formal", settings, into)
     assert (into / FILES[1]).stat().st_size <= 1000
 
 
 def test_a_local_file_over_the_size_limit_is_refused(allowed: Path, into: Path) -> None:
     settings = AdapterSettings(adapter_dir=str(allowed), max_bytes=1000)
-    assert "larger than the 1000 bytes" in refusal("team/formal", settings, into)
+    assert "larger than the allowed 1000 bytes" in refusal("team/formal", settings, into)
+
+
+def test_a_missing_file_system_is_explained(into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    assert "pip install 'lorikeet-serve[s3]'" in refusal("s3://bucket/x", AdapterSettings(), into, trusted=True)

@@ -11,12 +11,12 @@ from lorikeet.adapters.weights import load_weights
 from tests.adapters.builders import geometry, write_adapter
 
 
-def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error_that_names_the_tensor(tmp_path: Path) -> None:
+def test_file_truncated_during_read_is_an_error_naming_the_tensor(tmp_path: Path) -> None:
     ref = reference("x", write_adapter(tmp_path / "x"), geometry())
     weights = load_weights(ref, geometry(), "float32")
     next(weights)
     os.truncate(tmp_path / "x" / "adapter_model.safetensors", ref.weight_bytes // 2)
     with pytest.raises(
-        AdapterError, match=r"adapter 'x'.*adapter_model.safetensors: became shorter while tensor .*lora"
+        AdapterError, match=r"adapter 'x'.*adapter_model.safetensors: was truncated while tensor .*lora"
     ):
         list(weights)

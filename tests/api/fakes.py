@@ -11,9 +11,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lorikeet.client.client import ONLY_REPLICA, Engines
+from lorikeet.client.client import ONLY_REPLICA, Engines, RequestOutput
 from lorikeet.client.state import ClusterState
-from lorikeet.client.streams import RequestOutput
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, Admitted, Finished, FinishReason, FirstToken, Queued, RequestTimings

@@ -23,8 +23,7 @@ from lorikeet.api.app import create_app, create_service
 from lorikeet.api.sampling import ModelLimits
 from lorikeet.api.served_models import ServedModels
 from lorikeet.api.text_processor import ChatTemplate, TextProcessor
-from lorikeet.client.client import EngineClient
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import EngineClient, RequestHandle
 from lorikeet.config import AdapterSettings
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.request import Request
@@ -40,9 +39,11 @@ from tests.support.live import (
     make_adapter,
     make_model,
     prompt,
-    until,
 )
 from tests.support.quick_server import serving
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
 
 PROMPT = prompt(48)
 TOKENS = 24
@@ -145,7 +146,7 @@ async def world(
         catalog.close()
 
 
-async def test_a_name_replaced_in_mid_traffic_answers_old_requests_by_the_old_version_and_new_by_the_new(
+async def test_replaced_name_serves_old_requests_by_the_old_version_and_new_by_new(
     world: World,
 ) -> None:
     source = world.folder / "sources" / "changing"
@@ -159,7 +160,7 @@ async def test_a_name_replaced_in_mid_traffic_answers_old_requests_by_the_old_ve
         running = [asyncio.create_task(world.ask("name", f"old-{turn}-{i}", 200)) for i in range(3)]
         running.append(asyncio.create_task(world.ask("base", f"base-{turn}", 200)))
         old = [*(f"old-{turn}-{i}" for i in range(3)), f"base-{turn}"]
-        await until(partial(world.begun, old))
+        await until(partial(world.begun, old), "every old request has begun")
         shutil.rmtree(source)
         shutil.copytree(world.folder / "sources" / successor, source)
         assert await world.load("name", "changing", replace=True) == 201
@@ -171,14 +172,16 @@ async def test_a_name_replaced_in_mid_traffic_answers_old_requests_by_the_old_ve
         for i in range(3):
             world.check(f"old-{turn}-{i}", content)
         world.check(f"base-{turn}")
-        await until(lambda: is_idle(world.client.stats))
-        while world.resident() != {world.digests[successor]}:
-            await asyncio.sleep(0.005)
+        await until(lambda: is_idle(world.client.stats), "the engine holds nothing")
+        await until(
+            lambda successor=successor: world.resident() == {world.digests[successor]},
+            "only the new version is resident",
+        )
     assert world.client.stats is not None
     assert world.client.stats.prefix_hits_tokens > 0
 
 
-async def test_unloads_reloads_and_requests_that_race_give_a_versions_answer_or_a_clean_refusal(world: World) -> None:
+async def test_racing_unloads_and_reloads_give_an_answer_or_a_clean_refusal(world: World) -> None:
     chance = random.Random(4)
     names = ("one", "two")
     asking = True
@@ -223,14 +226,16 @@ async def test_unloads_reloads_and_requests_that_race_give_a_versions_answer_or_
     assert hung_up, "nobody hung up, so nothing raced"
     seen = {world.handles[request_id].request.digest for request_id in answered}
     assert len(seen) > 2, "adapters were answered, too"
-    await until(lambda: is_idle(world.client.stats))
+    await until(lambda: is_idle(world.client.stats), "the engine holds nothing")
     for name in names:
         await world.load(name, "red", replace=True)
         assert await world.ask(name, f"last-{name}") == 200
         world.check(f"last-{name}", "red")
-    await until(lambda: world.resident() == {world.digests["red"]})
+    await until(lambda: world.resident() == {world.digests["red"]}, "only the red version is resident")
     for name in names:
         assert await world.unload(name) == 200
-    await until(lambda: is_idle(world.client.stats) and not world.resident())
+    await until(
+        lambda: is_idle(world.client.stats) and not world.resident(), "the engine holds nothing, adapters included"
+    )
     versions = world.folder / "store" / "versions"
-    await until(lambda: not list(versions.iterdir()))
+    await until(lambda: not list(versions.iterdir()), "no version's folder is left")

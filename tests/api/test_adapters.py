@@ -115,10 +115,10 @@ async def test_loading_in_place_serves_the_new_version_and_frees_the_old(server:
     await server.http.post(CHAT, json=body(model="formal"))
     old, new = (request.digest for request in server.engine.submitted)
     assert old != new
-    await until(lambda: server.engine.dropped == [old])
+    await until(lambda: server.engine.dropped == [old], "the old version is dropped")
 
 
-async def test_a_request_whose_adapter_is_replaced_while_its_prompt_is_read_runs_under_the_new_version(
+async def test_request_uses_an_adapter_version_replaced_while_its_prompt_is_read(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, go_on = asyncio.Event(), asyncio.Event()
@@ -197,7 +197,7 @@ async def test_two_replacements_at_once_free_what_each_replaced(
     assert [status for status, _ in replies] == [200, 200]
     last = catalog.get("formal")
     assert last is not None
-    await until(lambda: len(server.engine.dropped) == 2)
+    await until(lambda: len(server.engine.dropped) == 2, "two versions are dropped")
     assert set(server.engine.dropped) == versions - {last.digest}
 
 
@@ -214,7 +214,7 @@ async def test_a_version_with_two_names_is_freed_with_the_second(server: Running
 async def test_an_unload_lets_running_requests_finish(server: Running) -> None:
     server.engine.open.clear()
     running = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
-    await until(lambda: len(server.engine.submitted) == 1)
+    await until(lambda: len(server.engine.submitted) == 1, "one request has been submitted")
     assert (await server.http.delete("/v1/adapters/formal")).status_code == 200
     server.engine.open.set()
     assert (await running).status_code == 200
@@ -297,7 +297,7 @@ async def test_without_lora_the_routes_say_how_to_switch_it_on(start: Start) -> 
         assert "--enable-lora" in text
 
 
-async def test_without_lora_the_base_model_is_served_alone_and_adapters_stay_registered(start: Start) -> None:
+async def test_without_lora_only_the_base_is_served_and_adapters_stay_registered(start: Start) -> None:
     async with start() as server:
         await load(server, "formal", "formal")
     async with start(lora=False) as server:
@@ -333,7 +333,7 @@ async def test_traffic_since_a_name_was_loaded_again_survives_the_end_of_its_unl
     assert (await server.http.get("/v1/adapters/formal/stats")).json()["requests"] == 1
 
 
-async def test_an_adapter_whose_files_are_gone_can_be_replaced(server: Running) -> None:
+async def test_adapter_with_missing_files_can_be_replaced(server: Running) -> None:
     record = server.service.catalog.get("formal")
     assert record is not None
     server.service.catalog._missing.add(record.digest)
@@ -363,7 +363,7 @@ async def test_loads_that_take_long_do_not_hold_up_removals(server: Running, mon
     most = int(server.service.loads.total_tokens)
     loading = [asyncio.create_task(load(server, f"new-{n}", "pirate")) for n in range(most + 1)]
     try:
-        await until(lambda: server.service.loads.statistics().tasks_waiting == 1)
+        await until(lambda: server.service.loads.statistics().tasks_waiting == 1, "one load waits")
         assert (await server.http.delete("/v1/adapters/formal")).status_code == 200
     finally:
         go_on.set()

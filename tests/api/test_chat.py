@@ -120,7 +120,7 @@ async def test_stream_options_that_say_nothing_ask_for_nothing(server: Running, 
 
 
 @pytest.mark.parametrize("said", [{}, {"include_usage": None}, {"include_usage": False}])
-async def test_who_wants_usage_in_every_chunk_need_not_ask_twice(server: Running, said: dict[str, bool | None]) -> None:
+async def test_usage_in_every_chunk_needs_one_option(server: Running, said: dict[str, bool | None]) -> None:
     chunks = await events(server.http, CHAT, body(stream_options={**said, "continuous_usage_stats": True}))
     wanted = said.get("include_usage") is None
     assert [("usage" in chunk) for chunk in chunks] == [wanted] * len(chunks)
@@ -249,7 +249,7 @@ async def test_an_unknown_model_is_a_404_and_never_the_base(server: Running) -> 
 
 
 @pytest.mark.parametrize(("impossible", "status"), [(False, 500), (True, 400)])
-async def test_what_the_engine_cannot_serve_is_a_500_or_what_nobody_could_a_400_streaming_or_not(
+async def test_engine_failure_is_a_500_and_impossible_request_a_400_also_streaming(
     server: Running, impossible: bool, status: int
 ) -> None:
     server.engine.refusal, server.engine.impossible = "adapter_model.safetensors: truncated", impossible

@@ -58,6 +58,7 @@ def test_templates_render_as_in_transformers(template: str, generation: bool, ex
     assert ours == theirs[0]
 
 
+@pytest.mark.slow
 def test_the_default_models_template_renders_as_in_transformers(default_model_cache: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -78,7 +79,7 @@ def test_a_template_that_refuses_says_why() -> None:
 
 
 @pytest.mark.parametrize("template", [LLAMA_2, WITH_STATEMENTS_ON_LINES])
-def test_a_prompt_that_is_to_be_continued_ends_with_the_text_of_the_last_message(template: str) -> None:
+def test_continued_prompt_ends_with_the_text_of_the_last_message(template: str) -> None:
     messages = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "7 yes, "}]
     compiled = ChatTemplate(template, SPECIAL)
     text = compiled.render_open(messages, extra={})

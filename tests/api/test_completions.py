@@ -97,7 +97,7 @@ async def test_an_echo_that_fails_frees_the_requests_place(server: Running, monk
     assert server.service.gate.active == 0
 
 
-async def test_prompts_that_are_long_together_are_encoded_in_one_go_off_the_event_loop(
+async def test_prompts_long_in_total_are_encoded_at_once_off_the_event_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = count_calls_off_the_loop(monkeypatch)

@@ -11,6 +11,7 @@ from lorikeet.api.streaming import CancelOnDisconnect, EventStream
 from tests.api.conftest import Start
 from tests.api.test_chat import CHAT, body
 from tests.api.test_metrics import page, value
+from tests.support.waiting import until
 
 
 class _Client:
@@ -122,8 +123,7 @@ async def test_the_sender_has_a_little_longer_than_the_request(start: Start, tim
     async with start(request_timeout_s=timeout_s) as server:
         server.engine.open.clear()
         asking = asyncio.create_task(server.http.post(CHAT, json=body()))
-        while not server.service.generations:
-            await asyncio.sleep(0.005)
+        await until(lambda: server.service.generations, "a generation is under way")
         (generation,) = server.service.generations
         now_s = asyncio.get_running_loop().time()
         if timeout_s:

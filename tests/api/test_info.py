@@ -62,7 +62,7 @@ async def test_messages_are_tokenized_as_chat_does(server: Running) -> None:
         {"chat_template_kwargs": {"add_generation_prompt": "yes"}},
     ],
 )
-async def test_what_shapes_a_prompt_counts_alike_where_it_is_tokenized_and_where_it_is_answered(
+async def test_tokenize_and_chat_build_the_same_prompt_from_the_same_options(
     server: Running, fields: dict[str, Any]
 ) -> None:
     content = {"messages": [{"role": "user", "content": "hello"}], **fields}

@@ -1,6 +1,5 @@
 """Predicted lengths in a server: who makes them, what happens to the predictor process, and what is told of both."""
 
-import asyncio
 import os
 import re
 import signal
@@ -22,6 +21,7 @@ from lorikeet.scheduling.prediction.messages import PredictorSetup
 from lorikeet.scheduling.prediction.training import Samples, train
 from tests.api.conftest import TOKENIZER, Running, Start
 from tests.api.test_chat import CHAT, body
+from tests.support.waiting import until
 
 LEARNED = 40
 """The only length that the head has seen."""
@@ -71,6 +71,7 @@ async def metric(server: Running, name: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 async def test_history_answers_until_the_process_is_there_and_when_it_has_died(
     start: Start, head: LengthModel, process: PredictorProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,8 +90,7 @@ async def test_history_answers_until_the_process_is_there_and_when_it_has_died(
         first = process.process_id
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        while process.process_id is not None:
-            await asyncio.sleep(0.005)
+        await until(lambda: process.process_id is None, "the predictor's end is noticed")
         assert await predicted(server) == ANSWER_TOKENS
         await process.wait_until_ready()
         assert await predicted(server) == LEARNED
@@ -112,8 +112,7 @@ async def test_history_answers_until_the_process_is_there_and_when_it_has_died(
         stopped = process.process_id
         monkeypatch.setattr(length_prediction, "_STUCK_S", 0.0)
         await predicted(server)
-        while process.process_id is not None:
-            await asyncio.sleep(0.005)
+        await until(lambda: process.process_id is None, "the predictor's end is noticed")
         await process.wait_until_ready()
         process._timeout_s = 60.0
         assert await predicted(server) == LEARNED

@@ -63,7 +63,7 @@ def test_tracebacks_show_no_local_variables(capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
-def test_a_terminal_obeys_nobody_who_asks_for_a_path(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+def test_request_path_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     configure_logs("info", as_json=as_json)
     log.info("request", path="/a\x1b]0;title\x07\x9b1m/é")
     shown = capsys.readouterr().err

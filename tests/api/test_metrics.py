@@ -6,8 +6,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from lorikeet.api.metrics import RequestMetrics
-from lorikeet.api.usage import RequestCounts
+from lorikeet.api.metrics import RequestCounts, RequestMetrics
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArrived, Queued, RequestTimings
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId

@@ -35,6 +35,6 @@ def test_the_default_model_is_taken_from_the_cache_without_a_word(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "~nobody/x", "nowhere", "a/b/c"])
-def test_what_is_neither_a_folder_nor_a_hub_id_is_refused_without_asking_the_hub(name: str) -> None:
+def test_neither_folder_nor_hub_id_is_refused_without_asking_the_hub(name: str) -> None:
     with pytest.raises(ConfigError, match="no such folder, and not a hub id"):
         stages(ModelSettings(model=name))

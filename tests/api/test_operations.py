@@ -14,7 +14,7 @@ from lorikeet.api.text_processor import IncrementalDetokenizer
 from lorikeet.config import ConfigError
 from tests.api.conftest import TOKENIZER, Running, Start
 from tests.api.test_chat import CHAT, body
-from tests.support.live import until
+from tests.support.waiting import until
 
 ADMIN_CALLS = [
     ("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "nowhere"}),
@@ -94,7 +94,7 @@ async def test_a_full_queue_answers_429_and_empties_again(start: Start) -> None:
     async with start(max_queued=2) as server:
         server.engine.open.clear()
         waiting = asyncio.create_task(server.http.post(CHAT, json=body(n=2)))
-        await until(lambda: server.service.gate.active == 2)
+        await until(lambda: server.service.gate.active == 2, "two requests are active")
         assert (await server.http.get("/load")).json() == {"server_load": 2}
         refused = await server.http.post(CHAT, json=body())
         assert refused.status_code == 429
@@ -113,7 +113,7 @@ async def test_more_answers_than_the_queue_holds_can_never_be_had(start: Start) 
 async def test_while_draining_accepted_requests_finish_and_new_ones_get_503(server: Running) -> None:
     server.engine.open.clear()
     accepted = asyncio.create_task(server.http.post(CHAT, json=body()))
-    await until(lambda: server.service.gate.active == 1)
+    await until(lambda: server.service.gate.active == 1, "one request is active")
     server.service.gate.draining = True
     assert (await server.http.post(CHAT, json=body())).status_code == 503
     assert (await server.http.get("/health")).status_code == 503
@@ -133,9 +133,9 @@ async def test_a_server_without_an_engine_is_not_ready(server: Running) -> None:
 async def test_a_client_that_hangs_up_before_the_first_token_frees_its_place(server: Running, stream: bool) -> None:
     server.engine.open.clear()
     asking = asyncio.create_task(server.http.post(CHAT, json=body(stream=stream, n=2, model="formal")))
-    await until(lambda: len(server.engine.submitted) == 2)
+    await until(lambda: len(server.engine.submitted) == 2, "two requests have been submitted")
     asking.cancel()
-    await until(lambda: server.service.gate.active == 0)
+    await until(lambda: server.service.gate.active == 0, "no request is active")
     assert len(server.engine.aborted) == 2
     usage = server.service.observer.usage.of("formal")
     assert (usage.running, usage.total.aborted) == (0, 2)
@@ -147,7 +147,7 @@ async def test_a_client_that_hangs_up_in_the_middle_of_a_stream_frees_its_place(
             async for _ in reply.aiter_lines():
                 server.engine.open.clear()
                 break
-        await until(lambda: server.service.gate.active == 0)
+        await until(lambda: server.service.gate.active == 0, "no request is active")
         assert len(server.engine.aborted) == 1
 
 
@@ -244,7 +244,7 @@ async def test_a_choice_that_fails_here_ends_in_the_engine_too(
     reply = await server.http.post(CHAT, json=body(stream=stream))
     assert reply.status_code == 500
     assert "secret" not in reply.text
-    await until(lambda: not server.service.gate.active)
+    await until(lambda: not server.service.gate.active, "no request is active")
     assert server.engine.aborted == [server.engine.submitted[0].request_id]
 
 
@@ -327,7 +327,7 @@ async def test_by_default_no_web_page_may_use_the_server(server: Running) -> Non
         (("*",), {"Origin": "https://more"}, 200),
     ],
 )
-async def test_pages_of_elsewhere_change_nothing_though_browsers_send_what_needs_no_leave(
+async def test_cross_origin_pages_change_nothing_by_simple_requests(
     start: Start, allowed: tuple[str, ...], headers: dict[str, str], status: int
 ) -> None:
     async with start(allowed_origins=allowed) as server:
@@ -339,9 +339,7 @@ async def test_pages_of_elsewhere_change_nothing_though_browsers_send_what_needs
             assert reply.headers["X-Request-Id"]
 
 
-async def test_a_failure_that_nobody_expected_is_told_to_web_pages_too(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unexpected_failure_is_readable_by_web_pages_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
 

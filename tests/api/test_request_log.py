@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from tests.api.conftest import Start
 from tests.api.test_chat import CHAT, body, events
+from tests.support.waiting import wait_until
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def test_the_parts_of_ttft_add_up(tmp_path: Path) -> None:
     assert line["ttft_s"] - sum(parts) == 0.5, "prefill"
 
 
-def test_who_is_assisted_does_not_wait_for_its_adapter() -> None:
+def test_assisted_request_does_not_wait_for_its_adapter() -> None:
     name = RequestId("r")
     timings = RequestTimings(arrival_s=10.0)
     for event in (
@@ -125,8 +125,8 @@ def test_a_rotation_that_fails_loses_no_line_and_is_tried_again(tmp_path: Path) 
     obstacle.mkdir()
     for number in range(3):
         write(log, float(number), f"r{number}")
-    while not path.exists() or len(path.read_text().splitlines()) < 3:
-        time.sleep(0.001)  # the writer flushes when it has caught up
+    # The writer flushes when it has caught up.
+    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= 3, "three lines are written")
     obstacle.rmdir()
     write(log, 3.0, "r3")
     log.close()

@@ -9,15 +9,20 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from aiohttp import web
 
 from tests.api.conftest import TEMPLATE, TOKENIZER
 from tests.api.fakes import write_adapter
 from tests.api.test_chat import CHAT, text_of
 from tests.models.checkpoints import make_checkpoint
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
 LONG = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
@@ -76,24 +81,49 @@ async def serving(model: Path, home: Path, *flags: str) -> AsyncIterator[Server]
         await process.wait()
 
 
-async def test_a_server_answers_and_on_a_signal_finishes_what_it_accepted(model: Path, tmp_path: Path) -> None:
-    async with serving(model, tmp_path) as server:
-        assert '"model": "tiny"' in server.printed[-1]
-        assert [card["id"] for card in (await server.http.get("/v1/models")).json()["data"]] == ["tiny"]
-        answer = (await server.http.post(CHAT, json=LONG)).json()
-        assert answer["usage"]["completion_tokens"] == 400
-        async with server.http.stream("POST", CHAT, json={**LONG, "stream": True}) as reply:
-            lines = reply.aiter_lines()
-            first = await anext(lines)
-            server.signal(signal.SIGTERM)
-            while (refused := await server.http.post(CHAT, json={**LONG, "max_tokens": 1})).status_code == 200:
-                pass  # the signal has not arrived yet
-            assert refused.status_code == 503
-            rest = [first, *[line async for line in lines if line]]
-        chunks = [json.loads(line.removeprefix("data: ")) for line in rest[:-1]]
-        assert rest[-1] == "data: [DONE]"
-        assert text_of(chunks) == answer["choices"][0]["message"]["content"]
-        assert await server.process.wait() == 0
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    """One server for tests that leave it as it was, and a last one that ends it."""
+    async with serving(model, tmp_path_factory.mktemp("home")) as started:
+        yield started
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_streams_go_on_when_the_engine_process_is_killed(server: Server) -> None:
+    expected = (await server.http.post(CHAT, json=LONG)).json()["choices"][0]["message"]["content"]
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    (engine,) = (int(pid) for pid in children if b"lorikeet.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    assert os.getsid(engine) != os.getsid(server.process.pid), "a Ctrl-C at the terminal is for the server alone"
+    async with server.http.stream("POST", CHAT, json={**LONG, "stream": True}) as reply:
+        lines = [line async for line in _killing(reply, engine) if line]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    assert lines[-1] == "data: [DONE]"
+    assert text_of(chunks) == expected
+    assert (await server.http.get("/health")).json()["engine_restarts"] == 1
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_server_answers_and_on_a_signal_finishes_what_it_accepted(server: Server) -> None:
+    """The last test of the server that these two share."""
+    assert '"model": "tiny"' in server.printed[-1]
+    assert [card["id"] for card in (await server.http.get("/v1/models")).json()["data"]] == ["tiny"]
+    answer = (await server.http.post(CHAT, json=LONG)).json()
+    assert answer["usage"]["completion_tokens"] == 400
+    async with server.http.stream("POST", CHAT, json={**LONG, "stream": True}) as reply:
+        lines = reply.aiter_lines()
+        first = await anext(lines)
+        server.signal(signal.SIGTERM)
+
+        async def refusal() -> int:
+            status = (await server.http.post(CHAT, json={**LONG, "max_tokens": 1})).status_code
+            return 0 if status == 200 else status
+
+        assert await until(refusal, "the signal has arrived, and requests are refused") == 503
+        rest = [first, *[line async for line in lines if line]]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in rest[:-1]]
+    assert rest[-1] == "data: [DONE]"
+    assert text_of(chunks) == answer["choices"][0]["message"]["content"]
+    assert await server.process.wait() == 0
 
 
 async def test_with_log_json_every_line_is_json_from_start_to_drain(model: Path, tmp_path: Path) -> None:
@@ -124,28 +154,12 @@ async def test_with_log_json_every_line_is_json_from_start_to_drain(model: Path,
 async def test_a_second_signal_ends_the_server_at_once(model: Path, tmp_path: Path) -> None:
     async with serving(model, tmp_path, "--max-num-seqs", "1") as server:
         waiting = [asyncio.create_task(server.http.post(CHAT, json={**LONG, "n": 20})) for _ in range(5)]
-        while (await server.http.get("/load")).json()["server_load"] < 100:
-            await asyncio.sleep(0.01)
+        await _until_reply(server, "/load", lambda reply: reply.json()["server_load"] >= 100, "100 answers wait")
         server.signal(signal.SIGTERM)
-        while (await server.http.get("/health")).status_code == 200:
-            await asyncio.sleep(0.01)
+        await _until_reply(server, "/health", lambda reply: reply.status_code != 200, "the server drains")
         server.signal(signal.SIGINT)
         assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [503] * 5
         assert await server.process.wait() == 0
-
-
-async def test_streams_go_on_when_the_engine_process_is_killed(model: Path, tmp_path: Path) -> None:
-    async with serving(model, tmp_path) as server:
-        expected = (await server.http.post(CHAT, json=LONG)).json()["choices"][0]["message"]["content"]
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        (engine,) = (int(pid) for pid in children if b"lorikeet.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        assert os.getsid(engine) != os.getsid(server.process.pid), "a Ctrl-C at the terminal is for the server alone"
-        async with server.http.stream("POST", CHAT, json={**LONG, "stream": True}) as reply:
-            lines = [line async for line in _killing(reply, engine) if line]
-        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-        assert lines[-1] == "data: [DONE]"
-        assert text_of(chunks) == expected
-        assert (await server.http.get("/health")).json()["engine_restarts"] == 1
 
 
 async def test_an_adapter_loaded_by_api_answers_after_a_restart_until_it_is_removed(
@@ -169,11 +183,14 @@ async def test_an_adapter_loaded_by_api_answers_after_a_restart_until_it_is_remo
     async with serving(model, tmp_path, *flags) as server:
         assert "one" in "".join(server.printed)
         assert (await server.http.post(CHAT, json={**asking, "model": "tiny:one"})).json()["choices"] == second
-        while (await server.http.get("/v1/adapters/one")).json()["level"] != "gpu":  # gauges follow the answer
-            await asyncio.sleep(0.01)
+        await _until_on_device(server, "one")
         running = asyncio.create_task(server.http.post(CHAT, json={**LONG, "model": "one"}))
-        while not running.done() and (await server.http.get("/v1/adapters/one/stats")).json()["requests_running"] == 0:
-            await asyncio.sleep(0.01)
+        await _until_reply(
+            server,
+            "/v1/adapters/one/stats",
+            lambda reply: running.done() or reply.json()["requests_running"],
+            "a request of the adapter runs",
+        )
         removed = (await server.http.delete("/v1/adapters/one")).json()
         assert removed["freed_bytes"] > 0
         assert (await running).json()["usage"]["completion_tokens"] == 400
@@ -181,37 +198,32 @@ async def test_an_adapter_loaded_by_api_answers_after_a_restart_until_it_is_remo
         assert (await server.http.post(CHAT, json=asking)).json()["choices"] == base
 
 
-async def test_with_a_host_tier_adapters_are_read_into_it_before_anybody_asks(model: Path, tmp_path: Path) -> None:
+async def test_host_tier_reads_adapters_before_any_request(model: Path, tmp_path: Path) -> None:
     write_adapter(tmp_path / "one", layers=3, hidden=48)
     write_adapter(tmp_path / "two", layers=3, hidden=48, seed=1)
     flags = ("--host-memory", "8MiB", "--adapter-dir", str(tmp_path), "--lora-modules", f"one={tmp_path}/one")
     async with serving(model, tmp_path, *flags) as server:
         await server.http.post("/v1/adapters", json={"name": "two", "source": str(tmp_path / "two")})
-        while 'num_cpu_loaded_lora_adapters{engine="0",model_name="tiny"} 2.0' not in await _metrics(server):
-            await asyncio.sleep(0.01)
+        line = 'num_cpu_loaded_lora_adapters{engine="0",model_name="tiny"} 2.0'
+        await _until_reply(server, "/metrics", lambda reply: line in reply.text, "the host tier has both adapters")
         assert (await server.http.get("/v1/adapters/one")).json()["level"] is None
         asked = (await server.http.post(CHAT, json={**LONG, "model": "one", "max_tokens": 20})).json()
         assert asked["usage"]["completion_tokens"] == 20
         page = await _metrics(server)
         assert 'lorikeet:request_adapter_wait_seconds_count{engine="0",model_name="tiny"} 1.0' in page
-        while (card := (await server.http.get("/v1/adapters/one")).json())[
-            "level"
-        ] != "gpu":  # gauges follow the answer
-            await asyncio.sleep(0.01)
+        card = await _until_on_device(server, "one")
         removed = (await server.http.delete("/v1/adapters/one")).json()
         assert removed["freed_bytes"] > 2 * card["device_bytes"], "device, host, and KV"
 
 
-async def test_a_request_that_would_wait_too_long_is_shed_and_the_others_carry_tenant_and_priority(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_late_request_is_shed_and_others_log_tenant_and_priority(model: Path, tmp_path: Path) -> None:
     log = tmp_path / "requests.jsonl"
     flags = ("--max-num-seqs", "1", "--shed", "--slo-ttft", "1e-9", "--tenant-header", "X-Tenant")
     async with serving(model, tmp_path, *flags, "--request-log", str(log)) as server:
         many = {**LONG, "priority": 3, "n": 8}
         waiting = asyncio.create_task(server.http.post(CHAT, json=many, headers={"X-Tenant": "blue"}))
-        while re.search(r"^vllm:num_requests_waiting{.*} [1-9]", await _metrics(server), re.MULTILINE) is None:
-            await asyncio.sleep(0.001)
+        waits = re.compile(r"^vllm:num_requests_waiting{.*} [1-9]", re.MULTILINE)
+        await _until_reply(server, "/metrics", lambda reply: waits.search(reply.text), "a request waits")
         refused = await server.http.post(CHAT, json=LONG)
         assert refused.status_code == 429
         assert "TTFT target" in refused.json()["error"]["message"]
@@ -280,9 +292,7 @@ async def test_a_download_that_hangs_does_not_keep_a_server_that_stops(model: Pa
             await asyncio.gather(loading, return_exceptions=True)
 
 
-async def test_a_download_that_hangs_does_not_keep_a_server_that_is_stopped_while_it_starts(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_hanging_download_does_not_keep_a_starting_server_from_stopping(model: Path, tmp_path: Path) -> None:
     async with hanging_source() as (url, hangs):
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", COMMAND, "serve", str(model), "--port", "0", "--lora-modules", f"one={url}one"),
@@ -321,7 +331,7 @@ async def hanging_hub() -> AsyncIterator[tuple[str, asyncio.Event]]:
         yield url, hangs
 
 
-async def test_a_model_that_is_long_in_coming_does_not_keep_a_server_that_is_stopped(tmp_path: Path) -> None:
+async def test_slow_model_download_does_not_keep_a_server_from_stopping(tmp_path: Path) -> None:
     async with hanging_hub() as (url, hangs):
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", COMMAND, "serve", "org/tiny", "--port", "0"),
@@ -334,6 +344,27 @@ async def test_a_model_that_is_long_in_coming_does_not_keep_a_server_that_is_sto
             _, printed = await process.communicate()
         assert process.returncode == 1
         assert "stopped before it was ready" in printed.decode()
+
+
+async def _until_reply(
+    server: Server, path: str, condition: Callable[[httpx.Response], object], what: str
+) -> httpx.Response:
+    """Wait until the reply of a path meets a condition, and return it."""
+
+    async def reply_that_meets_it() -> tuple[httpx.Response, ...]:
+        reply = await server.http.get(path)
+        return (reply,) if condition(reply) else ()
+
+    (reply,) = await until(reply_that_meets_it, what)
+    return reply
+
+
+async def _until_on_device(server: Server, adapter: str) -> dict[str, Any]:
+    """Wait until the gauges, which follow an answer, show an adapter on the device; return its card."""
+    reply = await _until_reply(
+        server, f"/v1/adapters/{adapter}", lambda reply: reply.json()["level"] == "gpu", "the adapter is on the device"
+    )
+    return dict(reply.json())
 
 
 async def _metrics(server: Server) -> str:

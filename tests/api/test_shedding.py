@@ -46,7 +46,7 @@ class Line:
         return self.forecast.ttft_s(self.request(**more))
 
 
-def test_where_nobody_waits_nothing_is_predicted_however_slow_the_engine_was() -> None:
+def test_empty_queue_predicts_no_wait_however_slow_the_engine_was() -> None:
     line = Line()
     arrived = line.arrive(20)
     line.now_s += 1000.0
@@ -54,7 +54,7 @@ def test_where_nobody_waits_nothing_is_predicted_however_slow_the_engine_was() -
     assert line.predict() == 0.0
 
 
-def test_a_first_burst_is_not_held_against_anybody() -> None:
+def test_first_burst_sheds_no_request() -> None:
     line = Line()
     line.arrive(500)
     assert line.predict() == 0.0
@@ -99,7 +99,7 @@ def test_old_times_are_forgotten() -> None:
     assert line.predict() == pytest.approx(len(slow) * 10.1, rel=0.35)
 
 
-def test_who_is_passed_over_is_no_queue() -> None:
+def test_skipped_requests_are_no_queue() -> None:
     line = Line()
     line.arrive()
     for _ in range(10):
@@ -108,7 +108,7 @@ def test_who_is_passed_over_is_no_queue() -> None:
     assert line.predict() == 0.0
 
 
-def test_whose_prompt_took_long_to_read_passes_nobody_over() -> None:
+def test_request_with_a_slow_prompt_skips_no_other() -> None:
     line = Line()
     slow, timings = line.request(), RequestTimings(line.now_s)
     line.now_s += 1.0
@@ -125,7 +125,7 @@ def test_of_several_that_come_together_the_last_one_counts() -> None:
     assert last_s == pytest.approx(40 * SERVICE_S + START_S, rel=0.05)
 
 
-def test_by_priority_who_is_passed_over_stays_in_front_of_those_behind_it() -> None:
+def test_skipped_request_stays_ahead_of_lower_priorities() -> None:
     line = Line("priority")
     line.arrive(priority=5)
     for _ in range(10):

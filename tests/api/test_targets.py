@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from lorikeet.api.metrics import RequestCounts
 from lorikeet.api.middleware import key_name
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.slo_targets import attainment, missed, read_targets
-from lorikeet.api.usage import RequestCounts
 from lorikeet.bench.workload import read_workload
 from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
 from lorikeet.core.events import RequestTimings
@@ -122,9 +122,9 @@ async def test_requests_that_clients_break_off_count_for_no_target(start: Start)
     async with start(slo_ttft_s=60.0) as server:
         server.engine.open.clear()
         asking = asyncio.create_task(server.http.post(CHAT, json=body()))
-        await until(lambda: len(server.engine.submitted) == 1)
+        await until(lambda: len(server.engine.submitted) == 1, "one request has been submitted")
         asking.cancel()
-        await until(lambda: server.service.gate.active == 0)
+        await until(lambda: server.service.gate.active == 0, "no request is active")
         assert met(await page(server), "ttft") == (0, 0)
 
 
@@ -141,7 +141,7 @@ async def test_a_request_belongs_to_the_key_that_let_it_in(start: Start) -> None
         assert not any(key in tenant for key in ("one", "two", "boss") for tenant in tenants)
 
 
-async def test_keys_that_nobody_asked_for_name_no_tenant(server: Running) -> None:
+async def test_unconfigured_keys_name_no_tenant(server: Running) -> None:
     await server.http.post(CHAT, json=body(), headers=bearer("EMPTY"))
     await server.http.post(CHAT, json=body())
     assert [request.tenant for request in server.engine.submitted] == ["", ""]
@@ -181,7 +181,7 @@ async def test_requests_whose_target_is_lost_are_refused_and_others_are_not(star
         server.service.catalog.register("formal", str(server.sources / "formal"))
         server.engine.admits.clear()
         first = [asyncio.create_task(server.http.post(CHAT, json=body(n=4)))]
-        await until(lambda: len(server.engine.submitted) == 4)
+        await until(lambda: len(server.engine.submitted) == 4, "four requests have been submitted")
         refused = await server.http.post(CHAT, json=body(stream=True))
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
@@ -189,7 +189,7 @@ async def test_requests_whose_target_is_lost_are_refused_and_others_are_not(star
         assert (error["type"], error["code"]) == ("RateLimitError", 429)
         assert "the TTFT target is 1e-06 s" in error["message"]
         first.append(asyncio.create_task(server.http.post(CHAT, json=body(model="formal"))))
-        await until(lambda: len(server.engine.submitted) == 5)
+        await until(lambda: len(server.engine.submitted) == 5, "five requests have been submitted")
         samples = await page(server)
         assert shed(samples) == 1
         assert met(samples, "ttft") == met(samples, "tpot") == (0, 1)
@@ -203,7 +203,7 @@ async def test_without_the_switch_or_a_backlog_nothing_is_shed(start: Start) -> 
     async with start(slo_ttft_s=1e-9) as server:
         server.engine.admits.clear()
         waiting = [asyncio.create_task(server.http.post(CHAT, json=body())) for _ in range(4)]
-        await until(lambda: len(server.engine.submitted) == 4)
+        await until(lambda: len(server.engine.submitted) == 4, "four requests have been submitted")
         server.engine.admits.set()
         assert [(await reply).status_code for reply in waiting] == [200] * 4
         assert shed(await page(server)) == 0
@@ -219,7 +219,7 @@ async def test_requests_beyond_the_most_that_may_queue_have_missed_their_targets
     async with start(max_queued=1, slo_ttft_s=60.0) as server:
         server.engine.open.clear()
         waiting = asyncio.create_task(server.http.post(CHAT, json=body()))
-        await until(lambda: server.engine.submitted)
+        await until(lambda: server.engine.submitted, "a request has been submitted")
         assert (await server.http.post(CHAT, json=body())).status_code == 429
         server.engine.open.set()
         assert (await waiting).status_code == 200

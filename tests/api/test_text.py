@@ -147,7 +147,7 @@ def test_nothing_shown_is_ever_part_of_a_stop_string(stops: list[str], pieces: l
     whole=st.text("abc", max_size=30),
     free=st.integers(0, 12),
 )
-def test_of_stop_strings_that_begin_before_they_count_those_count_that_end_after(
+def test_stop_string_starting_before_the_minimum_counts_if_it_ends_after(
     stops: list[str], whole: str, free: int
 ) -> None:
     scanner, text, stop = StopScanner(stops), "", None

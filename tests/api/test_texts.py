@@ -54,9 +54,7 @@ def test_python_goes_on_while_a_long_text_is_tokenized() -> None:
     ],
     ids=["byte-level", "byte-fallback"],
 )
-def test_the_bytes_of_tokens_together_make_the_text_also_where_characters_are_split(
-    tokenizer: Tokenizer, text: str
-) -> None:
+def test_token_bytes_make_up_the_text_even_of_split_characters(tokenizer: Tokenizer, text: str) -> None:
     texts = TextProcessor(tokenizer, None)
     tokens = [texts.token(token_id) for token_id in tokenizer.encode(text).ids]
     assert any(token.text == "\ufffd" for token in tokens), "a character is split"
@@ -102,7 +100,7 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
     assert server.service.gate.active == 0
 
 
-async def test_the_longest_prompt_that_fits_is_answered_and_any_is_tokenized_if_that_is_all(server: Running) -> None:
+async def test_longest_fitting_prompt_is_answered_and_any_can_be_tokenized(server: Running) -> None:
     longest = max((word for word in TOKENIZER.get_vocab() if word.isascii()), key=len)
     reply = await server.http.post("/v1/completions", json={"prompt": longest * 255, "max_tokens": 1})
     assert (reply.status_code, reply.json()["usage"]["prompt_tokens"]) == (200, 255)
@@ -121,7 +119,7 @@ async def test_the_longest_prompt_that_fits_is_answered_and_any_is_tokenized_if_
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"y" * 5000: 1}},
     ],
 )
-async def test_all_that_a_template_sees_counts_for_whether_it_is_worked_on_off_the_event_loop(
+async def test_whole_template_input_decides_if_it_runs_off_the_event_loop(
     server: Running, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]
 ) -> None:
     calls = count_calls_off_the_loop(monkeypatch)

@@ -90,6 +90,6 @@ def test_too_few_requests_and_other_files_are_refused(model: Path, tmp_path: Pat
         assert words in " ".join(ran.output.split())
 
 
-def test_several_logs_are_read_in_their_order_and_what_was_broken_off_is_left_out(tmp_path: Path) -> None:
+def test_logs_are_read_in_order_and_truncated_lines_are_skipped(tmp_path: Path) -> None:
     logs = [write_log(tmp_path / name, count) for name, count in (("first", 2), ("second", 1))]
     assert [request.output_tokens for request in read_logs(logs)] == [100, 5, 100]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.api.usage import OTHER, AdapterUsage, RequestCounts, nanoseconds
+from lorikeet.api.metrics import OTHER, AdapterUsage, RequestCounts, nanoseconds
 
 
 class Clock:

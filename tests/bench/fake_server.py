@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tests.support.quick_server import QuickServer
+from tests.support.waiting import until
 
 NAMES = {"base": None, "a": "base", "b": "base", "other": "another base"}
 
@@ -67,8 +68,7 @@ class FakeServer:
             if body["model"] == "busy":
                 return JSONResponse({"error": {"message": "come back later"}}, 429)
             if body["model"] == "silent":
-                while not await request.is_disconnected():
-                    await asyncio.sleep(0.005)
+                await until(request.is_disconnected, "the client hangs up")
             return StreamingResponse(self._answer(body, chat="messages" in body), media_type="text/event-stream")
 
         return app

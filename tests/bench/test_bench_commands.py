@@ -106,7 +106,7 @@ def test_the_limits_of_a_model_are_printed_for_people_and_programs(
     assert "memory read: 10.0 GB/s" in runner.invoke(app, arguments).stdout
 
 
-def test_a_published_shape_is_a_model_with_dummy_weights_and_no_other_model_is_written_over(tmp_path: Path) -> None:
+def test_published_shape_makes_a_dummy_model_and_overwrites_no_other_model(tmp_path: Path) -> None:
     folder = tmp_path / "shape"
     assert runner.invoke(app, ["bench", "shape", "qwen3-8b", str(folder)]).output.strip() == str(folder)
     assert read_model_config(folder).architecture == "Qwen3ForCausalLM"

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorikeet.bench.conversations import first_whole, flatten, group_conversations, take_whole
+from lorikeet.bench.conversations import first_complete, flatten, group_conversations, sample_complete
 from lorikeet.bench.workload import WorkloadRequest, read_any
 
 DATA = Path(__file__).parent / "data"
@@ -17,7 +17,7 @@ def turn(at_s: float, *blocks: int) -> WorkloadRequest:
 TURNS = [turn(0, 0, 1), turn(1, 0, 2), turn(2, 0, 1, 3), turn(3, 0), turn(4, 0, 1, 4), turn(5, 0)]
 
 
-def test_turns_that_share_more_than_everybody_does_are_one_conversation() -> None:
+def test_turns_sharing_more_than_the_common_prefix_are_one_conversation() -> None:
     groups = group_conversations(TURNS)
     assert [[each.arrival_s for each in group] for group in groups] == [[0, 2, 4], [1], [3], [5]]
     assert [{each.conversation for each in group} for group in groups] == [
@@ -34,7 +34,7 @@ def test_without_a_common_start_the_first_block_tells() -> None:
 @given(st.integers(0, 8), st.integers(0, 9))
 def test_conversations_are_taken_whole_until_there_are_enough(count: int, seed: int) -> None:
     groups = group_conversations(TURNS)
-    taken = take_whole(groups, np.random.default_rng(seed), count)
+    taken = sample_complete(groups, np.random.default_rng(seed), count)
     assert all(group in groups for group in taken)
     assert sum(map(len, taken)) >= min(count, len(TURNS))
     assert sum(map(len, taken)) - max(map(len, taken), default=0) < max(count, 1)
@@ -42,21 +42,21 @@ def test_conversations_are_taken_whole_until_there_are_enough(count: int, seed: 
 
 
 def test_a_conversation_with_a_request_that_is_too_long_is_left_out() -> None:
-    taken = take_whole(group_conversations(TURNS), np.random.default_rng(0), most_tokens=2 * 512 + 1)
+    taken = sample_complete(group_conversations(TURNS), np.random.default_rng(0), most_tokens=2 * 512 + 1)
     assert [group[0].arrival_s for group in taken] == [1, 3, 5]
 
 
 def test_conversations_of_few_turns_can_be_left_out() -> None:
-    taken = take_whole(group_conversations(TURNS), np.random.default_rng(0), least_turns=2)
+    taken = sample_complete(group_conversations(TURNS), np.random.default_rng(0), least_turns=2)
     assert [[each.arrival_s for each in group] for group in taken] == [[0, 2, 4]]
 
 
 def test_the_first_conversations_are_taken_whole_until_there_are_enough() -> None:
     grouped = flatten(group_conversations(TURNS))
-    assert [each.arrival_s for each in first_whole(grouped, 1)] == [0, 2, 4]
-    assert [each.arrival_s for each in first_whole(grouped, 4)] == [0, 1, 2, 4]
-    assert first_whole(grouped, 99) == grouped
-    assert [each.arrival_s for each in first_whole(TURNS, 2)] == [0, 1]
+    assert [each.arrival_s for each in first_complete(grouped, 1)] == [0, 2, 4]
+    assert [each.arrival_s for each in first_complete(grouped, 4)] == [0, 1, 2, 4]
+    assert first_complete(grouped, 99) == grouped
+    assert [each.arrival_s for each in first_complete(TURNS, 2)] == [0, 1]
 
 
 def test_all_requests_come_back_in_the_order_of_arrival() -> None:

@@ -32,7 +32,7 @@ def test_the_distribution_of_rates_has_the_printed_shares() -> None:
     assert 1 - share_of_calls.cdf(0) == pytest.approx(0.996, abs=0.005)
 
 
-def test_the_most_popular_functions_are_near_a_power_law_of_exponent_one_and_a_fifth() -> None:
+def test_popular_functions_follow_a_power_law_of_exponent_1_2() -> None:
     shares = popularity(100)
     assert shares.sum() == pytest.approx(1)
     assert all(np.diff(shares) < 0)
@@ -81,7 +81,7 @@ def test_a_day_of_the_public_trace_is_read(tmp_path: Path) -> None:
         (HEADER + "o,a,f,http,1,0\n", "line 2: expected 3 counts"),
         (HEADER + "o,a,f,http,1,0,x\n", "line 2"),
         (HEADER + "o,a,f,http,1,0,-2\n", "line 2: expected 3 counts"),
-        (HEADER, "holds no calls"),
+        (HEADER, "has no calls"),
     ],
 )
 def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -25,14 +25,14 @@ class Seen(RunObserver):
         self.answers: dict[str, list[int]] = {}
         self.tokens = 0
 
-    def arrived(self, request: Request) -> None:
+    def on_arrival(self, request: Request) -> None:
         self.prompts[request.request_id] = request.prompt_token_ids
         self.arrivals_s[request.request_id] = request.arrival_s
 
-    def turned(self, outputs: StepOutputs) -> None:
+    def on_outputs(self, outputs: StepOutputs) -> None:
         self.tokens += sum(len(output.tokens) for output in outputs.tokens)
 
-    def ended(self, request: Request, token_ids: Sequence[int]) -> None:
+    def on_finished(self, request: Request, token_ids: Sequence[int]) -> None:
         self.answers[request.request_id] = list(token_ids)
 
 
@@ -44,7 +44,7 @@ def replica(**engine: object) -> StartedReplica:
 def run(workload: list[WorkloadRequest], seen: Seen, **engine: object) -> WorkloadRun:
     built, clock, coalesced = replica(**engine)
     prompts = Prompts(0, 0, DEFAULT_IDS, BLOCK)
-    return run_workload(built.engine, clock, workload, {}, prompts, coalesced=coalesced, watch=seen)
+    return run_workload(built.engine, clock, workload, {}, prompts, coalesced=coalesced, observer=seen)
 
 
 def talk(second_s: float) -> list[WorkloadRequest]:

@@ -30,7 +30,7 @@ def test_the_median_is_taken_of_each_rate_by_itself() -> None:
     assert median_limits(measured) == MachineLimits(1, 2.0, {1: 20.0})
 
 
-def test_a_models_parameters_are_those_of_its_linear_modules_and_its_output_layer(model_folder: Path) -> None:
+def test_parameters_count_linear_modules_and_the_output_layer(model_folder: Path) -> None:
     cost = model_cost(read_model_config(model_folder), 2, ranks=(8, 16), modules=("q", "v"))
     attention, mlp = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 48
     assert cost.layer_parameters == 2 * (attention + mlp)
@@ -44,13 +44,13 @@ def test_one_stream_is_bound_by_reading_every_weight_once() -> None:
     assert decode_limit_tok_s(ModelCost(400, 100, (50,), 2), LIMITS, 1) == pytest.approx(1e9 / 1100)
 
 
-def test_a_batch_is_bound_by_its_multiplications_and_prefill_by_those_of_the_layers() -> None:
+def test_batch_bound_counts_its_flops_and_prefill_those_of_the_layers() -> None:
     base = ModelCost(400, 100, (), dtype_bytes=2)
     assert decode_limit_tok_s(base, LIMITS, 4) == pytest.approx(1e9 / 1000)
     assert prefill_limit_tok_s(base, LIMITS) == pytest.approx(2e9 / 800)
 
 
-def test_adapters_cost_a_batch_the_longer_of_reading_them_and_multiplying_by_them() -> None:
+def test_adapters_cost_the_longer_of_reading_and_multiplying() -> None:
     base_s = 4 * 1000 / 1e9
     read_bound = decode_limit_tok_s(ModelCost(400, 100, (50, 5000), 2), LIMITS, 4)
     assert read_bound == pytest.approx(4 / (base_s + 2 * 4 * 2525 / 1e9))

@@ -141,9 +141,9 @@ def test_a_search_tries_no_rate_at_which_a_workload_is_too_short_for_a_probe(ser
     peak, runs = runner.find_peak(0.9, start=200.0, probe_s=0.1)
     assert (peak.rate, peak.missed_rate) == (400.0, None)
     assert [run.figures.requests for run in runs] == [20, 40]
-    with pytest.raises(OptionError, match=r"at 600 requests/s takes 60 requests, and the workload holds 50"):
+    with pytest.raises(OptionError, match=r"at 600 requests/s needs 60 requests, and the workload has 50"):
         runner.find_peak(0.9, start=600.0, probe_s=0.1)
-    with pytest.raises(OptionError, match=r"takes 10 requests, and the workload holds 5"):
+    with pytest.raises(OptionError, match=r"needs 10 requests, and the workload has 5"):
         LoadRunner(LoadTarget(server.url, "base"), Recipe(trace=plan.trace[:5]), Slo(ttft_s=60)).find_peak(
             0.9, 1.0, 0.1
         )
@@ -152,7 +152,7 @@ def test_a_search_tries_no_rate_at_which_a_workload_is_too_short_for_a_probe(ser
 @pytest.mark.parametrize("start", [5.0, float("inf")])
 def test_a_search_begins_where_a_probe_has_a_request(server: FakeServer, start: float) -> None:
     runner = LoadRunner(LoadTarget(server.url, "base"), Recipe(), Slo(ttft_s=60))
-    with pytest.raises(OptionError, match="a search begins at a rate from 10 on"):
+    with pytest.raises(OptionError, match="a search must start at a rate of at least 10"):
         runner.find_peak(0.9, start=start, probe_s=0.1)
 
 
@@ -164,17 +164,17 @@ def test_limits_that_no_overload_breaks_end_a_search(server: FakeServer, monkeyp
 
     monkeypatch.setattr("lorikeet.bench.load_run.summarise", summarised)
     runner = LoadRunner(LoadTarget(server.url, "base"), Recipe(output_tokens=Range(2, 2)), Slo(tpot_s=60))
-    with pytest.raises(OptionError, match=r"at 160 requests/s the server answers 50, and the limits are met"):
+    with pytest.raises(OptionError, match=r"at 160 requests/s the server answers 50 and meets the SLO"):
         runner.find_peak(0.9, start=40.0, probe_s=0.5)
 
 
 def test_probes_are_long_beside_the_longest_limit() -> None:
-    def telling_s(slo: Slo, *own: Slo) -> float:
+    def min_probe_s(slo: Slo, *own: Slo) -> float:
         trace = tuple(WorkloadRequest(0.0, None, 1, 1, slo=each) for each in own)
-        return LoadRunner(LoadTarget("http://nowhere", "base"), Recipe(trace=trace), slo).telling_s
+        return LoadRunner(LoadTarget("http://nowhere", "base"), Recipe(trace=trace), slo).min_probe_s
 
-    assert telling_s(Slo(tpot_s=0.1)) == telling_s(Slo(ttft_s=2.0)) == 30.0
-    assert telling_s(Slo(ttft_s=5.0)) == telling_s(Slo(), Slo(ttft_s=1.0), Slo(e2e_s=5.0)) == 50.0
+    assert min_probe_s(Slo(tpot_s=0.1)) == min_probe_s(Slo(ttft_s=2.0)) == 30.0
+    assert min_probe_s(Slo(ttft_s=5.0)) == min_probe_s(Slo(), Slo(ttft_s=1.0), Slo(e2e_s=5.0)) == 50.0
 
 
 def test_a_tenant_may_have_any_name_and_answers_come_as_they_are(server: FakeServer) -> None:
@@ -185,5 +185,5 @@ def test_a_tenant_may_have_any_name_and_answers_come_as_they_are(server: FakeSer
 
 
 def test_a_search_without_limits_is_refused(server: FakeServer) -> None:
-    with pytest.raises(OptionError, match="no limits"):
+    with pytest.raises(OptionError, match="no SLO to meet"):
         LoadRunner(LoadTarget(server.url, "base"), Recipe(), Slo()).find_peak(0.9, start=1000.0, probe_s=0.001)

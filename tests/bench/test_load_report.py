@@ -56,7 +56,7 @@ def test_nothing_has_no_distribution() -> None:
     assert distribution([None]) is None
 
 
-def test_jains_index_is_the_share_of_those_who_have_something_where_they_have_it_equally() -> None:
+def test_jain_index_of_equal_shares_is_the_fraction_of_nonzero_ones() -> None:
     assert jain_index([1.0] * 20 + [0.0] * 80) == pytest.approx(0.2)
     assert jain_index([]) is None
     assert jain_index([0.0]) is None
@@ -71,7 +71,7 @@ def test_jains_index_is_between_one_nth_and_one_and_does_not_know_units(values: 
     assert jain_index([values[0]] * len(values)) == pytest.approx(1)
 
 
-def test_a_failed_request_misses_the_slo_and_its_own_limits_come_before_the_common_ones() -> None:
+def test_failed_request_misses_the_slo_and_own_limits_override_common_ones() -> None:
     exchanges = [
         exchange(0.0, 0.4, 0.5),
         exchange(0.0, 0.6, 0.7),
@@ -92,7 +92,7 @@ def test_every_limit_must_be_met(slo: Slo, met: bool) -> None:
     assert exchange(0.0, 0.5, 0.5 + 0.0999, ended_s=0.7).meets(slo) is met
 
 
-def test_rates_count_whole_answers_over_the_time_from_the_first_request_to_the_last_of_them() -> None:
+def test_rates_count_whole_answers_from_first_request_to_last_answer() -> None:
     hung = msgspec.structs.replace(failed(4.0, "timeout"), ended_s=600.0)
     figures = summarise([exchange(1.0, 2.0, 3.0), exchange(2.0, 4.0, 5.0), hung], Slo())
     assert figures.duration_s == 4.0

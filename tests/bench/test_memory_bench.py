@@ -80,8 +80,8 @@ def test_a_workload_keeps_its_own_adapters_and_its_requests_for_the_base(tmp_pat
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("chat", "needs the conversations of a trace"),
-        ("nowhere.jsonl", "no file 'nowhere.jsonl'"),
+        ("chat", "needs a trace of conversations"),
+        ("nowhere.jsonl", "'nowhere.jsonl' is neither a file nor a shape"),
     ],
 )
 def test_a_workload_that_there_is_not_is_named(source: str, complaint: str) -> None:
@@ -95,11 +95,11 @@ def test_too_few_adapters_are_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="names 2 adapters"):
         make_work(options(source=str(file), adapters=1))
     file.write_text("")
-    with pytest.raises(OptionError, match="holds no request"):
+    with pytest.raises(OptionError, match="has no requests"):
         make_work(options(source=str(file)))
 
 
-def test_the_working_set_counts_equal_beginnings_once_and_the_adapters_asked_for() -> None:
+def test_working_set_counts_shared_prefixes_once_and_requested_adapters() -> None:
     # Two turns of one conversation: 40 + 30 tokens, then 100 + 5; 104 of them have KV. Under b nothing is shared.
     work = small_work(
         WorkloadRequest(0.0, "a", 40, 30, (0, 1, 2), "c"),
@@ -216,21 +216,21 @@ def test_the_command_prints_tables(profile: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["nowhere"], "there is no file 'nowhere'"),
+        (["nowhere"], "'nowhere' is neither a file nor a shape"),
         (["agent", "--presets", "vllm"], "no preset is called 'vllm'"),
-        (["agent", "--presets", ""], "name rows"),
+        (["agent", "--presets", ""], "name presets"),
         (["agent", "--presets", "adapter_share=0.3"], "comes before any preset"),
-        (["agent", "--ranks", "big"], "'big' is no rank"),
+        (["agent", "--ranks", "big"], "'big' is not a rank"),
         (["agent", "--modules", "q,z"], "--modules 'q,z'"),
         (["agent", "--rate", "0"], "--rate 0 is not positive"),
         (["agent", "--memory", "lots"], "'lots' is not a size"),
-        (["agent", "--memory", "0"], "--memory 0: a pool holds at least a request"),
+        (["agent", "--memory", "0"], "--memory 0: the pool must hold at least one request"),
         (["agent", "--executor", "modelled", "--profile", "x", "--threads", "2"], "--threads: without effect here"),
         (["agent", "--adapter-choice", "fair"], "adapter choice 'fair'"),
         (["agent", "--executor", "paced"], "neither torch nor modelled"),
         (["agent", "--executor", "modelled"], "go together"),
         (["agent", "--profile", "x"], "go together"),
-        (["agent", "--executor", "modelled", "--profile", "nowhere"], "no profile is called 'nowhere'"),
+        (["agent", "--executor", "modelled", "--profile", "nowhere"], "unknown profile 'nowhere'"),
         (["agent", "--plot", "/nowhere/x.svg"], "there is no folder"),
         (["agent", "--model", "/nowhere"], "no such folder"),
     ],

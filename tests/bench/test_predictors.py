@@ -27,7 +27,7 @@ class Arrived(RunObserver):
         self.predicted: list[int | None] = []
         self.expected: list[int] = []
 
-    def arrived(self, request: Request) -> None:
+    def on_arrival(self, request: Request) -> None:
         self.predicted.append(request.predicted_tokens)
         self.expected.append(request.expected_tokens)
 
@@ -52,8 +52,8 @@ def run(predictor: str) -> Arrived:
         {ref.name: ref for ref in refs},
         Prompts(0, 0, DEFAULT_IDS, 32),
         coalesced=coalesced,
-        watch=watch,
-        predict=make_predictor(predictor, workload),
+        observer=watch,
+        predictor=make_predictor(predictor, workload),
     )
     return watch
 

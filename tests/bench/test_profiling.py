@@ -119,7 +119,7 @@ def under_ranks(*ranks: float) -> Step:
     return tuple(SequenceWork(8, 1, True, f"a{i}", rank) for i, rank in enumerate(ranks))
 
 
-def test_steps_with_adapters_are_measured_until_they_are_sure_or_have_taken_long() -> None:
+def test_steps_with_adapters_are_measured_until_stable_or_out_of_time() -> None:
     quiet, noisy, long = under_ranks(4), under_ranks(4, 8), under_ranks(4, 8, 16)
     rig, ticks = ScriptedRig({1: (1.0, 0.0), 2: (0.1, 0.1), 3: (2.0, 1.9)}), []
     found = measure_lora(cast("ExecutorDriver", rig), [quiet, noisy, long], 40, lambda: ticks.append(1))
@@ -154,7 +154,7 @@ def test_the_command_writes_the_file_and_prints_every_constant(
     monkeypatch.setattr("lorikeet.cli.profile.HOST_MEMORY_BYTES", 2**22)
     path = tmp_path / "mine.toml"
     arguments = ["profile", "--quick", "--model", str(model_folder), "--output", str(path), "--threads", "1"]
-    result = runner.invoke(app, [*arguments, "--max-running", "4", "--max-step-tokens", "32"])
+    result = runner.invoke(app, [*arguments, "--max-num-seqs", "4", "--max-num-batched-tokens", "32"])
     assert result.exit_code == 0, result.output
     profile = read_profile(path)
     assert profile.name == "mine"
@@ -197,12 +197,12 @@ def test_blocks_go_to_the_host_and_back_and_adapters_there(rig: ExecutorDriver) 
 
 
 def test_too_few_blocks_for_a_copy_are_named(rig: ExecutorDriver) -> None:
-    with pytest.raises(ExecutorDriverError, match="17 blocks are more than the 16 that a copy can have here"):
+    with pytest.raises(ExecutorDriverError, match="17 blocks are more than the 16 of the largest copy"):
         rig.copy(Tier.HOST, 17)
 
 
 def test_too_little_memory_is_named(rig: ExecutorDriver) -> None:
-    with pytest.raises(ExecutorDriverError, match="does not fit 256 tokens"):
+    with pytest.raises(ExecutorDriverError, match="does not fit into 256 tokens"):
         rig.prepare(decodes(4, 100))
 
 

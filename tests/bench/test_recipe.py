@@ -45,18 +45,18 @@ def test_requests_by_rule_have_the_lengths_adapters_and_arrivals_of_the_rules() 
     assert all(each.input_tokens in (5, 6) and each.output_tokens == 7 for each in requests)
 
 
-def test_made_requests_may_have_the_lengths_of_others_prompt_and_answer_together() -> None:
+def test_generated_requests_may_take_joint_prompt_and_answer_lengths() -> None:
     requests = make(2.0, count=60, lengths=WORKLOAD, length_scale=0.1, adapters=("a", "b"))
     assert {(each.input_tokens, each.output_tokens) for each in requests} == {(10, 1), (20, 2), (30, 3)}
     assert {each.adapter for each in requests} == {"a", "b"}
     assert [each.arrival_s for each in requests] == [each.arrival_s for each in make(2.0, count=60)]
 
 
-def test_without_a_rate_they_arrive_at_once_and_without_adapters_they_ask_the_base() -> None:
+def test_without_a_rate_all_arrive_at_once_and_without_adapters_use_the_base() -> None:
     assert {(each.arrival_s, each.adapter) for each in make(count=3)} == {(0.0, None)}
 
 
-def test_a_run_draws_anew_and_again_the_same() -> None:
+def test_each_run_draws_other_requests_and_each_seed_the_same() -> None:
     assert make(1.0, run=1) == make(1.0, run=1)
     assert make(1.0, run=1) != make(1.0, run=2)
     assert make(1.0, seed=1) != make(1.0, seed=2)
@@ -67,7 +67,7 @@ def test_another_rate_leaves_adapters_and_lengths_as_they_are() -> None:
     assert [(each.adapter, each.input_tokens) for each in slow] == [(each.adapter, each.input_tokens) for each in fast]
 
 
-def test_a_workload_keeps_its_own_times_and_adapters_and_gets_adapters_where_it_has_none() -> None:
+def test_workload_keeps_its_times_and_adapters_and_gets_missing_adapters() -> None:
     requests = make(trace=WORKLOAD, adapters=("x",), count=9)
     assert [(each.arrival_s, each.adapter) for each in requests] == [(10, "a"), (11, "x"), (14, "x")]
     assert [each.adapter for each in make(trace=WORKLOAD)] == ["a", None, None]
@@ -98,7 +98,7 @@ def test_turns_of_a_conversation_ask_for_one_adapter_also_where_it_names_none() 
     assert len({each.adapter for each in requests if each.conversation is None}) > 1
 
 
-def test_a_thousand_requests_are_made_where_nobody_says_how_many() -> None:
+def test_a_thousand_requests_are_made_by_default() -> None:
     assert [len(make(2.0, shape=shape)) for shape in ("plain", "agent", "chatbot", "conversations")] == [1000] * 4
     assert len(make(2.0, shape="agent", duration_s=2000.0)) > 2000
 

@@ -52,7 +52,7 @@ def test_every_token_of_an_agents_prompt_lies_in_a_block_of_its_dialogue() -> No
     assert all(len(conversations) == 1 for conversations in owners.values())
 
 
-def test_conversations_have_three_turns_at_least_and_answers_of_their_own_length() -> None:
+def test_conversations_have_at_least_three_turns_and_own_answer_lengths() -> None:
     shape = SHAPES["conversations"]
     assert isinstance(shape, Dialogues)
     requests = shape.requests(CALLS, NAMES, 32, generator())

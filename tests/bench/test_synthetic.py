@@ -54,5 +54,5 @@ def test_ranks_are_one_a_list_or_all_doublings(text: str, ranks: tuple[int, ...]
 
 @pytest.mark.parametrize("text", ["", "x", "8,", "0", "-8", "16-8", "0-4"])
 def test_what_is_no_rank_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no rank"):
+    with pytest.raises(ValueError, match="is not a rank"):
         parse_ranks(text)

@@ -14,7 +14,7 @@ def turn(
 TALK = [turn(0, 6, 3, 1, 2), turn(1, 12, 2, 1, 3, 4), turn(2, 20, 1, 1, 3, 4, 5, 6)]
 
 
-def test_a_turn_goes_on_from_the_last_whose_full_blocks_it_begins_with() -> None:
+def test_turn_continues_the_last_one_with_its_full_blocks_as_prefix() -> None:
     assert turns_before(TALK, BLOCK) == [None, 0, 1]
 
 
@@ -35,7 +35,7 @@ def test_other_conversations_and_other_adapters_are_not_gone_on_from() -> None:
     assert turns_before([turn(0, 6, 3, conversation=None), turn(*later, conversation=None)], BLOCK) == [None, None]
 
 
-def test_a_prompt_holds_the_prompt_and_the_answer_before_it_and_keeps_its_length() -> None:
+def test_prompt_contains_the_previous_turn_and_keeps_its_length() -> None:
     prompts = Prompts(0, block_size=BLOCK)
     turns = Turns(TALK, prompts)
     assert list(turns.first()) == [0]

@@ -38,7 +38,7 @@ def test_fields_of_the_request_log_that_a_workload_does_not_know_are_skipped(tmp
     assert read_workload(tmp_path / "w.jsonl") == [WorkloadRequest(1.0, "a", 2, 3)]
 
 
-def test_arrivals_of_a_request_log_begin_with_the_first_that_came_whichever_ended_first(tmp_path: Path) -> None:
+def test_request_log_arrivals_start_with_the_earliest_arrival(tmp_path: Path) -> None:
     line = '{"arrival_s": %s, "adapter": null, "input_tokens": 2, "output_tokens": 3}\n'
     (tmp_path / "w.jsonl").write_text("".join(line % arrival_s for arrival_s in (0, -1.5, 2, -0.5)))
     assert [request.arrival_s for request in read_workload(tmp_path / "w.jsonl")] == [1.5, 0.0, 3.5, 1.0]

@@ -103,14 +103,14 @@ def test_a_source_stays_routed_has_few_transfers_and_a_low_id_in_this_order() ->
     assert only_fetch(pool.begin(RequestId("other"), other, S1)).source == S3  # S2 is busy
 
 
-def test_the_source_is_whoever_holds_it_not_the_last_placement() -> None:
+def test_source_of_a_copy_is_a_holder_not_the_last_placement() -> None:
     pool = pool_of(routed(S1=1.0), S1)
     pool.swap(routed(S2=1.0))
     pool.swap(routed(S3=1.0))
     assert only_fetch(begin(pool, "r", S3)).source == S1
 
 
-def test_a_failed_fetch_tries_the_next_holder_and_then_fails_those_who_wait() -> None:
+def test_failed_fetch_tries_the_next_holder_then_fails_waiting_requests() -> None:
     pool = pool_of(routed(S1=0.4, S2=0.3, S3=0.3), S1, S2)
     first = only_fetch(begin(pool, "r1", S3))
     begin(pool, "r2", S3)
@@ -122,7 +122,7 @@ def test_a_failed_fetch_tries_the_next_holder_and_then_fails_those_who_wait() ->
     assert only_fetch(begin(pool, "r3", S3)).source == S1  # a later request tries anew
 
 
-def test_an_adapter_that_nobody_has_fails_at_once() -> None:
+def test_adapter_without_a_holder_fails_at_once() -> None:
     pool = pool_of(routed(S1=1.0))
     assert begin(pool, "r", S1) == PoolActions(failed=(RequestId("r"),))
     pool.seed(A3, S2)
@@ -153,7 +153,7 @@ def test_a_copy_from_elsewhere_may_come_before_a_fetch() -> None:
     assert pool.fetched(fetch) == PoolActions(ready=(RequestId("waits"),), deletes=((A3, S2),))
 
 
-def test_a_request_stays_where_it_was_routed_though_the_table_changes_during_its_fetch() -> None:
+def test_request_stays_where_routed_when_the_table_changes_during_its_fetch() -> None:
     pool = pool_of(routed(S1=1.0), S2)
     fetch = only_fetch(begin(pool, "r", S1))
     pool.swap(routed(S2=1.0))
@@ -204,7 +204,7 @@ def test_a_destination_that_leaves_frees_its_source() -> None:
     assert pool.leave(S3) == (PoolActions(deletes=((A3, S1),)), [])
 
 
-def test_a_retired_adapter_is_deleted_everywhere_when_nobody_uses_it() -> None:
+def test_retired_adapter_is_deleted_everywhere_once_unused() -> None:
     pool = pool_of(routed(S1=0.5, S2=0.5), S1, S2)
     begin(pool, "r", S1)
     assert pool.retire(A3) == PoolActions(deletes=((A3, S2),))

@@ -8,7 +8,7 @@ from lorikeet.core.ids import AdapterDigest
 
 
 def test_an_adapter_that_has_not_answered_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_ADAPTERS", 2)
+    monkeypatch.setattr(module, "_MAX_ADAPTERS", 2)
     averages = RequestAverages()
     for name, seconds in (("x", 1.0), ("y", 2.0), ("x", 3.0), ("z", 8.0)):
         averages.finished(AdapterDigest(name), 10, seconds)

@@ -101,8 +101,8 @@ def test_the_seed_decides_what_is_drawn() -> None:
 @pytest.mark.parametrize(
     ("preset", "complaint"),
     [
-        (Preset(placement="nowhere"), "no placement is called 'nowhere'; there are: everywhere, random"),
-        (Preset(routing="nobody"), "no routing is called 'nobody'; there are: random, round-robin"),
+        (Preset(placement="nowhere"), "unknown placement policy 'nowhere'; choose one of: everywhere, random"),
+        (Preset(routing="nobody"), "unknown routing policy 'nobody'; choose one of: random, round-robin"),
     ],
 )
 def test_a_policy_that_there_is_not_is_named_with_its_axis(preset: Preset, complaint: str) -> None:
@@ -180,7 +180,7 @@ def test_pending_time_loads_by_the_profiles_link_or_the_declared_one(published: 
 
 
 def test_a_profile_without_a_link_is_no_help_to_pending_time() -> None:
-    with pytest.raises(ConfigError, match=r"routing dlora: profile round knows no transfers\.host_to_device"):
+    with pytest.raises(ConfigError, match=r"routing dlora: profile round has no transfers\.host_to_device"):
         build_router(PRESETS["dlora"], round_profile(transfers=Transfers()), OPTIONS)
 
 
@@ -194,7 +194,7 @@ def test_only_rows_with_co_migration_set_memory_aside_for_further_copies(publish
     assert pairs("dlora:proactive") == pairs("dlora:rr") < pairs("dlora")
 
 
-def test_burst_tolerance_takes_memory_from_the_options_and_else_from_the_profile(published: CostProfile) -> None:
+def test_burst_tolerance_takes_memory_from_options_or_the_profile(published: CostProfile) -> None:
     """With as much memory as all adapters take twice, not all have a copy on each of four replicas."""
     preset, needed_bytes = PRESETS["dlora"], sum(demand.size_bytes for demand in DEMANDS_B)
     copies = []
@@ -212,7 +212,7 @@ def test_burst_tolerance_takes_memory_from_the_options_and_else_from_the_profile
 # --- operating points --------------------------------------------------------------------------------
 
 
-def test_the_operating_points_of_the_kernel_form_and_the_slo_are_taken_and_survive_their_file() -> None:
+def test_operating_points_match_kernel_form_and_slo_and_survive_a_file() -> None:
     ttft = Slo(ttft_s=10.0)
     entries = (
         loads(KernelForm.UNPADDED, ttft, level=1.0),
@@ -247,7 +247,7 @@ def test_operating_points_that_are_not_there_are_named_beside_those_that_are(
 
 
 def test_without_a_profile_operating_points_may_come_with_the_options() -> None:
-    with pytest.raises(ConfigError, match="under ttft=10: run lorikeet profile --operating-points"):
+    with pytest.raises(ConfigError, match="under ttft=10: run `lorikeet profile --operating-points`"):
         build_placement(PRESETS["loraserve"], REPLICAS, None, ClusterOptions(ttft_s=10.0))
     assert build_placement(PRESETS["loraserve"], REPLICAS, None, OPTIONS).place(DEMANDS_B, 0.0).replicas(digest("8.0"))
 

@@ -105,7 +105,7 @@ def test_shares_are_even_among_those_that_have_it() -> None:
     assert table.shares == {"a0": (("r0", 0.5), ("r1", 0.5)), "a1": (("r1", 1.0),)}
 
 
-def test_who_has_no_copy_has_a_home_where_there_is_least_load() -> None:
+def test_adapter_without_a_copy_gets_the_least_loaded_home() -> None:
     placement = BurstTolerance(replica_ids(2), 250 * MB, 10 * MB, reserved_share=0.0)
     table = placement.place(demands_of(9, 8, 7, 6, 3, 2, 0), 0.0)  # 9 and 7 on r0, 8 and 6 on r1
     homes = [table.shares[AdapterDigest(f"a{k}")] for k in (4, 5, 6)]

@@ -11,7 +11,7 @@ from lorikeet.cluster.controller.adapter_files import AdapterCopier
 from lorikeet.cluster.controller.dispatcher import Provision
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName, ReplicaId
-from tests.support.live import until
+from tests.support.waiting import until
 
 R0, R1 = ReplicaId("r0"), ReplicaId("r1")
 A = AdapterRef(AdapterName("a"), AdapterDigest("A"), "/source", {"q": (4,)}, 1000)
@@ -66,84 +66,84 @@ class Copies:
 
 
 @pytest.mark.parametrize("copy", [Provision(0, A.digest, R1), Fetch(0, A.digest, R0, R1)])
-async def test_a_copy_whose_destination_died_is_told_to_nobody(copy: Fetch | Provision) -> None:
+async def test_copy_to_a_dead_destination_is_not_reported(copy: Fetch | Provision) -> None:
     told, transport = Told(), Copies()
-    carrier = AdapterCopier(transport, {A.digest: A}, {}, told)
+    copier = AdapterCopier(transport, {A.digest: A}, {}, told)
     transport.error = DestinationLost("r1 died")
-    carrier.copy(copy)
-    await until(lambda: not carrier.counts.under_way)
+    copier.copy(copy)
+    await until(lambda: not copier.counts.under_way, "the copier copies nothing")
     assert (told.done, told.failed) == ([], []), "whoever hears of the death knows what was lost with it"
-    assert carrier.counts.failed == 1
+    assert copier.counts.failed == 1
     transport.error = TransportError("no room")
-    carrier.copy(copy)
-    await until(lambda: not carrier.counts.under_way)
+    copier.copy(copy)
+    await until(lambda: not copier.counts.under_way, "the copier copies nothing")
     assert told.failed == [(copy, "no room")]
 
 
-async def test_a_copy_that_fails_as_nobody_foresaw_keeps_nobody_waiting() -> None:
+async def test_unexpected_copy_failure_ends_the_wait() -> None:
     told, transport = Told(), Copies()
-    carrier = AdapterCopier(transport, {A.digest: A}, {}, told)
+    copier = AdapterCopier(transport, {A.digest: A}, {}, told)
     transport.error = MemoryError("too large")
-    carrier.copy(Provision(0, A.digest, R1))
-    await until(lambda: not carrier.counts.under_way)
+    copier.copy(Provision(0, A.digest, R1))
+    await until(lambda: not copier.counts.under_way, "the copier copies nothing")
     assert told.failed == [(Provision(0, A.digest, R1), "MemoryError('too large')")]
-    assert carrier.counts.failed == 1
+    assert copier.counts.failed == 1
 
 
-async def test_of_a_replica_that_will_not_be_back_nothing_is_known_and_nothing_comes_there() -> None:
+async def test_removed_replica_is_forgotten_and_gets_no_copies() -> None:
     told, transport = Told(), Copies()
-    carrier = AdapterCopier(transport, {A.digest: A}, {}, told)
+    copier = AdapterCopier(transport, {A.digest: A}, {}, told)
     for replica in (R0, R1):
-        carrier.copy(Provision(0, A.digest, replica))
-    await until(lambda: not carrier.counts.under_way)
-    carrier.forget(R1)
-    assert carrier.pairs() == {(A.digest, R0)}
-    assert carrier.placed_at(R1) == []
+        copier.copy(Provision(0, A.digest, replica))
+    await until(lambda: not copier.counts.under_way, "the copier copies nothing")
+    copier.forget(R1)
+    assert copier.pairs() == {(A.digest, R0)}
+    assert copier.placed_at(R1) == []
     told.done.clear()
-    carrier.copy(Provision(1, A.digest, R1))
-    transport.before_end = lambda: carrier.forget(R0)
-    carrier.copy(Provision(2, A.digest, R0))
-    await until(lambda: not carrier.counts.under_way)
-    assert carrier.pairs() == set(), "neither one that began afterwards counts, nor one that was on its way"
+    copier.copy(Provision(1, A.digest, R1))
+    transport.before_end = lambda: copier.forget(R0)
+    copier.copy(Provision(2, A.digest, R0))
+    await until(lambda: not copier.counts.under_way, "the copier copies nothing")
+    assert copier.pairs() == set(), "neither one that began afterwards counts, nor one that was on its way"
     assert (told.done, told.failed) == ([], [])
-    with pytest.raises(TransportError, match="r1 was taken out"):
-        await carrier.find(R1)
+    with pytest.raises(TransportError, match="r1 was removed"):
+        await copier.scan(R1)
 
 
 async def test_nothing_is_fetched_from_a_replica_that_was_taken_out(tmp_path: Path) -> None:
     told, transport = Told(), LocalTransport(tmp_path)
-    carrier = AdapterCopier(transport, {A.digest: A}, {}, told)
+    copier = AdapterCopier(transport, {A.digest: A}, {}, told)
     await transport.held(R0)
     await transport.discard(R0)
     transport.release(R0)
-    carrier.forget(R0)
-    carrier.copy(Fetch(0, A.digest, R0, R1))
-    await until(lambda: not carrier.counts.under_way)
-    assert told.failed == [(Fetch(0, A.digest, R0, R1), "r0 was taken out")]
+    copier.forget(R0)
+    copier.copy(Fetch(0, A.digest, R0, R1))
+    await until(lambda: not copier.counts.under_way, "the copier copies nothing")
+    assert told.failed == [(Fetch(0, A.digest, R0, R1), "r0 was removed")]
     assert not (tmp_path / R0).exists()
     transport.close()
 
 
 async def test_which_adapters_are_where_is_counted_anew_only_when_it_has_changed() -> None:
-    carrier = AdapterCopier(Copies(), {A.digest: A}, {}, Told())
-    assert carrier.pairs() is carrier.pairs()
-    before = carrier.pairs()
-    carrier.copy(Provision(0, A.digest, R0))
-    await until(lambda: not carrier.counts.under_way)
-    assert (before, carrier.pairs()) == (set(), {(A.digest, R0)})
+    copier = AdapterCopier(Copies(), {A.digest: A}, {}, Told())
+    assert copier.pairs() is copier.pairs()
+    before = copier.pairs()
+    copier.copy(Provision(0, A.digest, R0))
+    await until(lambda: not copier.counts.under_way, "the copier copies nothing")
+    assert (before, copier.pairs()) == (set(), {(A.digest, R0)})
 
 
-async def test_what_lay_at_replicas_before_anybody_knew_it_counts_as_soon_as_somebody_does() -> None:
+async def test_copies_found_at_replicas_count_once_their_adapter_is_known() -> None:
     refs: dict[AdapterDigest, AdapterRef] = {}
     transport = Copies()
-    carrier = AdapterCopier(transport, refs, {}, Told())
+    copier = AdapterCopier(transport, refs, {}, Told())
     for replica in (R0, R1):
         transport.held_at[replica] = {A.digest: f"/pool/{replica}/A"}
-        assert await carrier.find(replica) == []
+        assert await copier.scan(replica) == []
     transport.held_at[R1] = {}
-    assert await carrier.find(R1) == [], "it came back without"
-    assert carrier.pairs() == set()
+    assert await copier.scan(R1) == [], "it came back without"
+    assert copier.pairs() == set()
     refs[A.digest] = A
-    assert carrier.recognise(A) == [R0]
-    assert carrier.placed(A.digest, R0).folder == "/pool/r0/A"
-    assert carrier.recognise(A) == []
+    assert copier.register(A) == [R0]
+    assert copier.placed(A.digest, R0).folder == "/pool/r0/A"
+    assert copier.register(A) == []

@@ -24,7 +24,8 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import RegisterAdapters, Submit
 from tests.adapters.builders import geometry, write_adapter
 from tests.support.fake_engines import FakeHost
-from tests.support.live import greedy, prompt, until
+from tests.support.live import greedy, prompt
+from tests.support.waiting import until
 
 R0, R1, R2 = (ReplicaId(f"replica-{number}") for number in range(3))
 
@@ -48,10 +49,10 @@ class Service(LocalPlacementService):
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def know(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
+    async def register(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
         new = tuple(adapters)
         await self._note("know", {each.adapter for each in new})
-        return await super().know(new)
+        return await super().register(new)
 
     async def drop(self, adapter: AdapterDigest) -> RoutingTable:
         await self._note("drop", adapter)
@@ -106,7 +107,9 @@ async def started(pool_dir: Path, replicas: int = 2, *, stays: bool = False) -> 
     starting = asyncio.create_task(cluster.client.start(lambda progress: None))
     try:
         for before, host in enumerate(hosts):
-            await until(lambda before=before: len(cluster.client.fleet.open) == before)
+            await until(
+                lambda before=before: len(cluster.client.fleet.open) == before, "as many replicas are open as before"
+            )
             host.may_start.set()
         await starting
         yield cluster
@@ -127,7 +130,7 @@ async def asked_for(cluster: Cluster, adapter: AdapterRef) -> None:
     """Have an adapter brought to the only replica by a request, which ends."""
     handle = cluster.client.submit(greedy("first", prompt(8), 5, adapter))
     (engine,) = cluster.hosts[R0].engines
-    await until(lambda: engine.heard_of(Submit))
+    await until(lambda: engine.heard_of(Submit), "the engine has got a request")
     handle.abort()
 
 
@@ -137,11 +140,13 @@ async def test_an_adapter_that_is_loaded_again_while_it_is_dropped_stays(tmp_pat
         await asked_for(cluster, adapter)
         cluster.service.may_answer.clear()
         dropping = asyncio.create_task(cluster.client.drop_adapter(adapter.digest))
-        await until(lambda: ("drop", adapter.digest) in cluster.service.asked)
+        await until(
+            lambda: ("drop", adapter.digest) in cluster.service.asked, "the service has been told to drop the adapter"
+        )
         cluster.client.register_adapters([adapter])
         cluster.service.may_answer.set()
         assert await dropping == 0
-        await until(lambda: cluster.client.describe().shares)
+        await until(lambda: cluster.client.describe().shares, "the adapters have homes")
         assert cluster.client.copies() == {(adapter.digest, R0)}
         assert cluster.client.describe().copies.deletes == 0
         assert await cluster.client.drop_adapter(adapter.digest) == 10
@@ -169,17 +174,17 @@ async def test_a_table_of_before_the_start_asks_for_nothing_that_is_not_known_ye
     tmp_path: Path, adapter: AdapterRef
 ) -> None:
     cluster = Cluster(tmp_path / "pool", 1, prefetch=True)
-    await cluster.service.know([AdapterInfo(adapter.digest, adapter.max_rank, adapter.weight_bytes)])
+    await cluster.service.register([AdapterInfo(adapter.digest, adapter.max_rank, adapter.weight_bytes)])
     await cluster.client.start(lambda progress: None)
     cluster.client.register_adapters([adapter])
-    await until(lambda: cluster.client.copies() == {(adapter.digest, R0)})
+    await until(lambda: cluster.client.copies() == {(adapter.digest, R0)}, "the client knows of the copy at R0 alone")
     assert cluster.client.describe().copies.failed == 0
     await cluster.client.close()
     cluster.transport.close()
 
 
 @pytest.mark.parametrize("is_complete", [True, False])
-async def test_an_answer_that_a_stop_string_ends_counts_and_one_that_nobody_wants_does_not(
+async def test_answer_ended_by_a_stop_string_counts_and_an_aborted_one_does_not(
     tmp_path: Path, is_complete: bool
 ) -> None:
     async with started(tmp_path / "pool", replicas=1) as cluster:
@@ -191,11 +196,11 @@ async def test_an_answer_that_a_stop_string_ends_counts_and_one_that_nobody_want
 
 async def give_up(cluster: Cluster, replica: ReplicaId, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill a replica's engine where none can be started again."""
-    monkeypatch.setattr("lorikeet.client.supervisor.FAILED_STARTS", 1)
+    monkeypatch.setattr("lorikeet.client.supervisor.MAX_FAILED_STARTS", 1)
     host = cluster.hosts[replica]
     host.error = OSError("no room")
     host.engines[-1].kill()
-    await until(lambda: replica not in cluster.client.views)
+    await until(lambda: replica not in cluster.client.views, "the replica is gone")
 
 
 async def test_a_replica_that_is_given_up_keeps_nothing_of_its_machine(
@@ -205,26 +210,28 @@ async def test_a_replica_that_is_given_up_keeps_nothing_of_its_machine(
         await cluster.transport.provide(adapter, R0)
         cluster.client.register_adapters([adapter])
         await give_up(cluster, R0, monkeypatch)
-        await until(lambda: cluster.hosts[R0].is_closed)
+        await until(lambda: cluster.hosts[R0].is_closed, "the first replica's host is closed")
         assert not cluster.hosts[R1].is_closed
         assert (cluster.pool_dir / R0 / adapter.digest).is_dir(), "a head that is started anew finds it"
         other = LocalTransport(cluster.pool_dir)
         assert list(await other.held(R0)) == [adapter.digest]
         other.close()
-        await until(lambda: cluster.service.asked[-1] == ("set_replicas", {R1}))
+        await until(lambda: cluster.service.asked[-1] == ("set_replicas", {R1}), "the service knows of R1 alone")
 
 
-async def test_an_adapter_is_not_gone_while_a_request_needs_it_whose_replica_is(
+async def test_adapter_is_kept_while_a_request_of_a_lost_replica_needs_it(
     tmp_path: Path, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with started(tmp_path / "pool") as cluster:
         cluster.client.register_adapters([adapter])
         handle = cluster.client.submit(greedy("x", prompt(8), 5, adapter))
-        await until(lambda: cluster.hosts[R0].engines[0].heard_of(Submit))
+        await until(lambda: cluster.hosts[R0].engines[0].heard_of(Submit), "R0's engine has got the request")
         dropping = asyncio.create_task(cluster.client.drop_adapter(adapter.digest))
-        await until(lambda: ("drop", adapter.digest) in cluster.service.asked)
+        await until(
+            lambda: ("drop", adapter.digest) in cluster.service.asked, "the service has been told to drop the adapter"
+        )
         await give_up(cluster, R0, monkeypatch)
-        await until(lambda: cluster.hosts[R1].engines[0].heard_of(Submit))
+        await until(lambda: cluster.hosts[R1].engines[0].heard_of(Submit), "R1's engine has got the request")
         assert not dropping.done()
         handle.abort()
         assert await dropping == 10
@@ -232,28 +239,28 @@ async def test_an_adapter_is_not_gone_while_a_request_needs_it_whose_replica_is(
 
 
 @pytest.mark.parametrize("is_known_again", [False, True])
-async def test_copies_of_an_adapter_that_was_dropped_while_their_replica_was_away_go_when_it_is_back(
+async def test_copies_dropped_while_a_replica_was_away_are_deleted_on_return(
     tmp_path: Path, adapter: AdapterRef, is_known_again: bool
 ) -> None:
     async with started(tmp_path / "pool") as cluster:
         cluster.client.register_adapters([adapter])
         host, copy = cluster.hosts[R0], cluster.pool_dir / R0 / adapter.digest
         handle = cluster.client.submit(greedy("x", prompt(8), 5, adapter))
-        await until(lambda: host.engines[0].heard_of(Submit))
+        await until(lambda: host.engines[0].heard_of(Submit), "the engine has got a request")
         handle.abort()
         host.may_start.clear()
         host.engines[0].kill()
-        await until(lambda: len(cluster.client.fleet) == 1)
+        await until(lambda: len(cluster.client.fleet) == 1, "one replica is in the fleet")
         await cluster.client.drop_adapter(adapter.digest)
         assert copy.is_dir()
         if is_known_again:
             cluster.client.register_adapters([adapter])
         host.may_start.set()
-        await until(lambda: len(cluster.client.fleet) == 2)
+        await until(lambda: len(cluster.client.fleet) == 2, "two replicas are in the fleet")
         if is_known_again:
             assert cluster.client.copies() == {(adapter.digest, R0)}
         else:
-            await until(lambda: cluster.client.describe().copies.deletes == 1)
+            await until(lambda: cluster.client.describe().copies.deletes == 1, "one copy has been deleted")
             assert not copy.exists()
             assert cluster.client.copies() == set()
 
@@ -264,14 +271,14 @@ async def test_a_replica_stays_if_all_others_are_lost_while_it_drains(
     async with started(tmp_path / "pool") as cluster:
         handle = cluster.client.submit(greedy("first", prompt(8), 5))
         engine = cluster.hosts[R0].engines[0]
-        await until(lambda: engine.heard_of(Submit))
+        await until(lambda: engine.heard_of(Submit), "the engine has got a request")
         leaving = asyncio.create_task(cluster.client.remove_replica(R0, drain_s=3600.0))
-        await until(lambda: cluster.client.size == 1)
+        await until(lambda: cluster.client.size == 1, "the client has one replica")
         await give_up(cluster, R1, monkeypatch)
-        with pytest.raises(EngineError, match="replica-0 stays"):
+        with pytest.raises(EngineError, match="replica-0 is kept"):
             await leaving
         later = cluster.client.submit(greedy("later", prompt(8), 5))
-        await until(lambda: len(engine.heard_of(Submit)) == 2)
+        await until(lambda: len(engine.heard_of(Submit)) == 2, "the engine has got two requests")
         assert cluster.client.size == 1
         for each in (handle, later):
             each.abort()
@@ -284,12 +291,15 @@ async def test_a_replica_that_is_leaving_already_is_not_taken_out_for_the_load(
     async with started(tmp_path / "pool", replicas=3) as cluster:
         handles = [cluster.client.submit(greedy(str(number), prompt(8), 5)) for number in range(4)]
         hosts = [cluster.hosts[replica] for replica in (R0, R1, R2)]
-        await until(lambda: sum(len(host.engines[0].heard_of(Submit)) for host in hosts) == 4)
+        await until(
+            lambda: sum(len(host.engines[0].heard_of(Submit)) for host in hosts) == 4,
+            "the engines have got four requests",
+        )
         leaving = asyncio.create_task(cluster.client.remove_replica(R2, drain_s=3600.0))
-        await until(lambda: cluster.client.size == 2)
+        await until(lambda: cluster.client.size == 2, "the client has two replicas")
         hosts[2].may_start.clear()
         hosts[2].engines[0].kill()
-        await until(lambda: len(cluster.client.fleet) == 2)
+        await until(lambda: len(cluster.client.fleet) == 2, "two replicas are in the fleet")
         scaler = Autoscaler(cluster.client, cluster.service, ScalingPolicy(1, 3), drain_s=0.0)
         assert scaler._least_busy() == R1
         leaving.cancel()
@@ -297,23 +307,23 @@ async def test_a_replica_that_is_leaving_already_is_not_taken_out_for_the_load(
             handle.abort()
 
 
-async def test_nobody_waits_when_the_last_replica_is_lost_and_the_next_cannot_be_started(
+async def test_requests_fail_when_the_last_replica_is_lost_and_none_can_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with started(tmp_path / "pool", replicas=1) as cluster:
         cluster.host(R1).may_start.clear()
         starting = asyncio.create_task(cluster.client.add_replica())
-        await until(lambda: cluster.client.size == 2)
+        await until(lambda: cluster.client.size == 2, "the client has two replicas")
         await give_up(cluster, R0, monkeypatch)
         handle = cluster.client.submit(greedy("x", prompt(8), 5))
         cluster.hosts[R1].error = OSError("no room")
         cluster.hosts[R1].may_start.set()
         with pytest.raises(EngineError, match="no room"):
             await starting
-        with pytest.raises(EngineError, match="no other replica is there"):
+        with pytest.raises(EngineError, match="no other replica is left"):
             async for _ in handle:
                 pass
-        with pytest.raises(EngineError, match="no other replica is there"):
+        with pytest.raises(EngineError, match="no other replica is left"):
             cluster.client.submit(greedy("y", prompt(8), 5))
 
 
@@ -322,19 +332,19 @@ async def test_a_replica_that_is_taken_out_leaves_no_copies(tmp_path: Path, adap
         cluster.client.register_adapters([adapter])
         handles = [cluster.client.submit(greedy(str(n), prompt(8), 5, adapter)) for n in range(2)]
         engines = [cluster.hosts[replica].engines[0] for replica in (R0, R1)]
-        await until(lambda: all(engine.heard_of(Submit) for engine in engines))
+        await until(lambda: all(engine.heard_of(Submit) for engine in engines), "every engine has got a request")
         assert cluster.client.copies() == {(adapter.digest, R0), (adapter.digest, R1)}
         await cluster.client.remove_replica(R0)
         assert cluster.client.copies() == {(adapter.digest, R1)}
         assert not (cluster.pool_dir / R0).exists()
         assert cluster.hosts[R0].is_closed
         assert cluster.service.asked[-1] == ("set_replicas", {R1})
-        await until(lambda: len(engines[1].heard_of(Submit)) == 2)
+        await until(lambda: len(engines[1].heard_of(Submit)) == 2, "the second engine has got two requests")
         for handle in handles:
             handle.abort()
 
 
-async def test_copies_of_an_earlier_head_are_found_though_adapters_are_known_after_the_start(
+async def test_copies_of_an_earlier_head_are_found_for_adapters_known_later(
     tmp_path: Path, adapter: AdapterRef
 ) -> None:
     earlier = LocalTransport(tmp_path / "pool")
@@ -344,11 +354,11 @@ async def test_copies_of_an_earlier_head_are_found_though_adapters_are_known_aft
         cluster.client.register_adapters([adapter])
         assert cluster.client.copies() == {(adapter.digest, R0)}
         (first,), (second,) = (cluster.hosts[replica].engines for replica in (R0, R1))
-        await until(lambda: first.heard_of(RegisterAdapters))
+        await until(lambda: first.heard_of(RegisterAdapters), "the first engine knows the adapters")
         (known,) = first.heard_of(RegisterAdapters)[0].adapters
         assert known.folder == str(cluster.pool_dir / R0 / adapter.digest)
         handles = [cluster.client.submit(greedy(str(n), prompt(8), 5, adapter)) for n in range(2)]
-        await until(lambda: first.heard_of(Submit) and second.heard_of(Submit))
+        await until(lambda: first.heard_of(Submit) and second.heard_of(Submit), "both engines have got a request")
         counts = cluster.client.describe().copies
         assert (counts.provisions, counts.fetches) == (0, 1), "the other fetches it from there"
         for handle in handles:
@@ -359,7 +369,7 @@ async def test_a_replica_cannot_be_taken_out_while_it_starts(tmp_path: Path) -> 
     async with started(tmp_path / "pool", replicas=1) as cluster:
         cluster.host(R1).may_start.clear()
         starting = asyncio.create_task(cluster.client.add_replica())
-        await until(lambda: cluster.client.size == 2)
+        await until(lambda: cluster.client.size == 2, "the client has two replicas")
         with pytest.raises(EngineError, match="replica-1 is still being started"):
             await cluster.client.remove_replica(R1)
         cluster.hosts[R1].may_start.set()

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import RequestHandle
 from lorikeet.client.supervisor import EngineError, LocalHost
 from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.controller.client import ClusterClient
@@ -40,10 +40,10 @@ from tests.support.live import (
     make_model,
     prompt,
     run,
-    until,
 )
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 FIRST, SECOND = ReplicaId("replica-0"), ReplicaId("replica-1")
 
@@ -107,7 +107,9 @@ def all_idle(client: ClusterClient) -> bool:
 
 
 async def begun(*handles: RequestHandle, tokens: int = 1) -> None:
-    await until(lambda: all(len(handle.token_ids) >= tokens for handle in handles))
+    await until(
+        lambda: all(len(handle.token_ids) >= tokens for handle in handles), "every request has its first tokens"
+    )
 
 
 def kill(client: ClusterClient, replica: ReplicaId) -> None:
@@ -157,7 +159,7 @@ async def test_requests_and_adapters_go_round_and_answers_are_those_of_one_engin
     await begun(*handles)
     assert {handle.replica for handle in handles} == {FIRST, SECOND}
     await check_answers(model, handles)
-    await until(lambda: all_idle(client))
+    await until(lambda: all_idle(client), "no replica holds anything")
     state = client.describe()
     assert state.copies.provisions == 3
     assert state.copies.fetches >= 1
@@ -182,7 +184,7 @@ async def test_streams_of_a_killed_replica_go_on_at_the_other(
     kill(client, FIRST)
     await check_answers(model, handles)
     assert all(handle.deaths == (handle in there) for handle in handles)
-    await until(lambda: both_there(client))
+    await until(lambda: both_there(client), "both replicas are up")
     assert client.views[FIRST].restarts >= 1
     held = client.describe().replicas[0].held
     assert held == 3, "what lay in its folder was found again"
@@ -191,22 +193,22 @@ async def test_streams_of_a_killed_replica_go_on_at_the_other(
 async def test_with_every_replica_down_requests_wait_for_the_first_that_is_back(
     client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
 ) -> None:
-    await until(lambda: both_there(client))
+    await until(lambda: both_there(client), "both replicas are up")
     client.register_adapters(adapters.values())
     handles = [client.submit(request) for request in mixed(adapters, count=4, tokens=150)]
     await begun(*handles)
     kill(client, FIRST)
     kill(client, SECOND)
-    await until(lambda: not client.alive)
+    await until(lambda: not client.alive, "no replica is up")
     handles.append(client.submit(greedy("newcomer", prompt(5), 10, adapters["a"])))
     await check_answers(model, handles)
-    await until(lambda: both_there(client))
+    await until(lambda: both_there(client), "both replicas are up")
 
 
 async def test_a_moved_request_goes_on_without_a_gap_or_a_repeat(
     client: ClusterClient, model: Path, adapters: dict[str, AdapterRef]
 ) -> None:
-    await until(lambda: both_there(client))
+    await until(lambda: both_there(client), "both replicas are up")
     client.register_adapters(adapters.values())
     handles = [client.submit(request) for request in mixed(adapters, count=6, tokens=400)]
     handles.append(
@@ -218,17 +220,17 @@ async def test_a_moved_request_goes_on_without_a_gap_or_a_repeat(
             target = SECOND if handle.replica == FIRST else FIRST
             assert client.move(handle.request.request_id, target)
             assert not client.move(handle.request.request_id, target), "it is on its way"
-        await until(lambda: all(handle.replica is not None for handle in handles))
+        await until(lambda: all(handle.replica is not None for handle in handles), "every request has a replica")
     await check_answers(model, handles)
     assert not client.move(RequestId("sampled"), FIRST), "it has ended"
     assert all(handle.deaths == 0 for handle in handles)
-    await until(lambda: all_idle(client))
+    await until(lambda: all_idle(client), "no replica holds anything")
 
 
 async def test_an_aborted_request_gives_its_blocks_back_wherever_it_is(
     client: ClusterClient, adapters: dict[str, AdapterRef]
 ) -> None:
-    await until(lambda: both_there(client))
+    await until(lambda: both_there(client), "both replicas are up")
     client.register_adapters(adapters.values())
     handles = [client.submit(request) for request in mixed(adapters, count=8, tokens=400)]
     await begun(*handles)
@@ -237,14 +239,14 @@ async def test_an_aborted_request_gives_its_blocks_back_wherever_it_is(
         handle.abort()
     for handle in handles:
         assert (await finish(handle))[0].reason is FinishReason.ABORT
-    await until(lambda: all_idle(client))
+    await until(lambda: all_idle(client), "no replica holds anything")
     assert client.describe().unrouted == 0
 
 
 async def test_a_dropped_adapter_leaves_every_replica_once_its_requests_have_ended(
     client: ClusterClient, model: Path, tmp_path: Path
 ) -> None:
-    await until(lambda: both_there(client))
+    await until(lambda: both_there(client), "both replicas are up")
     ref = make_adapter(tmp_path / "d", model, seed=7)
     client.register_adapters([ref])
     before = [replica.held for replica in client.describe().replicas]
@@ -257,19 +259,22 @@ async def test_a_dropped_adapter_leaves_every_replica_once_its_requests_have_end
     assert Path(ref.folder).is_dir()
     assert await client.drop_adapter(ref.digest) == 0
     for view in client.views.values():
-        await until(lambda view=view: view.stats and ref.digest not in view.stats.resident_adapters)  # type: ignore[misc]
+        await until(
+            lambda view=view: view.stats and ref.digest not in view.stats.resident_adapters,
+            "the replica has dropped the adapter",
+        )  # type: ignore[misc]
 
 
-async def test_an_adapter_whose_files_are_gone_fails_its_requests_and_no_others(
+async def test_adapter_with_missing_files_fails_only_its_own_requests(
     client: ClusterClient, model: Path, tmp_path: Path
 ) -> None:
-    await until(lambda: both_there(client))
+    await until(lambda: both_there(client), "both replicas are up")
     ref = msgspec.structs.replace(make_adapter(tmp_path / "e", model, seed=8), folder=str(tmp_path / "nowhere"))
     client.register_adapters([ref])
     handle, other = client.submit(greedy("e", prompt(8), 5, ref)), client.submit(greedy("base", prompt(8), 5))
     finished, _ = await finish(handle)
     assert finished.reason is FinishReason.ERROR
-    assert "cannot be had" in (finished.error or "")
+    assert "could not be loaded" in (finished.error or "")
     assert (await finish(other))[0].reason is FinishReason.LENGTH
     await client.drop_adapter(ref.digest)
 
@@ -279,9 +284,9 @@ async def test_without_the_orchestrator_requests_go_on_by_the_last_placement(
 ) -> None:
     async with cluster(model, tmp_path, ByTable(seed=1), one_home=True) as client:
         client.register_adapters(adapters.values())
-        await until(lambda: len(client.describe().shares) == 3)
+        await until(lambda: len(client.describe().shares) == 3, "three adapters have homes")
         homes = {digest: next(iter(shares)) for digest, shares in client.describe().shares.items()}
-        gone = client._placer._service  # no other way to take it from a running head
+        gone = client._placement._service  # no other way to take it from a running head
         assert isinstance(gone, Gone)
         gone.is_gone = True
         handles = [client.submit(request) for request in mixed(adapters)]
@@ -311,15 +316,16 @@ async def test_replicas_come_and_go_under_load(model: Path, adapters: dict[str, 
         assert all(handle.deaths == 0 for handle in handles)
 
 
-async def test_a_drained_replica_ends_what_it_has(model: Path, tmp_path: Path) -> None:
-    async with cluster(model, tmp_path) as client:
-        handles = [client.submit(greedy(str(number), prompt(8, seed=number), 40)) for number in range(4)]
-        await begun(*handles)
-        there = [handle for handle in handles if handle.replica == FIRST]
-        await client.remove_replica(FIRST, drain_s=60.0)
-        assert there
-        assert all(handle.replica == FIRST for handle in there)
-        await check_answers(model, handles)
+async def test_a_drained_replica_ends_what_it_has(client: ClusterClient, model: Path) -> None:
+    await until(lambda: both_there(client), "both replicas are up")
+    leaving = next(iter(client.views))
+    handles = [client.submit(greedy(f"drained {number}", prompt(8, seed=number), 40)) for number in range(4)]
+    await begun(*handles)
+    there = [handle for handle in handles if handle.replica == leaving]
+    await client.remove_replica(leaving, drain_s=60.0)
+    assert there
+    assert all(handle.replica == leaving for handle in there)
+    await check_answers(model, handles)
 
 
 async def test_a_replica_that_cannot_start_ends_the_start_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
@@ -327,14 +333,17 @@ async def test_a_replica_that_cannot_start_ends_the_start_and_leaves_nothing(mod
     with pytest.raises(EngineError, match="nowhere"):
         async with cluster(Path("/nowhere/at-all"), tmp_path):
             pass
-    await until(lambda: engine_processes() <= before)
+    await until(lambda: engine_processes() <= before, "the engine processes have ended")
 
 
-async def test_closing_ends_every_stream_and_every_engine(model: Path, tmp_path: Path) -> None:
-    async with cluster(model, tmp_path) as client:
-        running = [psutil.Process(view.process_id) for view in client.views.values()]
-        handle = client.submit(greedy("long", prompt(8), 450))
-        await begun(handle)
+async def test_closing_ends_every_stream_and_every_engine(client: ClusterClient) -> None:
+    """The last test: it closes the cluster that the others share. One of its two replicas has left."""
+    await client.add_replica()
+    await until(lambda: both_there(client), "both replicas are up")
+    running = [psutil.Process(view.process_id) for view in client.views.values()]
+    handle = client.submit(greedy("long", prompt(8), 450))
+    await begun(handle)
+    await client.close()
     with pytest.raises(EngineError, match="shutting down"):
         await finish(handle)
     assert not any(process.is_running() for process in running)

@@ -18,7 +18,7 @@ from lorikeet.cluster.migration.problem import (
     MovableRequest,
     ReplicaLoad,
     ReviewOutcome,
-    rebuild_s,
+    recompute_s,
 )
 from lorikeet.cluster.migration.review import CoMigration, selected
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
@@ -101,7 +101,7 @@ def test_ex_8b_the_printed_factor_cannot_tell_staying_from_swapping() -> None:
     assert longest_s(literal, [0, 1]) == longest_s(literal, [1, 0]) == 11.5
 
 
-def test_ex_8c_a_vertex_is_rounded_to_the_best_whole_plan_and_an_even_split_is_not() -> None:
+def test_ex_8c_vertex_rounds_to_the_best_whole_plan_and_even_split_does_not() -> None:
     movable = requests("AAA")
     problem = problem_of(movable)
     relaxed = solver.solve_relaxed(problem, PRINTED.gap, PRINTED.time_limit_s)
@@ -130,10 +130,10 @@ def test_a_move_holds_up_all_that_run_at_the_target() -> None:
     assert problem_of(requests("AAA"), running=5).cost_s.tolist() == [[10.0, 15.0]] * 3
     assert len(reviewed(requests("AAA"), running=5).moves) == 1
     assert reviewed(requests("AAA"), running=20).outcome is ReviewOutcome.NO_BETTER
-    assert len(reviewed(requests("AAA", carries_kv=True), running=20).moves) == 1, "KV is copied while they go on"
+    assert len(reviewed(requests("AAA", transfers_kv=True), running=20).moves) == 1, "KV is copied while they go on"
 
 
-def test_ex_8e_a_moved_request_prefills_all_that_it_knows_and_goes_on_with_token_31() -> None:
+def test_ex_8e_moved_request_prefills_its_tokens_and_resumes_at_token_31() -> None:
     moved = Request(RequestId("q1"), list(range(100)), SamplingParams(max_tokens=32), 0.0, output_token_ids=[7] * 30)
     target = Bench(blocks=64, limits=SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=256))
     target.tokens[moved.request_id] = list(moved.output_token_ids)  # which the client has: the next is number 31
@@ -142,7 +142,7 @@ def test_ex_8e_a_moved_request_prefills_all_that_it_knows_and_goes_on_with_token
     (first, *_) = [step for plan in target.plans for step in plan.sequences]
     assert (first.start, first.tokens) == (0, 130)
     assert len(target.tokens[moved.request_id]) == 32
-    assert rebuild_s(130, lambda tokens: tokens * 1e-3, link_bytes_per_s=520e6) == pytest.approx(0.13 + 1e-6)
+    assert recompute_s(130, lambda tokens: tokens * 1e-3, link_bytes_per_s=520e6) == pytest.approx(0.13 + 1e-6)
 
 
 # --- When, and who -----------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_the_defaults_find_what_the_examples_expect() -> None:
 # --- Costs -------------------------------------------------------------------------------------------
 
 
-def test_whoever_has_moved_before_is_dearer_to_move() -> None:
+def test_moving_a_request_again_costs_more() -> None:
     fresh, moved = requests("AA")[0], requests("AA", moved_s=4.0)[1]
     plan = reviewed([fresh, moved])
     assert [move.request_id for move in plan.moves] == [fresh.request_id]

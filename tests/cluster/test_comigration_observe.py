@@ -49,11 +49,11 @@ def test_kv_is_taken_along_where_that_is_sooner() -> None:
     run(fleet, "a", ask("long", known_tokens=100), ask("short", known_tokens=10))
     times = MoveTimes(lambda tokens: max(1.0, tokens / 10), math.inf, 2.0, lambda: 100.0)
     observed = observe(fleet, sent(long=0.0, short=0.0), {}, times, now=1.0)
-    found = {each.request_id: (each.carries_kv, each.move_s) for each in observed.requests}
+    found = {each.request_id: (each.transfers_kv, each.move_s) for each in observed.requests}
     assert found == {"long": (True, 3.0), "short": (False, 1.0)}
 
 
-def test_a_replica_is_told_with_its_room_and_how_long_its_oldest_waiting_request_has_waited() -> None:
+def test_replica_is_observed_with_free_room_and_its_longest_wait() -> None:
     fleet = fleet_of(info("a"), info("b"))
     run(fleet, "a", ask("x", known_tokens=100))
     send(fleet, "a", ask("y"), ask("z"))
@@ -65,7 +65,7 @@ def test_a_replica_is_told_with_its_room_and_how_long_its_oldest_waiting_request
     ]
 
 
-def test_who_was_preempted_has_had_its_turn() -> None:
+def test_preempted_request_has_had_its_turn() -> None:
     fleet = fleet_of(info("a"))
     run(fleet, "a", ask("x"))
     fleet.preempted(A, RequestId("x"))
@@ -73,7 +73,7 @@ def test_who_was_preempted_has_had_its_turn() -> None:
     assert load.queue_delay_s == 0
 
 
-def test_who_was_not_handed_over_yet_and_replicas_that_take_nobody_are_left_out() -> None:
+def test_requests_not_handed_over_and_closed_replicas_are_left_out() -> None:
     fleet = fleet_of(info("a"), info("b"), "unknown")
     send(fleet, "a", ask("x", 8, "one"), ask("y"))
     fleet.drain(B)

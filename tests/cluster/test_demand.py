@@ -12,8 +12,8 @@ A, B = digest("a"), digest("b")
 
 def estimator_of(now: float = 0.0) -> DemandEstimator:
     estimator = DemandEstimator(now)
-    estimator.know(A, 8, 16)
-    estimator.know(B, 128, 256)
+    estimator.register(A, 8, 16)
+    estimator.register(B, 128, 256)
     return estimator
 
 
@@ -76,7 +76,7 @@ def test_what_is_expected_lies_between_the_mean_and_the_line(history: list[float
 def test_adapters_are_scaled_to_what_their_rank_is_expected_to_ask() -> None:
     """One has ever more, the other as much less: together they have no trend, and each has the part that it had."""
     estimator = estimator_of()
-    estimator.know(digest("c"), 8, 16)
+    estimator.register(digest("c"), 8, 16)
     for period, (first, second) in enumerate(((10, 50), (20, 40), (30, 30)), start=1):
         estimator.arrived(A, first)
         estimator.arrived(digest("c"), second)
@@ -93,14 +93,14 @@ def test_an_adapter_that_comes_to_a_rank_counts_from_its_first_period() -> None:
     for period in (1.0, 2.0):
         estimator.arrived(A, 10)
         estimator.close(period)
-    estimator.know(digest("late"), 8, 16)
+    estimator.register(digest("late"), 8, 16)
     estimator.arrived(A, 10)
     estimator.arrived(digest("late"), 30)
     estimator.close(3.0)
     assert tokens_per_s(estimator) == [10.0, 0.0, 30.0], "it is no trend of its rank"
 
 
-def test_the_time_before_anybody_asks_is_no_part_of_a_trend() -> None:
+def test_time_before_the_first_request_is_no_part_of_a_trend() -> None:
     estimator = estimator_of()
     for period in (1.0, 2.0, 3.0):
         estimator.close(period)
@@ -133,7 +133,7 @@ def test_nothing_cannot_be_extrapolated() -> None:
         extrapolate([])
 
 
-def test_before_anybody_has_asked_all_are_alike() -> None:
+def test_adapters_have_equal_demand_before_the_first_request() -> None:
     estimator = estimator_of()
     assert tokens_per_s(estimator) == [1.0, 1.0]
     alike = estimator.demands(0.0)
@@ -171,11 +171,11 @@ def test_an_adapters_own_mean_forgets() -> None:
     assert tokens_per_s(estimator)[0] == pytest.approx(10 + 0.8 * 50 + 0.2 * 100)
 
 
-def test_an_adapter_that_comes_later_has_no_demand_before_its_first_period_has_ended() -> None:
+def test_later_adapter_has_no_demand_until_its_first_period_ends() -> None:
     estimator = estimator_of()
     estimator.arrived(A, 10)
     estimator.close(1.0)
-    estimator.know(digest("late"), 8, 16)
+    estimator.register(digest("late"), 8, 16)
     assert tokens_per_s(estimator) == [10, 0, 0]
     estimator.drop(B)
     estimator.finished(B, 5)  # its last answer
@@ -185,7 +185,7 @@ def test_an_adapter_that_comes_later_has_no_demand_before_its_first_period_has_e
 def test_knowing_an_adapter_twice_changes_nothing() -> None:
     estimator = estimator_of()
     estimator.arrived(A, 10)
-    estimator.know(A, 8, 16)
+    estimator.register(A, 8, 16)
     estimator.close(1.0)
     assert tokens_per_s(estimator)[0] == 10
 

@@ -58,7 +58,7 @@ def finished(name: str) -> StepOutputs:
     return StepOutputs((), (Finished(RequestId(name), 1.0, FinishReason.LENGTH),), ())
 
 
-def test_an_adapter_that_nobody_holds_is_provided_once_for_all_who_wait() -> None:
+def test_adapter_without_a_holder_is_provided_once_for_all_waiting_requests() -> None:
     dispatcher = dispatcher_of(S1, S2, A=[S1])
     provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
     assert provision[1:] == (A, S1)
@@ -67,7 +67,7 @@ def test_an_adapter_that_nobody_holds_is_provided_once_for_all_who_wait() -> Non
     assert dispatcher.arrive(asked("r3"), 0.0).sends == (Send(RequestId("r3"), S1),)
 
 
-def test_who_waits_elsewhere_fetches_from_where_it_was_provided() -> None:
+def test_other_replicas_fetch_from_where_the_adapter_was_provided() -> None:
     dispatcher = Dispatcher(RoundRobin())
     for replica in (S1, S2):
         dispatcher.join(ReplicaInfo(replica), 0.0)
@@ -92,7 +92,7 @@ def test_a_fetch_that_no_holder_can_serve_ends_with_the_adapters_own_files() -> 
     assert dispatcher.provided(provision).sends == (Send(RequestId("r1"), S2),)
 
 
-def test_files_that_cannot_be_read_fail_those_who_wait_and_nobody_else() -> None:
+def test_unreadable_files_fail_only_the_waiting_requests() -> None:
     dispatcher = dispatcher_of(S1, A=[S1], B=[S1])
     provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
     other = only_provision(dispatcher.arrive(asked("r2", B), 0.0))
@@ -102,7 +102,7 @@ def test_files_that_cannot_be_read_fail_those_who_wait_and_nobody_else() -> None
     assert dispatcher.provided(other).sends == (Send(RequestId("r2"), S1),)
 
 
-def test_a_provision_that_fails_is_tried_where_else_somebody_waits() -> None:
+def test_failed_provision_is_retried_at_another_replica_with_waiters() -> None:
     dispatcher = Dispatcher(RoundRobin())
     for replica in (S1, S2):
         dispatcher.join(ReplicaInfo(replica), 0.0)
@@ -122,7 +122,7 @@ def test_a_provision_that_fails_is_tried_where_else_somebody_waits() -> None:
     assert dispatcher.fleet.loads.requests.tolist() == [0, 2]
 
 
-def test_a_replica_that_cannot_store_an_adapter_delays_nobody_elsewhere_and_loses_nobody() -> None:
+def test_replica_unable_to_store_an_adapter_delays_and_loses_no_request() -> None:
     dispatcher = Dispatcher(RoundRobin())
     dispatcher.join(ReplicaInfo(S1), 0.0, [A])
     dispatcher.join(ReplicaInfo(S2), 0.0)
@@ -138,7 +138,7 @@ def test_a_replica_that_cannot_store_an_adapter_delays_nobody_elsewhere_and_lose
     assert dispatcher.fleet.loads.requests.tolist() == [0, 0]
 
 
-def test_a_provision_that_fails_wherever_somebody_waits_fails_them_all() -> None:
+def test_provision_failing_at_every_replica_fails_all_waiting_requests() -> None:
     dispatcher = Dispatcher(RoundRobin())
     for replica in (S1, S2, S3):
         dispatcher.join(ReplicaInfo(replica), 0.0)
@@ -159,7 +159,7 @@ def test_requests_wait_for_a_replica_in_the_order_in_which_they_came() -> None:
     assert dispatcher.join(ReplicaInfo(S1), 0.0).sends == (Send(RequestId("r1"), S1), Send(RequestId("r3"), S1))
 
 
-def test_who_comes_later_does_not_overtake_one_that_waits_for_room() -> None:
+def test_later_request_does_not_overtake_one_waiting_for_room() -> None:
     dispatcher = Dispatcher(FirstFit())
     dispatcher.join(ReplicaInfo(S1, total_tokens=100), 0.0)
     assert len(dispatcher.arrive(asked("r1", None, 60), 0.0).sends) == 1
@@ -169,7 +169,7 @@ def test_who_comes_later_does_not_overtake_one_that_waits_for_room() -> None:
     assert actions.sends == (Send(RequestId("large"), S1), Send(RequestId("small"), S1))
 
 
-def test_places_of_those_whom_a_provision_has_failed_are_taken_at_once() -> None:
+def test_slots_of_requests_failed_by_a_provision_are_reused_at_once() -> None:
     dispatcher = Dispatcher(FirstFit())
     dispatcher.join(ReplicaInfo(S1, max_batch=1), 0.0)
     provision = only_provision(dispatcher.arrive(asked("r1"), 0.0))
@@ -178,7 +178,7 @@ def test_places_of_those_whom_a_provision_has_failed_are_taken_at_once() -> None
     assert actions == Actions(sends=(Send(RequestId("r2"), S1),), failed=(RequestId("r1"),))
 
 
-def test_places_of_those_who_go_to_another_holder_are_taken_at_once() -> None:
+def test_slots_of_requests_sent_to_another_holder_are_reused_at_once() -> None:
     dispatcher = Dispatcher(FirstFit())
     dispatcher.join(ReplicaInfo(S1, max_batch=1), 0.0, [A])
     dispatcher.join(ReplicaInfo(S2, max_batch=1), 0.0)
@@ -201,7 +201,7 @@ def test_requests_of_a_replica_that_left_arrive_again() -> None:
     assert dispatcher.provided(again).sends == (Send(RequestId("r1"), S2),)
 
 
-def test_a_provision_whose_replica_left_begins_again_for_who_waits_elsewhere() -> None:
+def test_provision_restarts_elsewhere_when_its_replica_leaves() -> None:
     dispatcher = Dispatcher(RoundRobin())
     for replica in (S1, S2):
         dispatcher.join(ReplicaInfo(replica), 0.0)
@@ -272,7 +272,7 @@ def test_a_retired_adapter_goes_though_a_replica_comes_back_with_a_copy() -> Non
 
 
 def test_so_many_retired_adapters_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.cluster.controller.dispatcher.RETIRED_KNOWN", 2)
+    monkeypatch.setattr("lorikeet.cluster.controller.dispatcher.MAX_RETIRED", 2)
     dispatcher = dispatcher_of(S1)
     for name in ("A", "B", "C"):
         dispatcher.retire(digest(name))
@@ -283,12 +283,12 @@ def test_an_adapter_that_is_known_again_stays() -> None:
     dispatcher = dispatcher_of(S1, A=[S1])
     dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))
     dispatcher.retire(A)
-    dispatcher.know(A)
+    dispatcher.register(A)
     assert dispatcher.apply_outputs(S1, finished("r1"), 1.0) == Actions()
     assert dispatcher.pool.table.holders(A) == {S1}
 
 
-def test_with_prefetch_a_table_is_made_real_before_anybody_asks() -> None:
+def test_prefetch_makes_a_table_real_before_any_request() -> None:
     dispatcher = Dispatcher(ByTable(seed=1), prefetch=True)
     for replica in (S1, S2):
         dispatcher.join(ReplicaInfo(replica), 0.0)
@@ -312,9 +312,9 @@ def test_with_prefetch_nothing_is_fetched_to_a_replica_that_is_not_there() -> No
 def test_a_request_may_not_arrive_twice_nor_a_replica_join_twice() -> None:
     dispatcher = dispatcher_of(S1)
     dispatcher.arrive(asked("r1", None), 0.0)
-    with pytest.raises(ValueError, match="r1 is here"):
+    with pytest.raises(ValueError, match="r1 is known already"):
         dispatcher.arrive(asked("r1", None), 0.0)
-    with pytest.raises(ValueError, match="S1 is there"):
+    with pytest.raises(ValueError, match="S1 has joined already"):
         dispatcher.join(ReplicaInfo(S1, epoch=1), 0.0)
 
 
@@ -430,7 +430,7 @@ class Cluster(RuleBasedStateMachine):
         if self.holds and not self.copies:
             assert pending == 0, "nobody waits for nothing"
         assert self.dispatcher.fleet.loads.requests.sum() + self.dispatcher.waiting == len(self.open)
-        assert self.dispatcher._asking == Counter(self.open.values())
+        assert self.dispatcher._requests_by_adapter == Counter(self.open.values())
 
 
 TestCluster = Cluster.TestCase

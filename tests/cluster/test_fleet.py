@@ -47,7 +47,7 @@ def test_ends_are_averaged_unless_they_were_cut_short() -> None:
     assert fleet.averages.execution_s(None) == 5.0
 
 
-def test_an_answer_counts_with_what_was_generated_elsewhere_and_its_time_there_is_unknown() -> None:
+def test_moved_answer_counts_all_its_tokens_and_its_time_is_unknown() -> None:
     fleet = fleet_of("a", execution_s=2.0)
     x = ask("x", generated_tokens=20)
     run(fleet, "a", x)
@@ -69,7 +69,7 @@ def test_a_moved_request_is_counted_where_it_is_now_only() -> None:
     assert fleet.where(x.request_id) == B
 
 
-def test_who_leaves_gives_back_what_was_sent_there_in_order() -> None:
+def test_leaving_replica_returns_its_requests_in_order() -> None:
     fleet = fleet_of("a", "b", "c")
     send(fleet, "a", ask("1"), ask("2", 8))
     send(fleet, "b", ask("3", 16))
@@ -88,7 +88,7 @@ def test_who_leaves_gives_back_what_was_sent_there_in_order() -> None:
 def test_a_replica_that_was_started_again_leaves_before_it_joins() -> None:
     fleet = fleet_of("a", "b")
     send(fleet, "a", ask("x"))
-    with pytest.raises(ValueError, match="has not left"):
+    with pytest.raises(ValueError, match="has joined already"):
         fleet.join(ReplicaInfo(A, epoch=1))
     assert fleet.leave(A) == ["x"]
     fleet.join(ReplicaInfo(A, epoch=1))

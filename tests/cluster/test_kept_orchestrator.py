@@ -33,7 +33,7 @@ class Life:
         self.clock = VirtualClock()
 
     def begin(self) -> PersistentOrchestrator:
-        self.saver = StateSaver(ClusterRegistry(self._url, "one"), try_again_s=0.01)
+        self.saver = StateSaver(ClusterRegistry(self._url, "one"), retry_s=0.01)
         orchestrator = Orchestrator(RandomPlacement(REPLICAS, seed=len(self._made)), self.clock.now())
         self._made.append(PersistentOrchestrator(orchestrator, self.saver, self.clock))
         return self._made[-1]
@@ -53,7 +53,7 @@ def life(folder: Path) -> Iterator[Life]:
 def test_the_next_one_goes_on_where_the_last_one_was(life: Life, folder: Path) -> None:
     folder.mkdir()
     first = life.begin()
-    table = first.know(KNOWN)
+    table = first.register(KNOWN)
     life.clock.advance(10.0)
     first.period(SEEN)
     assert first.drop(KNOWN[11].adapter).shares.keys() == {each.adapter for each in KNOWN[:11]}
@@ -63,14 +63,14 @@ def test_the_next_one_goes_on_where_the_last_one_was(life: Life, folder: Path) -
     second = life.begin()
     assert second.state() == state
     assert (second.table.epoch, second.table.shares) == (table.epoch, table.shares)
-    after = second.know([*KNOWN[:11], KNOWN[11]])
+    after = second.register([*KNOWN[:11], KNOWN[11]])
     assert after.epoch == table.epoch + 1
     assert {adapter: after.shares[adapter] for adapter in table.shares} == table.shares
 
 
 def test_a_registry_that_is_gone_is_written_to_when_it_is_back(life: Life, folder: Path) -> None:
     first = life.begin()
-    table = first.know(KNOWN)
+    table = first.register(KNOWN)
     assert len(table.shares) == len(KNOWN)
     assert not life.saver.wait(3600.0), "told at once that it is gone, not when nobody waits any more"
     first.set_replicas(REPLICAS[:2])
@@ -83,11 +83,11 @@ def test_a_registry_that_is_gone_is_written_to_when_it_is_back(life: Life, folde
 def test_one_that_was_replaced_writes_no_more(life: Life, folder: Path) -> None:
     folder.mkdir()
     first = life.begin()
-    first.know(KNOWN[:3])
+    first.register(KNOWN[:3])
     replaced = life.saver
     assert replaced.wait(60.0)
     second = life.begin()
-    second.know(KNOWN)
+    second.register(KNOWN)
     assert life.saver.wait(60.0)
     table = first.drop(KNOWN[0].adapter)
     assert len(table.shares) == 2, "it goes on for its own head"
@@ -95,13 +95,13 @@ def test_one_that_was_replaced_writes_no_more(life: Life, folder: Path) -> None:
     assert life.begin().state() == second.state()
 
 
-def test_what_nobody_can_read_is_replaced(life: Life, folder: Path) -> None:
+def test_unreadable_state_is_replaced(life: Life, folder: Path) -> None:
     folder.mkdir()
     registry = ClusterRegistry(sqlite_url(folder / "registry.sqlite3"), "one")
     registry.save_state('{"epoch": "many"}', 0)
     registry.close()
     first = life.begin()
-    first.know(KNOWN)
+    first.register(KNOWN)
     assert life.saver.wait(60.0)
     assert life.begin().state() == first.state()
 
@@ -119,17 +119,17 @@ class DiesAfterCommit(ClusterRegistry):
         return epoch
 
 
-def test_a_write_that_came_through_though_nobody_heard_of_it_is_not_anothers(folder: Path) -> None:
+def test_own_unconfirmed_write_is_not_taken_for_that_of_another(folder: Path) -> None:
     folder.mkdir()
     url = sqlite_url(folder / "registry.sqlite3")
     registry = DiesAfterCommit(url, "one")
-    saver = StateSaver(registry, try_again_s=0.01)
+    saver = StateSaver(registry, retry_s=0.01)
     kept = PersistentOrchestrator(Orchestrator(RandomPlacement(REPLICAS, seed=0), 0.0), saver, VirtualClock())
     registry.deaths = 3
-    kept.know(KNOWN[:3])
+    kept.register(KNOWN[:3])
     while not saver.wait(60.0):
         pass
-    kept.know(KNOWN)
+    kept.register(KNOWN)
     assert saver.wait(60.0), "it is not the end of saving"
     other = StateSaver(ClusterRegistry(url, "one"))
     stored = other.load()
@@ -143,9 +143,9 @@ def test_a_registry_that_came_back_empty_is_filled(folder: Path) -> None:
     folder.mkdir()
     url = sqlite_url(folder / "registry.sqlite3")
     registry = ClusterRegistry(url, "one")
-    saver = StateSaver(registry, try_again_s=0.01)
+    saver = StateSaver(registry, retry_s=0.01)
     kept = PersistentOrchestrator(Orchestrator(RandomPlacement(REPLICAS, seed=0), 0.0), saver, VirtualClock())
-    kept.know(KNOWN)
+    kept.register(KNOWN)
     assert saver.wait(60.0)
     registry.close()
     for file in folder.iterdir():
@@ -163,7 +163,7 @@ def test_a_registry_that_came_back_empty_is_filled(folder: Path) -> None:
 def test_a_head_tells_a_new_one_what_it_missed(life: Life, folder: Path) -> None:
     folder.mkdir()
     first = life.begin()
-    first.know(KNOWN[:6])
+    first.register(KNOWN[:6])
     life.clock.advance(10.0)
     stored = first.period(SEEN)
     assert life.saver.wait(60.0)

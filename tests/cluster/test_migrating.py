@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import RequestHandle
 from lorikeet.cluster.build import MigrationCosts, build_migration
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.co_migration import CoMigrationController
@@ -31,11 +31,12 @@ from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile, encode_profile
-from tests.support.live import answer_alone, finish, greedy, live_settings, make_adapter, make_model, prompt, until
+from tests.support.live import answer_alone, finish, greedy, live_settings, make_adapter, make_model, prompt
 from tests.support.live_clusters import local_client, replicas_of, started
 from tests.support.profiles import round_profile
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 REPLICAS = (ReplicaId("replica-0"), ReplicaId("replica-1"))
 ALWAYS_SHORT = CoMigrationSettings(queue_delay_s=-1.0, time_limit_s=30.0)
@@ -102,12 +103,12 @@ async def begun(client: ClusterClient, adapter: AdapterRef, name: str) -> list[R
         client.submit(greedy(f"{name} {number}", prompt(9, seed=number), 300, versions[number % 2]))
         for number in range(6)
     ]
-    await until(lambda: all(len(handle.token_ids) > 2 for handle in handles))
+    await until(lambda: all(len(handle.token_ids) > 2 for handle in handles), "every request has three tokens")
     assert {handle.replica for handle in handles} == {ordered(client)[0]}
     return handles
 
 
-async def test_what_is_better_elsewhere_moves_with_its_adapter_and_its_answer_stays_the_same(
+async def test_requests_move_with_their_adapter_and_keep_their_answers(
     client: ClusterClient, adapter: AdapterRef, model: Path
 ) -> None:
     handles = await begun(client, adapter, "moved")
@@ -116,7 +117,7 @@ async def test_what_is_better_elsewhere_moves_with_its_adapter_and_its_answer_st
         plan = await migration.review()
     assert plan.outcome is ReviewOutcome.PLANNED
     assert client.describe().moves == len(plan.moves) == 3
-    await until(lambda: all(handle.replica is not None for handle in handles))
+    await until(lambda: all(handle.replica is not None for handle in handles), "every request has a replica")
     assert Counter(handle.replica for handle in handles) == dict.fromkeys(REPLICAS, 3)
     with paused(client):
         assert (await migration.review()).outcome is ReviewOutcome.NO_BETTER, "both have as much to do"
@@ -132,12 +133,14 @@ async def test_what_is_better_elsewhere_moves_with_its_adapter_and_its_answer_st
 async def test_a_request_that_has_moved_is_dearer_to_move_again(client: ClusterClient) -> None:
     """A request takes E. Two of four move; when the others have ended, one of them could move back."""
     handles = [client.submit(greedy(f"dear {number}", prompt(9, seed=number), 400)) for number in range(4)]
-    await until(lambda: all(handle.token_ids for handle in handles))
+    await until(lambda: all(handle.token_ids for handle in handles), "every request has its first token")
     move_s = 0.6 * client.fleet.averages.execution_s(None)
     migration = migration_of(client, move_s)
     with paused(client):
         assert len((await migration.review()).moves) == 2
-    await until(lambda: all(is_admitted(client, f"dear {number}") for number in range(4)))
+    await until(
+        lambda: all(is_admitted(client, f"dear {number}") for number in range(4)), "all four requests are admitted"
+    )
     for handle in [handle for handle in handles if handle.replica == ordered(client)[0]]:
         handle.abort()
     with paused(client):
@@ -177,7 +180,7 @@ async def test_a_review_that_fails_is_not_the_last_one(client: ClusterClient, ad
         reviewing = asyncio.create_task(
             CoMigrationController(client, costs_of(move_s), ALWAYS_SHORT, review_s=0.0).run()
         )
-        await until(lambda: client.describe().moves > before)
+        await until(lambda: client.describe().moves > before, "a request has moved")
         reviewing.cancel()
         await asyncio.wait({reviewing})
     assert [entry["log_level"] for entry in logged if "review" in entry["event"]] == ["error"]
@@ -214,12 +217,12 @@ async def test_a_server_with_such_a_row_reviews(tmp_path: Path) -> None:
             stack.push_async_callback(client.close)
             # Whether a review moves anything is up to the time that the solver gets, so only this shows for sure.
             watched.append(
-                [work.__self__ for work in client._beside if isinstance(work.__self__, CoMigrationController)]
+                [work.__self__ for work in client._background if isinstance(work.__self__, CoMigrationController)]
             )
     assert [len(each) for each in watched] == [0, 1]
 
 
-async def test_what_a_move_takes_comes_from_the_profile_and_without_one_there_is_no_co_migration() -> None:
+async def test_move_costs_come_from_the_profile_which_comigration_needs() -> None:
     published = load_profile("a100-80-llama-2-7b")
 
     def costs(preset: str, profile: CostProfile | None = published, **engine: Any) -> MigrationCosts | None:
@@ -238,7 +241,7 @@ async def test_what_a_move_takes_comes_from_the_profile_and_without_one_there_is
     hosted, ranks = (costs("dlora", host_memory_bytes=2**30, tensor_parallel=ranks) for ranks in (1, 2))
     assert hosted is not None
     assert ranks is not None
-    assert not dlora.times.carries(1000)
-    assert not ranks.times.carries(1000)
-    assert hosted.times.carries(1000)
+    assert not dlora.times.transfers_kv(1000)
+    assert not ranks.times.transfers_kv(1000)
+    assert hosted.times.transfers_kv(1000)
     assert hosted.times.move_s(1000) == pytest.approx(1000 * 2**19 / 20e9 + hosted.times.prefill_s(1))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import RequestHandle
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.request_moves import KvBandwidth
 from lorikeet.cluster.placement.orchestrator import Orchestrator
@@ -28,11 +28,11 @@ from tests.support.live import (
     make_adapter,
     make_model,
     prompt,
-    until,
 )
 from tests.support.live_clusters import local_client, replicas_of, started
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 REPLICAS = (ReplicaId("replica-0"), ReplicaId("replica-1"))
 PROMPT_TOKENS = 200
@@ -67,10 +67,13 @@ def hit_tokens(client: ClusterClient, replica: ReplicaId) -> int:
 
 
 async def begun(client: ClusterClient, name: str, adapter: AdapterRef, tokens: int = 3) -> RequestHandle:
-    await until(lambda: all(view.alive and view.stats is not None for view in client.views.values()))
+    await until(
+        lambda: all(view.alive and view.stats is not None for view in client.views.values()),
+        "every replica is up and has sent statistics",
+    )
     client.register_adapters([adapter])
     handle = client.submit(greedy(name, prompt(PROMPT_TOKENS, seed=len(name)), 200, adapter))
-    await until(lambda: len(handle.token_ids) >= tokens)
+    await until(lambda: len(handle.token_ids) >= tokens, "the request has its first tokens")
     return handle
 
 
@@ -91,13 +94,17 @@ async def test_kv_goes_along_and_is_found(client: ClusterClient, adapter: Adapte
         assert not client.move(handle.request.request_id, target, with_kv=True), "it is on its way"
         assert handle.request.request_id not in client.sent_s(), "nobody plans with it meanwhile"
         await until(
-            lambda target=target, tokens=tokens: handle.replica == target and len(handle.token_ids) > tokens + 9
+            lambda target=target, tokens=tokens: handle.replica == target and len(handle.token_ids) > tokens + 9,
+            "the request has moved and goes on",
         )
         state = client.describe()
         assert (state.moves, state.moves_with_kv) == (number, number)
-        await until(lambda target=target, before=before: hit_tokens(client, target) - before > 0.9 * PROMPT_TOKENS)
+        await until(
+            lambda target=target, before=before: hit_tokens(client, target) - before > 0.9 * PROMPT_TOKENS,
+            "the target has found the KV that came along",
+        )
     await checked(handle, model)
-    await until(lambda: all(is_idle(view.stats) for view in client.views.values()))
+    await until(lambda: all(is_idle(view.stats) for view in client.views.values()), "no replica holds anything")
 
 
 async def test_a_request_that_ends_before_it_is_let_go_is_not_moved(client: ClusterClient, adapter: AdapterRef) -> None:
@@ -107,7 +114,7 @@ async def test_a_request_that_ends_before_it_is_let_go_is_not_moved(client: Clus
     handle.abort()
     finished, _ = await finish(handle)
     assert finished.reason is FinishReason.ABORT
-    await until(lambda: all(is_idle(view.stats) for view in client.views.values()))
+    await until(lambda: all(is_idle(view.stats) for view in client.views.values()), "no replica holds anything")
     assert client.describe().moves == before
 
 
@@ -124,7 +131,9 @@ async def test_a_replica_that_dies_before_it_has_let_a_request_go_loses_nothing(
     os.kill(pid, signal.SIGKILL)
     await checked(handle, model)
     assert handle.deaths == 1
-    await until(lambda: len(client.views) == 2 and all(view.alive for view in client.views.values()))
+    await until(
+        lambda: len(client.views) == 2 and all(view.alive for view in client.views.values()), "both replicas are up"
+    )
 
 
 async def test_a_target_that_dies_meanwhile_is_not_waited_for(
@@ -138,16 +147,16 @@ async def test_a_target_that_dies_meanwhile_is_not_waited_for(
     os.kill(pids[0], signal.SIGSTOP)  # type: ignore[arg-type]
     assert client.move(handle.request.request_id, target, with_kv=True)
     os.kill(pids[1], signal.SIGKILL)  # type: ignore[arg-type]
-    await until(lambda: not client.views[target].alive)
+    await until(lambda: not client.views[target].alive, "the target is known to be down")
     os.kill(pids[0], signal.SIGCONT)  # type: ignore[arg-type]
     await checked(handle, model)
-    await until(lambda: all(view.alive for view in client.views.values()))
+    await until(lambda: all(view.alive for view in client.views.values()), "every replica is up")
 
 
 async def test_speed_begins_as_a_guess_and_is_learned() -> None:
     speed = KvBandwidth()
     assert speed.bytes_per_s == pytest.approx(1e9)
     for _ in range(100):
-        speed.note(2**30, half_s=1.0)
+        speed.add(2**30, half_s=1.0)
     assert speed.bytes_per_s == pytest.approx(2**30 / 2, rel=0.01)
-    assert speed.travelled_bytes == 100 * 2**30
+    assert speed.transferred_bytes == 100 * 2**30

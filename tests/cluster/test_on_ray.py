@@ -39,8 +39,9 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import Progress, Shutdown, StepOutputs, Submit
 from tests.adapters.builders import geometry, lora_tensors, write_adapter
 from tests.support.live import greedy, live_settings, make_model, prompt
+from tests.support.waiting import until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 R0, R1, R2 = REPLICAS = tuple(ReplicaId(f"r{number}") for number in range(3))
 KNOWN = [AdapterInfo(AdapterDigest(f"a{number}"), 8, 1000) for number in range(6)]
@@ -156,7 +157,7 @@ async def test_what_cannot_be_joined_is_told_what_to_do(
 
 async def test_without_ray_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(RayError, match=r"pip install 'lorikeet\[cluster\]'"):
+    with pytest.raises(RayError, match=r"pip install 'lorikeet-serve\[cluster\]'"):
         start_ray()
 
 
@@ -257,9 +258,9 @@ async def test_an_actor_that_cannot_begin_says_why(make_host: Callable[[ReplicaI
 async def test_a_replica_for_which_there_is_no_room_is_told_of(
     ray_info: RayInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.cluster.ray.host.STARTS_WITHIN_S", 0.5)
+    monkeypatch.setattr("lorikeet.cluster.ray.host.START_TIMEOUT_S", 0.5)
     host = RayHost(ray_info, R0, tmp_path, ReplicaResources(cpus=64.0))
-    with pytest.raises(RayError, match=r"64 CPUs .* it has 8 CPUs"):
+    with pytest.raises(RayError, match=r"64 CPUs .* has 8 CPUs"):
         await start_idle(host)
     assert host.actor is None
 
@@ -397,7 +398,7 @@ async def test_what_a_replica_had_is_deleted_on_its_machine(
 async def test_an_actor_that_does_not_answer_for_a_moment_is_asked_again(
     ray_info: RayInfo, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lorikeet.cluster.ray.transport._TRY_AGAIN_S", 0.0)
+    monkeypatch.setattr("lorikeet.cluster.ray.transport._RETRY_S", 0.0)
     away = ray.exceptions.ActorUnavailableError("the network", None)
     host, actor = RayHost(ray_info, R0, Path(), ReplicaResources(cpus=1.0)), Mock()
     host._actor = actor  # one that fails as it is told to
@@ -421,12 +422,12 @@ def make_placement(ray_info: RayInfo, tmp_path: Path) -> Iterator[Callable[..., 
     made: list[RayPlacement] = []
     url = sqlite_url(tmp_path / "registry.sqlite3")
 
-    def make(url: str = url, seed: int = 0, patience_s: float = 60.0) -> RayPlacement:
+    def make(url: str = url, seed: int = 0, timeout_s: float = 60.0) -> RayPlacement:
         def orchestrator(now: float, replicas: tuple[ReplicaId, ...] = REPLICAS) -> Orchestrator:
             return Orchestrator(RandomPlacement(replicas, seed), now, OperatingPoints({8: 1000.0}))
 
         # What is defined here travels by value: the actors know nothing of this file.
-        made.append(RayPlacement(orchestrator, url, "one", patience_s))
+        made.append(RayPlacement(orchestrator, url, "one", timeout_s))
         return made[-1]
 
     yield make
@@ -447,14 +448,17 @@ async def restarted(placement: RayPlacement) -> None:
     """Kill the actor's process, and wait until Ray has begun another."""
     before = await incarnation(placement)
     ray.kill(placement.actor, no_restart=False)
-    while await incarnation(placement) in ("", before):
-        await asyncio.sleep(0.05)
+
+    async def is_another() -> bool:
+        return await incarnation(placement) not in ("", before)
+
+    await until(is_another, "another orchestrator answers")
 
 
 async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: Callable[..., RayPlacement]) -> None:
     placement = make_placement()
     await placement.set_replicas(REPLICAS)
-    table = await placement.know(KNOWN)
+    table = await placement.register(KNOWN)
     assert table.shares.keys() == {each.adapter for each in KNOWN}
     assert await placement.load() is None
     await placement.period(DemandReport())
@@ -473,7 +477,7 @@ async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: C
 
     state = await placement.state()
     await restarted(placement)
-    await placement.know(KNOWN)  # finds the new one before a period has ended
+    await placement.register(KNOWN)  # finds the new one before a period has ended
     await placement.period(DemandReport(((KNOWN[0].adapter, 1_000_000),)))
     assert await placement.state() == state, "nor then"
     await placement.period(DemandReport(((KNOWN[0].adapter, 100),)))
@@ -482,14 +486,14 @@ async def test_a_killed_orchestrator_goes_on_from_the_registry(make_placement: C
     dropped = await placement.drop(KNOWN[0].adapter)
     assert dropped.epoch == table.epoch + 1
     later = make_placement(seed=1)
-    assert (await later.know(KNOWN[2:])).shares == {each.adapter: table.shares[each.adapter] for each in KNOWN[2:]}, (
-        "another head's orchestrator goes on from there, without what is no longer"
-    )
+    assert (await later.register(KNOWN[2:])).shares == {
+        each.adapter: table.shares[each.adapter] for each in KNOWN[2:]
+    }, "another head's orchestrator goes on from there, without what is no longer"
     assert (await later.drop(KNOWN[2].adapter)).shares.keys() == {each.adapter for each in KNOWN[3:]}
     last = make_placement(seed=2)
     stored = await last.set_replicas(REPLICAS)
     assert stored.shares.keys() == {each.adapter for each in KNOWN[3:]}, "it has not said which there are"
-    assert (await last.know(())).shares == {}, "it has, and there are none"
+    assert (await last.register(())).shares == {}, "it has, and there are none"
     await restarted(last)
     assert (await last.set_replicas(REPLICAS)).shares == {}
 
@@ -498,11 +502,11 @@ async def test_without_a_registry_a_restarted_orchestrator_is_told_by_its_head(
     make_placement: Callable[..., RayPlacement], tmp_path: Path
 ) -> None:
     placement = make_placement(sqlite_url(tmp_path / "never" / "registry.sqlite3"))
-    await placement.know(KNOWN[:4])
+    await placement.register(KNOWN[:4])
     await placement.set_replicas(REPLICAS[:2])
     table = await placement.drop(KNOWN[3].adapter)
     await restarted(placement)
-    after = await placement.know(KNOWN[3:5])
+    after = await placement.register(KNOWN[3:5])
     assert {each: after.shares[each] for each in table.shares} == table.shares
     assert after.shares.keys() == {each.adapter for each in KNOWN[:5]}
     assert after.epoch > table.epoch
@@ -510,10 +514,9 @@ async def test_without_a_registry_a_restarted_orchestrator_is_told_by_its_head(
 
 
 async def test_an_orchestrator_that_is_gone_for_good_is_told_of(make_placement: Callable[..., RayPlacement]) -> None:
-    placement = make_placement(patience_s=0.0)
-    while not await incarnation(placement):
-        await asyncio.sleep(0.05)
-    await placement.know(KNOWN)
+    placement = make_placement(timeout_s=0.0)
+    await until(lambda: incarnation(placement), "the orchestrator answers")
+    await placement.register(KNOWN)
     placement.close()
 
     async def ask_until_killed() -> None:

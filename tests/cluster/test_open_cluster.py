@@ -3,16 +3,18 @@
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import psutil
 import pytest
+import pytest_asyncio
 
 from lorikeet.adapters.store import MANIFEST_FILE
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import RequestHandle
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.open import open_cluster
 from lorikeet.config import AdapterSettings, ClusterSettings, ConfigError, ReplicaStart, Settings
@@ -27,8 +29,10 @@ from tests.support.live import (
     make_adapter,
     make_model,
     prompt,
-    until,
 )
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 ROW = "lorikeet:plain,placement=random,routing=table,placement_period_s=0.2"
 """Every adapter has one home, by the orchestrator's table."""
@@ -40,6 +44,15 @@ def settings_of(model: Path, folder: Path, preset: str, start: ReplicaStart) -> 
         adapters=AdapterSettings(store_dir=str(folder / "store")),
         cluster=ClusterSettings(replicas=2, start=start),
     )
+
+
+class Running(NamedTuple):
+    """A cluster of two replicas, and the adapters that it knows."""
+
+    client: ClusterClient
+    model: Path
+    pool_dir: Path
+    adapters: list[AdapterRef]
 
 
 @asynccontextmanager
@@ -58,77 +71,110 @@ async def check_all(handles: list[RequestHandle]) -> None:
         assert len(gaps) == handle.request.sampling.max_tokens
 
 
-@pytest.mark.parametrize("start", list(ReplicaStart))
-async def test_streams_outlive_a_replica_and_what_runs_it(start: ReplicaStart, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model")
-    adapters = [make_adapter(tmp_path / name, model, seed) for seed, name in enumerate("abcd")]
+@asynccontextmanager
+async def opened_for_good(folder: Path, start: ReplicaStart) -> AsyncIterator[Running]:
+    """Open a cluster with four adapters, and see at the end that none of its engines is left."""
+    model = make_model(folder / "model")
+    settings, pool_dir = settings_of(model, folder, ROW, start), folder / "pool"
+    cluster = msgspec.structs.replace(settings.cluster, pool_dir=str(pool_dir))
     before = engine_processes()
-    async with opened(settings_of(model, tmp_path, ROW, start)) as client:
-        client.register_adapters(adapters)
-        await until(lambda: len(client.describe().shares) == len(adapters))
-        homes = {digest: set(shares) for digest, shares in client.describe().shares.items()}
-        assert {replica for home in homes.values() for replica in home} == set(client.views)
-        versions: list[AdapterRef | None] = [None, *adapters]
-        handles = [client.submit(greedy(str(n), prompt(9, seed=n), 450, versions[n % 5])) for n in range(10)]
-        await until(lambda: all(handle.token_ids for handle in handles))
-        for handle in handles:
-            assert handle.request.digest is None or {handle.replica} == homes[handle.request.digest]
-        first = next(iter(client.views))
-        engine = psutil.Process(client.views[first].process_id)
-        parent = engine.parent()
-        assert parent is not None
-        (engine if start is ReplicaStart.LOCAL else parent).kill()
-        await check_all(handles)
-        await until(lambda: client.views[first].restarts == 1)
-        await until(lambda: [replica.is_open for replica in client.describe().replicas] == [True, True])
-        assert client.describe().shares.keys() == homes.keys()
-        assert has_ended(engine)
+    async with opened(msgspec.structs.replace(settings, cluster=cluster)) as client:
+        yield Running(client, model, pool_dir, await known(client, folder, model, "abcd"))
     assert engine_processes() <= before
 
 
-async def test_requests_whose_adapter_was_on_its_way_to_a_replica_that_dies_go_on_at_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def known(client: ClusterClient, folder: Path, model: Path, names: str) -> list[AdapterRef]:
+    """Make adapters known, and wait until each has a home."""
+    adapters = [make_adapter(folder / name, model, seed=ord(name) - ord("a")) for name in names]
+    client.register_adapters(adapters)
+    await until(
+        lambda: {each.digest for each in adapters} <= client.describe().shares.keys(), "every adapter has a home"
+    )
+    return adapters
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def on_ray(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    """Share one cluster on Ray among tests after which its replicas are up again."""
+    async with opened_for_good(tmp_path_factory.mktemp("on-ray"), ReplicaStart.RAY) as running:
+        yield running
+
+
+async def test_streams_outlive_a_local_replica(tmp_path: Path) -> None:
+    async with opened_for_good(tmp_path, ReplicaStart.LOCAL) as running:
+        await check_streams_outlive_a_replica(running, lambda engine: engine)
+
+
+async def test_streams_outlive_the_actor_of_a_replica_on_ray(on_ray: Running) -> None:
+    await check_streams_outlive_a_replica(on_ray, psutil.Process.parent)
+
+
+async def check_streams_outlive_a_replica(
+    running: Running, to_kill: Callable[[psutil.Process], psutil.Process | None]
+) -> None:
+    client, adapters = running.client, running.adapters
+    homes = {digest: set(shares) for digest, shares in client.describe().shares.items()}
+    assert {replica for home in homes.values() for replica in home} == set(client.views)
+    versions: list[AdapterRef | None] = [None, *adapters]
+    handles = [client.submit(greedy(str(n), prompt(9, seed=n), 450, versions[n % 5])) for n in range(10)]
+    await until(lambda: all(handle.token_ids for handle in handles), "every request has its first token")
+    for handle in handles:
+        assert handle.request.digest is None or {handle.replica} == homes[handle.request.digest]
+    first = next(iter(client.views))
+    engine = psutil.Process(client.views[first].process_id)
+    killed = to_kill(engine)
+    assert killed is not None
+    killed.kill()
+    await check_all(handles)
+    await until(lambda: client.views[first].restarts == 1, "the first replica has restarted")
+    await until(
+        lambda: [replica.is_open for replica in client.describe().replicas] == [True, True], "both replicas are open"
+    )
+    assert client.describe().shares.keys() == homes.keys()
+    assert has_ended(engine)
+
+
+async def test_requests_resume_elsewhere_if_a_replica_dies_during_an_adapter_copy(
+    on_ray: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "lorikeet.client.supervisor.DRAIN_TIMEOUT_S", 3.0
     )  # the copy's end is heard before the engine's
-    model = make_model(tmp_path / "model")
-    adapters = [make_adapter(tmp_path / name, model, seed) for seed, name in enumerate("abcd")]
-    settings = settings_of(model, tmp_path, ROW, ReplicaStart.RAY)
-    pool_dir = tmp_path / "pool"
-    cluster = msgspec.structs.replace(settings.cluster, pool_dir=str(pool_dir))
-    async with opened(msgspec.structs.replace(settings, cluster=cluster)) as client:
-        client.register_adapters(adapters)
-        await until(lambda: len(client.describe().shares) == len(adapters))
-        homes = {digest: next(iter(shares)) for digest, shares in client.describe().shares.items()}
-        adapter = adapters[0]
-        home = homes[adapter.digest]
-        parent = psutil.Process(client.views[home].process_id).parent()
-        assert parent is not None
-        fifo = pool_dir / home / adapter.digest / MANIFEST_FILE
-        fifo.parent.mkdir()
-        os.mkfifo(fifo)  # whoever stores the adapter looks there, and goes on when something is written
-        handles = [client.submit(greedy(str(n), prompt(9, seed=n), 20, adapter)) for n in range(4)]
-        writer = await written_to(fifo)
-        fifo.unlink()  # the next actor is not to wait for it, too
-        parent.kill()
-        await asyncio.to_thread(parent.wait)
-        other = next(each for each in adapters if each is not adapter and homes[each.digest] == home)
-        handles += [client.submit(greedy(f"late {n}", prompt(9, seed=n), 20, other)) for n in range(4)]
-        await check_all(handles)
-        os.close(writer)
-        assert not any(handle.deaths for handle in handles), "no engine had them yet"
+    client = on_ray.client
+    adapters = [*await known(client, tmp_path, on_ray.model, "efgh"), *on_ray.adapters]
+    homes = {digest: next(iter(shares)) for digest, shares in client.describe().shares.items()}
+    adapter = adapters[0]
+    home = homes[adapter.digest]
+    parent = psutil.Process(client.views[home].process_id).parent()
+    assert parent is not None
+    fifo = on_ray.pool_dir / home / adapter.digest / MANIFEST_FILE
+    fifo.parent.mkdir()
+    os.mkfifo(fifo)  # storing the adapter reads it first, and goes on when something is written
+    handles = [client.submit(greedy(f"early {n}", prompt(9, seed=n), 20, adapter)) for n in range(4)]
+    writer = await written_to(fifo)
+    fifo.unlink()  # the next actor is not to wait for it, too
+    parent.kill()
+    await asyncio.to_thread(parent.wait)
+    other = next(each for each in adapters if each is not adapter and homes[each.digest] == home)
+    handles += [client.submit(greedy(f"late {n}", prompt(9, seed=n), 20, other)) for n in range(4)]
+    await check_all(handles)
+    os.close(writer)
+    assert not any(handle.deaths for handle in handles), "no engine had them yet"
 
 
 async def written_to(fifo: Path) -> int:
     """Open a pipe as soon as somebody reads from it."""
-    while True:
+
+    def try_to_open() -> tuple[int, ...]:
         try:
-            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            return (os.open(fifo, os.O_WRONLY | os.O_NONBLOCK),)
         except OSError as error:
             if error.errno != errno.ENXIO:
                 raise
-        await asyncio.sleep(0.005)
+            return ()
+
+    (opened,) = await until(try_to_open, "a reader opens the pipe")
+    return opened
 
 
 async def test_what_a_row_lacks_is_said_before_anything_is_started(tmp_path: Path) -> None:

@@ -29,15 +29,15 @@ def busy(known: AdapterInfo, requests: int) -> DemandReport:
 
 def test_before_anything_is_asked_for_every_adapter_has_a_home() -> None:
     orchestrator = Orchestrator(loraserve(), 0.0)
-    table = orchestrator.know([*SMALL, *LARGE], 0.0)
+    table = orchestrator.register([*SMALL, *LARGE], 0.0)
     assert table is orchestrator.table
     assert table.shares.keys() == {known.adapter for known in (*SMALL, *LARGE)}
 
 
 def test_demand_of_a_period_moves_shares_in_the_next() -> None:
     orchestrator = Orchestrator(loraserve(), 0.0)
-    before = orchestrator.know([*SMALL, *LARGE], 0.0)
-    orchestrator.tell(busy(LARGE[0], 500))
+    before = orchestrator.register([*SMALL, *LARGE], 0.0)
+    orchestrator.record(busy(LARGE[0], 500))
     after = orchestrator.close_period(10.0)
     assert after.epoch > before.epoch
     assert len(after.replicas(LARGE[0].adapter)) == 2, "more than one replica can serve"
@@ -45,19 +45,19 @@ def test_demand_of_a_period_moves_shares_in_the_next() -> None:
 
 def test_replicas_that_leave_serve_nothing() -> None:
     orchestrator = Orchestrator(FullReplication((S1, S2, S3)), 0.0)
-    orchestrator.know(SMALL, 0.0)
+    orchestrator.register(SMALL, 0.0)
     table = orchestrator.set_replicas((S1, S3), 1.0)
     assert table.replicas(SMALL[0].adapter) == {S1, S3}
     with pytest.raises(ValueError, match="needs a replica"):
         orchestrator.set_replicas((), 2.0)
 
 
-def test_what_was_dropped_is_placed_no_longer_and_its_late_requests_count_for_nothing() -> None:
+def test_dropped_adapter_is_not_placed_and_its_late_requests_do_not_count() -> None:
     orchestrator = Orchestrator(loraserve(), 0.0)
-    orchestrator.know(SMALL, 0.0)
+    orchestrator.register(SMALL, 0.0)
     assert SMALL[0].adapter not in orchestrator.drop(SMALL[0].adapter, 1.0).shares
     orchestrator.drop(SMALL[0].adapter, 1.0)
-    orchestrator.tell(busy(SMALL[0], 3))
+    orchestrator.record(busy(SMALL[0], 3))
     assert SMALL[0].adapter not in orchestrator.close_period(10.0).shares
 
 
@@ -72,49 +72,49 @@ def test_what_was_dropped_is_placed_no_longer_and_its_late_requests_count_for_no
 )
 def test_another_goes_on_from_its_state(make: Callable[[], Placement]) -> None:
     first = Orchestrator(make(), 0.0)
-    first.know([*SMALL, *LARGE], 0.0)
+    first.register([*SMALL, *LARGE], 0.0)
     for period in range(1, 4):
-        first.tell(busy(LARGE[period], 20 * period))
+        first.record(busy(LARGE[period], 20 * period))
         first.close_period(10.0 * period)
     encoded = msgspec.json.encode(first.state())
     second = Orchestrator(make(), 100.0)
     table = second.resume(msgspec.json.decode(encoded, type=OrchestratorState), 100.0)
     assert (table.epoch, table.shares) == (first.table.epoch, first.table.shares)
-    first.tell(busy(SMALL[1], 50))
-    second.tell(busy(SMALL[1], 50))
+    first.record(busy(SMALL[1], 50))
+    second.record(busy(SMALL[1], 50))
     assert first.close_period(40.0).shares == second.close_period(110.0).shares
 
 
 def test_homes_of_another_policy_are_not_kept() -> None:
     first = Orchestrator(ContiguousPlacement((S1, S2)), 0.0, policy="contiguous")
-    stored = first.know([*SMALL, *LARGE], 0.0)
+    stored = first.register([*SMALL, *LARGE], 0.0)
     second, fresh = (Orchestrator(RandomPlacement((S1, S2), 5), 0.0, policy="random") for _ in range(2))
     assert first.state().policy == "contiguous"
     table = second.resume(first.state(), 0.0)
-    assert table.shares == fresh.know([*SMALL, *LARGE], 0.0).shares != stored.shares
+    assert table.shares == fresh.register([*SMALL, *LARGE], 0.0).shares != stored.shares
     assert table.epoch > stored.epoch
     assert second.state().policy == "random"
 
 
 def test_its_state_is_a_copy() -> None:
     orchestrator = Orchestrator(loraserve(), 0.0)
-    orchestrator.know(SMALL, 0.0)
+    orchestrator.register(SMALL, 0.0)
     state = orchestrator.state()
-    orchestrator.tell(busy(SMALL[0], 5))
+    orchestrator.record(busy(SMALL[0], 5))
     orchestrator.close_period(10.0)
     assert state.demand.adapters[SMALL[0].adapter].history == []
 
 
-def test_the_load_is_what_the_next_period_asks_of_all_adapters_and_of_the_base_model() -> None:
+def test_load_is_the_forecast_for_all_adapters_and_the_base_model() -> None:
     orchestrator = Orchestrator(FullReplication((S1, S2)), 0.0, POINTS)
-    orchestrator.know([SMALL[0], LARGE[0]], 0.0)
+    orchestrator.register([SMALL[0], LARGE[0]], 0.0)
     assert orchestrator.load(0.0) is None, "no period has ended"
-    orchestrator.tell(DemandReport(((SMALL[0].adapter, 500),) * 10, ((SMALL[0].adapter, 100),) * 10))
+    orchestrator.record(DemandReport(((SMALL[0].adapter, 500),) * 10, ((SMALL[0].adapter, 100),) * 10))
     orchestrator.close_period(10.0)
     assert orchestrator.load(0.0) == pytest.approx((500 + 100) / 1000)
     orchestrator = Orchestrator(FullReplication((S1, S2)), 0.0, POINTS)
-    orchestrator.know([SMALL[0], LARGE[0]], 0.0)
-    orchestrator.tell(DemandReport(((LARGE[0].adapter, 500),) * 10 + ((None, 1500),) * 10, ((None, 500),) * 10))
+    orchestrator.register([SMALL[0], LARGE[0]], 0.0)
+    orchestrator.record(DemandReport(((LARGE[0].adapter, 500),) * 10 + ((None, 1500),) * 10, ((None, 500),) * 10))
     orchestrator.close_period(10.0)
     large, base = 500 / 500, (1500 + 500) / 1000
     assert orchestrator.load(0.0) == pytest.approx(large + base)

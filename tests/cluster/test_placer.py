@@ -39,10 +39,10 @@ class Service(LocalPlacementService):
             raise error
         self.heard.append(what)
 
-    async def know(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
+    async def register(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
         new = tuple(adapters)
         self._hear(new)
-        return await super().know(new)
+        return await super().register(new)
 
     async def drop(self, adapter: AdapterDigest) -> RoutingTable:
         self._hear(adapter)
@@ -66,7 +66,7 @@ async def test_what_was_missed_is_told_before_anything_newer() -> None:
     service = Service()
     placer, tables = placer_of(service)
     service.errors = [OrchestratorUnavailable("it was killed")] * 3
-    await placer.know([A])
+    await placer.register([A])
     await placer.set_replicas([S1, S2])
     await placer.set_replicas([S2])
     assert (service.heard, tables) == ([], [])
@@ -80,13 +80,13 @@ async def test_a_missed_call_that_fails_keeps_no_newer_one_from_being_made() -> 
     service = Service()
     placer, _ = placer_of(service)
     service.errors = [OrchestratorUnavailable("it was killed"), ValueError("a mistake")]
-    await placer.know([A])
+    await placer.register([A])
     await placer.set_replicas([S3])
     assert service.heard == [(S3,)]
     service.errors = [ValueError("a mistake")]
     with pytest.raises(ValueError, match="a mistake"):
         await placer.set_replicas([S1])
-    await placer.know([A])
+    await placer.register([A])
     assert service.heard == [(S3,), (A,)]
 
 
@@ -94,7 +94,7 @@ async def test_what_was_seen_while_the_orchestrator_is_gone_is_told_later() -> N
     service = Service()
     placer, _ = placer_of(service, period_s=0.001)
     service.errors = [OrchestratorUnavailable("it was killed")] * 3
-    await placer.know([A])
+    await placer.register([A])
     placer.arrived(A.adapter, 10)
     running = asyncio.create_task(placer.run())
     await placer.period()
@@ -136,7 +136,7 @@ async def test_the_first_request_begins_a_period_which_is_looked_at_before_its_e
     await placer.period()
     await placer.period()
     looks = service.periods[before:]
-    assert [seen.is_over for seen in looks] == [True, False, False, False, True]
+    assert [seen.is_period_end for seen in looks] == [True, False, False, False, True]
     assert [seen.arrivals for seen in looks] == [(), ((None, 10),), (), (), ()], "it is of the period that it begins"
     assert len(tables) == len(service.heard)
     running.cancel()
@@ -150,7 +150,7 @@ async def test_a_period_that_fails_is_not_the_last() -> None:
     running = asyncio.create_task(placer.run())
     await placer.period()
     await placer.period()
-    assert service.periods[:2] == [DemandReport(), DemandReport((), (), is_over=False)], (
+    assert service.periods[:2] == [DemandReport(), DemandReport((), (), is_period_end=False)], (
         "what may have counted does not count twice"
     )
     assert not running.done()

@@ -97,7 +97,7 @@ def test_round_robin_by_a_table_goes_round_the_replicas_of_each_adapter() -> Non
 
 
 def test_round_robin_remembers_the_turns_of_so_many_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "_MOST_ADAPTERS", 2)
+    monkeypatch.setattr(plain, "_MAX_ADAPTERS", 2)
     router, fleet = RoundRobin(), fleet_of("a", "b")
     router.table = table(**{name: {"a": 0.5, "b": 0.5} for name in "xyz"})
     assert [routed(router, fleet, 1, name)[0] for name in "xyxzxy"] == ["a", "a", "b", "a", "a", "a"]
@@ -188,7 +188,7 @@ def test_adapter_affinity_prefers_a_holder_until_it_is_overloaded() -> None:
     assert fleet.loads.requests.max() <= 1.25 * 24 / 4 + 1
 
 
-def test_adapter_affinity_takes_the_least_loaded_of_holders_and_of_all_without_one() -> None:
+def test_adapter_affinity_takes_the_least_loaded_holder_or_else_replica() -> None:
     router, fleet = AdapterAffinity(), fleet_of("a", "b", "c")
     for holder in "ab":
         fleet.loaded(ReplicaId(holder), AdapterDigest("x"))
@@ -247,7 +247,7 @@ def test_kv_affinity_leaves_an_overloaded_replica() -> None:
 
 def test_prefixes_match_like_a_plain_search_and_stay_within_their_bound() -> None:
     draws = random.Random(1)
-    prefixes, sent = SentPrefixes(most_keys=10_000), list[tuple[tuple[bytes, ...], tuple[ReplicaId, int]]]()
+    prefixes, sent = SentPrefixes(max_prefixes=10_000), list[tuple[tuple[bytes, ...], tuple[ReplicaId, int]]]()
     for _ in range(300):
         prompt = keys(*(draws.randrange(2) for _ in range(draws.randrange(1, 12))))
         plain = Counter[tuple[ReplicaId, int]]()
@@ -261,7 +261,7 @@ def test_prefixes_match_like_a_plain_search_and_stay_within_their_bound() -> Non
         home = ReplicaId(str(draws.randrange(5))), 0
         prefixes.add(prompt, home)
         sent.append((prompt, home))
-    bounded = SentPrefixes(most_keys=50)
+    bounded = SentPrefixes(max_prefixes=50)
     for known, home in sent:
         bounded.add(known, home)
         assert len(bounded) <= 50
@@ -269,7 +269,7 @@ def test_prefixes_match_like_a_plain_search_and_stay_within_their_bound() -> Non
 
 
 def test_of_a_long_prompt_the_longest_prefixes_are_forgotten_first() -> None:
-    prefixes, prompt, home = SentPrefixes(most_keys=10), keys(*range(30)), (ReplicaId("a"), 0)
+    prefixes, prompt, home = SentPrefixes(max_prefixes=10), keys(*range(30)), (ReplicaId("a"), 0)
     prefixes.add(prompt, home)
     assert prefixes.match(prompt) == {home: 10}
 
@@ -335,7 +335,7 @@ def test_tokens_that_are_computed_no_longer_count() -> None:
     assert FewestTokens().route(ask("new"), fleet, 0.0) == "a"
 
 
-def test_least_added_latency_keeps_small_ranks_away_from_large_ones_and_large_from_small() -> None:
+def test_least_added_latency_separates_small_ranks_from_large_ones() -> None:
     """m(r) = 1 + r / 8: rank 8 doubles the time of a token, rank 56 takes eight times as long."""
     router, fleet = LeastAddedLatency(1 / 8), fleet_of("small", "large")
     run(fleet, "small", ask("s", 8, known_tokens=100, expected_tokens=100))
@@ -351,7 +351,7 @@ def test_least_added_latency_keeps_small_ranks_away_from_large_ones_and_large_fr
     assert LeastWork(1 / 8).route(ask("new", 56), fleet, 0.0) == "large"
 
 
-def test_placed_work_leaves_the_placement_where_that_costs_more_than_so_many_times_the_least() -> None:
+def test_placed_work_ignores_placement_beyond_a_factor_of_the_least_cost() -> None:
     """A request of 100 tokens behind 51 and 50: more than 1.5 times the work of an idle replica, and just that."""
     for tokens, choice in ((51, "b"), (50, "a")):
         fleet = fleet_of("a", "b")
@@ -381,14 +381,14 @@ def test_ex_7b_the_adapters_load_time_counts_where_it_is_absent(
     assert router.route(asked, fleet, 0.0) == choice
 
 
-def test_pending_time_divides_the_queue_by_the_batch_and_leaves_running_requests_out() -> None:
+def test_pending_time_divides_the_queue_by_batch_without_running_requests() -> None:
     fleet = fleet_of(ReplicaInfo(ReplicaId("a"), max_batch=4), execution_s=2.0)
     run(fleet, "a", *several(4, 8))
     send(fleet, "a", *several(6, 16))
     assert PendingTime().pending_s(ask("new"), fleet, fleet.is_warm(None)).tolist() == [3.0]
 
 
-def test_pending_time_counts_what_must_be_moved_out_and_prefers_holders_among_equals() -> None:
+def test_pending_time_counts_evictions_and_prefers_holders_on_ties() -> None:
     fleet = fleet_of(*(ReplicaInfo(ReplicaId(name), total_tokens=150, kv_token_bytes=10) for name in "ab"))
     run(fleet, "a", ask("x"))
     router = PendingTime(load_bytes_per_s=1000)

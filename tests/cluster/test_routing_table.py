@@ -50,7 +50,7 @@ def test_impossible_shares_are_refused(shares: list[tuple[ReplicaId, float]]) ->
         table_of(*shares)
 
 
-def test_an_unknown_adapter_is_drawn_for_nobody() -> None:
+def test_unknown_adapter_has_no_replica() -> None:
     table = table_of((S1, 1.0))
     assert table.replicas(digest("other")) == set()
     with pytest.raises(KeyError):

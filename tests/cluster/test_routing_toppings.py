@@ -148,7 +148,7 @@ def test_tokens_of_the_prompt_count_if_the_model_has_them() -> None:
     assert with_tokens - without == pytest.approx([0.1 * 100 / 200])
 
 
-def test_nobody_with_room_makes_it_wait_but_what_fits_nowhere_is_sent_to_be_refused() -> None:
+def test_request_waits_without_room_and_one_too_large_is_sent_to_be_refused() -> None:
     infos = [ReplicaInfo(ReplicaId(name), total_tokens=150) for name in ("i1", "i2")]
     fleet, router = fleet_of(*infos), Toppings(PREFILL, BGMV)
     send(fleet, "i1", ask("x", 64))
@@ -179,7 +179,7 @@ def test_a_fit_of_measured_steps_gives_the_model_back() -> None:
 
 
 @pytest.mark.parametrize(("name", "choice"), [("toppings:empty-free", "busier"), ("toppings", "calmer")])
-def test_the_first_of_a_queue_is_charged_a_prefill_only_where_an_empty_one_is_free(name: str, choice: str) -> None:
+def test_head_of_queue_is_charged_a_prefill_only_if_an_empty_replica_is_free(name: str, choice: str) -> None:
     """Charged, two requests more and a queue are cheaper: 12 * 0.2330 < 10 * 0.4330; else 12 * 0.2330 > 10 * 0.2330."""
     fleet = fleet_of("calmer", "busier", output_tokens=200)
     run(fleet, "calmer", *several(10, 64, "a"))

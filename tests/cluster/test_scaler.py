@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from lorikeet.adapters.registry import sqlite_url
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import RequestHandle
 from lorikeet.client.supervisor import EngineProcess, LocalHost
 from lorikeet.cluster.controller.autoscaler import Autoscaler
 from lorikeet.cluster.controller.registry import ClusterRegistry
@@ -26,9 +26,12 @@ from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 from lorikeet.costs.profile import OperatingLoads, encode_profile
-from tests.support.live import finish, greedy, live_settings, make_adapter, make_model, prompt, until
+from tests.support.live import finish, greedy, live_settings, make_adapter, make_model, prompt
 from tests.support.live_clusters import local_client, opened, replicas_of, started
 from tests.support.profiles import round_profile
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.slow
 
 FIRST, SECOND, THIRD, FOURTH = (ReplicaId(f"replica-{number}") for number in range(4))
 
@@ -67,19 +70,21 @@ async def test_replicas_come_at_once_and_leave_when_they_have_long_been_too_many
     client = local_client(
         settings, tmp_path / "pool", service, FirstFit(), lambda replica: hosts.get(replica) or LocalHost()
     )
-    client.beside(Autoscaler(client, service, ScalingPolicy(1, 3), drain_s=60.0).run)
+    client.add_background_task(Autoscaler(client, service, ScalingPolicy(1, 3), drain_s=60.0).run)
     url = sqlite_url(tmp_path / "later" / "registry.sqlite3")
     written, registry = ClusterRegistry(url, "head"), ClusterRegistry(url, "head")
-    client.beside(RegistryWriter(client, written, pause_s=0.01).run)
+    client.add_background_task(RegistryWriter(client, written, pause_s=0.01).run)
     async with started(client):
         await client.period()
         assert client.wanted is None, "nobody knows the load"
         service.told = 2.0
-        await until(lambda: len(client.views) == 3)
+        await until(lambda: len(client.views) == 3, "the client has three replicas")
         assert list(client.views) == [FIRST, THIRD, FOURTH], "what could not be started was tried again"
         assert (client.wanted, client.size) == (3, 3)
         (tmp_path / "later").mkdir()
-        await until(lambda: len(registry.replicas()) == 3)  # the registry was gone until now
+        await until(
+            lambda: len(registry.replicas()) == 3, "the registry has three replicas"
+        )  # the registry was gone until now
 
         handles = [client.submit(greedy(str(number), prompt(8, seed=number), 60)) for number in range(3)]
         for unknown in (float("inf"), float("nan")):
@@ -88,14 +93,17 @@ async def test_replicas_come_at_once_and_leave_when_they_have_long_been_too_many
                 await client.period()
             assert client.size == 3, "who does not know the load changes nothing"
         service.told = 0.1
-        await until(lambda: list(client.views) == [FIRST])
+        await until(lambda: list(client.views) == [FIRST], "only the first replica is left")
         for _ in range(6):
             await client.period()
         assert (client.wanted, client.size) == (1, 1)
         assert [replica.id for replica in client.describe().replicas] == [FIRST], "the busiest has stayed"
         await check_all(handles)
         assert all(handle.deaths == 0 for handle in handles)
-        await until(lambda: [preset.replica for preset in registry.replicas()] == [FIRST])
+        await until(
+            lambda: [preset.replica for preset in registry.replicas()] == [FIRST],
+            "the registry has the first replica alone",
+        )
     assert registry.replicas() == []
     for each in (registry, written):
         each.close()
@@ -131,18 +139,20 @@ async def test_a_server_goes_by_its_profiles_operating_points(tmp_path: Path) ->
             await client.period()
         handles.append(client.submit(greedy("last", prompt(8), 200)))
         assert client.describe().wanted == 2
-        await until(lambda: (adapter.digest, FIRST) in registry.copies())
+        await until(
+            lambda: (adapter.digest, FIRST) in registry.copies(), "the registry has the copy at the first replica"
+        )
         first = registry.replicas()[0]
         view = client.views[FIRST]
         assert (first.replica, first.epoch, first.address, first.pid) == (FIRST, 1, "localhost", view.process_id)
-        await until(lambda: len(client.describe().replicas) == 1)
+        await until(lambda: len(client.describe().replicas) == 1, "one replica is left")
         assert client.describe().wanted == 1
         await check_all(handles)
     assert (registry.replicas(), registry.copies()) == ([], set())
     registry.close()
 
 
-def test_without_operating_points_the_load_is_not_known_and_that_is_said_at_once(tmp_path: Path) -> None:
+def test_scaling_without_operating_points_is_refused_at_once(tmp_path: Path) -> None:
     settings = settings_of(tmp_path / "no-model", tmp_path)
     with pytest.raises(ConfigError, match=r"scaling by load needs operating points .*under ttft=1: run"):
         open_cluster(settings, AsyncExitStack())

@@ -65,7 +65,7 @@ def test_the_composed_host_returns_what_toppings_prints(tokens: int, device_s: f
     assert device_s + added_s == pytest.approx(printed_s, abs=1e-4)
 
 
-def test_on_a_larger_model_rows_count_by_their_bytes_and_ranks_by_their_operations() -> None:
+def test_on_a_larger_model_rows_scale_by_bytes_and_ranks_by_operations() -> None:
     small, large = (load_profile(name).host_lora for name in ("a100-80-llama-2-7b", "a100-80x4-llama-2-70b"))
     assert small is not None
     assert large is not None

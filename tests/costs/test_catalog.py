@@ -36,12 +36,16 @@ def test_a_path_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "complaint"),
     [
-        (("step", "tokens", "points"), [], "step.tokens: points have ascending counts, at least one, not []"),
-        (("step", "tokens", "points"), [[8, 0.1], [1, 0.2]], "step.tokens: points have ascending counts"),
-        (("step", "sampled_rows", "points"), [[1, -0.1]], "step.sampled_rows: a point takes some time"),
-        (("step", "loop", "value"), float("nan"), "step.loop: nan is no figure"),
-        (("transfers", "host_to_device", "bandwidth", "value"), 0.0, "transfers.host_to_device.bandwidth: 0.0 bytes/s"),
-        (("lora", "padded", "fixed", "value"), float("nan"), "lora.padded.fixed: nan is no figure"),
+        (("step", "tokens", "points"), [], "step.tokens: points must have ascending counts, at least one, not []"),
+        (("step", "tokens", "points"), [[8, 0.1], [1, 0.2]], "step.tokens: points must have ascending counts"),
+        (("step", "sampled_rows", "points"), [[1, -0.1]], "step.sampled_rows: the seconds of a point must be finite"),
+        (("step", "loop", "value"), float("nan"), "step.loop: nan is not a number"),
+        (
+            ("transfers", "host_to_device", "bandwidth", "value"),
+            0.0,
+            "transfers.host_to_device.bandwidth: must be positive, not 0.0 bytes/s",
+        ),
+        (("lora", "padded", "fixed", "value"), float("nan"), "lora.padded.fixed: nan is not a number"),
     ],
 )
 def test_a_file_that_says_what_cannot_be_is_refused(path: tuple[str, ...], value: object, complaint: str) -> None:
@@ -62,7 +66,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_an_unknown_paper_lists_the_known_ones() -> None:
-    with pytest.raises(ProfileError, match=r"'elora'; there are those of chameleon, loraserve, toppings"):
+    with pytest.raises(ProfileError, match=r"'elora'; choose one of chameleon, loraserve, toppings"):
         load_profile("a40-llama-2-7b@elora")
 
 

@@ -50,9 +50,7 @@ def test_the_same_chip_is_as_fast_as_measured() -> None:
 
 
 @pytest.mark.parametrize(("name", "few", "many"), [("a10", 696 / 600, 149.7 / 125), ("a100-40", 2039 / 1555, 1.0)])
-def test_other_devices_are_slower_by_bandwidth_at_few_and_by_peak_at_many_tokens(
-    name: str, few: float, many: float
-) -> None:
+def test_devices_scale_by_bandwidth_at_few_tokens_and_by_peak_at_many(name: str, few: float, many: float) -> None:
     device = DEVICES[name]
     measured = DEVICES[device.measured]
     assert seconds_at(device, 1) / seconds_at(measured, 1) == pytest.approx(few)

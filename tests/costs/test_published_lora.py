@@ -59,7 +59,7 @@ def test_between_two_printed_degrees_loraserves_growth_is_a_power_of_the_degree(
     assert one > two > four > eight
 
 
-def test_chameleons_rank_128_computes_for_425_of_the_400_thousandths_that_the_base_takes() -> None:
+def test_chameleon_rank_128_costs_425_where_the_base_costs_400() -> None:
     profile = load_profile("a40-llama-2-7b@chameleon")
     step, tokens = profile.step, 1024
     base_s = dict(step.tokens.points)[tokens] + step.sampled_rows.points[0][1]
@@ -69,7 +69,7 @@ def test_chameleons_rank_128_computes_for_425_of_the_400_thousandths_that_the_ba
 
 
 @pytest.mark.parametrize("tokens", [1, 4096])
-def test_dloras_einsums_of_one_adapter_of_rank_8_take_389_thousandths_of_the_base(tokens: int) -> None:
+def test_dlora_einsum_of_one_rank_8_adapter_takes_0_389_of_the_base(tokens: int) -> None:
     profile = load_profile("a100-80-llama-2-7b")
     adapters_s = lora_s(profile.lora_costs(KernelForm.EINSUM), LoraWork(0, 8 * tokens, 8, rows=tokens, adapters=1))
     # One token is in the fixed part too, and the operations of rank 8 are added; both are small beside it.

@@ -53,9 +53,9 @@ def test_whole_models_come_over_the_hosts_link() -> None:
 
 
 def test_what_the_profile_does_not_know_is_named() -> None:
-    with pytest.raises(ProfileError, match="profile round knows no weight_bytes"):
+    with pytest.raises(ProfileError, match="profile round has no weight_bytes"):
         model(MergeBy.MODEL).switch_s(None, WHOLE)
-    with pytest.raises(ProfileError, match="profile round knows no switching"):
+    with pytest.raises(ProfileError, match="profile round has no switching"):
         model(switching=None).switch_s(None, WHOLE)
 
 

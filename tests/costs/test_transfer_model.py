@@ -22,7 +22,7 @@ def transfer(source: Tier, target: Tier, host: int, device: int, adapter: Adapte
 
 
 def legs(model: TransferModel, moved: Transfer) -> list[tuple[LinkDirection, float]]:
-    return [(leg.way, pytest.approx(leg.seconds)) for leg in model.course(moved).legs]
+    return [(leg.direction, pytest.approx(leg.seconds)) for leg in model.path(moved).legs]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_reads_count_the_bytes_of_weights_and_copies_whole_blocks() -> None:
     )
     model = TransferModel(round_profile(transfers=links), BLOCK_BYTES)
     # 512 bytes of weights in two blocks of 512 bytes: 2 s to read them, 1.5 s to copy them.
-    course = model.course(transfer(Tier.SOURCE, Tier.DEVICE, 2, 2))
+    course = model.path(transfer(Tier.SOURCE, Tier.DEVICE, 2, 2))
     assert course == TransferPath((TransferLeg(LinkDirection.READ, 1.0), TransferLeg(LinkDirection.IN, 0.75)), parts=2)
     assert course.alone_s == 1.0 + 1.0 + 0.75  # the first block is copied while the second is read
 
@@ -91,8 +91,8 @@ def test_every_rank_has_a_declared_link_of_its_own() -> None:
 )
 def test_a_link_that_the_profile_does_not_know_is_named(moved: Transfer, field: str) -> None:
     model = TransferModel(round_profile(transfers=Transfers()), BLOCK_BYTES)
-    with pytest.raises(ProfileError, match=rf"profile round knows no transfers\.{field}"):
-        model.course(moved)
+    with pytest.raises(ProfileError, match=rf"profile round has no transfers\.{field}"):
+        model.path(moved)
 
 
 def test_eight_h800_move_a_block_of_70b_in_parallel() -> None:

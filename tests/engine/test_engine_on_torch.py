@@ -26,6 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "kernels", "memory_bytes", "host_memory_bytes"),
     [
@@ -42,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         ("toppings", "native", SCARCE, 600_000),
     ],
 )
-def test_tokens_are_those_of_transformers_and_peft_through_preemption_reuse_and_reloads(
+def test_tokens_match_transformers_and_peft_across_preemption_and_reloads(
     models: Models, tmp_path: Path, preset: str, kernels: str, memory_bytes: int, host_memory_bytes: int
 ) -> None:
     settings = tight_settings(

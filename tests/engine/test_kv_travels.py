@@ -3,7 +3,7 @@
 import pytest
 
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.messages import Abort, Exported, ExportRequest, ImportKv
+from lorikeet.core.messages import Abort, ExportedKv, ExportRequest, ImportKv
 from lorikeet.core.plan import Tier, Transfer
 from lorikeet.core.request import Request
 from lorikeet.engine.recording import Received, Record
@@ -29,7 +29,7 @@ def begun(source: Bench, ref: object = None, tokens: int = 3, **sampling: object
         source.step()
 
 
-def export_with_kv(source: Bench) -> tuple[Request, Exported]:
+def export_with_kv(source: Bench) -> tuple[Request, ExportedKv]:
     """Let the request go, and wait until its KV has been gathered."""
     exported = source.engine.export_with_kv(R)
     assert exported is not None
@@ -38,7 +38,7 @@ def export_with_kv(source: Bench) -> tuple[Request, Exported]:
     return exported, source.exported_kv[R]
 
 
-def taken_up(source: Bench, exported: Request, exported_kv: Exported, **options: object) -> Bench:
+def taken_up(source: Bench, exported: Request, exported_kv: ExportedKv, **options: object) -> Bench:
     """Return the engine that the request has ended at, with its KV."""
     target = bench(**options)
     target.tokens[R] = list(source.tokens[R])
@@ -77,7 +77,7 @@ def test_a_request_goes_on_elsewhere_with_its_kv(preset: str) -> None:
     assert not source.engine.has_chores or preset == "elora", "elora's swapper goes on ticking"
 
 
-def test_a_source_without_a_host_tier_hands_over_nothing_and_the_target_computes_anew() -> None:
+def test_source_without_a_host_tier_exports_no_kv_and_target_recomputes() -> None:
     source = bench(host_blocks=0)
     begun(source)
     exported, exported_kv = export_with_kv(source)
@@ -87,7 +87,7 @@ def test_a_source_without_a_host_tier_hands_over_nothing_and_the_target_computes
     assert target.tokens[R] == alone()
 
 
-def test_what_finds_no_room_is_computed_anew() -> None:
+def test_kv_without_room_is_recomputed() -> None:
     small = bench(host_blocks=3)
     begun(small)
     exported, exported_kv = export_with_kv(small)
@@ -106,7 +106,7 @@ def test_what_could_not_be_copied_ends_what_travels(
     monkeypatch: pytest.MonkeyPatch, together: int, failing: int, travels: int
 ) -> None:
     """Of five blocks, the later ones first, the second transfer fails, or the only one."""
-    monkeypatch.setattr(tiers, "KV_A_FLIGHT", together)
+    monkeypatch.setattr(tiers, "KV_BLOCKS_PER_TRANSFER", together)
     outs: list[Transfer] = []
 
     def one_fails(transfer: Transfer) -> bool:
@@ -144,7 +144,7 @@ def test_others_go_on_meanwhile_even_where_cold_starts_stop_everything() -> None
     assert len(source.tokens[RequestId("other")]) > before
 
 
-def test_a_request_that_waits_departs_with_nothing_and_one_that_is_not_there_not_at_all() -> None:
+def test_waiting_request_departs_without_kv_and_an_unknown_one_does_not() -> None:
     source = bench()
     source.engine.submit(request(R, PROMPT))
     exported = source.engine.export_with_kv(R)

@@ -74,7 +74,7 @@ def test_under_block_nothing_runs_while_an_adapter_is_transferred() -> None:
     assert [len(plan.sequences) for plan in bench.plans[-2:]] == [0, 2]
 
 
-def test_under_block_everybody_goes_on_when_who_waits_for_the_adapter_has_left() -> None:
+def test_under_block_others_resume_when_the_waiting_request_has_left() -> None:
     bench = Bench(preset=Preset(cold_start=ColdStart.BLOCK))
     bench.engine.submit(request("base", [1, 2, 3], max_tokens=30))
     bench.step()

@@ -5,7 +5,7 @@ import pytest
 from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.executor import EngineSizes
-from lorikeet.core.plan import AS_THEY_LIE
+from lorikeet.core.plan import PACKING_ORDER
 from lorikeet.engine.build import assemble, build_memory
 from lorikeet.presets import resolve_preset
 from tests.scheduling.test_assist_costs import COSTS, LLAMA_2_7B, _adapter
@@ -20,18 +20,18 @@ def test_of_a_prompt_that_takes_several_steps_the_first_ones_part_decides() -> N
     assert COSTS.pays(_adapter(RANK), 512)
     assert not COSTS.pays(_adapter(RANK), LONG)
     assist = build_memory(preset, SIZES, 512)._assist
-    assert assist(_adapter(RANK), LONG) == assist(_adapter(RANK), 512) != AS_THEY_LIE
-    assert build_memory(preset, SIZES, LONG)._assist(_adapter(RANK), LONG) == AS_THEY_LIE
+    assert assist(_adapter(RANK), LONG) == assist(_adapter(RANK), 512) != PACKING_ORDER
+    assert build_memory(preset, SIZES, LONG)._assist(_adapter(RANK), LONG) == PACKING_ORDER
 
 
 @pytest.mark.parametrize(
     ("preset", "complaint"),
     [
         # Adapters with KV would fill their part for ever, and whoever asks for another one would wait as long.
-        ("lorikeet:plain,memory_split=static", "goes with dependency_tree=false or kv_after_finish=dropped"),
-        ("elora,memory_split=static,adapter_share=0.3", "goes with dependency_tree=false or kv_after_finish=dropped"),
-        ("dlora,memory_split=static", "a static split of the memory"),
-        ("dlora,max_step_adapters=2", "neither max_step_adapters"),
+        ("lorikeet:plain,memory_split=static", "set dependency_tree=false or kv_after_finish=dropped"),
+        ("elora,memory_split=static,adapter_share=0.3", "set dependency_tree=false or kv_after_finish=dropped"),
+        ("dlora,memory_split=static", "a static memory split"),
+        ("dlora,max_step_adapters=2", "cannot be combined with max_step_adapters"),
     ],
 )
 def test_axes_that_do_not_go_together_are_refused(preset: str, complaint: str) -> None:

@@ -39,7 +39,7 @@ def test_every_step_tells_its_token_and_plans_are_made_less_often_than_without()
         while made.engine.has_requests:
             outputs = made.engine.step()
             told[async_scheduling] += [tuple(token.token_id for token in output.tokens) for output in outputs.tokens]
-        anew[async_scheduling] = sum(bool(plan.sequences) and not plan.goes_on for plan in made.plans)
+        anew[async_scheduling] = sum(bool(plan.sequences) and not plan.continues for plan in made.plans)
     assert [len(tokens) for tokens in told[False]] == [1, 6, 6, 1]
     assert [len(tokens) for tokens in told[True]] == [1] * 14
     assert [*chain(*told[True])] == [*chain(*told[False])]
@@ -54,7 +54,7 @@ def test_a_request_that_arrives_waits_for_the_step_that_runs_and_no_other() -> N
     made.engine.submit(request("b", [3, 4], max_tokens=2))
     made.step()
     made.step()
-    steps = [(rows(plan), plan.repeat, plan.goes_on) for plan in made.plans]
+    steps = [(rows(plan), plan.repeat, plan.continues) for plan in made.plans]
     assert steps == [([A], 1, False), ([A], 29, False), ([A], 28, True), ([A], 1, True), ([A, B], 1, False)]
     made.run()
     assert {name: len(tokens) for name, tokens in made.tokens.items()} == {A: 30, B: 2}
@@ -68,11 +68,11 @@ def test_behind_others_that_wait_a_request_that_arrives_ends_no_plan() -> None:
             made.step()
     made.run()
     whole = [(6, False), (5, True), (4, True), (3, True), (2, True), (1, True)]
-    of_a = [(plan.repeat, plan.goes_on) for plan in made.plans if rows(plan) == [A]]
+    of_a = [(plan.repeat, plan.continues) for plan in made.plans if rows(plan) == [A]]
     assert of_a == [(1, False), (12, False), (11, True), (1, True), *whole, (3, False), *whole[4:]]
 
 
-def test_steps_overlap_beside_a_load_and_its_request_joins_after_the_step_that_runs_when_it_ends() -> None:
+def test_steps_overlap_a_load_and_its_request_joins_after_the_running_step() -> None:
     made = bench(num_scheduler_steps=20, multi_step_limit_s=1.0)
     made.engine.submit(request("a", [1, 2], max_tokens=30))
     made.step()
@@ -81,39 +81,39 @@ def test_steps_overlap_beside_a_load_and_its_request_joins_after_the_step_that_r
         made.step()
     began = next(at for at, plan in enumerate(made.plans) if plan.transfers)
     beside = made.plans[began:-1]
-    assert [plan.goes_on for plan in beside] == [False] + 5 * [True], "a load takes five steps, and one runs by then"
+    assert [plan.continues for plan in beside] == [False] + 5 * [True], "a load takes five steps, and one runs by then"
     made.run()
     assert {name: len(tokens) for name, tokens in made.tokens.items()} == {A: 30, B: 2}
 
 
-def test_whoever_leaves_is_left_out_and_the_others_keep_the_step_that_runs() -> None:
+def test_ended_request_is_left_out_and_others_keep_the_running_step() -> None:
     made = bench()
     for name in "abc":
         made.engine.submit(request(name, [1, 2], adapter=adapter("x") if name == "b" else None, max_tokens=30))
-    while len(made.plans) < 2 or not made.plans[-1].goes_on or len(made.plans[-1].sequences) < 3:
+    while len(made.plans) < 2 or not made.plans[-1].continues or len(made.plans[-1].sequences) < 3:
         made.step()
     assert made.plans[-1].adapters
     made.engine.abort(B)
     made.step()
     plan = made.plans[-1]
-    assert (set(rows(plan)), plan.repeat, plan.goes_on, plan.adapters) == ({A, C}, 1, True, ())
+    assert (set(rows(plan)), plan.repeat, plan.continues, plan.adapters) == ({A, C}, 1, True, ())
     made.step()
-    assert not made.plans[-1].goes_on
+    assert not made.plans[-1].continues
     assert made.plans[-1].drops == (B,)
     made.run()
     assert (len(made.tokens[A]), len(made.tokens[C])) == (30, 30)
 
 
-def test_a_step_that_nobody_wants_is_forgotten_and_its_blocks_serve_the_next() -> None:
+def test_unneeded_step_is_dropped_and_its_blocks_are_reused() -> None:
     made = bench(blocks=16)
     made.engine.submit(request("a", list(range(40)), max_tokens=20))
-    while not (made.plans and made.plans[-1].goes_on):
+    while not (made.plans and made.plans[-1].continues):
         made.step()
     made.engine.abort(A)
     made.engine.submit(request("b", list(range(50, 90)), max_tokens=20))
     made.step()
     assert rows(made.plans[-1]) == [B]
-    assert not made.plans[-1].goes_on
+    assert not made.plans[-1].continues
     made.run()
     assert len(made.tokens[B]) == 20
 
@@ -121,7 +121,7 @@ def test_a_step_that_nobody_wants_is_forgotten_and_its_blocks_serve_the_next() -
 def test_a_new_request_of_the_same_name_does_not_go_on_where_the_old_one_was() -> None:
     made = bench()
     made.engine.submit(request("a", [1, 2], max_tokens=20))
-    while not (made.plans and made.plans[-1].goes_on):
+    while not (made.plans and made.plans[-1].continues):
         made.step()
     made.engine.abort(A)
     made.engine.submit(request("a", [5, 6, 7], max_tokens=2))
@@ -142,13 +142,13 @@ def test_what_runs_beyond_a_stop_token_is_taken_for_the_others() -> None:
     assert made.tokens[A] == [1] * 4 + [9]
     assert len(made.tokens[B]) == 20
     beyond = next(plan for plan in made.plans if rows(plan) == [B])
-    assert beyond.goes_on
+    assert beyond.continues
 
 
-def test_a_request_taken_out_between_steps_goes_on_elsewhere_without_the_token_under_way() -> None:
+def test_request_removed_between_steps_resumes_without_the_token_in_flight() -> None:
     here, there = bench(), bench()
     here.engine.submit(request("a", [1, 2], max_tokens=20))
-    while not (here.plans and here.plans[-1].goes_on):
+    while not (here.plans and here.plans[-1].continues):
         here.step()
     exported = here.engine.export_request(A)
     assert exported.output_token_ids == here.tokens[A]
@@ -162,13 +162,13 @@ def test_a_request_taken_out_between_steps_goes_on_elsewhere_without_the_token_u
     assert there.tokens == alone.tokens
 
 
-def test_while_somebody_waits_the_end_of_a_plans_time_is_the_end_of_its_steps() -> None:
+def test_plan_ends_at_its_time_limit_while_requests_wait() -> None:
     made = bench(num_scheduler_steps=50, multi_step_limit_s=0.035, max_num_seqs=1)
     for name in "ab":
         made.engine.submit(request(name, [1, 2], max_tokens=22))
     while A not in made.finished():
         made.step()
-    anew = [at for at, plan in enumerate(made.plans) if plan.sequences and not plan.goes_on]
+    anew = [at for at, plan in enumerate(made.plans) if plan.sequences and not plan.continues]
     assert {after - before for before, after in pairwise(anew[1:])} == {5}, "0.04 s, and one begun"
 
 
@@ -185,11 +185,11 @@ def test_with_little_room_blocks_are_leased_for_fewer_steps() -> None:
     for name in "ab":
         made.engine.submit(request(name, [1] * 8, max_tokens=24))
     made.run()
-    of_both = [plan.repeat for plan in made.plans if len(plan.sequences) == 2 and not plan.goes_on]
+    of_both = [plan.repeat for plan in made.plans if len(plan.sequences) == 2 and not plan.continues]
     assert max(of_both) == 8
 
 
-def test_an_engine_that_is_to_decide_anew_after_each_step_does() -> None:
+def test_engine_told_to_plan_after_each_step_does_so() -> None:
     made = bench(num_scheduler_steps=1)
     made.engine.submit(request("a", [1, 2], max_tokens=9))
     made.run()
@@ -199,9 +199,9 @@ def test_an_engine_that_is_to_decide_anew_after_each_step_does() -> None:
 @pytest.mark.parametrize(
     ("plan", "complaint"),
     [
-        ({"sequences": (SequenceStep(A, 9, 1, (), True),), "goes_on": True}, "goes on with"),
-        ({"sequences": (SequenceStep(A, 2, 1, (), True),), "goes_on": True, "drops": (B,)}, "changes something"),
-        ({"sequences": (SequenceStep(A, 2, 1, (), True),), "goes_on": True, "repeat": 2}, "sequences have left"),
+        ({"sequences": (SequenceStep(A, 9, 1, (), True),), "continues": True}, "goes on with"),
+        ({"sequences": (SequenceStep(A, 2, 1, (), True),), "continues": True, "drops": (B,)}, "changes something"),
+        ({"sequences": (SequenceStep(A, 2, 1, (), True),), "continues": True, "repeat": 2}, "sequences have left"),
     ],
 )
 def test_the_scripted_executor_goes_on_with_what_runs_and_nothing_else(plan: dict[str, object], complaint: str) -> None:

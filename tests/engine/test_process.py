@@ -116,7 +116,7 @@ def test_messages_arrive_in_the_order_in_which_they_were_sent(peer: Peer, channe
     assert peer.receive() == Progress("weights", 1, 2)
 
 
-def test_an_engine_never_waits_for_who_reads_late(peer: Peer, channel: Channel) -> None:
+def test_engine_never_waits_for_a_slow_reader(peer: Peer, channel: Channel) -> None:
     sent = [Progress("weights", done, 10_000) for done in range(10_000)]  # ZeroMQ holds 1,000 unless told otherwise
     for message in sent:
         channel.send(message)
@@ -155,7 +155,7 @@ def test_an_abort_frees_the_blocks_of_a_running_request(peer: Peer, bench: Bench
 
 
 @pytest.mark.parametrize(("host_blocks", "freed_blocks"), [(0, 3 + 1), (16, 3 + 1 + 3)])
-def test_a_wake_lets_the_engine_take_in_a_transfer_and_a_drop_tells_its_bytes_on_all_tiers(
+def test_wake_delivers_a_transfer_and_a_drop_reports_bytes_of_all_tiers(
     peer: Peer, channel: Channel, bench: Bench, freed_blocks: int
 ) -> None:
     ref = adapter("a", 3)

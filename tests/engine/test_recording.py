@@ -102,8 +102,8 @@ def test_a_recording_that_ends_in_the_middle_replays_as_far_as_it_goes(tmp_path:
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"lorikeet recording 999\n", "found lorikeet recording 999, expected lorikeet recording 3"),
-        (b'{"arrival_s": 0.1}\n', "found no recording, expected lorikeet recording 3"),
+        (b"lorikeet recording 999\n", "found lorikeet recording 999, expected lorikeet recording 4"),
+        (b'{"arrival_s": 0.1}\n', "found no recording, expected lorikeet recording 4"),
         (b"", "found no recording"),
         (FORMAT, "ends within its header"),
         (FORMAT + b"\x01\0\0\0\x90", "its header is of another version of Lorikeet"),
@@ -125,7 +125,7 @@ def test_a_damaged_record_is_named_by_its_place(tmp_path: Path) -> None:
     content = (tmp_path / "run").read_bytes()
     at = content.index(b"Planned")
     (tmp_path / "run").write_bytes(content[:at] + b"Plunned" + content[at + 7 :])
-    with pytest.raises(RecordingError, match="no record at byte"):
+    with pytest.raises(RecordingError, match="invalid record at byte"):
         records(tmp_path / "run")
 
 

@@ -135,7 +135,7 @@ class RecordedTraffic(RuleBasedStateMachine):
 
 
 RecordedTraffic.TestCase.settings = hypothesis_settings(max_examples=100, stateful_step_count=40, deadline=None)
-TestRecordedTraffic = RecordedTraffic.TestCase
+TestRecordedTraffic = pytest.mark.slow(RecordedTraffic.TestCase)
 
 
 @pytest.fixture

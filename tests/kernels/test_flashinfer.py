@@ -16,7 +16,7 @@ from hypothesis import given
 from torch import Tensor
 
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import Batch, HostFacts
+from lorikeet.kernels.base import Batch, HostMetadata
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from tests.kernels import test_native_attention as attention
 from tests.kernels.test_triton import FEW, shapes
@@ -102,7 +102,7 @@ class Paged(attention.Case):
     def batch(self, *, of_a_graph: bool = False) -> Batch:
         none, rows = torch.zeros(0, dtype=torch.int64), torch.zeros(len(self.q), dtype=torch.int64)
         tables = torch.where(self.tables < len(self.kv), self.tables, 0)
-        host = None if of_a_graph else HostFacts(self.row_starts, self.contexts, tables, none)
+        host = None if of_a_graph else HostMetadata(self.row_starts, self.contexts, tables, none)
         return Batch(rows, none, none, none, self.row_starts, self.contexts, tables, none, host=host)
 
     def run(self, kernels: TritonKernels, batch: Batch, window: int | None = None) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lorikeet.kernels.base import SamplingTensors, choose, gumbel_noise
 from lorikeet.kernels.native import load_library, native_choose, supported_instruction_sets
-from lorikeet.kernels.sampling import SamplingTensors, choose, gumbel_noise
 from tests.kernels.choices import check_chosen
 
 pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="no native library can be used here")
@@ -159,7 +159,7 @@ def test_rows_of_a_wider_matrix_are_read_where_they_lie(library: ctypes.CDLL) ->
 
 
 @given(st.integers(0, 2**32))
-def test_a_token_does_not_depend_on_who_shares_the_batch(library: ctypes.CDLL, seed: int) -> None:
+def test_token_does_not_depend_on_the_rest_of_the_batch(library: ctypes.CDLL, seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(scale=3.0, size=(5, 700)).astype(np.float32))
     asked = parameters(5, top_p=[1.0, 0.9, 0.5, 1.0, 0.99], top_k=[0, 0, 40, 9, 0], seed=seed)
     together = native_choose(library, logits, asked, threads=2)

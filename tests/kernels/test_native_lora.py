@@ -151,7 +151,7 @@ def test_its_error_is_at_most_twice_that_of_torch_in_the_same_dtype(
 @BOTH_DTYPES
 @SETTINGS
 @given(st.data())
-def test_a_result_has_the_same_bits_on_any_number_of_threads_and_beside_any_other_segments(
+def test_result_bits_do_not_depend_on_threads_or_other_segments(
     instruction_set: str, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     case = data.draw(cases(dtype))

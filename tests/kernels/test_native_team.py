@@ -28,7 +28,7 @@ def test_each_thread_has_a_core_of_its_own_until_it_is_let_go(instruction_set: s
     threads = torch.get_num_threads()
     kernels.threads = len(cores)
     try:
-        with kernels.apart(cores):
+        with kernels.pin_threads(cores):
             apart = places()
         together = places()
     finally:

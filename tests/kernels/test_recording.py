@@ -19,7 +19,7 @@ from tests.support.recording_kernels import RecordingKernels
 
 
 def one_adapter(pieces: LoraPieces) -> LoraBatch:
-    """Preset 0 runs under an adapter."""
+    """Row 0 runs under an adapter."""
     return LoraBatch([LoraSegment(0, 1, LoraWeights(pieces, layers=1))])
 
 

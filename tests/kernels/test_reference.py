@@ -82,7 +82,7 @@ def test_the_adapters_of_some_rows_are_those_that_the_rows_had(batch, random) ->
     segments = [LoraSegment(start, stop, LoraWeights({}, layers=1)) for start, stop, _ in plan]
     chosen = random.sample(range(rows), random.randint(1, rows))
     found: list[LoraWeights | None] = [None] * len(chosen)
-    lora = LoraBatch(segments).of_rows(chosen)
+    lora = LoraBatch(segments).select_rows(chosen)
     for segment in lora.segments if lora else ():
         found[segment.start : segment.stop] = [segment.weights] * (segment.stop - segment.start)
     assert found == [next((s.weights for s in segments if s.start <= row < s.stop), None) for row in chosen]
@@ -150,7 +150,7 @@ def test_attention_finds_each_sequences_keys_in_scattered_blocks(window: int | N
 
 
 @pytest.mark.parametrize("norms", [None, HeadNorms(torch.rand(HEAD_DIM), torch.rand(HEAD_DIM), 1e-5)])
-def test_rotary_store_rotates_queries_in_place_and_writes_each_row_to_its_slot_and_nothing_else(
+def test_rotary_store_rotates_queries_and_writes_only_each_rows_slot(
     norms: HeadNorms | None,
 ) -> None:
     arena = torch.zeros(3, 2 * BLOCK_TOKENS * 2 * KV_HEADS * HEAD_DIM)

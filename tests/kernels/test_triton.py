@@ -17,13 +17,16 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import (
     Batch,
-    HostFacts,
+    HostMetadata,
     LoraBatch,
     LoraDelta,
     LoraSegment,
     LoraTarget,
     LoraTargets,
     LoraWeights,
+    SamplingTensors,
+    choose,
+    gumbel_noise,
 )
 from lorikeet.kernels.gpu import attend
 from lorikeet.kernels.gpu import attention as gpu_attention
@@ -33,7 +36,6 @@ from lorikeet.kernels.gpu import lora as gpu_lora
 from lorikeet.kernels.gpu.kernels import _parts
 from lorikeet.kernels.gpu.launch import INTERPRETED
 from lorikeet.kernels.reference import ReferenceKernels
-from lorikeet.kernels.sampling import SamplingTensors, choose, gumbel_noise
 from tests.kernels import test_native_attention as attention
 from tests.kernels import test_native_lora as lora
 from tests.kernels.choices import check_chosen
@@ -105,7 +107,7 @@ class Paged(attention.Case):
     def batch(self, *, of_a_graph: bool) -> Batch:
         none, rows = torch.zeros(0, dtype=torch.int64), torch.zeros(len(self.q), dtype=torch.int64)
         tables = torch.where(self.tables < len(self.kv), self.tables, 0)
-        host = None if of_a_graph else HostFacts(self.row_starts, self.contexts, tables, none)
+        host = None if of_a_graph else HostMetadata(self.row_starts, self.contexts, tables, none)
         return Batch(rows, none, none, none, self.row_starts, self.contexts, tables, none, host=host)
 
     def by_triton(self, *, of_a_graph: bool = False) -> Tensor:
@@ -218,6 +220,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> AttentionLaunches:
     return made
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(6)
 @pytest.mark.usefixtures("nan_where_nothing_is_written")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("contexts", [(1,), (700,), (64, 65, 1), (300, 1024)])
@@ -232,7 +236,7 @@ def test_attention_of_few_decodes_is_split(
 
 @pytest.mark.usefixtures("nan_where_nothing_is_written")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_decode_beside_prefills_is_split_and_nobody_has_programs_for_others_rows(
+def test_decode_beside_prefills_is_split_and_launches_no_empty_programs(
     dtype: torch.dtype, launches: AttentionLaunches
 ) -> None:
     shape = attention.Shape([(200, 200), (1, 1200), (30, 50), (1, 3)], kv_heads=2, group=4, head_dim=64)
@@ -242,6 +246,8 @@ def test_a_decode_beside_prefills_is_split_and_nobody_has_programs_for_others_ro
     assert set(launches.joins.grids) == {(2, 8)}
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("nan_where_nothing_is_written")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("usual", [1, 2])
@@ -320,6 +326,7 @@ def adapted(case: lora.Case, form: KernelForm = KernelForm.UNPADDED, layer: int 
     return TRITON.linear(case.x, case.weight, None, LoraDelta(batch, layer, LoraTargets(*case.targets)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @FEW
 @given(st.data())
@@ -338,6 +345,8 @@ def test_lora(dtype: torch.dtype, data: st.DataObject) -> None:
         assert torch.equal(found, adapted(case, KernelForm.PADDED)), "padding changes no bit"
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("inputs", [1024, 1100])
@@ -360,7 +369,7 @@ def test_lora_of_few_rows_is_split(inputs: int, rows: int, dtype: torch.dtype, m
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lora_of_a_long_prompt_beside_decodes_has_no_programs_for_rows_that_these_have_not(
+def test_lora_of_a_prompt_beside_decodes_launches_no_empty_programs(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expands = Launches(gpu_lora.expand)
@@ -456,6 +465,8 @@ def test_noise_alone_decides_between_equal_logits(programs: int) -> None:
     assert TRITON.choose(torch.full((3, VOCAB), -2.5), asked).tolist() == drawn
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_that_is_not_finite_has_no_token(programs: int, dtype: torch.dtype) -> None:
     logits = torch.zeros(14, VOCAB, dtype=dtype)
@@ -467,6 +478,7 @@ def test_a_row_that_is_not_finite_has_no_token(programs: int, dtype: torch.dtype
         assert [token < 0 for token in TRITON.choose(logits, asked).tolist()] == [True] * 13 + [False]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0, torch.inf])
 def test_a_row_with_one_token_has_that_one(programs: int, temperature: float) -> None:
     logits = torch.full((len(BORDERS), VOCAB), -torch.inf)
@@ -475,6 +487,7 @@ def test_a_row_with_one_token_has_that_one(programs: int, temperature: float) ->
     assert TRITON.choose(logits, parameters(len(BORDERS), temperature, top_k, top_p)).tolist() == BORDERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", LOGITS)
 def test_equal_logits_at_a_boundary_stay_together(dtype: torch.dtype) -> None:
     """All that are kept are drawn sooner or later, and no other: of six tokens, three are equal."""
@@ -488,6 +501,8 @@ def test_equal_logits_at_a_boundary_stay_together(dtype: torch.dtype) -> None:
     assert [set(found[row :: len(filters)].tolist()) for row in range(len(filters))] == [set(order[:n]) for n in kept]
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", LOGITS)
 @pytest.mark.parametrize("shift", [-100.0, 0.0, 100.0])
 def test_filters_find_their_boundary_among_numbers_of_any_size(shift: float, dtype: torch.dtype) -> None:
@@ -500,6 +515,8 @@ def test_filters_find_their_boundary_among_numbers_of_any_size(shift: float, dty
     assert_as_reference(logits, parameters(19, 50.0, top_k, top_p=0.7, min_p=0.01))
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", LOGITS)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_filters_tell_numbers_apart_between_which_there_is_none(sign: int, dtype: torch.dtype) -> None:
@@ -511,7 +528,7 @@ def test_filters_tell_numbers_apart_between_which_there_is_none(sign: int, dtype
     assert_as_reference(logits, asked)
 
 
-def test_a_token_does_not_depend_on_who_shares_the_batch() -> None:
+def test_token_does_not_depend_on_the_rest_of_the_batch() -> None:
     logits = random(5, VOCAB, dtype=torch.bfloat16, seed=4) * 3
     asked = parameters(
         5, temperature=[1.0, 0.7, 1.0, 0.0, 2.0], top_p=[1.0, 0.9, 0.5, 1.0, 0.99], top_k=[0, 0, 40, 9, 0]
@@ -596,7 +613,7 @@ def test_without_pythons_headers_a_gpu_gets_the_reference_and_is_told_why(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     gpu = torch.device("cuda")
-    with pytest.raises(ValueError, match=rf"no {tmp_path}/Python\.h .*python3-dev"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/Python\.h is missing .*python3-dev"):
         choose_kernels("triton", torch.bfloat16, gpu)
     monkeypatch.setenv("CPATH", "/elsewhere")
     assert choose_kernels("triton", torch.bfloat16, gpu).name == "triton"

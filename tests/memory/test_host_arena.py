@@ -8,7 +8,7 @@ import pytest
 from lorikeet.memory.host_arena import HostArena
 
 
-def test_who_has_the_descriptor_sees_the_same_blocks() -> None:
+def test_every_process_with_the_descriptor_sees_the_same_blocks() -> None:
     arena = HostArena.create(3, 5)
     assert not arena.bytes.any()
     other = HostArena.attached(os.dup(arena.fd), 5)

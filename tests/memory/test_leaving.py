@@ -28,13 +28,13 @@ def filled(seed: int) -> Bench:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_who_leaves_in_one_go_is_who_would_have_left_one_by_one(seed: int) -> None:
+def test_evicting_many_at_once_equals_evicting_one_by_one(seed: int) -> None:
     at_once, one_by_one = filled(seed), filled(seed)
     for blocks in range(9, 60, 9):
         now = at_once.clock.now()
-        assert at_once.memory.evictor.make(blocks, 0, now)
+        assert at_once.memory.evictor.ensure_free(blocks, 0, now)
         for wanted in range(1, blocks + 1):
-            assert one_by_one.memory.evictor.make(wanted, 0, now)
+            assert one_by_one.memory.evictor.ensure_free(wanted, 0, now)
         assert keys_on_device(at_once) == keys_on_device(one_by_one)
         at_once.memory.check_integrity()
 
@@ -44,7 +44,7 @@ def test_of_two_texts_last_used_at_the_same_time_one_leaves_before_the_other() -
     for first in (0, 1000):
         bench.engine.submit(request(f"r{first}", words(first, 6), bench.clock.now(), max_tokens=2))
     bench.run()
-    assert bench.memory.evictor.make(bench.memory.counts().free + 6, 0, bench.clock.now())
+    assert bench.memory.evictor.ensure_free(bench.memory.counts().free + 6, 0, bench.clock.now())
     bench.memory.check_integrity()
     left = [len(bench.memory.tree.match(bench.memory.keys_of(None, words(first, 6)))) for first in (0, 1000)]
     assert sorted(left) == [0, 6]
@@ -55,7 +55,7 @@ def test_what_another_text_has_used_since_stays() -> None:
     texts = {"old": [*words(0, 3)[:-1], *words(1000, 3)], "other": words(2000, 3), "new": words(0, 3)}
     for name, text in texts.items():
         ask(bench, name, text)
-    assert bench.memory.evictor.make(bench.memory.counts().free + 4, 0, bench.clock.now())
+    assert bench.memory.evictor.ensure_free(bench.memory.counts().free + 4, 0, bench.clock.now())
     match, keys_of = bench.memory.tree.match, bench.memory.keys_of
     assert [len(match(keys_of(None, text))) for text in texts.values()] == [3, 2, 3]
 
@@ -63,7 +63,7 @@ def test_what_another_text_has_used_since_stays() -> None:
 def test_of_a_text_that_leaves_at_once_the_host_keeps_the_beginning() -> None:
     bench = Bench(blocks=12, host_blocks=5)
     ask(bench, "long", words(0, 10))
-    bench.memory.evictor.make(12, 0, bench.clock.now())
+    bench.memory.evictor.ensure_free(12, 0, bench.clock.now())
     bench.run()
     bench.memory.check_integrity()
     assert bench.memory.host_counts().kv == 5
@@ -71,7 +71,7 @@ def test_of_a_text_that_leaves_at_once_the_host_keeps_the_beginning() -> None:
     assert cached_tokens(bench)["again"] == 5 * BLOCK_TOKENS
 
 
-def test_one_that_lags_behind_others_catches_up_with_what_they_compute_in_the_same_step() -> None:
+def test_lagging_sequence_reuses_what_others_compute_in_the_same_step() -> None:
     bench = Bench(blocks=40)
     memory, tokens = bench.memory, words(0, 4)
     keys = memory.keys_of(None, tokens)
@@ -84,7 +84,7 @@ def test_one_that_lags_behind_others_catches_up_with_what_they_compute_in_the_sa
     assert first.path == second.path
 
 
-def test_sequences_that_compute_the_same_tokens_in_one_step_end_up_with_the_same_blocks_in_the_tree() -> None:
+def test_sequences_computing_the_same_tokens_in_a_step_share_tree_blocks() -> None:
     bench = Bench(blocks=40, limits=SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=64))
     for name, tail in (("x", 1000), ("y", 1000), ("z", 2000)):
         bench.engine.submit(request(name, [*words(0, 2)[:-1], *words(tail, 2)], bench.clock.now(), max_tokens=6))

@@ -10,8 +10,7 @@ from lorikeet.core.events import AdapterEvicted, AdapterLoaded, Admitted, Finish
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import SequenceLease, WaitReason
-from lorikeet.memory.known_adapters import AdapterSize
-from lorikeet.memory.memory import Memory
+from lorikeet.memory.memory import AdapterSize, Memory
 from lorikeet.memory.policies import PREFETCH
 from lorikeet.memory.policies.base import PrefetchPolicy
 from lorikeet.memory.rules import MemoryRules
@@ -56,7 +55,7 @@ def words(first: int, blocks: int) -> list[int]:
 # --- tiers ------------------------------------------------------------------------------------------
 
 
-def test_kv_that_leaves_the_device_goes_to_the_host_and_is_fetched_instead_of_computed_again() -> None:
+def test_kv_evicted_to_the_host_is_fetched_not_recomputed() -> None:
     bench = Bench(blocks=12, host_blocks=20)
     ask(bench, "first", words(0, 4))
     for index in range(3):
@@ -112,7 +111,7 @@ def test_an_adapter_is_read_once_and_comes_from_the_host_afterwards() -> None:
     assert counts["host-device"] == 1
 
 
-def test_adapters_that_are_known_are_read_into_the_host_tier_before_anybody_asks() -> None:
+def test_known_adapters_are_read_into_the_host_tier_before_any_request() -> None:
     bench = Bench(blocks=10, host_blocks=20, preset=PRESETS["elora:s-lora"])
     bench.engine.register_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
     fill_host(bench)
@@ -122,7 +121,7 @@ def test_adapters_that_are_known_are_read_into_the_host_tier_before_anybody_asks
 
 
 @pytest.mark.parametrize(("kv", "on_host"), [(0, 2), (1, 2), (2, 1), (12, 0)])
-def test_adapters_that_are_prefetched_take_of_the_host_tier_what_is_free_of_its_half(kv: int, on_host: int) -> None:
+def test_prefetched_adapters_take_at_most_the_free_part_of_half_the_host_tier(kv: int, on_host: int) -> None:
     """All are brought to the device; what the others would take is promised to KV, and KV that is there stays."""
     bench = Bench(blocks=60, host_blocks=14, preset=PRESETS["elora"])
     ask(bench, "x", words(0, 12))
@@ -145,7 +144,7 @@ def test_an_adapter_that_the_host_cannot_hold_keeps_no_other_from_being_read() -
     assert bench.memory.host_counts().adapter == 6
 
 
-def test_nobody_waits_for_an_adapter_on_the_device_to_be_read_into_the_host_tier() -> None:
+def test_adapter_on_the_device_does_not_wait_for_its_host_copy() -> None:
     bench = Bench(blocks=30, host_blocks=2, preset=PRESETS["elora:s-lora"])
     bench.engine.register_adapters((adapter("b", 2),))
     fill_host(bench)
@@ -206,7 +205,7 @@ def test_nothing_leaves_the_host_for_an_adapter_that_finds_no_room_all_the_same(
         ask(bench, f"more{index}", words(1000 * (index + 1), 5))
     kept = bench.memory.host_counts().kv
     assert kept > 0
-    assert not bench.memory.evictor.make_host_room(11, 0.0)
+    assert not bench.memory.evictor.ensure_host_free(11, 0.0)
     assert bench.memory.host_counts().kv == kept
 
 
@@ -231,7 +230,7 @@ def test_kv_leaves_before_the_adapter_it_depends_on_and_later_kv_before_earlier(
     while bench.memory.counts().cached:
         depths = tree.depth.copy()
         before = {n for n in range(tree.end) if tree.kind[n] >= NodeKind.ADAPTER and tree.on_device[n]}
-        assert bench.memory.evictor.make(bench.memory.counts().free + 1, 0, 10.0)
+        assert bench.memory.evictor.ensure_free(bench.memory.counts().free + 1, 0, 10.0)
         after = {n for n in range(tree.end) if tree.kind[n] >= NodeKind.ADAPTER and tree.on_device[n]}
         left += [int(depths[n]) for n in before - after]
     assert left == [4, 3, 2, 1, 0]
@@ -261,7 +260,7 @@ def test_visits_and_last_uses_are_noted_on_arrival_along_the_matched_path() -> N
     bench.run()
 
 
-def test_a_request_that_comes_from_another_engine_is_a_visit_and_one_that_gave_way_is_none_again() -> None:
+def test_request_of_another_engine_is_a_visit_and_a_preempted_one_is_not() -> None:
     source, bench = Bench(), Bench(blocks=14, limits=SchedulerLimits(8, 64, 64))
     source.engine.submit(request("moves", words(0, 2), 0.0, adapter("a", 2), max_tokens=24))
     while len(source.tokens.get(RequestId("moves"), [])) < 3:
@@ -277,7 +276,7 @@ def test_a_request_that_comes_from_another_engine_is_a_visit_and_one_that_gave_w
     assert (bench.memory.tree.visits[node], bench.engine.memory_stats().adapter_queries) == (2, 2)
 
 
-def test_under_the_tree_no_kv_is_ever_invalid_and_without_it_kv_stays_behind_its_adapter() -> None:
+def test_kv_is_never_invalid_with_the_tree_and_outlives_adapters_without() -> None:
     shares = {}
     for name in ("elora", "vllm-static"):
         bench = Bench(blocks=30, host_blocks=30, preset=PRESETS[name])
@@ -290,7 +289,7 @@ def test_under_the_tree_no_kv_is_ever_invalid_and_without_it_kv_stays_behind_its
     assert shares["vllm-static"] > 0
 
 
-def test_kv_that_was_wanted_again_on_its_way_out_leaves_if_what_it_depends_on_has() -> None:
+def test_kv_wanted_again_during_eviction_leaves_if_its_parent_has_left() -> None:
     bench = Bench(blocks=12, host_blocks=20)
     ask(bench, "x", words(0, 2))
     memory, tree, now = bench.memory, bench.memory.tree, bench.clock.now()
@@ -340,7 +339,7 @@ def test_a_request_without_a_free_slot_lets_those_of_other_adapters_pass() -> No
     assert order == ["r0", "r1", "last", "r2"]
 
 
-def test_s_lora_of_chameleon_frees_an_adapter_with_its_last_request_and_elora_s_keeps_it() -> None:
+def test_chameleon_s_lora_frees_an_idle_adapter_and_elora_s_keeps_it() -> None:
     for name, resident in (("chameleon:s-lora", set()), ("elora:s-lora", {"digest-a"})):
         bench = Bench(preset=PRESETS[name])
         ask(bench, "x", words(0, 3), "a")
@@ -365,7 +364,7 @@ def test_elora_prefetches_adapters_and_then_their_kv_while_memory_is_idle() -> N
 
 
 @pytest.mark.parametrize("name", ["elora", "lorikeet:plain"])
-def test_of_adapters_that_are_prefetched_from_their_files_few_are_under_way_and_all_come(name: str) -> None:
+def test_file_prefetches_are_few_at_a_time_and_all_arrive(name: str) -> None:
     preset = msgspec.structs.replace(PRESETS[name], prefetch="all" if name != "elora" else PRESETS[name].prefetch)
     bench = Bench(blocks=100, preset=preset)
     bench.engine.register_adapters(tuple(adapter(f"a{index}", 2) for index in range(30)))
@@ -373,7 +372,7 @@ def test_of_adapters_that_are_prefetched_from_their_files_few_are_under_way_and_
     for _ in range(100):
         bench.clock.advance(0.1)
         bench.step()
-        most = max(most, bench.memory.transfers_under_way)
+        most = max(most, bench.memory.transfers_in_flight)
     assert most == 8
     assert len(bench.memory.resident()) == 30
 
@@ -381,7 +380,7 @@ def test_of_adapters_that_are_prefetched_from_their_files_few_are_under_way_and_
 @pytest.mark.parametrize(
     ("name", "follows"), [("elora", False), ("lorikeet:plain", False), ("chameleon:no-scheduler", True)]
 )
-def test_who_wants_what_is_counted_only_where_a_policy_follows_the_queue(
+def test_queued_demand_is_counted_only_for_policies_that_use_it(
     name: str, follows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At every step; there may be thousands. That some wait is known in any case."""
@@ -464,7 +463,7 @@ def test_kv_whose_copy_to_the_device_fails_is_computed_again() -> None:
     assert [e.cached_tokens for e in bench.events if isinstance(e, Admitted) and e.request_id == "again"] == [16, 0]
 
 
-def test_kv_that_arrived_leaves_the_device_with_its_sequence_if_earlier_kv_did_not_arrive() -> None:
+def test_arrived_kv_is_freed_with_its_sequence_if_earlier_kv_is_missing() -> None:
     bench = Bench(blocks=20, host_blocks=20)
     ask(bench, "x", words(0, 4))
     memory, now = bench.memory, bench.clock.now()
@@ -492,7 +491,7 @@ def test_kv_whose_copy_to_the_host_fails_is_lost_and_nothing_else() -> None:
     assert len(bench.finished()) == 4
 
 
-def test_an_adapter_dropped_while_its_load_is_under_way_is_freed_when_it_has_ended() -> None:
+def test_adapter_dropped_during_its_load_is_freed_when_the_load_ends() -> None:
     bench = Bench(host_blocks=10, preset=PRESETS["elora:s-lora"])
     bench.engine.register_adapters((adapter("a", 2),))
     bench.engine.step()
@@ -554,7 +553,7 @@ def test_while_files_are_out_of_reach_few_are_tried_and_afterwards_all_are_read(
     assert bench.engine.due_s == math.inf
 
 
-def test_an_adapter_whose_file_is_broken_is_tried_again_and_keeps_no_other_from_being_read() -> None:
+def test_broken_adapter_file_is_retried_and_blocks_no_other_read() -> None:
     bench = Bench(
         blocks=10, host_blocks=40, preset=PRESETS["elora:s-lora"], failing=frozenset({AdapterDigest("digest-a1")})
     )
@@ -580,7 +579,7 @@ def test_versions_that_come_and_go_while_the_host_is_full_leave_nothing_behind()
         bench.engine.register_adapters((adapter(f"v{index}", 3),))
         bench.engine.drop_adapter(AdapterDigest(f"digest-v{index}"))
         bench.run()
-    assert len(bench.memory.swapper._unread) == 1
+    assert len(bench.memory.swapper._to_read) == 1
 
 
 def test_ten_thousand_known_adapters_of_which_few_are_asked_for() -> None:
@@ -602,7 +601,7 @@ def test_an_idle_engine_comes_to_rest() -> None:
     assert not bench.engine.has_transfers
 
 
-def test_kv_named_for_prefetching_is_not_dropped_from_the_host_for_an_adapter_named_after_it(
+def test_kv_prefetch_is_not_dropped_from_the_host_for_a_later_adapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class KvThenAdapters(PrefetchPolicy):
@@ -614,7 +613,7 @@ def test_kv_named_for_prefetching_is_not_dropped_from_the_host_for_an_adapter_na
     monkeypatch.setitem(PREFETCH, "kv-then-adapters", KvThenAdapters)
     bench = Bench(blocks=30, host_blocks=4, preset=Preset(prefetch="kv-then-adapters", swap_interval_s=0.1))
     ask(bench, "x", words(0, 4))
-    bench.memory.evictor.make(30, 0, bench.clock.now())
+    bench.memory.evictor.ensure_free(30, 0, bench.clock.now())
     bench.run()
     assert bench.memory.host_counts().kv == 4, "the host is full of KV"
     bench.engine.register_adapters((adapter("b", 2),))
@@ -625,7 +624,7 @@ def test_kv_named_for_prefetching_is_not_dropped_from_the_host_for_an_adapter_na
     assert set(bench.memory.resident()) == {"digest-b"}
 
 
-def test_what_a_request_leaves_free_is_prefetched_into_though_nobody_else_comes() -> None:
+def test_blocks_freed_by_a_request_are_prefetched_into_without_arrivals() -> None:
     bench = Bench(blocks=20, host_blocks=40, preset=ELORA)
     bench.engine.submit(request("x", list(range(50)), max_tokens=4))
     bench.step()
@@ -653,7 +652,7 @@ def test_kv_that_is_not_kept_leaves_its_adapter_free_to_go() -> None:
     assert bench.finished()[RequestId("last")].reason is FinishReason.LENGTH
 
 
-def test_an_adapter_is_freed_when_the_last_who_waited_for_it_gives_up() -> None:
+def test_adapter_is_freed_when_its_last_waiting_request_gives_up() -> None:
     bench = Bench(
         blocks=20,
         preset=PRESETS["chameleon:s-lora"],
@@ -673,7 +672,7 @@ def test_an_adapter_is_freed_when_the_last_who_waited_for_it_gives_up() -> None:
     bench.run()
 
 
-def test_a_prefetch_for_the_queue_leaves_the_kv_of_who_gave_way_where_it_is() -> None:
+def test_queue_prefetch_leaves_kv_of_preempted_requests_in_place() -> None:
     """Adapters that nobody wants make room for it, never others."""
     bench = Bench(
         blocks=20,
@@ -695,7 +694,7 @@ def test_a_prefetch_for_the_queue_leaves_the_kv_of_who_gave_way_where_it_is() ->
     assert bench.memory.counts().inflight == 8, "the idle one has made room for one of the two"
 
 
-def test_whoever_finds_too_few_free_blocks_has_the_next_tick_clear_the_device() -> None:
+def test_shortage_of_free_blocks_clears_the_device_at_the_next_tick() -> None:
     bench = Bench(blocks=100, host_blocks=200, preset=ELORA)
     for index, blocks in enumerate((15, 15, 15, 15, 15, 15, 7)):
         ask(bench, f"r{index}", words(1000 * index, blocks))
@@ -716,13 +715,13 @@ def test_what_is_expected_is_prefetched_in_time_though_nothing_else_happens() ->
         bench.clock.advance(10.0)
     assert AdapterDigest("digest-a") not in bench.memory.resident()
     assert bench.engine.due_s < math.inf
-    bench.memory.evictor.clear(8, bench.clock.now(), 8)
+    bench.memory.evictor.evict_until_free(8, bench.clock.now(), 8)
     bench.clock.wait_until(bench.engine.due_s)
     bench.run()
     assert AdapterDigest("digest-a") in bench.memory.resident()
 
 
-def test_a_prefetch_that_failed_is_of_no_use_to_whoever_loads_the_adapter_later() -> None:
+def test_failed_prefetch_is_not_used_by_a_later_load() -> None:
     bench = Bench(
         blocks=20, host_blocks=20, preset=ELORA, fails=lambda each: each.target is Tier.DEVICE and not each.demand
     )
@@ -736,7 +735,7 @@ def test_a_prefetch_that_failed_is_of_no_use_to_whoever_loads_the_adapter_later(
     assert bench.engine.memory_stats().prefetched_used == 0
 
 
-def test_a_request_that_finds_no_room_offers_of_what_it_found_only_what_may_leave(
+def test_request_without_room_offers_only_evictable_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is tried at every step, and may have found thousands of blocks."""
@@ -749,7 +748,7 @@ def test_a_request_that_finds_no_room_offers_of_what_it_found_only_what_may_leav
     offer = memory.evictor.offer
     monkeypatch.setattr(memory.evictor, "offer", lambda node: (offered.append(node), offer(node)))
     keys = memory.keys_of(None, words(0, 40))
-    assert memory.try_admit(None, keys, 60 * BLOCK_TOKENS, now) is WaitReason.ROOM
+    assert memory.try_admit(None, keys, 60 * BLOCK_TOKENS, now) is WaitReason.KV_BLOCKS
     assert [memory.tree.depth[node] for node in offered] == [40], "what all others are above"
     memory.release(taken, now)
 

@@ -42,7 +42,7 @@ class Traffic(RuleBasedStateMachine):
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         for module in (tiers, swapper):
-            self.patch.setattr(module, "KV_A_FLIGHT", together)
+            self.patch.setattr(module, "KV_BLOCKS_PER_TRANSFER", together)
         self.failing = failing
         self.bench = Bench(
             blocks=blocks,

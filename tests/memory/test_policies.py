@@ -29,7 +29,7 @@ def test_every_policy_has_a_finite_score_for_every_node(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVICTION)
-def test_scores_do_not_depend_on_who_is_asked_about_together(name: str) -> None:
+def test_score_of_a_node_does_not_depend_on_others_scored_with_it(name: str) -> None:
     tree = random_tree(3)
     policy, nodes = EVICTION[name](view_of(tree)), nodes_of(tree)
     for node in nodes:

@@ -83,7 +83,7 @@ def test_scores_are_those_of_the_plain_formula(given_adapters: list[tuple[int, i
 
 
 @given(adapters, st.data())
-def test_adapters_that_the_queue_wants_leave_last_and_protected_ones_before_them(
+def test_queued_adapters_leave_last_and_protected_ones_just_before_them(
     given_adapters: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:
     policy, nodes = used(given_adapters)
@@ -108,14 +108,14 @@ def test_uses_count_for_five_minutes() -> None:
     assert policy.scores(nodes, 1300.0).tolist() == [0.0, 0.0]
 
 
-def test_uses_are_forgotten_though_nobody_asks_for_scores() -> None:
+def test_old_uses_are_forgotten_without_scoring() -> None:
     policy, (node,) = used([(8, 1, 0)])
     for second in range(1000, 5000):
         policy.admitted(node, [], float(second))
     assert len(policy._uses) <= 300
 
 
-def test_recency_and_frequency_are_relative_to_who_is_resident_now() -> None:
+def test_recency_and_frequency_are_relative_to_resident_adapters() -> None:
     tree = DependencyTree()
     here = [add_adapter(tree, last_use_s=last) for last in (10.0, 20.0)]
     away = add_adapter(tree, there=False, rank=128, last_use_s=100.0)
@@ -127,7 +127,7 @@ def test_recency_and_frequency_are_relative_to_who_is_resident_now() -> None:
     assert scores == pytest.approx([0.45 + 0.45 / 16, 0.10 + 0.45 / 16])
 
 
-def test_an_adapter_that_takes_the_place_of_a_forgotten_one_has_its_own_rank_and_uses() -> None:
+def test_adapter_in_a_reused_slot_has_its_own_rank_and_uses() -> None:
     tree = DependencyTree()
     gone, other = add_adapter(tree, rank=128), add_adapter(tree, rank=16)
     policy = Chameleon(view_of(tree), recency=0.0)

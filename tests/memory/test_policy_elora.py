@@ -81,7 +81,7 @@ def test_scores_are_those_of_the_plain_formula(seed: int, now: float, tau_s: flo
     assert scores == pytest.approx([plain_score(tree, node, now, tau_s, without) for node in nodes])
 
 
-def test_an_adapter_that_nobody_asked_for_yet_has_the_lowest_score_and_still_a_number() -> None:
+def test_unrequested_adapter_has_the_lowest_finite_score() -> None:
     tree = DependencyTree()
     never, old = add_adapter(tree, visits=0), add_adapter(tree, visits=1)
     scores = Elora(view_of(tree)).scores(np.array([never, old]), 1e9)
@@ -128,27 +128,27 @@ def test_below_low_an_adapter_that_would_come_counts_n_plus_1_over_n_of_kv(resid
     for mode in list(LoraEval)[:2]:
         policy = with_adapters(resident, 20 - resident, lora_eval=mode)
         coefficients = min(1.0, (resident + 1) / policy.low(5.0)), resident / policy.low(5.0)
-        assert math.exp(policy.adapter_offset_in(5.0)) == pytest.approx(coefficients[0] / coefficients[1])
+        assert math.exp(policy.prefetch_adapter_offset(5.0)) == pytest.approx(coefficients[0] / coefficients[1])
 
 
 def test_above_low_the_number_of_adapters_does_not_matter() -> None:
     policy = with_adapters(20, 0)
-    assert (policy.adapter_offset(5.0), policy.adapter_offset_in(5.0)) == (0.0, 0.0)
+    assert (policy.adapter_offset(5.0), policy.prefetch_adapter_offset(5.0)) == (0.0, 0.0)
 
 
-def test_the_last_adapter_stays_while_there_is_kv_and_by_the_printed_formula_leaves_first() -> None:
+def test_last_adapter_stays_behind_kv_and_by_printed_formula_leaves_first() -> None:
     assert with_adapters(1, 9).adapter_offset(5.0) == np.inf
     assert with_adapters(1, 9, lora_eval=LoraEval.LITERAL).adapter_offset(5.0) == -np.inf
 
 
 def test_without_any_adapter_all_kv_comes_after_all_adapters() -> None:
-    assert with_adapters(0, 9).adapter_offset_in(5.0) == np.inf
+    assert with_adapters(0, 9).prefetch_adapter_offset(5.0) == np.inf
 
 
 def test_left_out_the_coefficient_never_matters() -> None:
     for resident in range(4):
         policy = with_adapters(resident, 9, lora_eval=LoraEval.OFF)
-        assert (policy.adapter_offset(5.0), policy.adapter_offset_in(5.0)) == (0.0, 0.0)
+        assert (policy.adapter_offset(5.0), policy.prefetch_adapter_offset(5.0)) == (0.0, 0.0)
 
 
 def test_where_nothing_runs_no_adapter_is_required() -> None:

@@ -70,5 +70,5 @@ def test_only_so_many_decisions_wait_for_their_outcome() -> None:
     policy = Halp(view_of(tree))
     for _ in range(3000):
         policy.choose(nodes, 1.0)
-    assert len(policy._pairs) == halp._PAIRS
-    assert sum(len(numbers) for numbers in policy._pairs_of.values()) == 2 * halp._PAIRS
+    assert len(policy._pairs) == halp._MAX_PAIRS
+    assert sum(len(numbers) for numbers in policy._pairs_of.values()) == 2 * halp._MAX_PAIRS

@@ -98,7 +98,7 @@ def test_computed_kv_counts_as_accessed() -> None:
     assert friendly == [True, False]
 
 
-def test_nodes_of_an_adapter_whose_kv_does_not_come_again_in_time_leave_first() -> None:
+def test_nodes_of_an_adapter_without_timely_kv_reuse_leave_first() -> None:
     tree = DependencyTree()
     used, scanned = add_adapter(tree, size=2), add_adapter(tree, size=2)
     mine = add_kv(tree, used)
@@ -114,7 +114,7 @@ def test_nodes_of_an_adapter_whose_kv_does_not_come_again_in_time_leave_first() 
     assert scores[0] > scores[1]
 
 
-def test_of_friendly_nodes_the_least_recently_accessed_leaves_first_and_makes_its_adapter_less_friendly() -> None:
+def test_evicting_a_friendly_node_takes_the_lru_and_detrains_its_adapter() -> None:
     tree = DependencyTree()
     adapters = [add_adapter(tree) for _ in range(2)]
     policy = Hawkeye(view_of(tree))

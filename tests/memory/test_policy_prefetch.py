@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorikeet.memory.policies import prefetch as prefetching
-from lorikeet.memory.policies.base import EvictionPolicy, is_prefetchable, stays
+from lorikeet.memory.policies.base import EvictionPolicy, is_prefetchable, stays_on_device
 from lorikeet.memory.policies.bfs import Bfs
 from lorikeet.memory.policies.elora import Elora, Factor
 from lorikeet.memory.policies.lru import Lru
@@ -27,9 +27,10 @@ def plain_order(tree: DependencyTree, eviction: EvictionPolicy) -> Iterator[int]
         candidates = []
         for node in set(nodes_of(tree)) - named:
             parent = int(tree.parent[node])
-            is_open = tree.kind[node] == NodeKind.ADAPTER or parent in named or stays(tree, np.array([parent]))[0]
+            is_adapter = tree.kind[node] == NodeKind.ADAPTER
+            is_open = is_adapter or parent in named or stays_on_device(tree, np.array([parent]))[0]
             if is_open and is_prefetchable(tree, node):
-                offset = eviction.adapter_offset_in(NOW) if tree.kind[node] == NodeKind.KV else 0.0
+                offset = eviction.prefetch_adapter_offset(NOW) if tree.kind[node] == NodeKind.KV else 0.0
                 candidates.append((-(tree.score[node] - offset), -tree.last_use_s[node], tree.depth[node], node))
         if not candidates:
             return
@@ -65,7 +66,7 @@ def test_the_best_come_first_as_in_algorithm_d(seed: int, few_values: bool, with
     assert orders[0] == orders[1]
 
 
-def test_everything_is_brought_in_the_end_even_adapters_that_nobody_asked_for() -> None:
+def test_everything_is_prefetched_in_the_end_even_unrequested_adapters() -> None:
     for seed in range(20):
         tree = random_tree(seed)
         eviction = Elora(view_of(tree))
@@ -104,7 +105,7 @@ def test_kv_below_an_adapter_that_is_passed_over_is_not_named() -> None:
     assert list(BestFirst(view_of(tree), Lru(view_of(tree))).targets(NOW)) == [adapter]
 
 
-def test_what_moves_or_is_to_be_freed_is_not_named_nor_what_hangs_below_a_leaving_node() -> None:
+def test_moving_or_freed_nodes_and_their_children_are_not_prefetched() -> None:
     tree = DependencyTree()
     coming, retired, leaving = (add_adapter(tree, there=there) for there in (False, False, True))
     tree.moving[coming], tree.adapters[retired].retired = NodeTransfer.READ, True

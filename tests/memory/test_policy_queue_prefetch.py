@@ -22,7 +22,7 @@ def test_the_queue_is_served_in_its_order_and_without_what_is_there_or_moves() -
     view.waiting = {first: 2, BASE: 1, here: 1, coming: 1, third: 1}
     prefetch = QueuePrefetch(view, Chameleon(view))
     assert list(prefetch.targets(0.0)) == [first, third]
-    assert not prefetch.fills
+    assert not prefetch.below_watermark_only
 
 
 def test_room_for_the_queue_is_made_of_tier_1_only() -> None:
@@ -39,7 +39,7 @@ def test_room_for_the_queue_is_made_of_tier_1_only() -> None:
     assert eviction.scores(np.array([idle]), 0.0)[0] < limit
 
 
-def test_where_the_eviction_policy_knows_no_tiers_nobody_leaves_for_the_queue() -> None:
+def test_eviction_policy_without_tiers_evicts_nothing_for_the_queue() -> None:
     tree = DependencyTree()
     view = view_of(tree)
     assert QueuePrefetch(view, Lru(view)).evicts_below(add_adapter(tree, there=False)) == -np.inf
@@ -56,7 +56,7 @@ def test_every_known_adapter_is_named_but_those_that_are_there_or_move() -> None
     prefetch = AllPrefetch(view, Lru(view))
     assert list(prefetch.targets(0.0)) == [first, second]
     assert prefetch.evicts_below(first) == -np.inf
-    assert not prefetch.fills  # it needs no ticks
+    assert not prefetch.below_watermark_only  # it needs no ticks
 
 
 # --- histograms --------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_nothing_is_predicted_from_fewer_than_10_gaps() -> None:
     assert Regular(arrivals=10).named(110.0) == []
 
 
-def test_nobody_is_evicted_for_a_prediction_but_for_the_queue() -> None:
+def test_eviction_makes_room_for_the_queue_but_not_for_predictions() -> None:
     regular = Regular()
     assert regular.prefetch.evicts_below(regular.adapter) == -np.inf
     regular.view.waiting = {regular.adapter: 1}
@@ -173,7 +173,7 @@ def test_only_adapters_that_are_expected_and_away_are_looked_at(monkeypatch: pyt
     assert looked == [[regular.adapter]] * 2
 
 
-def test_a_forgotten_adapter_is_not_expected_any_more_nor_is_who_takes_its_place() -> None:
+def test_forgotten_adapter_and_its_successor_in_the_slot_are_not_expected() -> None:
     regular = Regular()
     regular.prefetch.forgotten([regular.adapter])
     regular.tree.remove_adapter(regular.adapter)

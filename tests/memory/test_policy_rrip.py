@@ -27,7 +27,7 @@ def textbook(trace: list[int], capacity: int) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 8), max_size=200), st.integers(1, 6))
-def test_who_leaves_is_who_leaves_by_the_textbook(trace: list[int], capacity: int) -> None:
+def test_victims_are_those_of_textbook_rrip(trace: list[int], capacity: int) -> None:
     tree = DependencyTree()
     nodes = [add_adapter(tree, there=False) for _ in range(9)]
     policy = Srrip(view_of(tree))

@@ -25,7 +25,7 @@ def is_valid(tree: DependencyTree, node: int) -> bool:
 
 
 @given(st.integers(0, 2**32), st.data())
-def test_without_the_tree_kv_is_invalid_whose_adapter_or_earlier_kv_is_away(seed: int, data: st.DataObject) -> None:
+def test_without_the_tree_kv_without_its_adapter_or_prefix_is_invalid(seed: int, data: st.DataObject) -> None:
     tree = random_tree(seed)
     for node in range(tree.end):
         if tree.kind[node] == NodeKind.KV:

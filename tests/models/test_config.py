@@ -130,14 +130,14 @@ def test_each_architecture_has_its_own_rule_for_windows(
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": "64"}, "hidden_size: must be a number"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers: must be an integer from 1 on"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: must be an integer of at least 1"),
         ({"vocab_size": None}, "vocab_size: is missing"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 65}, "head_dim: must be even"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters: .* for some layers"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters: .* for different layers"),
         (
             {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "linear", "factor": 4}},
-            "rope_scaling: says something else than rope_parameters",
+            "rope_scaling: differs from rope_parameters",
         ),
         (
             {

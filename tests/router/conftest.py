@@ -18,6 +18,7 @@ from lorikeet.router.proxy import RouterParts
 from lorikeet.router.run import RouterOptions, open_router
 from tests.router.scripted import ScriptedBackend
 from tests.support.quick_server import serving
+from tests.support.waiting import until
 
 
 @dataclass
@@ -43,18 +44,29 @@ class Routing:
 
     async def metric(self, line: str) -> None:
         """Wait until the metrics have a line; counts follow the answers."""
-        while line not in (await self.http.get("/metrics")).text.splitlines():
-            await asyncio.sleep(0.001)
+
+        async def is_there() -> bool:
+            return line in (await self.http.get("/metrics")).text.splitlines()
+
+        await until(is_there, f"/metrics says {line}")
+
+    async def until_cluster(self, condition: Callable[[dict[str, Any]], object], what: str) -> None:
+        """Wait until what ``/v1/cluster`` says meets a condition."""
+
+        async def is_met() -> object:
+            return condition(await self.cluster())
+
+        await until(is_met, what)
 
     async def idle(self) -> None:
         """Wait until no request is under way."""
-        while self.parts.backend_router._requests:
-            await asyncio.sleep(0.001)
+        await until(lambda: not self.parts.backend_router._requests, "no request is under way")
 
     async def up(self, count: int) -> None:
         """Wait until so many backends are open."""
-        while sum(each["is_open"] for each in (await self.cluster())["replicas"]) != count:
-            await asyncio.sleep(0.005)
+        await self.until_cluster(
+            lambda cluster: sum(each["is_open"] for each in cluster["replicas"]) == count, f"{count} backends are open"
+        )
 
 
 Start = Callable[..., AbstractAsyncContextManager[Routing]]

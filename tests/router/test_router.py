@@ -11,6 +11,7 @@ from lorikeet.core.ids import RequestId
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS, ProxiedRequest, RequestBody
 from tests.router.conftest import Start, adapters, events, requests_at, text_of, write_files
 from tests.router.scripted import chat_text, words
+from tests.support.waiting import until
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -115,8 +116,7 @@ async def test_adapters_come_and_go_while_it_runs(start: Start, tmp_path: Any) -
         gone = await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "json"})
         assert gone.status_code == 200
         assert (await routing.http.post(COMPLETIONS, json=body("json"))).status_code == 404
-        while "-json" not in routing.all_calls:
-            await asyncio.sleep(0.001)
+        await until(lambda: "-json" in routing.all_calls, "the adapter is unloaded from a backend")
         assert (await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "json"})).status_code == 404
 
 
@@ -129,8 +129,7 @@ async def test_adapters_that_are_gone_are_forgotten(start: Start) -> None:
             assert (await routing.http.post("/v1/load_lora_adapter", json=asked)).status_code == 200
             assert (await routing.http.post(COMPLETIONS, json=body(name))).status_code == 200
             assert (await routing.http.post("/v1/unload_lora_adapter", json=asked)).status_code == 200
-            while backend.adapters:
-                await asyncio.sleep(0.001)
+            await until(lambda: not backend.adapters, "the backend has no adapter")
         assert {adapter.name for adapter in backend_router.versions.values()} - {"d"} == {"formal", "pirate"}
         assert not backend._locks
         assert (await routing.cluster())["replicas"][0]["resident"] == []
@@ -149,8 +148,7 @@ async def test_a_request_between_two_backends_keeps_an_adapter_that_is_gone(star
         )
         assert (await backend_router.place(request)).holds(adapter)
         backend_router.release(request)
-        while routing.all_calls != ["+late", "-late"]:
-            await asyncio.sleep(0.001)
+        await until(lambda: routing.all_calls == ["+late", "-late"], "the adapter is loaded and unloaded")
 
 
 async def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended(start: Start) -> None:
@@ -159,14 +157,12 @@ async def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended(sta
         assert (await routing.http.post(COMPLETIONS, json=body("formal"))).status_code == 200
         backend.open.clear()
         running = asyncio.create_task(events(routing.http, COMPLETIONS, body("formal")))
-        while not backend.streaming:
-            await asyncio.sleep(0.001)
+        await until(lambda: backend.streaming, "the backend streams")
         await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "formal"})
         assert backend.calls == ["+formal"]
         backend.open.set()
         assert text_of(await running) == words("formal", "once", 5)
-        while backend.calls != ["+formal", "-formal"]:
-            await asyncio.sleep(0.001)
+        await until(lambda: backend.calls == ["+formal", "-formal"], "the adapter is loaded and unloaded")
 
 
 async def test_new_content_under_a_name_takes_the_place_of_the_old(start: Start, tmp_path: Any) -> None:
@@ -181,7 +177,7 @@ async def test_new_content_under_a_name_takes_the_place_of_the_old(start: Start,
         assert routing.calls == [["+json", "-json", "+json"]]
 
 
-async def test_an_adapter_that_cannot_be_read_here_is_loaded_anew_whenever_it_is_replaced(start: Start) -> None:
+async def test_adapter_unreadable_here_is_reloaded_whenever_replaced(start: Start) -> None:
     asked = {"lora_name": "far", "lora_path": "hf://org/far", "rank": 8}
     async with start(count=1) as routing:
         await routing.http.post("/v1/load_lora_adapter", json=asked)
@@ -202,7 +198,7 @@ async def test_an_adapter_that_cannot_be_read_here_is_loaded_anew_whenever_it_is
         (False, False, ["+json", "+json"]),
     ],
 )
-async def test_what_a_backend_kept_while_it_was_away_counts_unless_it_was_replaced_meanwhile(
+async def test_adapters_kept_by_a_returning_backend_count_unless_replaced(
     start: Start, tmp_path: Any, lists: bool, is_replaced: bool, calls: list[str]
 ) -> None:
     asked = {"lora_name": "json", "lora_path": str(write_files(tmp_path / "json"))}
@@ -221,7 +217,7 @@ async def test_what_a_backend_kept_while_it_was_away_counts_unless_it_was_replac
         assert backend.calls == calls
 
 
-async def test_an_adapter_that_a_backend_has_from_elsewhere_is_replaced_and_its_own_is_kept(start: Start) -> None:
+async def test_foreign_adapter_at_a_backend_is_replaced_and_its_own_is_kept(start: Start) -> None:
     async with start(count=1) as routing:
         (backend,) = routing.backends
         await backend.kill()
@@ -342,12 +338,10 @@ async def test_a_client_that_hangs_up_ends_its_request_at_the_backend(start: Sta
         backend.open.clear()
         for stream in (True, False):
             asking = asyncio.create_task(routing.http.post(COMPLETIONS, json=body(stream=stream)))
-            while len(backend.bodies) < 1 + (not stream):
-                await asyncio.sleep(0.001)
+            await until(lambda stream=stream: len(backend.bodies) >= 1 + (not stream), "the backend has the request")
             asking.cancel()
             await routing.idle()
-        while backend.streaming:
-            await asyncio.sleep(0.001)
+        await until(lambda: not backend.streaming, "the backend streams no more")
         assert backend.hung_up == 1
         await routing.metric('lorikeet:route_requests_total{outcome="left"} 2.0')
 
@@ -358,8 +352,10 @@ async def test_what_backends_count_is_shown_and_used(start: Start) -> None:
             backend.waiting = 3  # of somebody else
             backend.open.clear()
         running = asyncio.create_task(events(routing.http, COMPLETIONS, body()))
-        while sorted(map(requests_at, (await routing.cluster())["replicas"])) != [3, 4]:
-            await asyncio.sleep(0.001)
+        await routing.until_cluster(
+            lambda cluster: sorted(map(requests_at, cluster["replicas"])) == [3, 4],
+            "the backends have 3 and 4 requests",
+        )
         busy, idle = sorted(routing.backends, key=lambda backend: -backend.streaming)
         idle.open.set()
         for _ in range(3):

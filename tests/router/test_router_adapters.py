@@ -54,7 +54,7 @@ def test_a_broken_config_is_named(tmp_path: Path) -> None:
         describe_adapter("a", str(tmp_path / "a"))
 
 
-def test_prompts_of_tokens_are_counted_and_those_of_text_guessed_by_what_backends_count() -> None:
+def test_token_prompts_are_counted_and_text_prompts_estimated_from_backends() -> None:
     lengths = PromptLengths()
     assert lengths.tokens(question(prompt=[5, 6, 7])) == 3
     assert lengths.tokens(question(prompt=[[5, 6], [7]])) == 3

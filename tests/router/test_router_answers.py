@@ -107,9 +107,7 @@ def test_a_backend_that_does_not_count_is_counted_by_its_chunks() -> None:
 
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("asked", [{}, {"include_usage": None}, {"include_usage": False}])
-def test_who_wants_counts_along_gets_them_at_the_end_too_unless_they_are_refused(
-    asked: dict[str, bool | None], counts: bool
-) -> None:
+def test_continuous_usage_also_comes_at_the_end_unless_refused(asked: dict[str, bool | None], counts: bool) -> None:
     answer = ResumableAnswer(completion(stream_options={**asked, "continuous_usage_stats": counts}))
     answer.next_body()
     chunks = read(answer.feed(text_event("a", 1, "length") + event(choices=[], usage=usage(1)) + DONE))
@@ -117,7 +115,7 @@ def test_who_wants_counts_along_gets_them_at_the_end_too_unless_they_are_refused
     assert ["usage" in chunk for chunk in chunks] == ([True, True] if wanted else [False])
 
 
-def test_the_client_sees_one_answer_of_one_id_without_counts_that_it_did_not_ask_for() -> None:
+def test_client_sees_one_answer_with_one_id_and_no_unrequested_usage() -> None:
     answer = ResumableAnswer(chat(max_tokens=9))
     answer.next_body()
     seen = answer.feed(delta_event(0, role="assistant", content="") + delta_event(1, content="a") + delta_event(2))

@@ -196,7 +196,7 @@ async def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_by_anothe
         assert (server.accepted, len(server.requests)) == (2, 3)
 
 
-async def test_a_request_is_sent_again_once_and_only_where_a_kept_connection_ended_at_once(
+async def test_request_is_resent_once_only_if_a_kept_connection_closed_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_well, together = [True], asyncio.Barrier(3)
@@ -233,7 +233,7 @@ async def test_a_request_is_sent_again_once_and_only_where_a_kept_connection_end
         (TimeoutError(), ConnectFailed),
     ],
 )
-async def test_only_where_nobody_listens_a_server_is_gone(
+async def test_server_counts_as_gone_only_if_its_port_is_closed(
     monkeypatch: pytest.MonkeyPatch, error: OSError, kind: type[Exception]
 ) -> None:
     async def fails(*args: object, **kwargs: object) -> None:
@@ -247,7 +247,7 @@ async def test_only_where_nobody_listens_a_server_is_gone(
     await connections.close()
 
 
-async def test_nobody_there_is_told_apart() -> None:
+async def test_refused_connection_is_told_apart() -> None:
     async with talking(answers(b"")) as (server, _):
         url = server.url
     with pytest.raises(BackendUnreachable):

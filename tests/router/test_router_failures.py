@@ -14,6 +14,7 @@ from lorikeet.router.backends import Backend, BackendHealth
 from lorikeet.router.proxied_request import COMPLETIONS, MAX_LOSSES
 from tests.router.conftest import Start, adapters, events, text_of
 from tests.router.scripted import words
+from tests.support.waiting import until
 
 
 def body(model: str = "base", **fields: Any) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def body(model: str = "base", **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", ["base", "formal"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_that_failed_is_tried_at_another_backend_whatever_the_routing_prefers(
+async def test_failed_request_is_retried_at_another_backend_than_preferred(
     start: Start, model: str, stream: bool
 ) -> None:
     async with start(preset="auto") as router:
@@ -34,7 +35,7 @@ async def test_a_request_that_failed_is_tried_at_another_backend_whatever_the_ro
         assert (len(preferred.bodies), len(other.bodies)) == (2, 1)
 
 
-async def test_a_stream_that_broke_off_goes_on_at_another_backend_whatever_the_routing_prefers(start: Start) -> None:
+async def test_broken_stream_resumes_at_another_backend_than_preferred(start: Start) -> None:
     async with start(preset="auto") as router:
         await router.http.post(COMPLETIONS, json=body())
         preferred, other = sorted(router.backends, key=lambda backend: -len(backend.bodies))
@@ -68,8 +69,10 @@ async def test_an_answer_that_takes_every_backend_down_is_given_up(start: Start)
             backend.open.clear()
         asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body()))
         for _ in range(MAX_LOSSES):
-            while not (asked := [backend for backend in router.backends if backend.bodies and backend.health == 200]):
-                await asyncio.sleep(0.001)
+            asked = await until(
+                lambda: [backend for backend in router.backends if backend.bodies and backend.health == 200],
+                "a healthy backend has the request",
+            )
             asked[0].health = 500  # its health is all that tells of its end
         reply = await asking
         assert (reply.status_code, "lost" in reply.json()["error"]["message"]) == (502, True)
@@ -82,8 +85,7 @@ async def test_an_adapter_that_takes_down_every_backend_that_loads_it_is_given_u
             backend.open.clear()
         asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body("formal")))
         for lost in range(MAX_LOSSES):
-            while sum(map(len, router.calls)) == lost:
-                await asyncio.sleep(0.001)
+            await until(lambda lost=lost: sum(map(len, router.calls)) != lost, "an adapter is loaded")
             (loading,) = [backend for backend in router.backends if backend.calls and backend.health == 200]
             loading.health = 500
             await loading.kill()
@@ -98,7 +100,7 @@ async def cannot_connect(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("model", ["base", "formal"])
-async def test_a_router_that_cannot_connect_takes_no_requests_from_backends_that_are_well(
+async def test_gateway_unable_to_connect_takes_no_requests_from_healthy_backends(
     start: Start, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     make = aiohttp.TCPConnector
@@ -107,15 +109,15 @@ async def test_a_router_that_cannot_connect_takes_no_requests_from_backends_that
         (backend,) = router.backends
         backend.pauses_at = 3
         running = asyncio.create_task(events(router.http, COMPLETIONS, body(n=2)))  # which cannot go on elsewhere
-        while not backend.paused:
-            await asyncio.sleep(0.001)
+        await until(lambda: backend.paused, "an answer has paused")
         with monkeypatch.context() as patched, structlog.testing.capture_logs() as logged:
             patched.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", cannot_connect)
             reply = await router.http.post(COMPLETIONS, json=body(model))
             assert reply.status_code == 502, reply.text
             assert "Too many open files" in reply.text
-            while not any(entry["event"] == "backend cannot be checked" for entry in logged):
-                await asyncio.sleep(0.001)
+            await until(
+                lambda: any(entry["event"] == "backend cannot be checked" for entry in logged), "the failure is logged"
+            )
             assert sum(each["is_open"] for each in (await router.cluster())["replicas"]) == 1
         backend.go_on.set()
         assert text_of(await running) == words("base", "once", 12)
@@ -139,8 +141,7 @@ async def test_a_backend_is_looked_after_whatever_it_says_of_itself(
             assert await known.check() == BackendHealth(True, None)
         with structlog.testing.capture_logs() as logged:
             monkeypatch.setattr(Backend, "check", check_or_fail)
-            while failures:
-                await asyncio.sleep(0.001)
+            await until(lambda: not failures, "the failures are used up")
             backend.health = 503
             await router.up(0)
         assert [entry["event"] for entry in logged if entry["log_level"] == "error"]

@@ -12,6 +12,7 @@ from lorikeet.router.proxy import MAX_FAILURES
 from lorikeet.router.run import RouterOptions, open_router
 from tests.router.conftest import Start, adapters, events, routing, text_of
 from tests.router.scripted import ScriptedBackend, chat_text, words
+from tests.support.waiting import until
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 COUNTED = {"stream_options": {"include_usage": True}}
@@ -65,13 +66,12 @@ async def test_an_answer_goes_on_after_an_error_in_its_stream(start: Start, erro
         assert sum(len(backend.bodies) for backend in router.backends) == 3
 
 
-async def test_whole_answers_are_asked_for_anew(start: Start) -> None:
+async def test_unstreamed_answers_are_requested_again(start: Start) -> None:
     async with start() as router:
         killed, _ = router.backends
         killed.open.clear()
         asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body())) for _ in range(6)]
-        while len(killed.bodies) < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(killed.bodies) >= 3, "the backend has three requests")
         await killed.kill()
         replies = await asyncio.gather(*asking)
         assert {reply.json()["choices"][0]["text"] for reply in replies} == {words("base", "once", 12)}
@@ -88,8 +88,7 @@ async def test_streams_of_a_killed_backend_go_on_and_it_comes_back_with_its_adap
             asyncio.create_task(events(router.http, COMPLETIONS, body(models[number % 3], prompt=f"p{number}")))
             for number in range(24)
         ]
-        while killed.streaming < 12:
-            await asyncio.sleep(0.001)
+        await until(lambda: killed.streaming >= 12, "the backend streams twelve answers")
         await killed.kill()
         for number, chunks in enumerate(await asyncio.gather(*asking)):
             assert text_of(chunks) == words(models[number % 3], f"p{number}", 12)
@@ -115,8 +114,8 @@ async def test_half_said_streams_of_a_killed_backend_are_not_said_twice(start: S
             asyncio.create_task(events(router.http, COMPLETIONS, body(prompt=f"p{number}"), lines))
             for number, lines in enumerate(heard)
         ]
-        while killed.paused < 4 or not all(heard):  # what a backend has sent may be lost with it on a busy machine
-            await asyncio.sleep(0.001)
+        # What a backend has sent may be lost with it on a busy machine.
+        await until(lambda: killed.paused >= 4 and all(heard), "four answers have paused and all have begun")
         await killed.kill()
         for number, chunks in enumerate(await asyncio.gather(*asking)):
             assert text_of(chunks) == words("base", f"p{number}", 12)
@@ -130,8 +129,9 @@ async def test_a_cut_stream_asks_a_busy_backend_again_but_not_for_ever(start: St
             backend.pauses_at = 5
         heard: list[str] = []
         asking = asyncio.create_task(events(router.http, COMPLETIONS, body(), heard))
-        while not (any(backend.paused for backend in router.backends) and heard):
-            await asyncio.sleep(0.001)
+        await until(
+            lambda: any(backend.paused for backend in router.backends) and heard, "an answer has paused and has begun"
+        )
         other, killed = sorted(router.backends, key=lambda backend: backend.paused)
         other.pauses_at, other.busy = None, times
         await killed.kill()
@@ -151,8 +151,7 @@ async def test_streams_leave_a_backend_that_says_nothing_more_and_is_not_well(st
         asking = [
             asyncio.create_task(events(router.http, COMPLETIONS, body(prompt=f"p{number}"))) for number in range(4)
         ]
-        while frozen.paused < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: frozen.paused >= 2, "two answers have paused")
         frozen.health = 500
         for number, chunks in enumerate(await asyncio.gather(*asking)):
             assert text_of(chunks) == words("base", f"p{number}", 12)
@@ -175,8 +174,7 @@ async def test_a_request_waits_while_no_backend_is_there(start: Start) -> None:
         await router.up(0)
         assert (await router.http.get("/health")).status_code == 503
         asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body("formal")))
-        while not (await router.cluster())["unrouted"]:
-            await asyncio.sleep(0.001)
+        await router.until_cluster(lambda cluster: cluster["unrouted"], "a request waits for a backend")
         await backend.start()
         assert (await asking).json()["choices"][0]["text"] == words("formal", "once", 12)
 
@@ -199,20 +197,21 @@ async def test_requests_for_a_forgotten_adapter_share_a_load(start: Start) -> No
         backend.adapters.clear()
         backend.open.clear()
         asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body("formal"))) for _ in range(8)]
-        while len(backend.calls) < 2 or len(router.parts.backend_router._requests) < 8:
-            await asyncio.sleep(0.001)
+        await until(
+            lambda: len(backend.calls) >= 2 and len(router.parts.backend_router._requests) >= 8,
+            "two loads and eight requests are under way",
+        )
         backend.open.set()
         assert {reply.status_code for reply in await asyncio.gather(*asking)} == {200}
         assert len(backend.calls) < 1 + 8  # those who hear of the loss after the load may ask again
 
 
-async def test_adapters_that_a_backend_lists_no_longer_are_loaded_before_the_next_request(start: Start) -> None:
+async def test_adapters_lost_by_a_backend_are_reloaded_before_the_next_request(start: Start) -> None:
     async with start(count=1) as router:
         (backend,) = router.backends
         await router.http.post(COMPLETIONS, json=body("formal"))
         backend.adapters.clear()
-        while (await router.cluster())["replicas"][0]["resident"]:
-            await asyncio.sleep(0.005)
+        await router.until_cluster(lambda cluster: not cluster["replicas"][0]["resident"], "no adapter is resident")
         asked = len(backend.bodies)
         assert (await router.http.post(COMPLETIONS, json=body("formal"))).status_code == 200
         assert len(backend.bodies) == asked + 1
@@ -261,8 +260,7 @@ async def test_a_draining_backend_ends_what_it_has_and_gets_nothing_new(start: S
         for backend in router.backends:
             backend.open.clear()
         running = asyncio.create_task(events(router.http, COMPLETIONS, body()))
-        while not any(backend.streaming for backend in router.backends):
-            await asyncio.sleep(0.001)
+        await until(lambda: any(backend.streaming for backend in router.backends), "a backend streams")
         other, draining = sorted(router.backends, key=lambda backend: backend.streaming)
         other.open.set()
         draining.health = 503
@@ -285,13 +283,11 @@ async def test_a_backend_that_takes_requests_again_keeps_those_that_it_has(start
         (backend,) = router.backends
         backend.pauses_at = 3
         running = asyncio.create_task(events(router.http, COMPLETIONS, body(n=2)))
-        while not backend.paused:
-            await asyncio.sleep(0.001)
+        await until(lambda: backend.paused, "an answer has paused")
         backend.health = 503
         await router.up(0)
         waiting = asyncio.create_task(router.http.post(COMPLETIONS, json=body()))
-        while not (await router.cluster())["unrouted"]:
-            await asyncio.sleep(0.001)
+        await router.until_cluster(lambda cluster: cluster["unrouted"], "a request waits for a backend")
         backend.health = 200
         assert (await waiting).status_code == 200
         backend.go_on.set()
@@ -325,20 +321,20 @@ async def test_adapters_of_a_backend_that_stays_away_get_other_homes(
         killed, other = router.backends
         await killed.kill()
         (home,) = [each["id"] for each in (await router.cluster())["replicas"] if each["address"] == other.url]
-        while any(shares != {home: 1.0} for shares in (await router.cluster())["shares"].values()):
-            await asyncio.sleep(0.001)
+        await router.until_cluster(
+            lambda cluster: all(shares == {home: 1.0} for shares in cluster["shares"].values()),
+            "every adapter has one home",
+        )
 
 
 async def test_what_a_backend_should_have_is_loaded_unasked_when_it_is_back(start: Start) -> None:
     async with start(preset="lorikeet:round-robin,pool_prefetch=true") as router:
         killed, other = router.backends
-        while len(killed.adapters) < 2 or len(other.adapters) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: min(len(killed.adapters), len(other.adapters)) >= 2, "both backends have two adapters")
         await killed.kill()
         await router.up(1)
         await killed.start()
-        while len(killed.adapters) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(killed.adapters) >= 2, "the backend has its two adapters again")
 
 
 async def test_a_backend_that_dies_while_it_loads_an_adapter_is_replaced_by_another(start: Start) -> None:
@@ -346,8 +342,7 @@ async def test_a_backend_that_dies_while_it_loads_an_adapter_is_replaced_by_anot
         for backend in router.backends:
             backend.open.clear()
         asking = [asyncio.create_task(router.http.post(COMPLETIONS, json=body("formal"))) for _ in range(4)]
-        while not any(router.calls):
-            await asyncio.sleep(0.001)
+        await until(lambda: any(router.calls), "a backend loads an adapter")
         (loading,) = [backend for backend in router.backends if backend.calls]
         for backend in router.backends:
             if backend is not loading:

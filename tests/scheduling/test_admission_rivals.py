@@ -16,8 +16,7 @@ from lorikeet.scheduling.admission import AdmissionQueue, RunningRequest
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.policies.fair import FairShares, by_adapter
 from lorikeet.scheduling.policies.sjf import ShortestFirst
-from lorikeet.scheduling.state import SchedulerLimits
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import SchedulerLimits, StepTimeEstimator
 from tests.support.scripted import Bench, adapter, request
 
 RIVALS = ("sjf", "sjf:aging", "fair", "fair:literal", "fair:adapter", "priority", "deadline")
@@ -137,7 +136,7 @@ def test_the_lowest_priority_value_goes_first_then_the_oldest() -> None:
     assert order("priority", requests) == ["urgent", "early", "late", "idle"]
 
 
-def test_whoever_is_due_first_goes_first() -> None:
+def test_earliest_deadline_goes_first() -> None:
     requests = [
         made("no limit", 0.0),
         made("other limit", 0.5, slo=Slo(e2e_s=1.0)),
@@ -200,7 +199,7 @@ def test_the_owner_that_was_served_least_goes_first_and_inside_it_the_oldest() -
     assert (queue.served("greedy"), queue.served("modest")) == (40, 12)
 
 
-def test_whoever_comes_back_is_lifted_to_the_least_served_of_those_who_wait() -> None:
+def test_returning_tenant_is_lifted_to_the_least_served_waiting_one() -> None:
     queue, _ = fair()
     filled(queue, [made(f"a{index}", tenant="a", prompt_tokens=30) for index in range(3)])
     filled(queue, [made(f"b{index}", 1.0, tenant="b", prompt_tokens=20) for index in range(4)])
@@ -210,7 +209,7 @@ def test_whoever_comes_back_is_lifted_to_the_least_served_of_those_who_wait() ->
     assert queue.served("c") == 40, "as b, who waits and was served least"
 
 
-def test_whoever_was_served_more_than_those_who_wait_is_not_lowered() -> None:
+def test_tenant_served_more_than_the_waiting_ones_is_not_lowered() -> None:
     queue, _ = fair()
     filled(queue, [made("a", tenant="a", prompt_tokens=30), made("b", 1.0, tenant="b"), made("b2", 1.0, tenant="b")])
     assert admitted(queue, most=2) == ["a", "b"]
@@ -218,7 +217,7 @@ def test_whoever_was_served_more_than_those_who_wait_is_not_lowered() -> None:
     assert queue.served("a") == 30
 
 
-def test_if_nobody_waits_whoever_comes_is_lifted_to_the_last_who_did() -> None:
+def test_tenant_coming_to_an_empty_queue_is_lifted_to_the_last_that_left() -> None:
     queue, view = fair()
     x = made("x", tenant="a", prompt_tokens=30)
     filled(queue, [x, made("y", 1.0, tenant="b", prompt_tokens=9)])
@@ -243,13 +242,13 @@ def test_an_interrupted_request_is_charged_for_what_comes_new_only() -> None:
     assert queue.served("t") == 10 + 2 * 3
 
 
-def test_a_prompt_is_charged_where_its_request_runs_first_whoever_has_had_it_before() -> None:
+def test_prompt_is_charged_once_where_its_request_runs_first() -> None:
     queue, view = fair()
     restarted = made("x", tenant="t", prompt_tokens=10, attempt=1)
     queue.add(restarted, 0.0)
     assert admitted(queue) == ["x"]
     assert queue.served("t") == 10
-    queue.ended(restarted, 0.0, goes_on=True)
+    queue.ended(restarted, 0.0, will_resume=True)
     queue.add(msgspec.structs.replace(restarted, exports=1), 0.0)
     assert admitted(queue) == ["x"]
     assert queue.served("t") == 10, "once"
@@ -270,7 +269,7 @@ def test_no_room_ends_admission_and_what_else_is_lacking_does_not() -> None:
         queue = filled(fair()[0], requests)
         assert admitted(queue, {"t0": wait}) == ["t1", "u0", "u1"]
         assert [each.request_id for each in queue.waiting()] == ["t0"]
-    for wait in (WaitReason.ROOM, WaitReason.ADAPTER_ROOM):
+    for wait in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS):
         assert admitted(filled(fair()[0], requests), {"u0": wait}) == ["t0"], "u has been served less, and ends it"
 
 
@@ -284,9 +283,7 @@ def test_no_room_ends_admission_and_what_else_is_lacking_does_not() -> None:
         (0.0, 100, ["a", "b"]),
     ],
 )
-def test_whoever_would_hold_more_than_its_share_leaves_as_much_for_others(
-    spare: float, free: int, names: list[str]
-) -> None:
+def test_tenant_above_its_share_leaves_as_much_for_others(spare: float, free: int, names: list[str]) -> None:
     view = View()
     queue = FairShares(view, spare=spare)
     queue.add(made("running", tenant="a", prompt_tokens=400), 0.0)
@@ -298,7 +295,7 @@ def test_whoever_would_hold_more_than_its_share_leaves_as_much_for_others(
     assert admitted(queue) == names
 
 
-def test_whoever_holds_nothing_may_take_more_than_its_share() -> None:
+def test_tenant_holding_nothing_may_take_more_than_its_share() -> None:
     """Else two owners of large requests would wait for each other for ever."""
     view = View()
     view.free = 1000
@@ -316,7 +313,7 @@ def test_shares_may_be_of_adapters() -> None:
     assert (queue.served(one.digest), queue.served(other.digest), queue.served("")) == (15, 1, 2)
 
 
-def test_the_last_admitted_gives_way_whoever_came_first() -> None:
+def test_last_admitted_is_preempted_regardless_of_arrival() -> None:
     bench = Bench(blocks=6, preset=Preset(admission="fair"), limits=SchedulerLimits(2, 16, 64))
     for name, arrival_s, tenant in (("a0", 0.0, "a"), ("a1", 0.1, "a"), ("b", 0.2, "b")):
         asked = request(name, [ord(name[-1])] * 7, arrival_s, max_tokens=4 if name == "a0" else 12)
@@ -360,7 +357,7 @@ def test_one_that_sends_much_more_waits_and_the_others_do_not() -> None:
     assert last_of_the_others("fair") <= 6
 
 
-def test_owners_who_have_gone_are_forgotten_once_it_makes_no_difference() -> None:
+def test_gone_tenants_are_forgotten_once_it_makes_no_difference() -> None:
     queue, view = fair()
     for index in range(3_000):
         one = made(f"{index}", float(index), tenant=f"tenant-{index}", prompt_tokens=5)
@@ -383,9 +380,9 @@ def test_all_are_first_come_first_served_where_all_requests_are_alike(name: str,
 
 
 @pytest.mark.parametrize("name", ["sjf", "sjf:aging", "priority", "deadline"])
-def test_whoever_finds_no_room_is_not_passed(name: str) -> None:
+def test_request_without_room_is_not_passed(name: str) -> None:
     requests = [made("first", 0.0), made("second", 1.0), made("third", 2.0)]
-    for wait in (WaitReason.ROOM, WaitReason.ADAPTER_ROOM):
+    for wait in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS):
         assert admitted(filled(ADMISSION[name](View()), requests), {"second": wait}) == ["first"]
     for wait in (WaitReason.SLOT, WaitReason.TRANSFER):
         assert admitted(filled(ADMISSION[name](View()), requests), {"second": wait}) == ["first", "third"]

@@ -3,7 +3,7 @@
 import pytest
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.scheduling.batching.dlora import CreditParams, Credits, DLora, transfers
+from lorikeet.scheduling.batching.dlora import CreditParams, Credits, DLora, credit_transfers
 from lorikeet.scheduling.batching.dynamic import Decision, decide
 from lorikeet.scheduling.batching.mode import BatchWork, Unmerged
 from lorikeet.scheduling.batching.mode_times import Iteration, ModeBatch, ThresholdParams, Thresholds, throughput
@@ -88,7 +88,7 @@ def test_without_a_legal_adapter_the_oldest_run() -> None:
     assert (decision.merged, decision.candidate, ids(decision.batch)) == (None, None, ["A1", "A2", "A3", "A4"])
 
 
-def test_of_equally_loaded_adapters_the_one_whose_request_came_first_is_the_candidate() -> None:
+def test_candidate_among_equal_loads_is_the_adapter_of_the_oldest_request() -> None:
     assert decided("BAAB").candidate == B
 
 
@@ -112,7 +112,7 @@ def after(
 ) -> Thresholds:
     """Return the thresholds after a period in which so many requests would run merged, or unmerged, in each step."""
     thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha, beta, period_steps=steps, from_even=False))
-    thresholds.meet(merged, A)
+    thresholds.start_iteration(merged, A)
     thresholds.note(Iteration(ModeBatch(sizes[0]), ModeBatch(sizes[1], lora=8.0)), steps)
     return thresholds
 
@@ -148,12 +148,12 @@ def test_beta_stays_within_its_limits_and_pushes_alpha_up() -> None:
     assert (most.alpha, most.beta) == pytest.approx((1.2, 1.15))
 
 
-def test_a_period_ends_with_a_switch_with_another_candidate_and_after_its_longest() -> None:
+def test_period_ends_with_a_switch_a_new_candidate_or_its_longest_time() -> None:
     thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha=0.9, period_steps=32, from_even=False))
     iteration = Iteration(ModeBatch(4), ModeBatch(4, lora=8.0))
 
     def note(merged: AdapterDigest | None, candidate: AdapterDigest, steps: int) -> float:
-        thresholds.meet(merged, candidate)
+        thresholds.start_iteration(merged, candidate)
         thresholds.note(iteration, steps)
         return thresholds.alpha
 
@@ -174,18 +174,18 @@ class LateTimes(FixedTimes):
 
 def test_as_long_as_the_modes_cannot_be_compared_the_thresholds_stay() -> None:
     thresholds = Thresholds(LateTimes())
-    thresholds.meet(None, A)
+    thresholds.start_iteration(None, A)
     thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 32)
     assert (thresholds.alpha, thresholds.beta) == (0.8, 0.65)
 
 
-def test_the_thresholds_begin_where_merging_breaks_even_as_soon_as_that_is_known() -> None:
+def test_thresholds_start_at_the_break_even_of_merging_once_known() -> None:
     times = LateTimes()
     thresholds = Thresholds(times)
-    thresholds.meet(A, A)
+    thresholds.start_iteration(A, A)
     assert thresholds.steps_left == 32, "merged iterations tell nothing of the other mode"
     thresholds.note(Iteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 2)
-    thresholds.meet(None, A)
+    thresholds.start_iteration(None, A)
     assert thresholds.steps_left == 1
     times.is_known = True
     thresholds.note(Iteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 1)
@@ -194,7 +194,7 @@ def test_the_thresholds_begin_where_merging_breaks_even_as_soon_as_that_is_known
     assert thresholds.steps_left == 32
     thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 32)
     assert thresholds.alpha == pytest.approx(even * 1.1 - 0.05), "from then on it moves"
-    thresholds.begin()
+    thresholds.recalibrate()
     thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 1)
     assert thresholds.alpha == pytest.approx(even * 1.1), "until it is to be set anew"
 
@@ -214,7 +214,7 @@ def example(starves_above: int = 6, backfill: bool = False) -> DLora:
     )
 
 
-def test_ex_5_who_is_passed_over_earns_credit_and_comes_first_when_it_has_enough() -> None:
+def test_ex_5_skipped_request_earns_credit_until_it_comes_first() -> None:
     mode, live = example(), live_of(QUEUE)
     seen = []
     for _ in range(5):
@@ -226,14 +226,14 @@ def test_ex_5_who_is_passed_over_earns_credit_and_comes_first_when_it_has_enough
 
 def test_ex_5b_an_adapter_without_credit_is_not_merged() -> None:
     mode, live = example(starves_above=10), live_of(QUEUE)
-    mode.credits.meet([A, B])
+    mode.credits.update_types([A, B])
     mode.credits.apply({A: -4, B: 4}, 1)
     choice = run(mode, live)
     assert (choice.merged, ids(batch_of(choice, live))) == (None, ["A1", "A2", "A3", "B1"])
     assert (mode.credits[A], mode.credits[B]) == (0, 8), "nobody was passed over"
 
 
-def test_ex_5b_a_merged_adapter_whose_credit_runs_out_is_unmerged() -> None:
+def test_ex_5b_merged_adapter_out_of_credit_is_unmerged() -> None:
     mode, live = example(starves_above=10), live_of(QUEUE)
     assert [run(mode, live).merged for _ in range(4)] == [A] * 4
     assert (mode.credits[A], mode.credits[B]) == (0, 8)
@@ -251,9 +251,9 @@ def test_a_starving_batch_is_filled_up_only_by_backfill() -> None:
     assert (mode.credits[A], mode.credits[B]) == (3, 5), "nobody was passed over, and B pays 2 of the 3 it was owed"
 
 
-def test_who_is_served_with_the_others_pays_back_no_more_than_it_was_owed_to_those_who_owe() -> None:
+def test_repayment_is_at_most_the_credit_owed() -> None:
     credits = Credits(CreditParams(initial=10, starves_above=14, normal_below=12, price=3))
-    credits.meet([A, B, C, None])
+    credits.update_types([A, B, C, None])
     credits.apply({A: -8, B: 6, C: 2}, 1)
     assert credits.repayments(live_of("AABBC-")) == {B: -6, C: -2, A: 8}
     assert credits.repayments(live_of("ABC")) == {B: -3, C: -2, A: 5}
@@ -274,14 +274,14 @@ def test_requests_of_the_base_model_are_owed_like_any_other() -> None:
     assert merged == [A, A, A, None]
 
 
-def test_those_who_run_in_the_place_of_others_pay_in_proportion() -> None:
+def test_types_running_instead_of_others_pay_in_proportion() -> None:
     live = live_of("ABCAABBB")
     chosen = [request for request in live if request.adapter != C]
-    assert transfers(chosen[:4], live[:4]) == {C: 1, A: -1}
-    assert transfers(chosen[4:], live[:4]) == {A: 2, B: 1 - 4, C: 1}
-    assert transfers(live[:1], live[:4]) == {A: 1 - 3, B: 1, C: 1}
-    assert transfers(live[:4], live[:4]) == {}
-    assert transfers(live_of("CCCAB")[3:], live_of("CCC")) == {C: 3, A: -1, B: -2}, "whole credits"
+    assert credit_transfers(chosen[:4], live[:4]) == {C: 1, A: -1}
+    assert credit_transfers(chosen[4:], live[:4]) == {A: 2, B: 1 - 4, C: 1}
+    assert credit_transfers(live[:1], live[:4]) == {A: 1 - 3, B: 1, C: 1}
+    assert credit_transfers(live[:4], live[:4]) == {}
+    assert credit_transfers(live_of("CCCAB")[3:], live_of("CCC")) == {C: 3, A: -1, B: -2}, "whole credits"
 
 
 def test_what_a_type_was_owed_goes_back_when_its_last_request_leaves() -> None:
@@ -293,7 +293,7 @@ def test_what_a_type_was_owed_goes_back_when_its_last_request_leaves() -> None:
     assert (mode.credits[A], len(mode.credits)) == (4, 1)
 
 
-def test_what_a_type_owes_when_its_last_request_leaves_nobody_is_owed_any_longer() -> None:
+def test_debt_of_a_type_ends_with_its_last_request() -> None:
     mode = example(starves_above=10)
     for _ in range(3):
         run(mode, live_of(QUEUE))
@@ -303,23 +303,23 @@ def test_what_a_type_owes_when_its_last_request_leaves_nobody_is_owed_any_longer
     assert mode.credits[A] == 4
 
 
-def test_one_beside_whom_many_took_turns_and_left_starves_no_more_than_before() -> None:
+def test_request_beside_many_short_lived_types_starves_no_longer() -> None:
     credits = Credits(CreditParams(initial=8, starves_above=10, normal_below=9, turn_ends_below=4))
     for other in (B, C) * 4:
-        credits.meet((A, other))
+        credits.update_types((A, other))
         credits.apply({A: 5, other: -5}, 1)
         assert A in credits.starving()
-        credits.meet((A,))
+        credits.update_types((A,))
         assert credits[A] == 8
         assert A not in credits.starving()
 
 
-def test_an_adapter_is_merged_at_once_where_the_one_before_it_has_no_requests_left() -> None:
+def test_adapter_is_merged_at_once_when_the_previous_one_has_no_requests() -> None:
     mode = DLora(setup_of(max_batch=4))
     assert [run(mode, live_of(types)).merged for types in ("AA", "BB", "AABA")] == [A, B, None]
 
 
-def test_nobody_starves_where_all_requests_are_of_one_adapter() -> None:
+def test_no_request_starves_with_a_single_adapter() -> None:
     mode = example()
     run(mode, live_of("-B"))
     mode.credits.apply({None: -3, B: 3}, 1)
@@ -367,6 +367,6 @@ def test_all_run_unmerged_on_a_turn_where_that_is_the_faster_way(types: str, lor
     assert mode.credits[B] == 7, "it pays two for an iteration of its request in which nobody is passed over"
 
 
-def test_two_adapters_turns_are_merged_where_one_after_the_other_takes_less_time() -> None:
+def test_two_adapters_alternate_merged_where_that_takes_less_time() -> None:
     mode, live = starving_mode("AAAB", lora_s=0.022), live_of("AAAB")
     assert run(mode, live).merged == B

@@ -50,7 +50,7 @@ def test_times_of_both_modes_are_found_from_a_few_steps_of_each() -> None:
     assert times.batch_s(times.batch([A] * 5 + [None] * 5)) == pytest.approx(0.018, rel=0.02)
 
 
-def test_steps_with_lora_are_due_after_eight_without_and_once_known_after_256_times_their_time() -> None:
+def test_lora_steps_are_due_after_8_merged_ones_then_after_256_times_their_time() -> None:
     times = ModeTimes(KernelForm.UNPADDED, lambda _: RANK)
     merged, unmerged = BatchWork(0, 0, 4, {}), BatchWork(0, 0, 4, {A: 4})
     times.note(7, merged, 0.01)
@@ -156,7 +156,7 @@ def test_where_merging_pays_nothing_alpha_rises_and_it_stays_unmerged(hot: float
     assert tokens_per_s > 0.95 * 16 / (0.01 + 16 * 0.0005)
 
 
-def test_it_finds_out_anew_when_merging_begins_to_pay() -> None:
+def test_break_even_of_merging_is_measured_again() -> None:
     mode = DLora(setup_of(max_batch=256))
     FREE.run(mode, hot=0.95, steps=2000)
     assert mode.thresholds.alpha > 1.0
@@ -195,7 +195,7 @@ def test_a_step_that_was_held_up_does_not_make_merging_pay_for_good(held_up_s: M
     assert serve_one_by_one(DLora(setup_of(max_batch=256)), 4000, held_up_s) < 0.2
 
 
-def test_a_trial_that_is_due_does_not_shorten_the_plans_of_an_adapter_that_stays_merged() -> None:
+def test_due_trial_does_not_shorten_plans_of_a_merged_adapter() -> None:
     mode, live = DLora(setup_of(), credited=False), live_of("AAAA")
     for _ in range(10):
         run(mode, live)
@@ -238,7 +238,7 @@ def test_what_many_cost_together_is_measured_before_it_is_held_against_turns(
     assert mode.choose(live).merged == merged
 
 
-def test_the_base_model_is_no_adapter_that_must_be_measured_together_with_others() -> None:
+def test_base_model_need_not_be_measured_together_with_adapters() -> None:
     mode, live = DLora(setup_of(), backfill=True), live_of("A-")
     for index in range(16):
         mode.times.note(1, BatchWork(0, 0, 1, {A: 1} if index % 2 else {}), 0.1 if index % 2 else 0.01)
@@ -306,7 +306,7 @@ def test_whole_models_hold_no_more_than_their_even_share_of_the_pool() -> None:
     assert mode.steps_until_review() == float("inf")
 
 
-def test_unmerged_only_lets_everybody_run() -> None:
+def test_unmerged_only_runs_all_requests() -> None:
     mode = Unmerged(setup_of())
     assert mode.choose(live_of("ABC")) == ALL_REQUESTS
     assert not mode.follows_requests

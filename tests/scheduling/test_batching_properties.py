@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.scheduling.batching.dlora import CreditParams, DLora, usual_params
+from lorikeet.scheduling.batching.dlora import CreditParams, DLora, default_credit_params
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchWork, LiveRequest
 from lorikeet.scheduling.batching.mode_times import ThresholdParams
 from tests.support.batching import A, B, C, batch_of, live_of, run, setup_of, work_of
@@ -129,7 +129,7 @@ def test_several_steps_at_once_are_the_same_steps_one_by_one(
     check_several_at_once(mode, traffic, most)
 
 
-def test_after_a_period_that_ended_with_another_candidate_each_step_is_decided_anew() -> None:
+def test_each_step_decides_after_a_period_ended_by_another_candidate() -> None:
     stay: tuple[str, set[int]] = ("", set())
     before = [("AAC-B", set[int]()), ("A-AAA", set[int]()), ("ABC", {0, 2, 7}), ("B", set[int]())]
     leave: list[tuple[str, set[int]]] = [("C", set()), ("", {5}), ("", {5}), ("", {0, 1, 3})]
@@ -144,7 +144,7 @@ def test_a_lone_request_is_rescued_after_so_many_iterations(
     place = data.draw(st.integers(0, max_batch - 1))
     others = data.draw(st.integers(max(place, 1), 2 * max_batch))
     live = live_of("A" * place + "B" + "A" * (others - place))
-    mode, rules = DLora(setup_of(max_batch), backfill=backfill), usual_params(max_batch, has_turns=backfill)
+    mode, rules = DLora(setup_of(max_batch), backfill=backfill), default_credit_params(max_batch, has_turns=backfill)
     most = rules.starves_above - rules.initial + 1
     assert most == (17 if backfill else 65)
     passed_over = 0
@@ -153,7 +153,7 @@ def test_a_lone_request_is_rescued_after_so_many_iterations(
         assert passed_over <= most
 
 
-def test_a_lone_request_beside_a_hot_adapter_is_rescued_after_just_so_many_iterations() -> None:
+def test_lone_request_beside_a_hot_adapter_runs_after_a_known_number_of_steps() -> None:
     live = live_of("BAAAAAAAA")
     mode = DLora(setup_of(max_batch=8), credit_params=CreditParams(200, starves_above=264, normal_below=216))
     choices = [run(mode, live) for _ in range(66)]

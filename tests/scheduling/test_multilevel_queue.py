@@ -3,6 +3,7 @@
 import os
 import random
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,11 +18,11 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.scheduling.admission import AdmissionQueue, RunningRequest
 from lorikeet.scheduling.multilevel.options import AdapterCharge, ChameleonOptions
-from lorikeet.scheduling.multilevel.queue import ChameleonQueue, WaitingEntry, wait_in_steps
+from lorikeet.scheduling.multilevel.queue import ChameleonQueue, InitialClasses, wait_in_steps
 from lorikeet.scheduling.multilevel.quotas import SurplusShare, class_load
 from lorikeet.scheduling.multilevel.size_classes import RequestSize, SizeClasses
 from lorikeet.scheduling.policies.fifo import Fifo
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import StepTimeEstimator
 from tests.support.scripted import adapter as make_adapter
 from tests.support.step_counts import STEPS_VARIABLE, count
 
@@ -71,7 +72,7 @@ class World:
         used = {each.digest for each, _ in self.running_now.values()}
         adapter = 0 if request.digest in used else self.adapter_tokens(request.adapter)
         if kv + adapter > free:
-            return WaitReason.ADAPTER_ROOM if adapter and kv <= free else WaitReason.ROOM
+            return WaitReason.ADAPTER_BLOCKS if adapter and kv <= free else WaitReason.KV_BLOCKS
         if request.adapter is not None:
             self.resident[request.adapter.digest] = request.adapter
         self.running_now[request.request_id] = request, len(request.output_token_ids)
@@ -107,30 +108,34 @@ def admit(queue: AdmissionQueue, world: World, now: float = 0.0, slots: int = 10
 
 
 def with_quotas(
-    world: World, quotas: tuple[int, ...], boundaries: tuple[float, ...], **options: object
+    world: World,
+    quotas: tuple[int, ...],
+    class_of: Callable[[RequestSize], int] = lambda sizes: 0,
+    longest_run_s: Mapping[int, float] | None = None,
+    **options: object,
 ) -> ChameleonQueue:
     """A queue whose classes are given."""
-    queue = ChameleonQueue(world, ChameleonOptions(**options))  # type: ignore[arg-type]
-    queue._class_stats.classes = SizeClasses((0.0,) * len(quotas), boundaries, ())
-    queue._quotas.total_tokens = sum(quotas)
-    queue._quotas.divide(quotas, {})
-    queue._waiting = [[] for _ in quotas]
-    return queue
+    start = InitialClasses(quotas, class_of, longest_run_s or {})
+    return ChameleonQueue(world, ChameleonOptions(**options), start)  # type: ignore[arg-type]
+
+
+def input_above(tokens: int) -> Callable[[RequestSize], int]:
+    """Two classes: prompts of more than so many tokens are of the second."""
+    return lambda sizes: int(sizes.input_tokens > tokens)
 
 
 def three_classes(needs: dict[str, list[int]]) -> tuple[ChameleonQueue, World]:
     """Quotas 9, 8 and 12 and requests of so many tokens each, whatever their sizes say."""
-    world = World()
-    queue = with_quotas(world, (9, 8, 12), (0.2, 0.6))
-    for number, (name, each) in enumerate(needs.items()):
+    world, number = World(), 0
+    queue = with_quotas(world, (9, 8, 12), lambda sizes: number)
+    for number, (name, each) in enumerate(needs.items()):  # noqa: B007 - the queue asks for it
         for index, need in enumerate(each):
-            queue._class_of = lambda sizes, number=number: number  # type: ignore[method-assign,misc]
             queue.add(ask(f"{name}{index}", need - 1, 1, index), 0.0)
     return queue, world
 
 
 def held(queue: ChameleonQueue) -> list[int]:
-    return list(queue._quotas.held)
+    return list(queue.state().held_tokens)
 
 
 def test_case_a_every_class_by_its_own_quota() -> None:
@@ -153,22 +158,24 @@ def test_case_c_a_class_with_waiters_donates_no_fragment() -> None:
     assert held(queue) == [8, 4, 0], "the third is paid by the highest of those that lend"
 
 
-def test_who_needs_more_than_its_classs_quota_runs_when_nobody_holds_any_of_it() -> None:
-    queue, world = three_classes({"small": [3], "medium": [], "large": [30]})
-    world.running_now[RequestId("x")] = ask("x", 1, 1), 0
-    queue._admitted.clear()
-    queue._quotas.hold(RequestId("x"), 2, 1)
-    assert admit(queue, world) == ["small0"]
-    queue._quotas.give_back(RequestId("x"))
-    assert admit(queue, world) == ["large0"]
-    assert queue._quotas.available(2) < 0
-    assert sum(queue._quotas.available(number) + queue._quotas.held[number] for number in range(3)) == 29
+def test_request_above_its_class_quota_runs_when_none_of_it_is_held() -> None:
+    queue, world = three_classes({"small": [3], "medium": [], "large": [2, 30]})
+    assert admit(queue, world) == ["small0", "large0"]
+    assert held(queue) == [3, 0, 2]
+    assert admit(queue, world) == [], "one of its class holds two tokens"
+    request, _ = world.running_now.pop(RequestId("large0"))
+    queue.ended(request, 1.0)
+    assert admit(queue, world) == ["large1"]
+    state = queue.state()
+    assert state.held_tokens[2] > state.quotas[2]
+    assert sum(state.held_tokens) == 3 + 30
+    assert sum(state.quotas) == 29
 
 
-def bypass_world() -> tuple[World, ChameleonQueue]:
+def bypass_world(**options: object) -> tuple[World, ChameleonQueue]:
     """100 tokens free; one that ends in 10 steps frees 60, one that ends in 25 frees 200."""
     world = World(total_tokens=360)
-    queue = with_quotas(world, (10_000,), ())
+    queue = with_quotas(world, (10_000,), **options)  # type: ignore[arg-type]
     for name, kv, left in (("ten", 60, 10), ("twenty-five", 200, 25)):
         request = ask(name, kv - 5, 5 + left, -1.0)
         queue.add(request, 0.0)
@@ -181,7 +188,7 @@ def bypass_world() -> tuple[World, ChameleonQueue]:
 def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
     world, queue = bypass_world()
     head = ask("head", 56, 10, 1.0, make_adapter("big", 50))  # 256 tokens of room
-    expected = {name: entry.waiting.expected_tokens for name, entry in queue._admitted.items()}
+    expected = {name: entry.waiting.expected_tokens for name, entry in queue.state().admitted.items()}
     assert wait_in_steps(256, 100, world.running(), expected, world) == 25
     for request in (head, ask("x", 40, 20, 2.0), ask("y", 40, 30, 3.0)):
         queue.add(request, 1.0)
@@ -194,7 +201,7 @@ def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
     back = queue.review(2.0)
     assert [request.request_id for request in back] == ["x"], "it has not ended at 20 tokens"
     request, _ = world.running_now.pop(RequestId("x"))
-    queue.ended(request, 2.0, goes_on=True)
+    queue.ended(request, 2.0, will_resume=True)
     resumed = Request(
         request.request_id,
         request.prompt_token_ids,
@@ -207,44 +214,52 @@ def test_bypass_by_those_that_will_have_ended_when_the_head_can_start() -> None:
     )
     queue.add(resumed, 2.0)
     assert [each.request_id for each in queue.waiting()] == ["head", "x", "y"], "back where its arrival puts it"
-    assert not queue._waiting[0][1].may_pass
-    assert queue._waiting[0][1].expected_tokens == 21
+    sent_back = queue.state().waiting[0][1]
+    assert (sent_back.may_pass, sent_back.expected_tokens) == (False, 21)
     assert admit(queue, world, 3.0) == [], "nobody passes twice"
     assert (queue.figures().bypassed, queue.figures().squashed) == (1, 1)
     told = queue.stats()
     assert (told.waiting, told.bypassed, told.squashed) == ((3,), 1, 1)
-    assert (told.quota_tokens, sum(told.held_tokens)) == (queue._quotas.quotas, sum(queue._quotas.held))
+    assert (told.quota_tokens, sum(told.held_tokens)) == (queue.state().quotas, sum(held(queue)))
     for name in ("head", "x", "y"):
         queue.remove(next(each for each in queue.waiting() if each.request_id == name), 3.0)
     queue.add(resumed, 4.0)
-    assert queue._waiting[0][0].may_pass, "taken out by whoever asked, it is another"
+    assert queue.state().waiting[0][0].may_pass, "taken out by whoever asked, it is another"
 
 
-def test_one_that_was_sent_back_passes_nobody_after_it_has_given_way_once_more() -> None:
+def test_squashed_request_never_bypasses_again_after_a_preemption() -> None:
     world, queue = bypass_world()
-    entry = WaitingEntry(ask("x", 40, 20, 2.0), 20, RequestSize(40, 20, 0), may_pass=False)
-    queue._waiting[0].append(entry)
-    queue._gaps.begin(0, 1.0)
+    head, request = ask("head", 56, 10, 1.0, make_adapter("big", 50)), ask("x", 40, 20, 2.0)
+    for each in (head, request):
+        queue.add(each, 1.0)
     assert admit(queue, world, 1.0) == ["x"]
-    world.running_now.pop(RequestId("x"))
-    queue.ended(entry.request, 3.0, goes_on=True)
-    queue.add(msgspec.structs.replace(entry.request, exports=1), 3.0)
-    assert not queue._waiting[0][0].may_pass
+    world.running_now[request.request_id] = request, 20
+    assert queue.review(2.0) == [request], "it passed the head, and has not ended"
+    for now in (2.0, 3.0):  # sent back, and then to give way
+        world.running_now.pop(request.request_id)
+        queue.ended(request, now, will_resume=True)
+        queue.add(msgspec.structs.replace(request, exports=1), now)
+        if now == 2.0:
+            queue.remove(head, now)
+            assert admit(queue, world, now) == ["x"], "there is nobody to pass"
+    assert not queue.state().waiting[0][0].may_pass
 
 
-def test_a_run_lasts_from_the_first_admission_to_the_end_without_the_time_between() -> None:
+def test_run_time_counts_admission_to_end_without_time_spent_preempted() -> None:
     world = World()
-    queue = with_quotas(world, (1000,), ())
+    queue = with_quotas(world, (1000,))
     request = ask("x", 10, 5)
     queue.add(request, 0.0)
     assert admit(queue, world, 0.0) == ["x"]
     world.running_now.clear()
-    queue.ended(request, 4.0, goes_on=True)
+    queue.ended(request, 4.0, will_resume=True)
     queue.add(msgspec.structs.replace(request, exports=1), 4.0)
     assert admit(queue, world, 10.0) == ["x"]
     queue.ended(request, 16.0)
-    assert queue._class_stats._ends.since(0.0)[:, 3].tolist() == [10.0]
     assert queue.figures().longest_run_s == {0: 10.0}
+    queue.add(ask("y", 10, 5, 310.0), 310.0)
+    assert queue.figures().refreshes == 1
+    assert queue.state().longest_run_s == {0: 10.0}, "of those that ended lately"
 
 
 def test_classes_come_with_the_hundredth_arrival_after_a_quiet_time_too() -> None:
@@ -259,11 +274,9 @@ def test_classes_come_with_the_hundredth_arrival_after_a_quiet_time_too() -> Non
     assert queue.figures().boundaries
 
 
-def test_a_large_head_is_not_kept_waiting_for_ever_by_small_ones_that_come_and_go() -> None:
+def test_large_head_is_not_starved_by_a_stream_of_small_requests() -> None:
     world = World(total_tokens=1000)
-    queue = with_quotas(world, (1010, 140), (0.5,))
-    queue._class_of = lambda sizes: int(sizes.input_tokens > 100)  # type: ignore[method-assign]
-    queue._blocked._longest_run_s = {0: 10.0, 1: 10.0}
+    queue = with_quotas(world, (1010, 140), input_above(100), longest_run_s={0: 10.0, 1: 10.0})
     for number in range(50):
         queue.add(ask(f"s{number}", 19, 1, number), 0.0)
     assert len(admit(queue, world, 0.0)) == 50
@@ -281,8 +294,7 @@ def test_a_large_head_is_not_kept_waiting_for_ever_by_small_ones_that_come_and_g
 def test_a_head_that_is_held_back_is_waited_for_when_it_is_the_oldest() -> None:
     """Else a class whose heads always lack room would keep the next class from ever being tried."""
     world = World(total_tokens=1000)
-    queue = with_quotas(world, (10_000, 10_000), (0.5,))
-    queue._class_of = lambda sizes: int(sizes.input_tokens > 500)  # type: ignore[method-assign]
+    queue = with_quotas(world, (10_000, 10_000), input_above(500))
     for number in range(2):
         queue.add(ask(f"first{number}", 400, 1, number), 0.0)
     assert admit(queue, world, 0.0) == ["first0", "first1"]
@@ -300,21 +312,20 @@ def test_a_head_that_is_held_back_is_waited_for_when_it_is_the_oldest() -> None:
 def with_stuck_head(quotas: tuple[int, int], first: int, large: int) -> tuple[ChameleonQueue, World]:
     """Two large prompts of so many tokens, of which the second is not admitted, in a pool of 160."""
     world = World(total_tokens=160)
-    queue = with_quotas(world, quotas, (0.5,))
-    queue._class_of = lambda sizes: int(sizes.input_tokens > 50)  # type: ignore[method-assign]
+    queue = with_quotas(world, quotas, input_above(50))
     for name, prompt, arrival_s in (("first", first, 0.0), ("large", large, 1.0)):
         queue.add(ask(name, prompt, 5, arrival_s), arrival_s)
     assert admit(queue, world, 1.0) == ["first"]
     return queue, world
 
 
-def test_nobody_leaves_room_to_a_head_that_lacks_tokens() -> None:
+def test_no_room_is_left_for_a_head_that_lacks_tokens() -> None:
     queue, world = with_stuck_head((60, 100), 55, 75)  # 40 of 100 tokens are left
     queue.add(ask("small", 45, 5, 2.0), 2.0)
     assert admit(queue, world, 2.0) == ["small"], "60 of 105 tokens of room are left"
 
 
-def test_nobody_leaves_room_to_a_head_that_may_not_run_now() -> None:
+def test_no_room_is_left_for_a_head_that_may_not_run_now() -> None:
     """Under a batching mode its turn may come only after the others have run."""
     queue, world = with_stuck_head((1000, 1000), 100, 120)  # it waits for room
     queue.add(ask("small", 45, 5, 2.0), 2.0)
@@ -323,18 +334,19 @@ def test_nobody_leaves_room_to_a_head_that_may_not_run_now() -> None:
     assert admit(queue, world, 3.0) == ["small"]
 
 
-def joining_world(quotas: tuple[int, ...] = (10_000, 10_000)) -> tuple[World, ChameleonQueue, AdapterRef]:
+def joining_world(
+    quotas: tuple[int, ...] = (10_000, 10_000), longest_run_s: Mapping[int, float] | None = None
+) -> tuple[World, ChameleonQueue, AdapterRef]:
     """One request runs under an adapter of 100 tokens, in a pool of which 60 tokens are free."""
     world, big = World(total_tokens=200), make_adapter("big", 25)
-    queue = with_quotas(world, quotas, (0.5,), charge=AdapterCharge.SHARED, join_from=0.5)
-    queue._class_of = lambda sizes: int(sizes.input_tokens > 100)  # type: ignore[method-assign]
+    queue = with_quotas(world, quotas, input_above(100), longest_run_s, charge=AdapterCharge.SHARED, join_from=0.5)
     queue.add(ask("first", 40, 10, 0.0, big), 0.0)
     assert admit(queue, world, 0.0) == ["first"]
     assert world.free_tokens() == 60
     return world, queue, big
 
 
-def test_who_joins_others_under_an_adapter_that_is_large_beside_itself_comes_first() -> None:
+def test_request_joining_a_running_large_adapter_comes_first() -> None:
     world, queue, big = joining_world()
     world.total_tokens = 400
     for request in (
@@ -351,7 +363,7 @@ def test_who_joins_others_under_an_adapter_that_is_large_beside_itself_comes_fir
     assert sum(held(queue)) == (40 + 10 + 100) + (150 + 10), "the adapter is paid once"
 
 
-def test_who_joins_others_pays_from_the_quota_of_its_class() -> None:
+def test_joining_request_pays_from_its_class_quota() -> None:
     world, queue, big = joining_world((160, 10_000))
     for name, prompt in (("joins0", 5), ("joins1", 4)):
         queue.add(ask(name, prompt, 3, 1.0, big), 1.0)
@@ -360,13 +372,14 @@ def test_who_joins_others_pays_from_the_quota_of_its_class() -> None:
     assert next(policy).request_id == "joins0", "8 of the 10 tokens that are left"
     queue.remove(next(each for each in queue.waiting() if each.request_id == "joins0"), 1.0)
     policy.close()
-    queue._quotas.hold(RequestId("first"), 0, 4)
+    first, _ = world.running_now[RequestId("first")]
+    world.running_now[RequestId("first")] = first, 13
+    assert queue.review(1.0) == [], "it runs longer than predicted, and holds four tokens more"
     assert admit(queue, world, 1.0) == [], "7 tokens are more than the 6 that are left"
 
 
-def test_who_joins_others_leaves_its_room_to_a_head_that_has_waited_for_half_of_the_longest_run() -> None:
-    world, queue, big = joining_world()
-    queue._blocked._longest_run_s = {0: 10.0}
+def test_joining_request_leaves_room_to_a_head_that_waited_half_the_longest_run() -> None:
+    world, queue, big = joining_world(longest_run_s={0: 10.0})
     queue.add(ask("head", 70, 10, 1.0), 1.0)
     assert admit(queue, world, 1.0) == [], "it lacks 10 tokens"
     for now, admitted in ((5.9, ["joins0"]), (6.0, [])):
@@ -374,10 +387,9 @@ def test_who_joins_others_leaves_its_room_to_a_head_that_has_waited_for_half_of_
         assert admit(queue, world, now) == admitted
 
 
-def test_a_stream_of_those_who_join_does_not_keep_the_head_of_their_class_waiting_for_ever() -> None:
+def test_head_of_a_class_is_not_starved_by_a_stream_of_joining_requests() -> None:
     world, big = World(total_tokens=2000), make_adapter("big", 25)
-    queue = with_quotas(world, (300,), (), charge=AdapterCharge.SHARED, join_from=0.5)
-    queue._blocked._longest_run_s = {0: 10.0}
+    queue = with_quotas(world, (300,), longest_run_s={0: 10.0}, charge=AdapterCharge.SHARED, join_from=0.5)
     queue.add(ask("first", 20, 30, 0.0, big), 0.0)
     assert admit(queue, world, 0.0) == ["first"]
     queue.add(ask("head", 180, 20, 1.0), 1.0)
@@ -396,9 +408,8 @@ def test_a_stream_of_those_who_join_does_not_keep_the_head_of_their_class_waitin
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_full_steps_do_not_keep_a_class_from_being_tried_for_ever(joins: bool) -> None:
-    world, queue, big = joining_world()
+    world, queue, big = joining_world(longest_run_s={0: 1.0, 1: 8.0})
     world.total_tokens, slots = 1000, 3
-    queue._blocked._longest_run_s = {0: 1.0, 1: 8.0}
     for number in range(2):
         queue.add(ask(f"small {number}", 1, 1, 0.0, big if joins else None), 0.0)
     assert admit(queue, world, 0.0, slots) == ["small 0", "small 1"]
@@ -425,7 +436,7 @@ def test_patience_follows_what_ended_lately() -> None:
         assert admit(queue, world, arrival_s) == [request.request_id]
         world.running_now.clear()
         queue.ended(request, arrival_s + ran_s)
-        assert queue._blocked._longest_run_s == {0: max(ran_s, 6.0 if arrival_s == 0.0 else 0.0)}
+        assert queue.state().longest_run_s == {0: max(ran_s, 6.0 if arrival_s == 0.0 else 0.0)}
         assert queue.figures().longest_run_s == {0: 6.0} or not before, "since the start"
 
 
@@ -441,8 +452,7 @@ def test_classes_are_found_again_when_twice_as_many_have_arrived() -> None:
 
 
 def test_lazily_it_is_sent_back_only_if_the_head_could_start_then() -> None:
-    world, queue = bypass_world()
-    queue._options = ChameleonOptions(lazy_squash=True)
+    world, queue = bypass_world(lazy_squash=True)
     for request in (ask("head", 56, 10, 1.0, make_adapter("big", 50)), ask("x", 40, 20, 2.0)):
         queue.add(request, 1.0)
     assert admit(queue, world, 1.0) == ["x"]
@@ -460,9 +470,9 @@ def test_a_head_without_room_for_its_kv_is_not_passed() -> None:
     assert admit(queue, world, 1.0) == []
 
 
-def test_who_runs_longer_than_predicted_holds_more() -> None:
+def test_request_running_longer_than_predicted_holds_more() -> None:
     world = World()
-    queue = with_quotas(world, (100,), ())
+    queue = with_quotas(world, (100,))
     request = ask("long", 10, 5)
     queue.add(request, 0.0)
     assert admit(queue, world) == ["long"]
@@ -476,18 +486,18 @@ def test_who_runs_longer_than_predicted_holds_more() -> None:
 
 
 @pytest.mark.parametrize("charge", list(AdapterCharge))
-def test_who_pays_for_an_adapter(charge: AdapterCharge) -> None:
+def test_adapter_tokens_are_charged_by_the_charge_option(charge: AdapterCharge) -> None:
     world, lora = World(), make_adapter("a", 5)
-    queue = with_quotas(world, (1000,), (), charge=charge)
+    queue = with_quotas(world, (1000,), charge=charge)
     for index in range(2):
         queue.add(ask(f"{index}", 9, 1, index, lora), 0.0)
     assert admit(queue, world) == ["0", "1"]
     assert held(queue) == [{AdapterCharge.PER_REQUEST: 60}.get(charge, 40)]
 
 
-def test_a_shared_charge_passes_on_when_whoever_paid_it_ends() -> None:
+def test_shared_charge_passes_on_when_the_paying_request_ends() -> None:
     world, lora = World(), make_adapter("a", 5)
-    queue = with_quotas(world, (1000,), (), charge=AdapterCharge.SHARED)
+    queue = with_quotas(world, (1000,), charge=AdapterCharge.SHARED)
     requests = [ask(f"{index}", 9, 1, index, lora) for index in range(3)]
     for request in requests:
         queue.add(request, 0.0)
@@ -500,8 +510,7 @@ def test_a_shared_charge_passes_on_when_whoever_paid_it_ends() -> None:
 
 
 def test_a_lazy_one_stays_if_the_head_can_start_anyway_and_one_is_enough() -> None:
-    world, queue = bypass_world()
-    queue._options = ChameleonOptions(lazy_squash=True)
+    world, queue = bypass_world(lazy_squash=True)
     for request in (ask("head", 56, 10, 1.0, make_adapter("big", 50)), ask("x", 20, 10, 2.0), ask("z", 20, 10, 3.0)):
         queue.add(request, 1.0)
     assert admit(queue, world, 1.0) == ["x", "z"]
@@ -516,7 +525,7 @@ def test_a_lazy_one_stays_if_the_head_can_start_anyway_and_one_is_enough() -> No
 
 def test_a_gap_that_goes_on_is_told() -> None:
     world = World(total_tokens=100)
-    queue = with_quotas(world, (100,), ())
+    queue = with_quotas(world, (100,))
     for name in ("a", "b"):
         queue.add(ask(name, 60, 5), 0.0)
     assert admit(queue, world, 1.0) == ["a"]
@@ -524,7 +533,7 @@ def test_a_gap_that_goes_on_is_told() -> None:
     assert queue.figures().longest_gap_s == {0: 8.0}
 
 
-def test_a_class_in_which_nobody_is_has_no_load() -> None:
+def test_empty_class_has_no_load() -> None:
     numbers = SizeClasses((0.1, 0.5, 0.9), (0.3, 0.7), ()).of(np.array([0.1, 0.2, 0.9]))
     arrived = [np.ones((3, 3))[numbers == number] for number in range(3)]
     loads = [class_load(each, np.empty(0), 10.0, StepTimeEstimator(), 100.0) for each in arrived]
@@ -566,10 +575,10 @@ class Traffic:
         self.waiting[name] = request
         self.queue.add(request, self.now)
 
-    def leave(self, request: Request, made: int, *, goes_on: bool) -> None:
+    def leave(self, request: Request, made: int, *, will_resume: bool) -> None:
         del self.world.running_now[request.request_id]
-        self.queue.ended(request, self.now, goes_on=goes_on)
-        if goes_on:
+        self.queue.ended(request, self.now, will_resume=will_resume)
+        if will_resume:
             resumed = Request(
                 request.request_id,
                 request.prompt_token_ids,
@@ -588,15 +597,15 @@ class Traffic:
         world = self.world
         for request in self.queue.review(self.now):
             self.squashed += 1
-            self.leave(request, world.running_now[request.request_id][1], goes_on=True)
+            self.leave(request, world.running_now[request.request_id][1], will_resume=True)
         self.check_order(admit(self.queue, world, self.now, self.slots))
         while world.free_tokens() < len(world.running_now):
             request, made = max(world.running_now.values(), key=lambda pair: pair[0].arrival_s)
-            self.leave(request, made, goes_on=True)
+            self.leave(request, made, will_resume=True)
         for request, made in list(world.running_now.values()):
             world.running_now[request.request_id] = request, made + 1
             if made + 1 >= self.truth[request.request_id]:
-                self.leave(request, made + 1, goes_on=False)
+                self.leave(request, made + 1, will_resume=False)
         self.steps += 1
         self.check()
 
@@ -605,20 +614,20 @@ class Traffic:
         for name in admitted:
             del self.waiting[RequestId(name)]
         users = Counter(request.digest for request, _ in self.world.running_now.values())
-        for queue in self.queue._waiting:
+        state = self.queue.state()
+        for number, queue in enumerate(state.waiting):
             for entry in queue[:1]:
                 for name in admitted:
-                    mine = self.queue._admitted[RequestId(name)]
+                    mine = state.admitted[RequestId(name)]
                     joined = self.options.join_from < float("inf") and users[mine.waiting.request.digest] > 1
-                    if self.queue._waiting[mine.number] is queue and mine.passed is None and not joined:
+                    if mine.number == number and mine.passed is None and not joined:
                         assert mine.waiting.request.arrival_s <= entry.request.arrival_s
 
     def check(self) -> None:
-        ledger = self.queue._quotas
-        numbers = range(len(ledger.quotas))
-        assert sum(ledger.available(n) + ledger.held[n] for n in numbers) == ledger.total_tokens
-        assert sum(ledger.held) == sum(ledger.held_by(name) for name in self.world.running_now)
-        assert set(ledger._holdings) == set(self.world.running_now) == set(self.queue._admitted)
+        state = self.queue.state()
+        assert sum(state.quotas) == int(self.options.overcommit * self.world.total_tokens)
+        assert sum(state.held_tokens) == sum(state.held_by[name] for name in self.world.running_now)
+        assert set(state.held_by) == set(self.world.running_now) == set(state.admitted)
         assert {request.request_id for request in self.queue.waiting()} == set(self.waiting)
         assert len(self.queue) == len(self.waiting)
         assert self.world.free_tokens() >= 0
@@ -632,7 +641,7 @@ class Traffic:
                 self.queue.remove(self.waiting.pop(name), self.now)
             if self.world.running_now and self.random.random() < 0.05:
                 request, made = self.world.running_now[self.random.choice(sorted(self.world.running_now))]
-                self.leave(request, made, goes_on=self.random.random() < 0.3)
+                self.leave(request, made, will_resume=self.random.random() < 0.3)
             self.step()
         for _ in range(50_000):
             if not self.waiting and not self.world.running_now:
@@ -655,7 +664,7 @@ OPTIONS = [
 
 @given(st.integers(0, 2**32), st.sampled_from(OPTIONS))
 @settings(max_examples=RUNS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_tokens_add_up_after_every_step_and_everybody_is_served(seed: int, options: ChameleonOptions) -> None:
+def test_tokens_add_up_after_every_step_and_all_requests_are_served(seed: int, options: ChameleonOptions) -> None:
     traffic = Traffic(seed, options)
     traffic.run(RUN_STEPS)
     figures = traffic.queue.figures()
@@ -685,9 +694,7 @@ def test_with_one_class_and_all_tokens_it_is_fifo(seed: int) -> None:
     def orders(make: type[Fifo] | type[ChameleonQueue]) -> list[list[str]]:
         world, chance = World(total_tokens=900), random.Random(seed)
         if make is ChameleonQueue:
-            queue: AdmissionQueue = ChameleonQueue(world, ChameleonOptions(bypass=False, least_samples=10**9))
-            queue._quotas.total_tokens = 10**9  # type: ignore[attr-defined]
-            queue._quotas.quotas = (10**9,)  # type: ignore[attr-defined]
+            queue: AdmissionQueue = with_quotas(world, (10**9,), bypass=False, least_samples=10**9)
         else:
             queue = Fifo(world)
         found = []

@@ -48,7 +48,7 @@ def test_what_was_long_ago_is_forgotten_little_by_little() -> None:
 
 
 def test_so_many_adapters_are_remembered_and_the_most_silent_one_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_ADAPTERS", 2)
+    monkeypatch.setattr(module, "_MAX_ADAPTERS", 2)
     history = told(told(LengthHistory(), "a", *[10] * 20), "b", *[20] * 20)
     told(history, "a", 10)
     told(history, "c", *[30] * 20)

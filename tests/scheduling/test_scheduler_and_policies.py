@@ -13,8 +13,7 @@ from lorikeet.presets import PreemptedKv, Preset
 from lorikeet.scheduling.admission import Admission, AdmissionView
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.policies.fifo import Fifo
-from lorikeet.scheduling.state import SchedulerLimits
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import SchedulerLimits, StepTimeEstimator
 from tests.support.scripted import Bench, adapter, request
 
 
@@ -35,7 +34,7 @@ class Telling(Fifo):
             if outcome is None:
                 self._waiting.remove(one)
 
-    def ended(self, request: Request, now: float, *, goes_on: bool = False) -> None:
+    def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
         self.ends.append(request.request_id)
 
     def review(self, now: float) -> list[Request]:
@@ -68,7 +67,7 @@ def test_a_policy_is_told_that_room_lacks_for_kv(telling: Preset) -> None:
     bench.step()
     bench.engine.submit(request("second", list(range(8)), 1.0, adapter=adapter("other", 2)))
     bench.step()
-    assert policy(bench).outcomes[-1] == ("second", WaitReason.ROOM)
+    assert policy(bench).outcomes[-1] == ("second", WaitReason.KV_BLOCKS)
     assert policy(bench).view.free_tokens() == 4
     assert [policy(bench).view.is_resident(adapter(name)) for name in ("big", "other")] == [True, False]
     assert policy(bench).view.adapter_tokens(adapter("big", 4)) == 16
@@ -82,7 +81,7 @@ def test_only_its_adapter_lacks_room(telling: Preset) -> None:
     assert bench.memory.evictor.unused() in (2, 3)
     bench.engine.submit(request("second", [1], 1.0, adapter=adapter("other", 3)))
     bench.step()
-    assert policy(bench).outcomes[-1] == ("second", WaitReason.ADAPTER_ROOM)
+    assert policy(bench).outcomes[-1] == ("second", WaitReason.ADAPTER_BLOCKS)
     bench.run()
     assert len(bench.finished()) == 2
     assert policy(bench).ends == ["first", "second"]

@@ -108,7 +108,7 @@ def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admissi
     assert all(ended.reason is FinishReason.LENGTH for ended in bench.finished().values())
 
 
-def test_a_mode_that_chooses_requests_looks_at_them_in_the_order_of_their_priority() -> None:
+def test_selecting_mode_considers_requests_by_priority() -> None:
     preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="priority")
     bench = Bench(preset=preset, limits=SchedulerLimits(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64))
     for index in range(8):
@@ -122,7 +122,7 @@ def test_a_mode_that_chooses_requests_looks_at_them_in_the_order_of_their_priori
     assert ended[0] == "urgent"
 
 
-def test_whoever_may_run_is_let_in_while_adapters_are_read_that_nobody_waits_for() -> None:
+def test_requests_are_admitted_while_unneeded_adapters_are_read() -> None:
     preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=60)
     bench = Bench(blocks=16, host_blocks=400, preset=preset, limits=limits)
@@ -182,16 +182,16 @@ def cold_bench(host_token_rank_s: float = 1e-6, **given: object) -> Bench:
     return bench
 
 
-def test_a_batching_mode_is_told_who_ran_and_whether_the_host_helped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batching_mode_is_told_what_ran_and_whether_the_host_helped(monkeypatch: pytest.MonkeyPatch) -> None:
     preset = Preset(cold_start=ColdStart.ASSIST, batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED)
     bench, works = cold_bench(preset=preset), list[BatchWork]()
-    ran = bench.scheduler.selection._mode.ran
+    ran = bench.scheduler.selector._mode.ran
 
     def noted(steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:
         works.append(work)
         ran(steps, work, step_s, switch_s)
 
-    monkeypatch.setattr(bench.scheduler.selection._mode, "ran", noted)
+    monkeypatch.setattr(bench.scheduler.selector._mode, "ran", noted)
     bench.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30)))
     bench.engine.submit(request("base", [1, 2, 3]))
     bench.run()
@@ -260,7 +260,7 @@ def test_a_cold_prefill_that_is_cheap_joins_the_decodes() -> None:
     assert bench.plans[-1].assisted == ("digest-a",)
 
 
-def test_a_cold_prefill_that_would_delay_decodes_has_steps_of_its_own_in_turns_with_theirs() -> None:
+def test_cold_prefill_that_delays_decodes_alternates_steps_with_them() -> None:
     limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=5, max_model_len=64)
     bench = cold_bench(1e-3)
     bench.scheduler._limits = limits
@@ -289,7 +289,7 @@ def test_coalesced_decodes_end_where_a_cold_prefill_has_its_turn() -> None:
     assert who == [({"cold"}, 1), ({"warm"}, 1), ({"cold"}, 1)]
 
 
-def test_an_adapter_that_lands_after_its_request_has_ended_is_not_kept_by_a_row_that_keeps_none() -> None:
+def test_adapter_loaded_after_its_request_ended_is_freed_without_a_cache() -> None:
     preset = Preset(cold_start=ColdStart.ASSIST, keep_adapters=False)
     bench = cold_bench(preset=preset)
     bench.engine.submit(request("cold", [1, 2, 3], adapter=adapter("a", 30), max_tokens=1))
@@ -311,7 +311,7 @@ def test_kv_of_a_cold_prefill_is_found_by_others_once_the_adapter_is_there() -> 
     assert bench.scheduler.prefix_hits_tokens == 8
 
 
-def test_a_transfer_that_fails_after_an_assisted_prefill_ends_the_request_with_its_error() -> None:
+def test_transfer_failing_after_an_assisted_prefill_fails_its_request() -> None:
     bench = cold_bench(fails=lambda transfer: bool(transfer.groups))
     bench.engine.submit(request("cold", list(range(9)), adapter=adapter("a", 30)))
     bench.run()

@@ -104,7 +104,7 @@ def test_quotas_add_up(
     assert min(found.tokens) >= 0
 
 
-def test_the_ledger_credits_whoever_lent_and_attributes_anew_when_classes_change() -> None:
+def test_ledger_credits_the_lender_and_reassigns_when_classes_change() -> None:
     ledger, one, two = QuotaAccounting(100), RequestId("one"), RequestId("two")
     ledger.divide((60, 40), {})
     ledger.hold(one, 0, 60)

@@ -32,6 +32,8 @@ def placement_of(kind: int, replicas: int, seed: int) -> Placement:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("routing", ROUTING)
 def test_every_request_ends_once_and_whole(routing: str, seed: int) -> None:

@@ -14,8 +14,8 @@ def test_things_of_one_time_happen_by_kind_then_as_they_were_added() -> None:
     for name, at_s, kind in (
         ("turn", 1.0, EventKind.TURN),
         ("review", 1.0, EventKind.REVIEW),
-        ("later", 2.0, EventKind.HEARD),
-        ("heard", 1.0, EventKind.HEARD),
+        ("later", 2.0, EventKind.TURN_END),
+        ("heard", 1.0, EventKind.TURN_END),
         ("copied", 1.0, EventKind.COPIED),
         ("another turn", 1.0, EventKind.TURN),
         ("period", 1.0, EventKind.PERIOD),

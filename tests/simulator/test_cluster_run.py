@@ -98,7 +98,7 @@ class Told(RunObserver):
     def __init__(self) -> None:
         self.answers: dict[RequestId, list[int]] = {}
 
-    def ended(self, request: Request, token_ids: Sequence[int]) -> None:
+    def on_finished(self, request: Request, token_ids: Sequence[int]) -> None:
         self.answers[request.request_id] = list(token_ids)
 
 
@@ -231,7 +231,7 @@ def test_a_pipelined_fetch_costs_only_what_the_load_does_not() -> None:
         (FetchForm.STORE_AND_FORWARD, lambda part: 50e-6 + part / 24e9 + part / PCIE),
     ],
 )
-def test_a_fetched_adapter_comes_to_the_device_from_its_new_host_and_from_no_drive(
+def test_fetched_adapter_is_loaded_from_its_new_host_not_from_disk(
     fetch: FetchForm, taken_s: Callable[[float], float], host_memory_bytes: int
 ) -> None:
     """Two requests at once, one of which overflows, in LoRAServe's setting: rank 128 over four devices."""
@@ -257,7 +257,7 @@ def test_an_adapter_that_was_read_from_its_files_is_not_read_again() -> None:
     assert cold.ttft_s == pytest.approx(warm.ttft_s + 50e-6 + part / 2e9 + part / PCIE)
 
 
-def test_what_nobody_holds_is_read_from_its_files_once() -> None:
+def test_adapter_without_a_holder_is_read_from_its_files_once() -> None:
     adapters = some_adapters(1)
     twice = [asks(0.0, adapters[0].name), asks(9.0, adapters[0].name)]
     found = simulated(
@@ -276,7 +276,7 @@ def test_the_start_costs_nothing() -> None:
     assert [each.routed_most for each in found.figures.replicas] == [4, 4]
 
 
-def test_placements_follow_one_another_and_what_moved_is_fetched_with_its_first_request() -> None:
+def test_placements_change_and_moved_adapters_are_fetched_on_first_request() -> None:
     class Turning(Fixed):
         """The first replica, then the other."""
 
@@ -385,7 +385,7 @@ def test_a_run_that_cannot_go_on_is_an_error() -> None:
         def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
             return None
 
-    with pytest.raises(ExecutorError, match="nothing is under way"):
+    with pytest.raises(ExecutorError, match="nothing is in flight"):
         simulated([asks(0.0)], 2, router=Nowhere())
 
 

@@ -15,8 +15,8 @@ from lorikeet.simulator.operating_points import (
     OperatingPointError,
     OperatingPointSearch,
     find_operating_loads,
-    host_room_bytes,
     operating_points_for,
+    search_host_bytes,
     with_operating_loads,
 )
 from lorikeet.simulator.scenario import make_scenario
@@ -81,7 +81,7 @@ def test_the_load_keeps_the_slo_and_a_larger_one_does_not(tmp_path: Path) -> Non
     assert kept >= operating_points.ATTAINMENT > missed
 
 
-def test_what_was_found_takes_the_place_of_what_the_profile_had_of_the_same_setting() -> None:
+def test_new_operating_points_replace_those_of_the_same_setting() -> None:
     profile = with_operating_loads(round_profile(), loads := found())
     other = found(slo=Slo(ttft_s=1.0))
     assert with_operating_loads(with_operating_loads(profile, other), loads).operating_points == (other, loads)
@@ -134,7 +134,7 @@ def test_a_simulation_takes_the_profiles_own_and_else_searches_once() -> None:
 
 
 def test_the_host_has_room_for_all_adapters_twice() -> None:
-    assert host_room_bytes(GEOMETRY, OperatingPointSearch(ranks=(2, 8), adapters=5)) == 2 * 5 * 8 * 2 * (4 * 16) * 2
+    assert search_host_bytes(GEOMETRY, OperatingPointSearch(ranks=(2, 8), adapters=5)) == 2 * 5 * 8 * 2 * (4 * 16) * 2
 
 
 # --- the command -------------------------------------------------------------------------------------
@@ -148,7 +148,18 @@ def test_the_command_writes_operating_points_into_the_profiles_file(
     monkeypatch.setattr(operating_points, "BRIEF", SMALL)
     file = tmp_path / "round.toml"
     write_profile(round_profile(), file)
-    what = ["--slo", "ttft=0.5", "--ranks", "1,2", "--prompt-tokens", "8", "--output-tokens", "4", "--max-running", "8"]
+    what = [
+        "--slo",
+        "ttft=0.5",
+        "--ranks",
+        "1,2",
+        "--prompt-tokens",
+        "8",
+        "--output-tokens",
+        "4",
+        "--max-num-seqs",
+        "8",
+    ]
     for preset in ("lorikeet:plain", "lorikeet:fair"):  # of one kernel form, so the later takes the place
         command = ["profile", "--operating-points", "--profile", str(file), "--quick", "--preset", preset]
         result = runner.invoke(app, [*command, *what])
@@ -166,9 +177,9 @@ def test_the_command_writes_operating_points_into_the_profiles_file(
         (["--operating-points"], "under which SLO"),
         (["--profile", "a100-80-llama-2-7b"], "goes with --operating-points"),
         (["--operating-points", "--slo", "soon"], "no limit"),
-        (["--operating-points", "--slo", "ttft=1", "--ranks", "x"], "no rank"),
+        (["--operating-points", "--slo", "ttft=1", "--ranks", "x"], "is not a rank"),
         (["--operating-points", "--slo", "ttft=1", "--preset", "x"], "no preset is called 'x'"),
-        (["--operating-points", "--slo", "ttft=1", "--profile", "nowhere"], "no profile is called 'nowhere'"),
+        (["--operating-points", "--slo", "ttft=1", "--profile", "nowhere"], "unknown profile 'nowhere'"),
     ],
 )
 def test_the_command_refuses_what_makes_no_sense_before_anything_runs(flags: list[str], complaint: str) -> None:

@@ -70,7 +70,7 @@ def test_a_predictor_that_there_is_not_is_refused(profile: str) -> None:
         run_scenario(scenario(profile, predictor="psychic"), quiet)
 
 
-def test_the_command_writes_the_same_bytes_each_time_and_others_for_another_seed(profile: str, tmp_path: Path) -> None:
+def test_simulate_writes_the_same_bytes_per_seed(profile: str, tmp_path: Path) -> None:
     flags = ["simulate", "--profile", profile, "--count", "40", "--adapters", "3", "--rate", "20", "--ranks", "1,2"]
     written = []
     for number, seed in enumerate(("1", "1", "2")):
@@ -173,7 +173,7 @@ def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"profile": "nowhere"}, "no profile is called 'nowhere'"),
+        ({"profile": "nowhere"}, "unknown profile 'nowhere'"),
         ({"preset": "vllm"}, "no preset is called 'vllm'"),
         ({"engine": {"max_runing": 3}}, "max_runing"),
         ({"engine": {"max_num_seqs": 0}}, "max_num_seqs"),
@@ -181,25 +181,25 @@ def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
         ({"fetch": "by post"}, "$.fetch"),
         ({"ranks": "8;16"}, "8;16"),
         ({"rate": "fast"}, "fast"),
-        ({"slo": "ttft"}, "'ttft' is no limit"),
+        ({"slo": "ttft"}, "'ttft' is not a limit"),
         ({"trace": "/nowhere.jsonl", **MADE}, "nowhere.jsonl"),
-        ({"trace": "/nowhere.jsonl"}, "prompt_tokens: without effect on a trace"),
-        ({"trace": "/nowhere.jsonl", **MADE, "arrivals": "uniform"}, "arrivals: without effect on a trace"),
-        ({"length_scale": 2.0}, "length_scale: goes with a trace"),
-        ({"cv": 2.0}, "cv: without effect on arrivals that are poisson"),
-        ({"fetch": "store-and-forward"}, "fetch: without effect on one replica"),
-        ({"provisioned": False}, "provisioned: without effect on one replica"),
-        ({"count": None, "duration_s": float("inf")}, "duration_s inf is no positive number"),
-        ({"shape": "agent"}, "prompt_tokens: without effect on the shape agent"),
-        ({"arrivals": "now"}, "arrivals 'now' have none"),
-        ({"output_tokens": "0-5"}, "output_tokens begins below 1"),
+        ({"trace": "/nowhere.jsonl"}, "prompt_tokens: has no effect on a trace"),
+        ({"trace": "/nowhere.jsonl", **MADE, "arrivals": "uniform"}, "arrivals: has no effect on a trace"),
+        ({"length_scale": 2.0}, "length_scale: needs a trace"),
+        ({"cv": 2.0}, "cv: has no effect on poisson arrivals"),
+        ({"fetch": "store-and-forward"}, "fetch: has no effect with one replica"),
+        ({"provisioned": False}, "provisioned: has no effect with one replica"),
+        ({"count": None, "duration_s": float("inf")}, "duration_s inf is not a positive number"),
+        ({"shape": "agent"}, "prompt_tokens: has no effect on the shape agent"),
+        ({"arrivals": "now"}, "arrivals 'now' have no rate"),
+        ({"output_tokens": "0-5"}, "output_tokens must be at least 1"),
         ({"count": -5}, "$.count"),
         ({"adapters": -1}, "$.adapters"),
-        ({"modules": "q,w"}, "'q,w': name some of q, k, v"),
-        ({"engine": {"preset": "elora"}}, "engine.preset: the system is the scenario's preset"),
-        ({"engine": {"device": "cuda"}}, "engine.device: without effect here"),
+        ({"modules": "q,w"}, "'q,w': choose from q, k, v"),
+        ({"engine": {"preset": "elora"}}, "engine.preset: set the preset of the scenario instead"),
+        ({"engine": {"device": "cuda"}}, "engine.device: has no effect in a simulation"),
         ({"shape": "chat"}, "needs a trace"),
-        ({"max_model_len": 100_000}, "cannot hold a sequence of 100000 tokens"),
+        ({"max_model_len": 100_000}, "is too small for a sequence of 100000 tokens"),
     ],
 )
 def test_what_cannot_be_is_named(profile: str, changes: dict[str, object], complaint: str) -> None:
@@ -210,9 +210,9 @@ def test_what_cannot_be_is_named(profile: str, changes: dict[str, object], compl
 @pytest.mark.parametrize(
     ("changes", "start", "complaint"),
     [
-        ({"rate": None, "arrivals": "now"}, 1.0, "a peak is one rate"),
-        ({"rate": "0:2,400:8"}, 1.0, "a peak is one rate"),
-        ({"rate": "-1"}, -1.0, "a search begins at a positive one"),
+        ({"rate": None, "arrivals": "now"}, 1.0, "a peak is a single rate"),
+        ({"rate": "0:2,400:8"}, 1.0, "a peak is a single rate"),
+        ({"rate": "-1"}, -1.0, "a search must begin at a positive rate"),
         ({"count": None, "duration_s": 2.0}, 4.0, "at 4 requests/s fewer than 10 arrive"),
     ],
 )
@@ -274,7 +274,7 @@ def test_adapters_are_assisted_if_they_change_what_host_workers_compute() -> Non
         "engine": {"host_memory_bytes": 40 * 2**30},
     }
     whole = run_scenario(make_scenario(None, given), quiet)
-    assert "adapters change o, too: requests wait for them and are not assisted" in whole.simulated.notes
+    assert "adapters also target o: requests wait for their adapter and are not assisted" in whole.simulated.notes
     part = run_scenario(make_scenario(None, {**given, "modules": "q,k,v"}), quiet)
     assert not any("not assisted" in note for note in part.simulated.notes)
     assert part.figures.ttft_s is not None
@@ -305,7 +305,7 @@ def test_turns_that_waited_for_an_answer_are_told_of_as_such(profile: str, tmp_p
     trace = tmp_path / "trace.jsonl"
     talk = [WorkloadRequest(0.0, None, 64, 40, (1, 2), "talk"), WorkloadRequest(0.01, None, 160, 4, (1, 2, 3), "talk")]
     write_workload(trace, talk)
-    flags = ["simulate", "--profile", profile, "--trace", str(trace), "--block-tokens", "32"]
+    flags = ["simulate", "--profile", profile, "--trace", str(trace), "--block-size", "32"]
     result = CliRunner(env={"COLUMNS": "120"}).invoke(app, flags)
     assert result.exit_code == 0, result.output
     assert "held for the answer before" in result.output

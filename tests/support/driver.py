@@ -190,7 +190,7 @@ class Driver:
         merged: AdapterRef | None = None,
         kernel_form: KernelForm = KernelForm.UNPADDED,
         overlapped: bool = False,
-        goes_on: bool = False,
+        continues: bool = False,
     ) -> StepResult:
         """Compute so many tokens of each sequence; a sequence that has caught up yields a token."""
         ordered = sorted(work.items(), key=lambda item: self._adapters[item[0]] or "")
@@ -213,7 +213,7 @@ class Driver:
             repeat=repeat,
             max_duration_s=max_duration_s,
             overlapped=overlapped,
-            goes_on=goes_on,
+            continues=continues,
         )
         result = self.execute(plan)
         for step, sampled in zip(steps, result.tokens, strict=True):

@@ -54,7 +54,7 @@ class ThreadExchange:
     def add(self, source: Tensor, total: Tensor) -> None:
         self._work.put(lambda: total.add_(source))
 
-    def mark(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         done = _Done()
         self._work.put(lambda: done.future.set_result(None))
         return done
@@ -94,7 +94,7 @@ class PromptExchange:
     def add(self, source: Tensor, total: Tensor) -> None:
         total.add_(source)
 
-    def mark(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         return Cpu()
 
 
@@ -114,7 +114,7 @@ class Exchanging(Cpu):
     def steps(self) -> Any:
         return self._exchange
 
-    def exchange(self) -> StreamSignals:
+    def signals(self) -> StreamSignals:
         return self._exchange
 
     def register(self, memory: Tensor) -> Callable[[], None]:

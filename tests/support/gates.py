@@ -21,7 +21,7 @@ class Gate:
         self._next = self._copier._take
         self._changed = threading.Condition()
         self._passes = 0
-        self._underway: CopyGroup[TransferState] | None = None
+        self._passing: CopyGroup[TransferState] | None = None
         self.failing = False
         self._copier._take = self._take
         done = self._copier._on_done
@@ -29,7 +29,7 @@ class Gate:
         def on_done(group: CopyGroup[TransferState], error: str | None) -> None:
             done(group, "the gate says so" if self.failing else error)
             with self._changed:
-                self._underway = None
+                self._passing = None
                 self._changed.notify_all()
 
         self._copier._on_done = on_done
@@ -48,7 +48,7 @@ class Gate:
     def wait_until_shut(self) -> None:
         """Block until as many have passed, and have been copied, as were let."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._passes == 0 and self._underway is None, 60.0)
+            assert self._changed.wait_for(lambda: self._passes == 0 and self._passing is None, 60.0)
 
     def _take(self) -> CopyGroup[TransferState] | None:
         with self._changed:
@@ -57,5 +57,5 @@ class Gate:
             group: CopyGroup[TransferState] | None = self._next()
             if group is not None:
                 self._passes -= 1
-                self._underway = group
+                self._passing = group
             return group

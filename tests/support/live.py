@@ -1,8 +1,7 @@
 """Real engine processes over tiny random checkpoints, and requests for them."""
 
-import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,7 @@ import psutil
 
 from lorikeet.adapters.store import reference
 from lorikeet.bench.random_adapters import write_random_adapter
-from lorikeet.client.client import EngineClient
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import EngineClient, RequestHandle
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished
@@ -75,12 +73,6 @@ def greedy(
     """A greedy request that nothing but its length ends, with the two likeliest tokens of every position."""
     params = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, "logprobs": 2, **sampling})
     return Request(RequestId(name), token_ids, params, 0.0, adapter)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Let others work until ``condition()`` holds; the test's time limit is the limit."""
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 def engine_processes() -> set[int]:

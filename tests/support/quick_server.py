@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 
+from tests.support.waiting import until
+
 
 class QuickServer(uvicorn.Server):
     """Serves until :meth:`stop`, in any thread's event loop."""
@@ -50,8 +52,7 @@ class QuickServer(uvicorn.Server):
             _, late = await asyncio.wait(tasks, timeout=self.config.timeout_graceful_shutdown)
             for task in late:
                 task.cancel()
-        while self.server_state.connections and not self.force_exit:
-            await asyncio.sleep(0.001)
+        await until(lambda: self.force_exit or not self.server_state.connections, "the last connection is closed")
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from lorikeet.core.events import Finished
 from lorikeet.core.executor import EngineSizes
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.engine.build import assemble
-from lorikeet.engine.driver import rest
+from lorikeet.engine.driver import wait_for_work
 from tests.support.profiles import GEOMETRY
 from tests.support.scripted_executor import ScriptedExecutor
 
@@ -33,7 +33,7 @@ class RecordedEngine:
         failing: versions that cannot be read.
         broken_transfers: ids of transfers that fail for another reason.
         sick: requests whose output is not finite.
-        overlaps: whether it returns after each step of a plan, while the next one runs.
+        async_scheduling: whether it returns after each step of a plan, while the next one runs.
         engine: settings.
     """
 
@@ -45,7 +45,7 @@ class RecordedEngine:
         failing: frozenset[AdapterDigest] = frozenset(),
         broken_transfers: frozenset[int] = frozenset(),
         sick: frozenset[RequestId] = frozenset(),
-        overlaps: bool = False,
+        async_scheduling: bool = False,
         **engine: object,
     ) -> None:
         given = {
@@ -68,7 +68,15 @@ class RecordedEngine:
             sick=sick,
         )
         sizes = EngineSizes(
-            GEOMETRY, GEOMETRY, blocks, host_blocks, BLOCK_TOKENS, 48, blocks - 12, "none", overlaps=overlaps
+            GEOMETRY,
+            GEOMETRY,
+            blocks,
+            host_blocks,
+            BLOCK_TOKENS,
+            48,
+            blocks - 12,
+            "none",
+            async_scheduling=async_scheduling,
         )
         settings = Settings(engine=EngineSettings(**given))  # type: ignore[arg-type]
         self.engine, _, self.notes = assemble(settings, executor, sizes, self.clock)
@@ -81,7 +89,7 @@ class RecordedEngine:
         outputs = self.engine.step()
         self.finished |= {event.request_id: event for event in outputs.events if isinstance(event, Finished)}
         if not self.engine.is_busy and self.engine.has_transfers:
-            rest(self.engine, self.clock, math.inf)
+            wait_for_work(self.engine, self.clock, math.inf)
 
     def run(self) -> None:
         """Step until all has ended, and close the recording."""

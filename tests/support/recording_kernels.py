@@ -5,8 +5,16 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HeadNorms, Kernels, LayersShape, LayerWeights, LoraDelta, Weight
-from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.base import (
+    Batch,
+    HeadNorms,
+    Kernels,
+    LayersShape,
+    LayerWeights,
+    LoraDelta,
+    SamplingTensors,
+    Weight,
+)
 
 Call = tuple[object, ...]
 """Name of the kernel, then shapes of tensors and plain values, in the order of the arguments."""
@@ -32,9 +40,9 @@ class RecordingKernels:
     def threads(self, threads: int) -> None:
         self._inner.threads = threads
 
-    def apart(self, cores: Sequence[int]) -> AbstractContextManager[None]:
+    def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
         """Not recorded: what is computed is the same anywhere."""
-        return self._inner.apart(cores)
+        return self._inner.pin_threads(cores)
 
     def pack(self, weight: Tensor) -> Weight:
         """Not recorded: weights are packed once, before any batch."""

@@ -9,14 +9,13 @@ from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import AdapterEvent, Finished, RequestEvent
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
-from lorikeet.core.messages import Exported
-from lorikeet.core.plan import AS_THEY_LIE, Order, StepPlan, Transfer
+from lorikeet.core.messages import ExportedKv
+from lorikeet.core.plan import PACKING_ORDER, LoadOrder, StepPlan, Transfer
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import memory_rules
-from lorikeet.engine.driver import rest
+from lorikeet.engine.driver import wait_for_work
 from lorikeet.engine.loop import Engine
-from lorikeet.memory.known_adapters import AdapterSize
-from lorikeet.memory.memory import Memory
+from lorikeet.memory.memory import AdapterSize, Memory
 from lorikeet.presets import ColdStart, Preset
 from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.policies import ADMISSION
@@ -95,11 +94,11 @@ class Bench:
         self.tokens: dict[RequestId, list[int]] = {}
         self.events: list[RequestEvent] = []
         self.adapter_events: list[AdapterEvent] = []
-        self.exported_kv: dict[RequestId, Exported] = {}
+        self.exported_kv: dict[RequestId, ExportedKv] = {}
 
-    def order(self, ref: AdapterRef, tokens: int) -> Order:
+    def order(self, ref: AdapterRef, tokens: int) -> LoadOrder:
         """In which order an adapter arrives whose prefill is assisted: its first block last."""
-        return Order(((1, ref.max_rank), (0, 1))) if self.assist is not None and ref.max_rank > 1 else AS_THEY_LIE
+        return LoadOrder(((1, ref.max_rank), (0, 1))) if self.assist is not None and ref.max_rank > 1 else PACKING_ORDER
 
     def step(self) -> None:
         """One turn, with the accounts checked after it."""
@@ -113,7 +112,7 @@ class Bench:
         self.exported_kv |= {exported_kv.request_id: exported_kv for exported_kv in outputs.exported_kv}
         self.memory.check_integrity()
         if not self.engine.is_busy and self.engine.has_transfers:
-            rest(self.engine, self.clock, math.inf)
+            wait_for_work(self.engine, self.clock, math.inf)
 
     def run(self, steps: int = 1_000) -> None:
         """Step until every request and every transfer has ended."""
@@ -121,7 +120,7 @@ class Bench:
             self.step()
             if not (self.engine.has_requests or self.engine.is_busy or self.engine.has_transfers):
                 return
-        raise AssertionError(f"still {self.scheduler.gauges()}")
+        raise AssertionError(f"still {self.scheduler.stats()}")
 
     def finished(self) -> dict[RequestId, Finished]:
         """How each request ended."""

@@ -1,4 +1,4 @@
-"""PEFT LoRA checkpoints in: checks, sources, a content-addressed store and the registry of names.
+"""PEFT LoRA adapters: validation, sources, a content-addressed store, and the registry of names.
 
-Only ``weights.py`` imports torch; everything else also runs in the API process.
+Nothing here imports torch, so all of it can run in the API process.
 """

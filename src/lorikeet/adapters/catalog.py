@@ -1,4 +1,4 @@
-"""The adapters that a server offers: names in memory, their rows in the registry, their content in the store."""
+"""The adapter catalog of a server: names in memory, rows in the registry, and files in the store."""
 
 import logging
 import threading
@@ -39,7 +39,7 @@ __all__ = ["AdapterCatalog", "AdapterRecord", "RegisteredAdapter"]
 
 
 def registry_url(settings: AdapterSettings) -> str:
-    """Return the SQLAlchemy URL of the registry; if it is a file in the store, the store's folder is made."""
+    """Return the SQLAlchemy URL of the registry; creates the store's folder if the registry is a file in it."""
     if settings.registry_url:
         return settings.registry_url
     folder = _store_dir(settings)
@@ -52,22 +52,22 @@ def _store_dir(settings: AdapterSettings) -> Path:
 
 
 class AdapterCatalog:
-    """All adapters of one server. Safe to use from several threads.
+    """All adapters of one server. Thread-safe.
 
-    ``get``, ``names``, ``list``, ``has``, ``acquire`` and ``release`` return at once and suit an event loop;
-    ``register``, ``remove`` and ``close`` read, write and hash files, and belong in a worker thread; so does
-    ``versions``, where there are thousands.
+    ``get``, ``names``, ``list``, ``has``, ``acquire`` and ``release`` return immediately, so an event loop may call
+    them. ``register``, ``remove`` and ``close`` read, write and hash files, and belong in a worker thread; so does
+    ``versions`` with thousands of adapters.
 
     Args:
-        settings: folders, allow-list, limits, registry URL.
-        base_name: identity of the base model, for rows that outlive the server.
+        settings: folders, allowed sources, limits and registry URL.
+        base_name: name of the base model, part of its identity in the registry.
         geometry: sizes of the whole base model.
-        reserved_names: names that adapters may not take, beside ``base_name``.
+        reserved_names: names that adapters may not have, besides ``base_name``.
         accept: called with every new adapter before it is registered; raises AdapterError to refuse it.
-        now: Unix seconds.
+        now: returns Unix seconds.
 
     Attributes:
-        notes: lines for the start-up log: rows that cannot be served, and why.
+        notes: lines for the start-up log about adapters that cannot be served.
 
     Raises:
         AdapterError: the registry cannot be opened.
@@ -87,8 +87,8 @@ class AdapterCatalog:
         self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
         self._reserved = {base_name, *reserved_names}
         self._accept, self._now = accept, now
-        self._changes = threading.Lock()  # one change of store and registry at a time; held while they are written
-        self._state = threading.Lock()  # guards what follows; never held during input or output
+        self._changes = threading.Lock()  # held while store and registry are written
+        self._state = threading.Lock()  # guards the fields below; never held during input or output
         self._is_closed = False  # under ``_changes``
         self._busy: set[str] = set()
         self._records: dict[str, AdapterRecord] = {}
@@ -99,38 +99,38 @@ class AdapterCatalog:
         self.notes = self._load() if settings.enabled else ("adapters are disabled: the base model is served alone",)
 
     def register(self, name: str, source: str, *, replace: bool = False, trusted: bool = False) -> RegisteredAdapter:
-        """Load an adapter from ``source`` and let ``name`` point to it.
+        """Fetch an adapter from ``source``, check it, and register it under ``name``.
 
         Args:
-            name: what clients will write in ``model``.
+            name: the name that clients send as ``model``.
             source: a folder or URL.
-            replace: let an existing name point to the new content; the same content changes nothing.
-            trusted: the source is given on the command line. It may lie anywhere, and the name is not written to
-                the registry: the command line will name it again.
+            replace: whether an existing name may be replaced; the same content changes nothing.
+            trusted: whether the source is given on the command line. It may then be anywhere, and the name is not
+                written to the registry, since the next start names it again.
 
         Returns:
-            What the name points to, and what it pointed to until then.
+            The adapter to which the name points, and the one that it replaced.
 
         Raises:
             AdapterExists: the name is taken, and ``replace`` is not set.
-            AdapterBusy: another call changes the name at this moment.
+            AdapterBusy: another call is changing the name.
             AdapterStoreError: the store or the registry cannot be written.
             AdapterError: the name, the source or the adapter is not valid.
         """
         check_name(name, self._reserved)
         with self._reserve(name):
             if name in self._records and not replace:
-                raise AdapterExists(f"adapter {name!r} is registered already; unload it first, or ask to replace it")
+                raise AdapterExists(f"adapter {name!r} is registered already; unload it first, or replace it")
             with self._store.stage(source, trusted) as staged, self._changes:
                 self._check_open()
-                return self._point(name, source, staged, replace, persistent=not trusted)
+                return self._register_staged(name, source, staged, replace, persistent=not trusted)
 
     def remove(self, name: str) -> AdapterRecord:
-        """Forget a name. The version's files go when no name and no request needs them any more.
+        """Remove a name. The files of its version are deleted when no name and no request uses them any more.
 
         Raises:
             UnknownAdapter: there is no such name.
-            AdapterBusy: another call changes the name at this moment.
+            AdapterBusy: another call is changing the name.
             AdapterStoreError: the registry cannot be written.
         """
         with self._reserve(name), self._changes:
@@ -148,32 +148,32 @@ class AdapterCatalog:
         """Return the adapter called ``name``, None if there is none.
 
         Raises:
-            AdapterFilesMissing: it is registered, but its files have vanished from the store.
+            AdapterFilesMissing: it is registered, but its files are missing from the store.
         """
         record = self._records.get(name)
         if record is not None and record.digest in self._missing:
             raise AdapterFilesMissing(
-                f"adapter {name!r} is registered, but its files are gone from {record.folder}; "
+                f"adapter {name!r} is registered, but its files are missing from {record.folder}; "
                 f"register it again with replace, or unload it"
             )
         return record
 
     def names(self) -> list[str]:
-        """All names, oldest first."""
+        """Return all names, oldest first."""
         with self._state:
             return list(self._records)
 
     def list(self) -> "list[AdapterRecord]":
-        """All records, oldest first; those whose files are missing included."""
+        """Return all records, oldest first, including those whose files are missing."""
         with self._state:
             return [*self._records.values()]
 
     def has(self, digest: AdapterDigest) -> bool:
-        """Tell whether some name points to a version."""
+        """Return whether a name points to a version."""
         return self._names[digest] > 0
 
     def versions(self) -> tuple[AdapterRef, ...]:
-        """All versions that names point to and whose files are there, each once."""
+        """Return all versions to which a name points and whose files exist, each once."""
         with self._state:
             records = [record for record in self._records.values() if record.digest not in self._missing]
         return tuple({record.digest: record.ref for record in records}.values())
@@ -182,7 +182,7 @@ class AdapterCatalog:
         return len(self._records)
 
     def acquire(self, digest: AdapterDigest) -> None:
-        """A request uses the version: its files stay until ``release``.
+        """Keep the files of a version for a request until ``release``.
 
         Raises:
             UnknownAdapter: the version was removed since it was looked up.
@@ -193,10 +193,10 @@ class AdapterCatalog:
             self._uses[digest] += 1
 
     def release(self, digest: AdapterDigest) -> None:
-        """End one use. Deleting files, if it was the last, happens in the background.
+        """End one use of a version. If it was the last, the files are deleted in the background.
 
         Raises:
-            ValueError: there was no such use.
+            ValueError: the version was not acquired.
         """
         with self._state:
             if not self._uses[digest]:
@@ -207,7 +207,7 @@ class AdapterCatalog:
             self._cleaner.submit(self._clean, digest)
 
     def close(self) -> None:
-        """Wait for what is being changed and close the registry. Adapters that are still being read come to nothing."""
+        """Wait for changes in progress, and close registry and store; unfinished registrations then fail."""
         with self._changes:
             self._is_closed = True
         self._cleaner.shutdown()
@@ -216,13 +216,13 @@ class AdapterCatalog:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise AdapterStoreError("the adapter store is closed, since the server stops")
+            raise AdapterStoreError("the adapter store is closed, since the server is stopping")
 
     def _load(self) -> tuple[str, ...]:
         present = self._collect()
         hidden = []
         for row in self._registry.load():
-            if row.name in self._reserved:  # requests mean the base model by it
+            if row.name in self._reserved:  # the name now means the base model
                 hidden.append(row.name)
                 continue
             record = AdapterRecord(row, str(self._store.folder(AdapterDigest(row.digest))))
@@ -231,18 +231,18 @@ class AdapterCatalog:
             if row.digest not in present:
                 self._missing.add(row.digest)
         notes = [
-            f"adapter {name!r} is registered, but its files are gone from {record.folder}"
+            f"adapter {name!r} is registered, but its files are missing from {record.folder}"
             for name, record in self._records.items()
             if record.digest in self._missing
         ]
         if hidden:
-            notes.append(f"{_some(hidden)} registered under what is now a name of the base model: not served")
+            notes.append(f"{_some(hidden)} registered under a name that now belongs to the base model: not served")
         if others := self._registry.names_of_other_bases():
             notes.append(f"{_some(others)} registered for another base model: not served")
         return tuple(notes)
 
     def _collect(self) -> set[AdapterDigest]:
-        """Delete versions without a name (of trusted sources, or left by a crash); return those that remain."""
+        """Delete versions without a name (from trusted sources, or left by a crash); return the remaining ones."""
         present = self._store.digests()
         with self._store.alone() as alone:
             if not alone:
@@ -258,7 +258,7 @@ class AdapterCatalog:
     def _reserve(self, name: str) -> Iterator[None]:
         with self._state:
             if name in self._busy:
-                raise AdapterBusy(f"adapter {name!r} is being changed by another call; try again when it has ended")
+                raise AdapterBusy(f"adapter {name!r} is being changed by another call; try again later")
             self._busy.add(name)
         try:
             yield
@@ -266,7 +266,7 @@ class AdapterCatalog:
             with self._state:
                 self._busy.discard(name)
 
-    def _point(
+    def _register_staged(
         self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool
     ) -> RegisteredAdapter:
         old = self._records.get(name)
@@ -307,9 +307,9 @@ class AdapterCatalog:
             self._drop_if_unused(digest)
 
     def _drop_if_unused(self, digest: AdapterDigest) -> None:
-        """Delete a version that no name, no request and no row of another base needs. Under ``_changes``.
+        """Delete a version that no name, request or row of another base model needs. Call with ``_changes`` held.
 
-        Whatever it was that needed it last has happened, so a version that cannot be deleted is no error of that.
+        A failure is only logged, since the call that used the version last has succeeded.
         """
         with self._state:
             if self._names[digest] or self._uses[digest]:
@@ -317,11 +317,11 @@ class AdapterCatalog:
             del self._names[digest], self._uses[digest]
             self._missing.discard(digest)
         try:
-            with self._store.alone() as alone:  # else it may be in use elsewhere; a later start deletes it
+            with self._store.alone() as alone:  # else another process may use it, and a later start deletes it
                 if alone and self._registry.remove_version_if_unnamed(digest):
                     self._store.remove(digest)
-        except Exception:  # the next start deletes what stays behind
-            _LOG.exception("adapter %s: nothing needs it any more, but it cannot be deleted", digest)
+        except Exception:  # the next start deletes it
+            _LOG.exception("adapter %s: it is no longer used, but cannot be deleted", digest)
 
 
 def _some(names: Sequence[str]) -> str:

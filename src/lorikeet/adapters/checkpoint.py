@@ -1,4 +1,4 @@
-"""A PEFT LoRA folder: what it holds, and whether it fits the base model."""
+"""Reads a PEFT LoRA folder, and checks that it fits the base model."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ PROJECTIONS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-"""Each of ``LORA_MODULES`` as checkpoints call it, below ``model.layers.N``."""
+"""Name of each of ``LORA_MODULES`` in checkpoints, below ``model.layers.N``."""
 
 _MODULES = {projection: module for module, projection in PROJECTIONS.items()}
 _KEY = re.compile(
@@ -29,7 +29,7 @@ _KEY = re.compile(
 
 
 def module_name(layer: int, module: str) -> str:
-    """Name of a module in the model, as PEFT's patterns see it: ``model.layers.0.self_attn.q_proj``."""
+    """Return the full name of a module, which PEFT's patterns match, e.g. ``model.layers.0.self_attn.q_proj``."""
     return f"model.layers.{layer}.{PROJECTIONS[module]}"
 
 
@@ -41,18 +41,18 @@ class LoraPair(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Rank by the shape of A."""
+        """Rank, from the shape of A."""
         return self.a.shape[0]
 
 
 class AdapterCheckpoint(NamedTuple):
-    """What a folder holds.
+    """Config and tensor headers of an adapter folder.
 
     Attributes:
-        folder: where it lies.
-        config: its settings.
-        base_model: the base that it names, "" if none.
-        pairs: matrices by (layer, module), in packing order.
+        folder: the folder.
+        config: the LoRA settings.
+        base_model: base model named in the config, "" if none.
+        pairs: tensor headers by (layer, module), in packing order.
         weight_bytes: size of the weights file.
     """
 
@@ -63,7 +63,7 @@ class AdapterCheckpoint(NamedTuple):
     weight_bytes: int
 
     def scaling(self, layer: int, module: str) -> float:
-        """Factor of B·A for one module, rsLoRA and patterns included."""
+        """Return the factor of B·A for one module, with rsLoRA and patterns applied."""
         return self.config.scaling(module_name(layer, module))
 
     @property
@@ -73,15 +73,15 @@ class AdapterCheckpoint(NamedTuple):
 
 
 def inspect_adapter(folder: Path) -> AdapterCheckpoint:
-    """Read config and tensor headers of a PEFT LoRA folder; the weights themselves are not read.
+    """Read config and tensor headers of a PEFT LoRA folder, but no weights.
 
     Raises:
-        AdapterError: a file is missing, in the wrong format or not supported, a tensor is not understood, A comes
-            without B, or a rank differs from the config's. The message names file and tensor.
+        AdapterError: a file is missing, in the wrong format or not supported, a tensor is unknown, A or B of a module
+            is missing, or a rank differs from the config. The message names file and tensor.
     """
     if not (folder / WEIGHTS_FILE).is_file():
         others = [file.name for file in folder.glob("adapter_model.*")] if folder.is_dir() else []
-        found = f"; {', '.join(sorted(others))} is not read, since only safetensors is" if others else ""
+        found = f"; {', '.join(sorted(others))} is ignored, since only safetensors is supported" if others else ""
         raise AdapterError(f"{WEIGHTS_FILE}: there is no such file in {folder}{found}")
     config, base_model = read_config(folder / CONFIG_FILE)
     pairs = _pair_up(read_entries(folder / WEIGHTS_FILE))
@@ -103,13 +103,13 @@ def validate(
         max_bytes: larger weights files are refused; 0 for no limit.
 
     Returns:
-        for each module that it changes the rank on every layer, as in ``AdapterRef.ranks``.
+        For each module that it changes, the rank on every layer, as in ``AdapterRef.ranks``.
 
     Raises:
-        AdapterError: it does not fit, is too large, or holds NaN or infinity.
+        AdapterError: it does not fit the model, is too large, or contains NaN or infinity.
     """
     if max_bytes and checkpoint.weight_bytes > max_bytes:
-        raise AdapterError(f"{WEIGHTS_FILE}: {checkpoint.weight_bytes} bytes, allowed are {max_bytes}")
+        raise AdapterError(f"{WEIGHTS_FILE}: {checkpoint.weight_bytes} bytes, at most {max_bytes} are allowed")
     for (layer, module), pair in checkpoint.pairs.items():
         _check_fit(layer, module, pair, geometry, max_rank)
     with limited_matching(CONFIG_FILE):
@@ -132,7 +132,7 @@ def _pair_up(entries: dict[str, TensorEntry]) -> dict[tuple[int, str], LoraPair]
     for name, entry in entries.items():
         match = _KEY.fullmatch(name)
         if match is None or match[2] not in _MODULES:
-            raise AdapterError(f"{WEIGHTS_FILE}: tensor {name} belongs to no module that LoRA is supported on")
+            raise AdapterError(f"{WEIGHTS_FILE}: tensor {name} belongs to a module on which LoRA is not supported")
         if entry.dtype not in EXPONENTS or len(entry.shape) != 2:
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {name} is {entry.dtype} {list(entry.shape)}; "
@@ -143,12 +143,12 @@ def _pair_up(entries: dict[str, TensorEntry]) -> dict[tuple[int, str], LoraPair]
             raise AdapterError(f"{WEIGHTS_FILE}: tensors {sides[match[3]].name} and {name} are the same matrix")
         sides[match[3]] = entry
     if not halves:
-        raise AdapterError(f"{WEIGHTS_FILE}: it holds no tensors")
+        raise AdapterError(f"{WEIGHTS_FILE}: it contains no tensors")
     for sides in halves.values():
         if len(sides) == 1:
             ((side, entry),) = sides.items()
             raise AdapterError(
-                f"{WEIGHTS_FILE}: tensor {entry.name} has no lora_{'B' if side == 'A' else 'A'} beside it"
+                f"{WEIGHTS_FILE}: tensor {entry.name} has no matching lora_{'B' if side == 'A' else 'A'}"
             )
     order = sorted(halves, key=lambda key: (key[0], LORA_MODULES.index(key[1])))
     return {key: LoraPair(halves[key]["A"], halves[key]["B"]) for key in order}
@@ -167,7 +167,7 @@ def _check_fit(layer: int, module: str, pair: LoraPair, geometry: ModelGeometry,
     if layer >= geometry.layers:
         raise AdapterError(f"{WEIGHTS_FILE}: tensor {pair.a.name}: the base model has only {geometry.layers} layers")
     if max_rank and pair.rank > max_rank:
-        raise AdapterError(f"{WEIGHTS_FILE}: tensor {pair.a.name} has rank {pair.rank}, allowed is {max_rank}")
+        raise AdapterError(f"{WEIGHTS_FILE}: tensor {pair.a.name} has rank {pair.rank}, at most {max_rank} is allowed")
     shape = geometry.modules[module]
     for entry, expected in ((pair.a, (pair.rank, shape.in_features)), (pair.b, (shape.out_features, pair.rank))):
         if entry.shape != expected:
@@ -178,7 +178,7 @@ def _check_fit(layer: int, module: str, pair: LoraPair, geometry: ModelGeometry,
 
 
 def _check_coverage(checkpoint: AdapterCheckpoint, geometry: ModelGeometry) -> None:
-    """Tensors must be exactly those of the modules that the config names."""
+    """Check that the tensors are exactly those of the modules that the config targets."""
     names = {module_name(layer, m): (layer, m) for layer in range(geometry.layers) for m in LORA_MODULES}
     for name, key in names.items():
         covered = checkpoint.config.covers(name)
@@ -193,6 +193,6 @@ def _check_coverage(checkpoint: AdapterCheckpoint, geometry: ModelGeometry) -> N
     for target in targets if isinstance(targets, list) else []:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             raise AdapterError(
-                f"{CONFIG_FILE}: target_modules names {target!r}, and the base model has no such module that LoRA is "
-                "supported on"
+                f"{CONFIG_FILE}: target_modules names {target!r}, but the base model has no such module on which LoRA "
+                "is supported"
             )

@@ -1,12 +1,12 @@
-"""What can be wrong with an adapter, or with what is asked of one."""
+"""Errors of adapters, of the adapter store and of the registry."""
 
 
 class AdapterError(ValueError):
-    """An adapter cannot be taken or used; the message names the file, tensor or key and the reason."""
+    """An adapter cannot be registered or loaded; the message names the file, tensor or key, and the reason."""
 
 
 class AdapterStoreError(AdapterError):
-    """The store or the registry cannot be read or written: a full disk, a locked database. No adapter is wrong."""
+    """The store or the registry cannot be read or written (full disk, locked database). The adapter is not at fault."""
 
 
 class AdapterNotFound(AdapterError):
@@ -14,11 +14,11 @@ class AdapterNotFound(AdapterError):
 
 
 class AdapterExists(AdapterError):
-    """The name is taken, and replacing was not asked for."""
+    """The name is taken, and ``replace`` is not set."""
 
 
 class AdapterBusy(AdapterError):
-    """The name is being registered or removed by another call at this moment."""
+    """Another call is registering or removing the name."""
 
 
 class UnknownAdapter(AdapterError):

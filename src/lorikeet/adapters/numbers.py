@@ -1,4 +1,7 @@
-"""Numbers of checkpoints and models in numpy, which has no bfloat16: arrays of it hold its bits."""
+"""Conversion between fp32 and the dtypes of checkpoints in numpy, which has no bfloat16.
+
+Arrays of bfloat16 hold its bits as uint16.
+"""
 
 from typing import Any
 
@@ -10,20 +13,20 @@ KEPT_AS: dict[str, type[np.uint16 | np.float16 | np.float32]] = {
     "float16": np.float16,
     "float32": np.float32,
 }
-"""How an array of each dtype is kept."""
+"""The numpy type in which arrays of each dtype are stored."""
 
 
 def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    """Return values of ``dtype`` as they are, in fp32; of fp32 no copy is made."""
+    """Return values of ``dtype`` in fp32, exactly. No copy is made of fp32."""
     if dtype == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
 
 
 def from_float32(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """Round fp32 to ``dtype``, to the nearest value and of two to the even one; what is too large becomes infinity.
+    """Round fp32 to ``dtype``, to nearest and ties to even; values that are too large become infinity.
 
-    Values must not be NaN. Of fp32 no copy is made.
+    Values must not be NaN. No copy is made for fp32.
     """
     if dtype == "bfloat16":
         bits = values.view(np.uint32)

@@ -1,6 +1,6 @@
 """Reads and validates PEFT's ``adapter_config.json``, and matches its patterns as PEFT does.
 
-Patterns come from users, so matching them is bounded in time.
+Patterns come from users, so the time to match them is limited.
 """
 
 import math
@@ -21,16 +21,16 @@ from lorikeet.adapters.errors import AdapterError
 
 _MATCH_TIMEOUT_S = 1.0
 _ALL_TIMEOUT_S = 10.0
-"""Of all matches of one check together."""
+"""Limit for all matches of one check together."""
 _MAX_PATTERN_CHARS = 20_000
 _NAME = re.compile(r"(\w+\.)*layers\.\d+\.\w+\.\w+")
-"""What matches, as an expression for the end of a module's name, that end alone, although a dot is any letter."""
+"""Patterns of this form are plain module names: although a dot matches any character, they match only that name."""
 
 T = TypeVar("T")
 
 
 class _Limit(NamedTuple):
-    """When all matches must have ended, and the file that their patterns stand in."""
+    """Deadline of all matches, and the file that contains the patterns."""
 
     file: str
     deadline_s: float
@@ -42,10 +42,10 @@ _limit: ContextVar[_Limit] = ContextVar("limit of all matches", default=_NO_LIMI
 
 @contextmanager
 def limited_matching(file: str) -> Iterator[None]:
-    """Bound the time that all matches take together within; whichever is under way then ends with AdapterError.
+    """Limit the total time of all matches in the block; the match that exceeds it raises AdapterError.
 
     Args:
-        file: where the patterns stand, for the message.
+        file: the file that contains the patterns, for the message.
     """
     token = _limit.set(_Limit(file, time.monotonic() + _ALL_TIMEOUT_S))
     try:
@@ -58,10 +58,10 @@ def first_of(values: Mapping[str, T], name: str, default: T) -> T:
     """Return the value of the first pattern that matches the end of a module's name, ``default`` if none does.
 
     Raises:
-        AdapterError: one takes too long, or is no regular expression.
+        AdapterError: a pattern takes too long, or is not a regular expression.
     """
     patterns = tuple(values)
-    named, others = _sorted_out(patterns)
+    named, others = _split_patterns(patterns)
     parts = name.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     best = min((named[end] for end in ends if end in named), default=len(patterns))
@@ -74,23 +74,23 @@ def first_of(values: Mapping[str, T], name: str, default: T) -> T:
 
 
 def matches_whole(pattern: str, name: str) -> bool:
-    """Return whether ``pattern`` matches all of a module's name; errors as of :func:`first_of`."""
+    """Return whether ``pattern`` matches the whole name of a module; raises as :func:`first_of`."""
     return _match(compiled(pattern).fullmatch, pattern, name) is not None
 
 
 def layer_index(pattern: str, name: str) -> int | None:
-    """Return the number behind what ``pattern`` matches in a module's name; errors as of :func:`first_of`."""
+    """Return the layer number that follows a match of ``pattern`` in a module's name; raises as :func:`first_of`."""
     match = _match(compiled(before_index(pattern)).match, pattern, name)
     return None if match is None else int(match["idx"])
 
 
 def ending(pattern: str) -> str:
-    """Return the expression for names that end with what ``pattern`` matches."""
+    """Return the regular expression for names that end with a match of ``pattern``."""
     return rf"(.*\.)?({pattern})$"
 
 
 def before_index(pattern: str) -> str:
-    """Return the expression for names in which a number stands behind what ``pattern`` matches."""
+    """Return the regular expression for names in which a number follows a match of ``pattern``."""
     return rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\."
 
 
@@ -99,20 +99,20 @@ def compiled(pattern: str) -> "regex.Pattern[str]":
     """Compile with ``regex``, which can time out.
 
     Raises:
-        AdapterError: it is no regular expression, or too long.
+        AdapterError: it is not a regular expression, or too long.
     """
     if len(pattern) > _MAX_PATTERN_CHARS:
         raise AdapterError(f"a pattern of {len(pattern)} characters is too long")
     try:
-        re.compile(pattern)  # the dialect is re's: what it refuses, PEFT could not have used
+        re.compile(pattern)  # PEFT uses re, so only its syntax is accepted
         return regex.compile(pattern)
     except (re.error, regex.error, OverflowError, RecursionError) as error:
         raise AdapterError(f"{pattern!r} is not a regular expression: {error}") from error
 
 
 @lru_cache(maxsize=16)
-def _sorted_out(patterns: tuple[str, ...]) -> tuple[dict[str, int], tuple[int, ...]]:
-    """Return the places of those that are names of modules, which need no expression, and of the others."""
+def _split_patterns(patterns: tuple[str, ...]) -> tuple[dict[str, int], tuple[int, ...]]:
+    """Return the positions of patterns that are plain module names, which are looked up, and of the other ones."""
     named = {pattern: place for place, pattern in reversed(list(enumerate(patterns))) if _NAME.fullmatch(pattern)}
     return named, tuple(place for place, pattern in enumerate(patterns) if pattern not in named)
 
@@ -125,14 +125,14 @@ def _match(match: "Callable[..., regex.Match[str] | None]", pattern: str, name: 
             raise TimeoutError
         return match(name, timeout=min(_MATCH_TIMEOUT_S, left_s), concurrent=True)
     except TimeoutError as error:
-        whose = f"the pattern {pattern!r} takes" if left_s > _MATCH_TIMEOUT_S else "the patterns all together take"
-        raise AdapterError(f"{limit.file}: {whose} too long to match {name!r}") from error
+        which = f"the pattern {pattern!r} takes" if left_s > _MATCH_TIMEOUT_S else "the patterns all together take"
+        raise AdapterError(f"{limit.file}: {which} too long to match {name!r}") from error
 
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
-_MOST_PATTERNS = 2048
-"""Every module is held against each; a model of 126 layers has 882 modules."""
+_MAX_PATTERNS = 2048
+"""Most patterns of one adapter, since each is matched against every module; a model of 126 layers has 882."""
 
 _REFUSED = {
     "use_dora": "DoRA is not supported",
@@ -155,16 +155,16 @@ _HARMLESS = {
     "lora_dropout", "init_lora_weights", "bias", "megatron_core", "qalora_group_size", "runtime_config",
     "eva_config", "corda_config", "lora_ga_config", "velora_config", "ensure_weight_tying", "fan_in_fan_out",
 }  # fmt: skip
-"""Read elsewhere, or of no effect on inference: ``*_config`` of initialisers count by ``init_lora_weights``, and
-``fan_in_fan_out`` on no module that LoRA is supported on, as they are all linear."""
+"""Keys that are read elsewhere or have no effect on inference. ``*_config`` of initialisers matter only through
+``init_lora_weights``, and ``fan_in_fan_out`` only for modules that are not linear, on which LoRA is not supported."""
 _KEEPS_BASE = {"gaussian", "eva", "mica", "orthogonal"}
-"""Initialisers that leave the base weights as they are."""
+"""Initialisers that do not change the base weights."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of the names of others."""
+"""Prefixes of initialisers that do."""
 
 
 class LoraConfig(msgspec.Struct, frozen=True):
-    """The keys that say what a LoRA covers and how it is scaled, named as in PEFT."""
+    """The keys that define which modules a LoRA changes and how it is scaled, named as in PEFT."""
 
     r: int
     lora_alpha: float
@@ -177,16 +177,16 @@ class LoraConfig(msgspec.Struct, frozen=True):
     layers_pattern: list[str] | str | None = None
 
     def rank(self, name: str) -> int:
-        """Rank of the module called ``name`` in the model (``model.layers.0.self_attn.q_proj``)."""
+        """Return the rank of a module, by its full name (``model.layers.0.self_attn.q_proj``)."""
         return first_of(self.rank_pattern, name, self.r)
 
     def scaling(self, name: str) -> float:
-        """Factor of B·A: alpha / r, or alpha / √r with rsLoRA (https://arxiv.org/abs/2312.03732)."""
+        """Return the factor of B·A: alpha / r, or alpha / √r with rsLoRA (https://arxiv.org/abs/2312.03732)."""
         alpha, rank = first_of(self.alpha_pattern, name, self.lora_alpha), self.rank(name)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def covers(self, name: str) -> bool:
-        """Whether the module called ``name`` is changed."""
+        """Whether the LoRA changes a module, by its full name."""
         if self.exclude_modules and _in_list_or_regex(name, self.exclude_modules):
             return False
         if isinstance(self.target_modules, str):
@@ -207,12 +207,12 @@ class LoraConfig(msgspec.Struct, frozen=True):
 
     @property
     def patterns_of_layers(self) -> list[str]:
-        """What may stand before a layer's number."""
+        """Patterns of the module name before the layer number."""
         given = self.layers_pattern or [r"[^.]*"]
         return [given] if isinstance(given, str) else given
 
     def digest_fields(self) -> bytes:
-        """The keys that change what the weights mean, in one canonical form. The order of patterns counts."""
+        """Return the keys that change the meaning of the weights, in a canonical form. The order of patterns counts."""
         return msgspec.json.encode(
             {
                 "alpha_pattern": [(key, float(value)) for key, value in self.alpha_pattern.items()],
@@ -229,10 +229,11 @@ def read_config(file: Path) -> tuple[LoraConfig, str]:
     """Read and check an ``adapter_config.json``.
 
     Returns:
-        the settings, and the base model that the file names ("" if none).
+        The settings, and the base model named in the file ("" if none).
 
     Raises:
-        AdapterError: no valid JSON, another PEFT type, or a key that is not supported; the message names it.
+        AdapterError: the file is not valid JSON, has another PEFT type, or a key that is not supported; the message
+            names the key.
     """
     try:
         with file.open("rb") as stream:
@@ -245,7 +246,7 @@ def read_config(file: Path) -> tuple[LoraConfig, str]:
     except (msgspec.DecodeError, RecursionError) as error:
         raise AdapterError(f"{file.name}: {error}") from error
     try:
-        _refuse(raw)
+        _check_supported(raw)
         config = msgspec.convert(_without_nulls(raw), LoraConfig)
         _check_values(config)
     except (msgspec.ValidationError, AdapterError) as error:
@@ -253,14 +254,14 @@ def read_config(file: Path) -> tuple[LoraConfig, str]:
     return config, str(raw.get("base_model_name_or_path") or "")
 
 
-def _refuse(raw: dict[str, Any]) -> None:
+def _check_supported(raw: dict[str, Any]) -> None:
     if raw.get("peft_type") != "LORA":
         raise AdapterError(f"peft_type is {raw.get('peft_type')!r}; only 'LORA' is supported")
     for key, value in raw.items():
         if key in _REFUSED and value:
             raise AdapterError(f"{key} is set: {_REFUSED[key]}")
         if value and key not in _HARMLESS and key not in _REFUSED and key not in LoraConfig.__struct_fields__:
-            raise AdapterError(f"{key} is set, which is not a key that is understood here")
+            raise AdapterError(f"{key} is set, which is an unknown key")
     if raw.get("bias", "none") not in ("none", None):
         raise AdapterError(f"bias is {raw['bias']!r}: trained biases are not supported")
     init = raw.get("init_lora_weights", True)
@@ -268,7 +269,7 @@ def _refuse(raw: dict[str, Any]) -> None:
         if init.startswith(_CHANGES_BASE):
             why = "which changes the base weights; convert it with PEFT first"
         else:
-            why = f"which is not known here; known are {', '.join(sorted(_KEEPS_BASE))}"
+            why = f"which is unknown; known are {', '.join(sorted(_KEEPS_BASE))}"
         raise AdapterError(f"init_lora_weights is {init!r}, {why}")
     if isinstance(raw.get("target_modules"), list):
         for target in raw["target_modules"]:
@@ -287,8 +288,8 @@ def _check_values(config: LoraConfig) -> None:
         if isinstance(listing, str):
             compiled(listing)
     layers = config.patterns_of_layers
-    if len(config.rank_pattern) + len(config.alpha_pattern) + len(layers) > _MOST_PATTERNS:
-        raise AdapterError(f"rank_pattern, alpha_pattern and layers_pattern have more than {_MOST_PATTERNS} entries")
+    if len(config.rank_pattern) + len(config.alpha_pattern) + len(layers) > _MAX_PATTERNS:
+        raise AdapterError(f"rank_pattern, alpha_pattern and layers_pattern have more than {_MAX_PATTERNS} entries")
     for pattern in (*config.rank_pattern, *config.alpha_pattern):
         compiled(ending(pattern))
     for pattern in layers:

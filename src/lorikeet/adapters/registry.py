@@ -1,6 +1,6 @@
-"""The database of adapters: connections, tables, and the records that the rest of the program sees.
+"""The adapter registry: a database of adapter names and versions, and the records that other packages use.
 
-SQLite or PostgreSQL through SQLAlchemy. Names point at immutable versions, which are identified by their digest.
+SQLite or PostgreSQL through SQLAlchemy. A name points to an immutable version, which is identified by its digest.
 """
 
 import hashlib
@@ -25,24 +25,25 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
 from lorikeet.adapters.sources import without_credentials
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.extras import install_command
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
 
 _INSERTS: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
-"""Both know ``ON CONFLICT``; other databases are not supported."""
-_CREATING_LOCK = 0x6C6F72696B656574
+"""Both support ``ON CONFLICT``; other databases are not supported."""
+_CREATE_TABLES_LOCK = 0x6C6F72696B656574
 """Key of PostgreSQL's advisory lock: "lorikeet" in ASCII."""
 
 
 def open_engine(url: str, postgresql_arguments: dict[str, Any] | None = None) -> Engine:
-    """Return an engine for a URL. Nothing is connected yet.
+    """Return a SQLAlchemy engine for a URL, without connecting.
 
     Args:
         url: SQLAlchemy URL (SQLite or PostgreSQL).
-        postgresql_arguments: passed to its driver with each new connection.
+        postgresql_arguments: connection arguments for PostgreSQL's driver.
 
     Raises:
-        ValueError: another database.
+        ValueError: the URL names another database.
         ImportError: the driver is not installed.
         sqlalchemy.exc.ArgumentError: not a URL.
     """
@@ -51,26 +52,29 @@ def open_engine(url: str, postgresql_arguments: dict[str, Any] | None = None) ->
     if backend not in _INSERTS:
         raise ValueError(f"a registry is SQLite or PostgreSQL, not {backend}")
     arguments = (postgresql_arguments or {}) if backend == "postgresql" else {}
-    engine = create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
+    try:
+        engine = create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
+    except ImportError as error:
+        raise ImportError(f"PostgreSQL needs a driver: run `{install_command('postgres')}` ({error})") from error
     if backend == "sqlite":
         event.listen(engine, "connect", _tune_sqlite)
     return engine
 
 
 def insert_of(engine: Engine) -> Callable[..., Any]:
-    """Return SQLAlchemy's INSERT of the engine's database, which has ``ON CONFLICT``."""
+    """Return the INSERT construct of the engine's database, which supports ``ON CONFLICT``."""
     return _INSERTS[engine.dialect.name]
 
 
 def create_tables(engine: Engine, metadata: MetaData) -> None:
-    """Create what is missing; two servers may start at once.
+    """Create missing tables and indexes; several servers may do so at the same time.
 
-    PostgreSQL's IF NOT EXISTS looks and creates in two steps, between which another server can create the
-    table; a lock until the end of the transaction keeps others out. SQLite has one writer anyway.
+    PostgreSQL's IF NOT EXISTS is not atomic: another server can create the table between check and creation. A lock
+    until the end of the transaction prevents that. SQLite has only one writer.
     """
     with engine.begin() as connection:
         if connection.dialect.name == "postgresql":
-            connection.execute(select(func.pg_advisory_xact_lock(_CREATING_LOCK)))
+            connection.execute(select(func.pg_advisory_xact_lock(_CREATE_TABLES_LOCK)))
         for table in metadata.sorted_tables:
             connection.execute(CreateTable(table, if_not_exists=True))
             for index in table.indexes:
@@ -78,22 +82,22 @@ def create_tables(engine: Engine, metadata: MetaData) -> None:
 
 
 def sqlite_url(file: Path) -> str:
-    """The URL of a SQLite file."""
+    """Return the SQLAlchemy URL of a SQLite file."""
     return URL.create("sqlite", database=str(file)).render_as_string(hide_password=False)
 
 
 def _with_driver(url: URL) -> URL:
-    """Name the driver that the ``postgres`` extra installs; users write plain ``postgresql://``."""
+    """Return ``url`` with the driver of the ``postgres`` extra, if it is a plain ``postgresql://`` URL."""
     if url.drivername in ("postgresql", "postgres"):
         return url.set(drivername="postgresql+psycopg")
     return url
 
 
 def _tune_sqlite(connection: Any, _record: Any) -> None:
-    """Readers and the writer do not wait for each other (WAL); two writers wait up to 10 s.
+    """Set up a SQLite connection: WAL, so that readers and the writer do not block each other, and a timeout of 10 s.
 
-    A new file changes to WAL once. Connections that ask for it at the same moment could wait for each other
-    forever, so SQLite refuses some of them at once, whatever the busy timeout; they ask again.
+    A new file is switched to WAL once. If several connections try that at the same time, SQLite refuses some of them
+    immediately, whatever the busy timeout, to avoid a deadlock; these are retried.
     """
     cursor = connection.cursor()
     for pragma in ("busy_timeout=10000", "synchronous=NORMAL", "foreign_keys=ON"):
@@ -115,7 +119,7 @@ class _Base(DeclarativeBase):
 
 
 class VersionRow(_Base):
-    """A version: the content that names point to. ``ranks`` is JSON, decoded only for adapters in use."""
+    """A version, to which names point. ``ranks`` is JSON, which is decoded only for adapters in use."""
 
     __tablename__ = "versions"
     digest: Mapped[str] = mapped_column(primary_key=True)
@@ -127,7 +131,7 @@ class VersionRow(_Base):
 
 
 class AdapterNameRow(_Base):
-    """A name, valid for one base model. ``created_at`` in Unix seconds."""
+    """A name for one base model. ``created_at`` is in Unix seconds."""
 
     __tablename__ = "adapters"
     base: Mapped[str] = mapped_column(primary_key=True)
@@ -150,11 +154,11 @@ class RegistryRow(NamedTuple):
 
 
 class Registry:
-    """The database of one base model's adapters. Safe to use from several threads.
+    """The registered adapters of one base model. Thread-safe.
 
     Args:
         url: SQLAlchemy URL (SQLite or PostgreSQL).
-        base: identity of the base model; rows of others stay untouched.
+        base: identity of the base model; rows of other base models are not touched.
 
     Raises:
         AdapterError: the database cannot be opened.
@@ -193,17 +197,21 @@ class Registry:
             return [RegistryRow(*row) for row in connection.execute(query)]
 
     def names_of_other_bases(self) -> list[str]:
-        """Return the names that are registered for other base models; errors as of :meth:`load`."""
+        """Return the names that are registered for other base models.
+
+        Raises:
+            AdapterStoreError: the database cannot be read.
+        """
         query = select(AdapterNameRow.name).where(AdapterNameRow.base != self._base).order_by(AdapterNameRow.name)
         with self._reading() as connection:
             return list(connection.scalars(query))
 
     def add(self, row: RegistryRow, replace: bool) -> None:
-        """Insert a row, or with ``replace`` put it in the place of the name's present one.
+        """Insert a row; with ``replace`` it replaces the present row of the name.
 
         Raises:
-            AdapterExists: the name is taken, by another process since this one looked.
-            AdapterStoreError: the database does not take the row.
+            AdapterExists: the name is taken, possibly by another process since the caller checked.
+            AdapterStoreError: the database cannot be written.
         """
         insert_name = self._insert(AdapterNameRow).values(self._name(row))
         if replace:
@@ -215,7 +223,7 @@ class Registry:
             connection.execute(insert_name)
 
     def remove(self, name: str) -> None:
-        """Delete a name; one that is not there is no error.
+        """Delete a name; an unknown one is ignored.
 
         Raises:
             AdapterStoreError: the database cannot be written.
@@ -225,7 +233,7 @@ class Registry:
             connection.execute(delete(AdapterNameRow).where(*where))
 
     def remove_version_if_unnamed(self, digest: str) -> bool:
-        """Delete a version to which no name of any base points; False if one does.
+        """Delete a version if no name of any base model points to it; return whether none did.
 
         Raises:
             AdapterStoreError: the database cannot be written.
@@ -238,7 +246,11 @@ class Registry:
             return True
 
     def named_digests(self) -> set[str]:
-        """Return the digests that a name of any base points to; errors as of :meth:`load`."""
+        """Return the digests of the versions to which a name of any base model points.
+
+        Raises:
+            AdapterStoreError: the database cannot be read.
+        """
         with self._reading() as connection:
             return set(connection.scalars(select(AdapterNameRow.digest).distinct()))
 
@@ -256,7 +268,7 @@ class Registry:
 
     @contextmanager
     def _writing(self, adding: str = "") -> Iterator[Connection]:
-        """A transaction that adds the rows called ``adding``, or none."""
+        """Open a transaction; ``adding`` is the name that it inserts, for the error message."""
         try:
             with self._engine.begin() as connection:
                 yield connection
@@ -276,7 +288,7 @@ def _version(row: RegistryRow) -> dict[str, Any]:
 
 
 def _reason(error: SQLAlchemyError) -> object:
-    """Return what the database itself said, without the statement."""
+    """Return the error of the database driver, without the SQL statement."""
     return error.orig if isinstance(error, DBAPIError) else error
 
 
@@ -288,9 +300,9 @@ class AdapterRecord:
     """One registered name.
 
     Attributes:
-        row: what the registry knows.
-        folder: where its content lies.
-        persistent: whether the registry remembers it after a restart.
+        row: its row in the registry.
+        folder: folder of the version's files.
+        persistent: whether it is in the registry, so that it survives a restart.
     """
 
     row: RegistryRow
@@ -309,12 +321,12 @@ class AdapterRecord:
 
     @property
     def source(self) -> str:
-        """Where it was loaded from, as everybody may see it."""
+        """Source of the adapter, without credentials."""
         return without_credentials(self.row.source)
 
     @property
     def created_at(self) -> float:
-        """When the name came to point to this version, Unix seconds."""
+        """When the name was registered with this version, in Unix seconds."""
         return self.row.created_at
 
     @property
@@ -324,16 +336,16 @@ class AdapterRecord:
 
     @cached_property
     def ref(self) -> AdapterRef:
-        """What requests carry, made at first use."""
+        """Reference that requests carry, created on first use."""
         return AdapterRef(self.name, self.digest, self.folder, _decode_ranks(self.row.ranks), self.row.weight_bytes)
 
 
 class RegisteredAdapter(NamedTuple):
-    """What registering a name came to.
+    """Result of registering a name.
 
     Attributes:
-        record: what the name points to.
-        replaced: what it pointed to before; None if that was nothing, or the same version.
+        record: the adapter to which the name points now.
+        replaced: the adapter to which it pointed before; None if there was none, or it was the same version.
     """
 
     record: AdapterRecord
@@ -342,15 +354,15 @@ class RegisteredAdapter(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _decode_ranks(text: str) -> dict[str, tuple[int, ...]]:
-    """Return the ranks that a registry row holds; thousands of adapters share a few, which nobody changes."""
+    """Return the ranks of a registry row; cached, since thousands of adapters share few of them. Not to be changed."""
     return msgspec.json.decode(text, type=dict[str, tuple[int, ...]])
 
 
 def check_name(name: str, reserved: set[str]) -> None:
-    """Check a name for an adapter.
+    """Check that an adapter may have this name.
 
     Raises:
-        AdapterError: it is not one, or reserved.
+        AdapterError: the name is malformed or reserved.
     """
     if not _NAME.fullmatch(name) or ".." in name or "//" in name or name.endswith("/"):
         raise AdapterError(
@@ -358,12 +370,12 @@ def check_name(name: str, reserved: set[str]) -> None:
             f"not starting with . or /, without '..'"
         )
     if name.endswith("/stats"):
-        raise AdapterError(f"{name!r} cannot name an adapter: /v1/adapters/NAME/stats tells the statistics of another")
+        raise AdapterError(f"{name!r} cannot name an adapter: /v1/adapters/NAME/stats is the route of statistics")
     if name in reserved:
         raise AdapterError(f"{name!r} is the name of the base model")
 
 
 def base_identity(base_name: str, geometry: ModelGeometry) -> str:
-    """What a base model is remembered by: its name and its sizes (in whatever dtype it is served)."""
+    """Return the identity of a base model in the registry: its name and a hash of its sizes, without the dtype."""
     sizes = msgspec.json.encode(msgspec.structs.replace(geometry, dtype_bytes=0), order="deterministic")
     return f"{base_name} {hashlib.sha256(sizes).hexdigest()[:16]}"

@@ -1,7 +1,7 @@
-"""Copying an adapter's two files from where a user keeps them: a folder, or any URL that fsspec reads.
+"""Fetches the two files of an adapter from a source: a folder, or any URL that fsspec reads.
 
-At run time anybody with an admin key may name a source, so it must lie in the allowed folder or below an allowed
-URL. Sources of the command line are trusted: who starts the server may read what the server may.
+At run time everyone with an admin key may name a source, so it must be inside the allowed folder or below an allowed
+URL. Sources on the command line are trusted, since the user who starts the server can read its files anyway.
 """
 
 import math
@@ -20,10 +20,11 @@ from lorikeet.adapters.checkpoint import WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
 from lorikeet.adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
 from lorikeet.config import AdapterSettings
+from lorikeet.core.extras import install_command
 
 _CHUNK_BYTES = 4 * 2**20
 _URL_LIMIT_S = 600.0
-"""For both files of one URL; a server that trickles would keep a thread and the adapter's name busy for ever."""
+"""Time limit for both files of a URL; a very slow server would otherwise block a thread and the adapter's name."""
 _CREDENTIALS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)[^/]*@")
 _LOCAL_SCHEMES = ("file", "local")
 
@@ -32,11 +33,11 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
     """Copy ``adapter_config.json`` and ``adapter_model.safetensors`` from ``source`` into the folder ``into``.
 
     Args:
-        source: a folder (relative to ``adapter_dir``; to the working directory if trusted) or a URL
+        source: a folder (relative to ``adapter_dir``, or to the working directory if trusted) or a URL
             (``hf://org/repo``, ``s3://bucket/folder``, ...).
         settings: the allowed folder and URLs, and the size limit.
         into: an existing folder.
-        trusted: the source comes from the command line; only the size limit applies.
+        trusted: whether the source comes from the command line; then only the size limit applies.
 
     Raises:
         AdapterNotFound: the source or one of its files does not exist.
@@ -57,7 +58,7 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
 
 
 def without_credentials(source: str) -> str:
-    """Return a source without what stands before the host of its URL: a name and a password, or a token."""
+    """Return a source without credentials (user and password, or a token) in its URL."""
     return _CREDENTIALS.sub(r"\1…@", source)
 
 
@@ -65,7 +66,7 @@ def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
     if trusted:
         try:
             return Path(path).expanduser()
-        except RuntimeError as error:  # the home of a user who does not exist
+        except RuntimeError as error:  # the home folder of an unknown user
             raise AdapterError(f"{path}: {error}") from error
     if not settings.adapter_dir:
         raise AdapterError(f"{path}: local folders are not allowed; start the server with --adapter-dir")
@@ -77,7 +78,7 @@ def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
     except (OSError, RuntimeError) as error:
         raise AdapterError(f"{path}: cannot be read: {error}") from error
     if not folder.is_relative_to(allowed):
-        raise AdapterError(f"{path}: outside the folder that adapters may be loaded from")
+        raise AdapterError(f"{path}: outside the folder from which adapters may be loaded")
     return folder
 
 
@@ -90,25 +91,25 @@ def _allowed_folder(settings: AdapterSettings) -> Path:
 
 @contextmanager
 def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[BinaryIO]:
-    """Open a regular file; one that is a link may not lead out of ``allowed``, a resolved folder."""
+    """Open a regular file; symbolic links must not lead out of ``allowed``, a resolved folder (None: anywhere)."""
     try:
         file = (folder / name).resolve(strict=True)
         if allowed is not None and not file.is_relative_to(allowed):
-            raise AdapterError(f"{folder / name}: a link that leads outside the folder adapters may be loaded from")
-        # O_NONBLOCK: a pipe under this name must not hang us before fstat has seen it
+            raise AdapterError(f"{folder / name}: a link that leads outside the allowed folder")
+        # O_NONBLOCK: opening a named pipe must not block before fstat can detect it.
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
         if not folder.is_dir():
             raise AdapterNotFound(f"{folder}: there is no such folder (on the Hub it is hf://org/repo)") from error
         raise AdapterNotFound(f"{folder}: {name} is not there{_other_formats(os.listdir(folder))}") from error
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: circular links
         raise AdapterError(f"{folder / name}: cannot be read: {error}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise AdapterError(f"{folder / name}: not a regular file")
-        # a folder on the way may have become a link since it was resolved: ask the kernel what was opened
+        # A parent folder may have become a link since it was resolved, so check the path of the opened file.
         if allowed is not None and not Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(allowed):
-            raise AdapterError(f"{folder / name}: changed into a link that leads outside while it was opened")
+            raise AdapterError(f"{folder / name}: became a link that leads outside while it was opened")
         with open(descriptor, "rb", closefd=False) as stream:
             yield stream
     finally:
@@ -116,14 +117,18 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
 
 
 def _check_allowed(source: str, allowed_sources: tuple[str, ...]) -> None:
-    """A URL is allowed if an allowed one is a prefix of it, segment by segment."""
+    """Check that an allowed URL is a prefix of ``source``, segment by segment.
+
+    Raises:
+        AdapterError: none is, or the URL contains parts that could circumvent the check.
+    """
     segments = _segments(source)
     if any(part in ("..", ".", "") for part in segments[1:]) or "::" in source or any(c in source for c in "\\%?#\0"):
         raise AdapterError(f"{source}: '..', empty parts, '::', escapes and queries are not allowed in a URL")
     for prefix in allowed_sources:
         allowed = _segments(prefix)
         if len(allowed) > 1 and segments[: len(allowed)] == allowed:
-            # On the Hub anybody can open a pull request with files of their own, and its commits are revisions, too.
+            # On the Hub everyone can open a pull request with arbitrary files, and its commits are revisions.
             if segments[0] == "hf" and any("@" in part for part in segments[len(allowed) :]):
                 raise AdapterError(f"{source}: revisions are not allowed, unless an allowed source names them")
             return
@@ -139,7 +144,7 @@ def _segments(url: str) -> list[str]:
 def _fetch_url(source: str, into: Path, limits: dict[str, int]) -> None:
     until_s = time.monotonic() + _URL_LIMIT_S
     try:
-        # without the instance cache: a listing kept from an earlier call could hide a new upload
+        # Without the instance cache, since a cached listing could hide a new upload.
         files, root = fsspec.core.url_to_fs(source, skip_instance_cache=True)
         for name, limit in limits.items():
             path = f"{root.rstrip('/')}/{name}"
@@ -148,14 +153,17 @@ def _fetch_url(source: str, into: Path, limits: dict[str, int]) -> None:
                 raise AdapterNotFound(f"{source}: {name} is not there{_other_formats(listing)}")
             size = cast("int | None", files.info(path).get("size"))
             if size is not None and size > limit:
-                raise AdapterError(f"{source}: {name} has {size} bytes, allowed are {limit}")
+                raise AdapterError(f"{source}: {name} has {size} bytes, at most {limit} are allowed")
             with files.open(path, "rb") as stream:
                 _copy(stream, into / name, limit, source, until_s)
     except AdapterError:
         raise
     except FileNotFoundError as error:
         raise AdapterNotFound(f"{source}: there is no such folder or repository: {error}") from error
-    except Exception as error:  # each fsspec file system has errors of its own, some not even OSError
+    except ImportError as error:  # fsspec imports each file system's package when it is first used
+        hint = f"run `{install_command('s3')}`" if source.startswith(("s3:", "s3a:")) else str(error)
+        raise AdapterError(f"{source}: a package is not installed: {hint}") from error
+    except Exception as error:  # fsspec file systems raise errors of their own, some of which are not OSErrors
         raise AdapterError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -166,7 +174,7 @@ def _copy(stream: Any, to: Path, limit_bytes: int, source: str, until_s: float =
             while chunk := _read(stream, to.name, source):
                 copied += len(chunk)
                 if copied > limit_bytes:
-                    raise AdapterError(f"{source}: {to.name} is larger than the {limit_bytes} bytes allowed")
+                    raise AdapterError(f"{source}: {to.name} is larger than the allowed {limit_bytes} bytes")
                 if time.monotonic() > until_s:
                     raise AdapterError(f"{source}: not read within {_URL_LIMIT_S:.0f} s")
                 target.write(chunk)
@@ -185,4 +193,4 @@ def _read(stream: Any, name: str, source: str) -> bytes:
 
 def _other_formats(names: list[str]) -> str:
     others = sorted(name for name in names if name.startswith("adapter_model.") and name != WEIGHTS_FILE)
-    return f"; {', '.join(others)} is not read, since only safetensors is" if others else ""
+    return f"; {', '.join(others)} is ignored, since only safetensors is supported" if others else ""

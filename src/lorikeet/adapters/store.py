@@ -1,4 +1,4 @@
-"""The content of adapters on disk, one folder per version, named by its digest."""
+"""The adapter store: files of adapters on disk, one folder per version, named by its digest."""
 
 import fcntl
 import hashlib
@@ -24,17 +24,17 @@ MANIFEST_FILE = "version.json"
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a version's weights file was when it was stored; a file that differs has been tampered with."""
+    """Size and modification time of a version's weights file when it was stored; any difference is an error."""
 
     weight_bytes: int
     weight_mtime_ns: int
 
 
 class StagedVersion(NamedTuple):
-    """A checked adapter that is not in its final place yet.
+    """A validated adapter in a temporary folder.
 
     Attributes:
-        folder: where it lies for now.
+        folder: the temporary folder.
         digest: its version.
         ranks: as in ``AdapterRef.ranks``.
         weight_bytes: size of its weights file.
@@ -47,12 +47,12 @@ class StagedVersion(NamedTuple):
 
 
 def default_store_dir() -> Path:
-    """The user's data folder for adapters (XDG)."""
+    """Return the user's data folder for adapters (XDG)."""
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "lorikeet" / "adapters"
 
 
 def compute_digest(checkpoint: AdapterCheckpoint) -> AdapterDigest:
-    """Hex SHA-256 over the settings that change what the weights mean and the bytes of the weights file."""
+    """Return the hex SHA-256 of the settings that change the meaning of the weights, and of the weights file."""
     fields = checkpoint.config.digest_fields()
     digest = hashlib.sha256(b"lorikeet adapter 1\n%d\n" % len(fields) + fields)
     with (checkpoint.folder / WEIGHTS_FILE).open("rb") as stream:
@@ -62,7 +62,7 @@ def compute_digest(checkpoint: AdapterCheckpoint) -> AdapterDigest:
 
 
 def reference(name: str, folder: Path, geometry: ModelGeometry) -> AdapterRef:
-    """Validate a folder where it lies and return a reference to it, past store and registry (benches, tools).
+    """Validate a folder in place and return a reference to it, without store and registry; for benchmarks and tools.
 
     Raises:
         AdapterError: it is not valid or does not fit.
@@ -73,7 +73,7 @@ def reference(name: str, folder: Path, geometry: ModelGeometry) -> AdapterRef:
 
 
 def check_unchanged(ref: AdapterRef) -> None:
-    """Check that the weights file is still the one that was registered, by size and, in the store, by time.
+    """Check that the weights file is unchanged since it was registered: by size and, in the store, modification time.
 
     Raises:
         AdapterError: it is missing or differs.
@@ -86,7 +86,7 @@ def check_unchanged(ref: AdapterRef) -> None:
     if found.st_size != ref.weight_bytes:
         raise AdapterError(
             f"adapter {ref.name!r}: {folder / WEIGHTS_FILE} has {found.st_size} bytes, "
-            f"registered were {ref.weight_bytes}; register it again"
+            f"but was registered with {ref.weight_bytes}; register it again"
         )
     if (folder / MANIFEST_FILE).exists():  # folders outside the store have none
         try:
@@ -102,9 +102,14 @@ def check_unchanged(ref: AdapterRef) -> None:
 
 
 class AdapterStore:
-    """Owner of ``<root>/versions/<digest>/``. Calls may come from several threads; changes to one digest may not.
+    """Owns ``<root>/versions/<digest>/``. Thread-safe, except that one digest must not be changed concurrently.
 
-    Several processes may share a store: each holds a shared lock on it while it lives.
+    Several processes may share a store; each holds a shared lock on it while it runs.
+
+    Args:
+        root: folder of the store; created if missing.
+        settings: allowed sources and limits.
+        geometry: sizes of the base model, for validation.
     """
 
     def __init__(self, root: Path, settings: AdapterSettings, geometry: ModelGeometry) -> None:
@@ -115,13 +120,13 @@ class AdapterStore:
         for folder in (self._versions, self._incoming):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = (root / "lock").open("a")
+        # Locked while a process converts its lock, since the conversion releases the old lock for a moment.
         self._turn = (root / "turn").open("a")
-        """Held by whoever changes its lock, since that takes the old one away for a moment."""
         fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """Tell whether no other process uses the store; if so, none begins to until the block ends."""
+        """Yield whether no other process uses the store; if so, none can open it until the block ends."""
         with self._changing():
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,26 +150,26 @@ class AdapterStore:
             fcntl.flock(self._turn, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let others delete what only this process used."""
+        """Release the lock, so that other processes may delete unused versions."""
         self._lock.close()
         self._turn.close()
 
     def clear_incoming(self) -> None:
-        """Delete what an earlier process staged and never published. Only while alone."""
+        """Delete staged folders of earlier processes. Call only while :meth:`alone`."""
         for leftover in self._incoming.iterdir():
             shutil.rmtree(leftover, ignore_errors=True)
 
     def folder(self, digest: AdapterDigest) -> Path:
-        """Where a version lies, whether it is there or not."""
+        """Return the folder of a version, whether it exists or not."""
         return self._versions / digest
 
     def digests(self) -> set[AdapterDigest]:
-        """All versions that are there."""
+        """Return all stored versions."""
         return {AdapterDigest(entry.name) for entry in os.scandir(self._versions)}
 
     @contextmanager
     def stage(self, source: str, trusted: bool = False) -> Iterator[StagedVersion]:
-        """Fetch an adapter, check it and compute its digest; what is not published is deleted at the end.
+        """Fetch an adapter, validate it and compute its digest. Unless published, it is deleted when the block ends.
 
         Raises:
             AdapterStoreError: the store cannot be written, for example because the disk is full.
@@ -183,7 +188,7 @@ class AdapterStore:
             yield StagedVersion(folder, compute_digest(checkpoint), ranks, checkpoint.weight_bytes)
 
     def publish(self, staged: StagedVersion) -> Path:
-        """Move a staged version to its place; one that is there already and unchanged is kept.
+        """Move a staged version into the store; an unchanged copy that is already there is kept.
 
         Raises:
             AdapterStoreError: the store cannot be written, for example because the disk is full.
@@ -196,7 +201,7 @@ class AdapterStore:
                 )
                 inspect_adapter(place)
             except AdapterError:
-                self.remove(staged.digest)  # damaged since; what was just checked takes its place
+                self.remove(staged.digest)  # it is damaged, and the staged version replaces it
             else:
                 return place
         with _writing():
@@ -210,17 +215,17 @@ class AdapterStore:
         return place
 
     def add(self, source: str, trusted: bool = False) -> tuple[AdapterDigest, Path]:
-        """Stage and publish in one go."""
+        """Stage and publish an adapter; raises as :meth:`stage`."""
         with self.stage(source, trusted) as staged:
             return staged.digest, self.publish(staged)
 
     def remove(self, digest: AdapterDigest) -> None:
-        """Delete a version; one that is not there is no error.
+        """Delete a version; an unknown one is ignored.
 
         Raises:
             AdapterStoreError: it cannot be deleted.
         """
-        # Renamed first, so that nobody sees half a version.
+        # Renamed first, so that no reader sees a partly deleted version.
         with self._temporary_folder() as parent, _writing(), suppress(FileNotFoundError):
             os.rename(self.folder(digest), Path(parent) / "version")
 
@@ -231,7 +236,7 @@ class AdapterStore:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Let what goes wrong with the disk be an ``AdapterStoreError``."""
+    """Raise an ``AdapterStoreError`` for an ``OSError`` in the block."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The header and the raw bits of a safetensors file, read without torch (numpy has no bfloat16)."""
+"""Reads headers and raw bits of safetensors files without torch (numpy has no bfloat16)."""
 
 import json
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-"""Per dtype the integer of its size and its exponent bits; all of them set means infinity or NaN (IEEE 754)."""
+"""For each dtype, the integer type of its size and the mask of its exponent; all bits set means infinity or NaN."""
 
 _DISGUISES = {
     b"PK": "a zip archive (as torch.save writes)",
@@ -38,7 +38,7 @@ class TensorEntry(NamedTuple):
         name: its key.
         dtype: as safetensors writes it (``BF16``, ``F16``, ``F32``, ...).
         shape: sizes of its dimensions.
-        start, stop: its bytes in the file, half-open.
+        start, stop: byte range in the file, half-open.
     """
 
     name: str
@@ -51,11 +51,11 @@ class TensorEntry(NamedTuple):
 def read_entries(file: Path) -> dict[str, TensorEntry]:
     """Read the header of a safetensors file.
 
-    The safetensors library checks lengths, offsets, overlaps and coverage; what it lets pass, a name given
-    twice, is checked here.
+    The safetensors library checks lengths, offsets, overlaps and coverage. Duplicate names, which it accepts, are
+    refused here.
 
     Raises:
-        AdapterError: the file is truncated, in another format, or its header is wrong.
+        AdapterError: the file is missing, truncated, in another format, or its header is wrong.
     """
     try:
         with safe_open(file, framework="numpy"):
@@ -81,10 +81,10 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
 
 
 def check_finite(file: Path, entries: Iterable[TensorEntry]) -> None:
-    """Check that no weight is infinite or not a number. Reads in chunks of a few MiB.
+    """Check that no weight is infinite or NaN. Reads in chunks of a few MiB.
 
     Raises:
-        AdapterError: one is, or the file ends before its tensors do; the message names the tensor.
+        AdapterError: a weight is, or the file was truncated meanwhile; the message names the tensor.
     """
     with file.open("rb") as stream:
         for entry in sorted(entries, key=lambda entry: entry.start):
@@ -100,7 +100,7 @@ def _is_finite(stream: BinaryIO, entry: TensorEntry) -> bool:
         wanted = min(left, _CHUNK_BYTES)
         chunk = stream.read(wanted)
         if len(chunk) < wanted:
-            raise AdapterError(f"{Path(stream.name).name}: became shorter while tensor {entry.name} was read")
+            raise AdapterError(f"{Path(stream.name).name}: was truncated while tensor {entry.name} was read")
         bits = np.frombuffer(chunk, dtype=integer) & integer(exponent)
         if bool((bits == exponent).any()):
             return False
@@ -109,14 +109,14 @@ def _is_finite(stream: BinaryIO, entry: TensorEntry) -> bool:
 
 
 def _what_it_is(file: Path) -> str:
-    """Say why ``file``, which did not parse, is no safetensors file."""
+    """Return a description of ``file``, which is not a valid safetensors file."""
     with file.open("rb") as stream:
         head = stream.read(8)
     for magic, what in _DISGUISES.items():
         if head.startswith(magic):
             return f"this is {what}, not safetensors; only safetensors is read"
-    return "not a whole safetensors file"
+    return "not a complete safetensors file"
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """A JSON object as its pairs, so that a key given twice is seen."""
+    """The pairs of a JSON object, in which duplicate keys can be seen."""

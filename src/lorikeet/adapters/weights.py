@@ -1,4 +1,4 @@
-"""Reading an adapter's weights as one tensor-parallel rank needs them; without torch, which takes seconds to import."""
+"""Reads the weights of an adapter for one tensor-parallel rank, without torch, whose import takes seconds."""
 
 from collections.abc import Iterator
 from io import FileIO
@@ -17,18 +17,18 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 
 _ROW_PARALLEL = ("o", "down")
-"""Their input features are sharded; all other modules' output features are."""
+"""Modules whose input features are split over the ranks; of all others the output features are."""
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class ModuleWeights(NamedTuple):
-    """One module's share of an adapter, in arrays as ``adapters.numbers.KEPT_AS`` says.
+    """One tensor-parallel rank's share of a module, in arrays of ``adapters.numbers.KEPT_AS``.
 
     Attributes:
-        layer, module: which.
-        a: ``[rank, in_features]`` of the tensor-parallel rank.
-        bt: ``[rank, out_features]`` of the tensor-parallel rank; Bᵀ with LoRA's scaling in it.
+        layer, module: the module.
+        a: A, ``[rank, in_features]``.
+        bt: Bᵀ multiplied by LoRA's scaling, ``[rank, out_features]``.
     """
 
     layer: int
@@ -45,10 +45,10 @@ def load_weights(
     Args:
         ref: the adapter.
         geometry: sizes of the tensor-parallel rank's share of the model.
-        dtype: what the weights are converted to, as in ``KEPT_AS``; the scaling is multiplied in fp32 before.
-        rank, size: which share of how many. Query, gate and up take a slice of B's rows; key and value the rows of
-            the rank's KV heads (head ``rank * heads // size`` where there are fewer heads than ranks); o and down a
-            slice of A's columns.
+        dtype: dtype of the result, a key of ``KEPT_AS``; the scaling is applied in fp32 before the conversion.
+        rank, size: tensor-parallel rank and number of ranks. Query, gate and up take a slice of B's rows; key and
+            value the rows of the rank's KV heads (head ``rank * heads // size`` if there are fewer heads than ranks);
+            o and down a slice of A's columns.
 
     Raises:
         AdapterError: the files are missing, have changed since they were registered, or overflow ``dtype``.
@@ -88,11 +88,11 @@ def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, s
 
 
 def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:
-    """Read a tensor into memory of our own: of a mapped file that becomes shorter, reading would end the process."""
+    """Read a tensor into new memory; reading a mapped file that was truncated would kill the process instead."""
     values = np.empty(entry.shape, KEPT_AS[_DTYPES[entry.dtype]])
     stream.seek(entry.start)
     if stream.readinto(values.data) != values.nbytes:
-        raise OSError(f"became shorter while tensor {entry.name} was read")
+        raise OSError(f"was truncated while tensor {entry.name} was read")
     return values
 
 
@@ -100,7 +100,7 @@ def _convert(values: NDArray[Any], was: str, scaling: float, dtype: str, where: 
     exact = to_float32(values, was)
     if scaling != 1.0:
         exact = exact * np.float32(scaling)
-    # The extremes stand for all values, and NaN passes through them.
+    # It suffices to check the extremes: min and max also propagate NaN.
     extremes = np.array([exact.min(), exact.max()])
     if not (np.isfinite(extremes).all() and np.isfinite(to_float32(from_float32(extremes, dtype), dtype)).all()):
         raise AdapterError(f"{where}: too large for {dtype} once scaled")

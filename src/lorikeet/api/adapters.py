@@ -18,11 +18,10 @@ from lorikeet.adapters.errors import (
     AdapterStoreError,
     UnknownAdapter,
 )
-from lorikeet.api.dependencies import JsonBody, ServiceDep
 from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.logs import log
 from lorikeet.api.protocol import DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
-from lorikeet.api.service import Service
+from lorikeet.api.service import JsonBody, Service, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.client.supervisor import EngineError
 

@@ -8,7 +8,7 @@ from lorikeet.api import adapters, cluster, completions, info
 from lorikeet.api.errors import install_handlers
 from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
 from lorikeet.api.logs import log
-from lorikeet.api.metrics import ClusterCollector, ReplicasCollector, RequestMetrics, UsageCollector
+from lorikeet.api.metrics import AdapterUsage, ClusterCollector, ReplicasCollector, RequestMetrics, UsageCollector
 from lorikeet.api.middleware import AdmissionGate, add_middleware
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.request_log import RequestLog
@@ -18,7 +18,6 @@ from lorikeet.api.service import Service
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import read_targets
 from lorikeet.api.text_processor import TextProcessor
-from lorikeet.api.usage import AdapterUsage
 from lorikeet.client.client import Engines
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from lorikeet.api.dependencies import ServiceDep
 from lorikeet.api.errors import ApiError, hide_paths
+from lorikeet.api.service import ServiceDep
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.ids import ReplicaId
 

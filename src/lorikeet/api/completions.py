@@ -12,11 +12,10 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from lorikeet.api.dependencies import JsonBody, SenderDep, ServiceDep
 from lorikeet.api.errors import ApiError, bad_request, not_supported
 from lorikeet.api.generation import Generation, OutputDelta
 from lorikeet.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody, refuse_unsupported
-from lorikeet.api.service import GenerationSpec
+from lorikeet.api.service import GenerationSpec, JsonBody, SenderDep, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.api.threads import off_the_loop

@@ -8,8 +8,7 @@ from lorikeet.api.errors import ApiError, engine_unavailable, hide_paths, unexpe
 from lorikeet.api.logs import log
 from lorikeet.api.observer import RequestObserver, RequestWatch
 from lorikeet.api.text_processor import StopScanner, TextProcessor
-from lorikeet.client.client import Engines
-from lorikeet.client.streams import RequestHandle, RequestOutput
+from lorikeet.client.client import Engines, RequestHandle, RequestOutput
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.plan import Token

@@ -7,9 +7,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from lorikeet import __version__
-from lorikeet.api.dependencies import JsonBody, ServiceDep
 from lorikeet.api.errors import bad_request, not_supported
 from lorikeet.api.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
+from lorikeet.api.service import JsonBody, ServiceDep
 
 router = APIRouter()
 

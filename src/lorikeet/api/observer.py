@@ -6,12 +6,11 @@ All of them derive from the same timings.
 import time
 
 from lorikeet.api.length_prediction import AnswerLengthPredictor
-from lorikeet.api.metrics import RequestMetrics
+from lorikeet.api.metrics import AdapterUsage, RequestCounts, RequestMetrics, nanoseconds
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import attainment, missed
-from lorikeet.api.usage import AdapterUsage, RequestCounts, nanoseconds
-from lorikeet.client.streams import RequestHandle
+from lorikeet.client.client import RequestHandle
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Slo

@@ -34,6 +34,7 @@ from lorikeet.client.client import EngineClient, Engines
 from lorikeet.client.supervisor import EngineError
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.extras import install_command
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
 from lorikeet.core.process_tuning import frozen_gc
@@ -163,7 +164,7 @@ def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
     try:
         from lorikeet.cluster.open import open_cluster  # an extra, which a server with one engine does without
     except ImportError as error:
-        raise ConfigError(f"several replicas need more: pip install 'lorikeet[cluster]' ({error})") from error
+        raise ConfigError(f"several replicas need more: {install_command('cluster')} ({error})") from error
     return open_cluster(settings, stack)
 
 

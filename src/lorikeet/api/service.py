@@ -1,19 +1,26 @@
-"""The parts of a running server, and the admission of a request body: tokenize, check, shed, submit."""
+"""The parts of a running server, the admission of a request, and how routes get at both.
+
+``Service.start`` admits a request: it tokenizes the prompts, checks the body, sheds if it must, and submits.
+"""
 
 import asyncio
+import json
 import math
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import structlog
 from anyio import CapacityLimiter
+from fastapi import Depends
+from fastapi import Request as HttpRequest
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import UnknownAdapter
-from lorikeet.api.errors import ApiError, engine_unavailable, model_not_found
+from lorikeet.api.errors import ApiError, bad_request, engine_unavailable, model_not_found
 from lorikeet.api.generation import Generation, TextOptions
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.middleware import AdmissionGate, Ticket
@@ -248,3 +255,45 @@ class Service:
             skip_special_tokens=body.skip_special_tokens is not False,
             named_stop_tokens=named if body.ignore_eos else named - set(self.limits.eos_token_ids),
         )
+
+
+_MAYBE_SURROGATE = re.compile(
+    rb"\x00"  # UTF-16 or UTF-32, which JSON allows
+    rb"|\xed[\xa0-\xbf]"
+    rb"|\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
+)
+"""Bytes without which a body's JSON holds no lone surrogate; most bodies need no further check.
+
+Each alternative begins with another literal byte, so that the search skips to these bytes.
+"""
+
+
+async def _service(request: HttpRequest) -> Service:
+    # If it were not async, FastAPI would run it in a thread for every request.
+    service: Service = request.app.state.service
+    return service
+
+
+async def _is_json(request: HttpRequest) -> None:
+    """Check the content type, and that no text has a lone surrogate, which UTF-8 cannot encode."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"Only 'application/json' is allowed as Content-Type, not {kind!r}.")
+    if _MAYBE_SURROGATE.search(await request.body()):
+        body: Any = await request.json()
+        for field, value in body.items() if isinstance(body, dict) else ():
+            try:
+                json.dumps({field: value}, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                name = field.encode(errors="backslashreplace").decode()
+                code = ord(error.object[error.start])
+                raise bad_request(f"{name}: half a character, the lone surrogate U+{code:04X}.", name) from None
+
+
+async def _sender(request: HttpRequest) -> Sender:
+    return Sender(request.state.request_id, request.state.tenant)
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+SenderDep = Annotated[Sender, Depends(_sender)]
+JsonBody = Depends(_is_json)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lorikeet.api.usage import RequestCounts
+from lorikeet.api.metrics import RequestCounts
 from lorikeet.config import ClusterSettings, ConfigError, ServerSettings
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Slo, SloError, parse_slo

@@ -1,4 +1,4 @@
-"""Which adapter each request asks for: the laws that papers use."""
+"""Which adapter each request uses: the distributions that papers use."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 class AdapterSequence(NamedTuple):
-    """What a rule chooses for, and from.
+    """The input of a choice rule.
 
     Attributes:
         times_s: arrivals of the requests, in order.
         ranks: of the adapters, in the order of their names.
-        generator: of the choices.
+        generator: of the draws.
     """
 
     times_s: np.ndarray
@@ -38,11 +38,11 @@ def choose_adapters(
         rule: one of ``ADAPTER_CHOICES``; the functions of ``RULES`` say what each does.
         names: at least one.
         times_s: when the requests arrive, in order.
-        generator: of the choices.
-        ranks: of the adapters, for rules that look at them.
+        generator: of the draws.
+        ranks: of the adapters, for rules that use them.
 
     Raises:
-        OptionError: an unknown rule, numbers without a meaning, no ranks where they are needed, or too few names.
+        OptionError: unknown rule, wrong numbers, missing ranks, or too few names.
     """
     name, *texts = rule.split(":")
     if name not in RULES:
@@ -55,17 +55,17 @@ def choose_adapters(
 
 
 def _uniform(choice: AdapterSequence) -> np.ndarray:
-    """Each with the same probability: ELORA's Random (section VIII-I)."""
+    """Each adapter with the same probability: ELORA's Random (section VIII-I)."""
     return choice.generator.integers(len(choice.ranks), size=len(choice.times_s))
 
 
 def _round_robin(choice: AdapterSequence) -> np.ndarray:
-    """In turn."""
+    """The adapters in turn."""
     return np.arange(len(choice.times_s)) % len(choice.ranks)
 
 
 def _distinct(choice: AdapterSequence) -> np.ndarray:
-    """None twice: ELORA's Distinct."""
+    """No adapter twice: ELORA's Distinct."""
     if len(choice.times_s) > len(choice.ranks):
         raise OptionError(
             f"{len(choice.times_s)} requests cannot have distinct adapters: there are {len(choice.ranks)}"
@@ -74,23 +74,23 @@ def _distinct(choice: AdapterSequence) -> np.ndarray:
 
 
 def _zipf(choice: AdapterSequence, exponent: float) -> np.ndarray:
-    """The i-th in proportion to 1 / i^exponent."""
+    """The i-th adapter in proportion to 1 / i^exponent."""
     return _draw(choice, powers(len(choice.ranks), exponent), len(choice.times_s))
 
 
 def _skewed(choice: AdapterSequence, deviation: float) -> np.ndarray:
-    """A Gaussian over the adapters' places around the middle one: ELORA's Skewed-x, whose centre is not printed."""
+    """A Gaussian over the adapters' positions around the middle one: ELORA's Skewed-x, whose centre is not printed."""
     if not deviation > 0:
         raise OptionError(f"skewed:{deviation:g} needs a positive standard deviation, in adapters")
     count = len(choice.ranks)
     distances = (np.arange(count) - (count - 1) / 2) / deviation
-    # Adapters far from the middle may have a weight of 0; the middle ones never have.
+    # Relative to the middle adapters, whose weights thus never underflow to 0.
     weights = np.exp(-(distances**2 - (distances**2).min()) / 2)
     return _draw(choice, weights, len(choice.times_s))
 
 
 def _drifting(choice: AdapterSequence, exponent: float, period_s: float) -> np.ndarray:
-    """Zipf's law, whose order moves on by one adapter every ``period_s``."""
+    """Zipf's law, whose order shifts by one adapter every ``period_s``."""
     if not period_s > 0:
         raise OptionError(f"drifting:{exponent:g}:{period_s:g} needs a positive number of seconds")
     turns = ((choice.times_s - choice.times_s.min(initial=np.inf)) // period_s).astype(np.int64)
@@ -108,12 +108,12 @@ def _rank_power(choice: AdapterSequence, exponent: float, within: float = 0.0) -
 
 
 def _rank_halving(choice: AdapterSequence) -> np.ndarray:
-    """Each rank half as often as the next smaller: LoRAServe's Exponential (V-E), whose base is not printed."""
+    """Each rank half as often as the next smaller one: LoRAServe's Exponential (V-E), whose base is not printed."""
     return _by_rank(choice, 0.5 ** np.arange(len(set(choice.ranks)))[None, :], 0.0)
 
 
 def _rank_shifting(choice: AdapterSequence) -> np.ndarray:
-    """Half to the largest rank at first, to the smallest at last, in a line: LoRAServe's Shifting Skew (V-E)."""
+    """Half of the requests to the largest rank at first, to the smallest at last: LoRAServe's Shifting Skew (V-E)."""
     count = len(set(choice.ranks))
     if count < 2:
         raise OptionError("rank-shifting needs adapters of at least two ranks")
@@ -127,12 +127,12 @@ def _rank_shifting(choice: AdapterSequence) -> np.ndarray:
 
 
 def _by_rank(choice: AdapterSequence, weights: np.ndarray, within: float) -> np.ndarray:
-    """Choose a rank, then an adapter of it.
+    """Choose a rank, then an adapter of that rank.
 
     Args:
-        choice: see there.
+        choice: input of the rule.
         weights: of the ranks, ascending, shape (requests or 1, ranks).
-        within: exponent of Zipf's law among the adapters of a rank; 0 for all alike.
+        within: exponent of Zipf's law among the adapters of a rank; 0 for equal probabilities.
     """
     requests = len(choice.times_s)
     borders = np.cumsum(weights / weights.sum(axis=1, keepdims=True), axis=1)[:, :-1]
@@ -159,15 +159,15 @@ class ChoiceRule(NamedTuple):
     """One rule.
 
     Attributes:
-        choose: returns the place of an adapter for each request.
-        numbers: what to write after the name; those in brackets may be left out.
+        choose: returns the index of an adapter for each request.
+        numbers: arguments after the name; those in brackets are optional.
     """
 
     choose: Callable[..., np.ndarray]
     numbers: tuple[str, ...] = ()
 
     def form(self, name: str) -> str:
-        """Return how the rule is written."""
+        """Return the syntax of the rule."""
         return ":".join((name, *self.numbers)).replace(":[", "[:")
 
 

@@ -1,4 +1,4 @@
-"""Reading a streamed answer: bytes to events, events to the times of tokens and the counts of the server."""
+"""Reads a streamed answer: bytes to events, events to the times of tokens and the token counts of the server."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import msgspec
 
 
 class EventLines:
-    """Takes the bytes of a stream of server-sent events in any pieces and gives the ``data`` of whole lines."""
+    """Splits the bytes of a stream of server-sent events into the ``data`` of whole lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """Return the data that ``piece`` completes."""
+        """Return the data of the lines that ``piece`` completes."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
@@ -54,16 +54,16 @@ _DECODER = msgspec.json.Decoder(_Event)
 
 
 class AnswerStream:
-    """What has come of one answer, of either route.
+    """What has arrived of one answer, of the chat or the completions route.
 
-    An event brings tokens if it has text or, where the server counts in every event, if the count has risen. An
-    answer without any visible text has its one token time at its end mark.
+    An event has tokens if it has text or, if the server sends counts in every event, if the count has risen. An answer
+    without any visible text has one token time, at its end.
 
     Attributes:
         token_times_s: when each event with tokens arrived.
         prompt_tokens, completion_tokens, cached_tokens: as the server counts them; None before it does.
-        finished: whether an end mark was seen.
-        error: what the server said went wrong in the middle of the answer.
+        finished: whether the end of the answer was received.
+        error: message of an error in the middle of the answer.
     """
 
     def __init__(self) -> None:
@@ -76,11 +76,11 @@ class AnswerStream:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the answer: the server's count, or the events with text."""
+        """Tokens of the answer: the server's count, or the number of events with text."""
         return len(self.token_times_s) if self.completion_tokens is None else self.completion_tokens
 
     def take(self, data: bytes, now_s: float) -> None:
-        """Take one event.
+        """Add one event.
 
         Raises:
             msgspec.DecodeError: it is neither JSON of the expected form nor the end mark.
@@ -90,7 +90,7 @@ class AnswerStream:
             return
         event = _DECODER.decode(data)
         if event.error is not None:
-            self.error = _said(event.error)
+            self.error = _message(event.error)
             return
         counted = self._count(event.usage)
         if not event.choices:
@@ -102,10 +102,10 @@ class AnswerStream:
             self.token_times_s.append(now_s)
 
     def _count(self, usage: _Usage | None) -> bool:
-        """Take the server's counts; True if the answer has grown by them."""
+        """Set the server's counts; return True if the answer has grown."""
         if usage is None:
             return False
-        # A count that comes for the first time when tokens have been seen is the total at the end, not growth.
+        # A first count after tokens is the total at the end, not growth.
         counts_along = self.completion_tokens is not None or not self.token_times_s
         grown = counts_along and usage.completion_tokens > (self.completion_tokens or 0)
         self.prompt_tokens, self.completion_tokens = usage.prompt_tokens, usage.completion_tokens
@@ -114,14 +114,14 @@ class AnswerStream:
         return grown
 
 
-def _said(error: Any) -> str:
+def _message(error: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 def error_text(body: bytes) -> str:
-    """Return the message of an error's body in OpenAI's form, else the start of the body."""
+    """Return the message of an error body in OpenAI's form; otherwise the start of the body."""
     try:
         error = msgspec.json.decode(body)
-        return _said(error.get("error", error) if isinstance(error, dict) else error)
+        return _message(error.get("error", error) if isinstance(error, dict) else error)
     except msgspec.DecodeError:
         return body[:300].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Arrival times of requests from a seeded generator, at rates that may change over time."""
+"""Arrival times of requests, drawn at rates that may change over time."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,13 +11,14 @@ from lorikeet.bench.workload import OptionError, WorkloadRequest
 
 
 class Rates(NamedTuple):
-    """Requests per second over time: straight lines between points, constant before the first and after the last.
+    """Requests per second over time: linear between points, constant before the first and after the last.
 
-    Arrivals at such a rate come from arrivals at one per second by stretching time: the n-th arrives when the area
-    under the rate has reached its unit time (Cinlar's method for Poisson, which keeps other gaps' variation, too).
+    Arrivals at such a rate are made from arrivals at one per second by stretching time: the n-th arrives when the area
+    under the rate reaches its unit time (Cinlar's method for Poisson arrivals, which also keeps the variation of other
+    gaps).
 
     Attributes:
-        times_s: of the points, rising, the first 0.
+        times_s: of the points, ascending, the first is 0.
         per_s: the rate at each of them.
     """
 
@@ -26,7 +27,7 @@ class Rates(NamedTuple):
 
     @classmethod
     def constant(cls, rate: float) -> "Rates":
-        """Return one rate for all time.
+        """Return a constant rate.
 
         Raises:
             OptionError: it is not positive.
@@ -35,7 +36,7 @@ class Rates(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Rates":
-        """Read ``4``, or ``0:2,400:2,900:8`` (seconds:rate): 2 until 400 s, then rising to 8 at 900 s.
+        """Parse ``4``, or ``0:2,400:2,900:8`` (seconds:rate): 2 until 400 s, then rising to 8 at 900 s.
 
         Raises:
             OptionError: it is neither.
@@ -53,18 +54,20 @@ class Rates(NamedTuple):
 
     @classmethod
     def checked(cls, times_s: tuple[float, ...], per_s: tuple[float, ...], where: str) -> "Rates":
-        """Return the rates if they have a meaning.
+        """Return valid rates.
 
         Raises:
-            OptionError: times do not start at 0 and rise, a rate is negative or no number, or the last is 0.
+            OptionError: times do not ascend from 0, a rate is negative or not finite, or the last is 0.
         """
         rising = times_s[0] == 0 and all(a < b for a, b in pairwise(times_s))
         if not rising or not np.isfinite([*times_s, *per_s]).all() or min(per_s) < 0 or not per_s[-1] > 0:
-            raise OptionError(f"{where}: times rise from 0, rates are not negative and the last is positive")
+            raise OptionError(
+                f"{where}: times must ascend from 0, rates must not be negative, and the last must be positive"
+            )
         return cls(times_s, per_s)
 
     def expected(self, until_s: float) -> float:
-        """Return how many requests arrive until ``until_s`` on average: the area under the rate."""
+        """Return the mean number of requests that arrive before ``until_s``: the area under the rate."""
         times_s = np.array([*[at for at in self.times_s if at < until_s], until_s])
         per_s = np.interp(times_s, self.times_s, self.per_s)
         return float(np.sum((per_s[1:] + per_s[:-1]) / 2 * np.diff(times_s)))
@@ -74,7 +77,7 @@ class Rates(NamedTuple):
         times_s, per_s = np.array(self.times_s), np.array(self.per_s)
         lengths_s = np.diff(times_s)
         starts = np.concatenate([[0.0], np.cumsum(lengths_s * (per_s[:-1] + per_s[1:]) / 2)])
-        # Side "left": an arrival due as a stretch without any ends has come before it.
+        # Side "left": an arrival at the end of a stretch with rate 0 comes before that stretch.
         line = np.maximum(np.searchsorted(starts, units, side="left") - 1, 0)
         slopes = np.append(np.diff(per_s) / lengths_s, 0.0)[line]
         area, rate = units - starts[line], per_s[line]
@@ -94,12 +97,13 @@ def arrival_times(
     Args:
         kind: ``now`` all at 0; ``uniform`` equal gaps; ``poisson`` exponential gaps; ``gamma`` gamma gaps.
         count: of requests.
-        rates: without effect on ``now``.
+        rates: ignored by ``now``.
         generator: of the gaps.
-        variation: of gamma gaps: standard deviation / mean, above 1 bursts, 1 Poisson, below 1 more even.
+        variation: of gamma gaps: standard deviation / mean. Above 1 arrivals are bursty, 1 is Poisson, below 1 more
+            even.
 
     Raises:
-        OptionError: an unknown kind, or a variation that is not positive.
+        OptionError: unknown kind, or a variation that is not positive.
     """
     gaps = unit_gaps(kind, count, generator, variation)
     return [0.0] * count if kind == "now" else rates.stretch(np.cumsum(gaps)).tolist()
@@ -127,7 +131,7 @@ def unit_gaps(kind: str, count: int, generator: np.random.Generator, variation: 
     """Return ``count`` gaps between arrivals of mean 1; see ``arrival_times``.
 
     Raises:
-        OptionError: an unknown kind, or a variation that is not positive.
+        OptionError: unknown kind, or a variation that is not positive.
     """
     if not variation > 0:
         raise OptionError(f"a variation of {variation} is not positive")
@@ -148,18 +152,18 @@ def at_rate(requests: Sequence[WorkloadRequest], rates: Rates) -> list[WorkloadR
     """Return ``requests`` with their times stretched, so that they arrive at ``rates`` on average.
 
     Args:
-        requests: of any order; the first is put at 0.
-        rates: constant ones stretch all times alike.
+        requests: in any order; the first is moved to 0.
+        rates: constant rates stretch all times alike.
 
     Raises:
-        OptionError: they arrive all at once, which no stretching changes.
+        OptionError: they all arrive at the same time.
     """
     if not requests:
         return []
     times_s = np.array([request.arrival_s for request in requests])
     span_s = times_s.max() - times_s.min()
     if not span_s > 0:
-        raise OptionError("the requests of the workload arrive all at once and cannot be given a rate")
+        raise OptionError("all requests of the workload arrive at the same time and cannot be given a rate")
     # n requests have n - 1 gaps between them.
     units = (times_s - times_s.min()) * ((len(requests) - 1) / span_s)
     stretched_s = rates.stretch(units).tolist()

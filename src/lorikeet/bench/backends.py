@@ -7,12 +7,12 @@ Prompt = list[int]
 
 
 class OfflineBatch(NamedTuple):
-    """One batch of requests, all given at once.
+    """One batch of requests, all submitted at the start.
 
     Attributes:
         prompts: token ids, all of the same length.
         adapters: for each prompt the index of its adapter, None for the base model.
-        output_tokens: tokens to generate for each, end of text ignored.
+        output_tokens: tokens to generate for each; end of text is ignored.
     """
 
     prompts: Sequence[Prompt]
@@ -21,13 +21,13 @@ class OfflineBatch(NamedTuple):
 
 
 class OfflineResult(NamedTuple):
-    """What one batch took.
+    """The result of one batch.
 
     Attributes:
         seconds: from the first request to the last token.
         tokens: of each request.
-        decode_tok_s: tokens per second after the moment when every request had its first; None where that moment
-            is not known, or nothing came after it.
+        decode_tok_s: tokens per second after every request had its first; None if that moment is unknown, or nothing
+            came after it.
     """
 
     seconds: float
@@ -36,18 +36,18 @@ class OfflineResult(NamedTuple):
 
 
 class OfflineBackend(Protocol):
-    """Runs batches, one after the other, with all adapters in memory; uses no processor between them."""
+    """Runs batches, one after the other, with all adapters in memory. It uses no CPU between them."""
 
     name: str
     versions: dict[str, str]
     """Package → version."""
 
     def run(self, work: OfflineBatch) -> OfflineResult:
-        """Run one batch, greedily."""
+        """Run one batch with greedy sampling."""
         ...
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release all resources."""
         ...
 
 
@@ -55,7 +55,7 @@ class BaseModelBackend:
     """Runs the same prompts without their adapters.
 
     Args:
-        inner: a peer that was loaded without adapters.
+        inner: a backend that was loaded without adapters.
     """
 
     def __init__(self, inner: OfflineBackend) -> None:
@@ -64,9 +64,9 @@ class BaseModelBackend:
         self.versions = inner.versions
 
     def run(self, work: OfflineBatch) -> OfflineResult:
-        """Run one batch, greedily, all of it on the base model."""
+        """Run one batch on the base model."""
         return self._inner.run(work._replace(adapters=[None] * len(work.prompts)))
 
     def close(self) -> None:
-        """Release what the peer holds."""
+        """Close the inner backend."""
         self._inner.close()

@@ -1,4 +1,4 @@
-"""Conversations in workloads: shared prefixes, scaled lengths, and prompts that hold the generated answers."""
+"""Conversations in workloads: shared prefixes, scaled lengths, and prompts that contain the generated answers."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from lorikeet.bench.workload import OptionError, WorkloadRequest
 
 
 def scale_lengths(requests: Sequence[WorkloadRequest], factor: float) -> list[WorkloadRequest]:
-    """Return ``requests`` with prompts and answers ``factor`` times as long, of one token at least."""
+    """Return ``requests`` with prompts and answers ``factor`` times as long, at least one token."""
     return [
         msgspec.structs.replace(
             request,
@@ -41,8 +41,8 @@ def scale_blocks(
 ) -> list[WorkloadRequest]:
     """Return ``requests`` with lengths scaled so that each keeps its number of blocks.
 
-    A full block stays full, and one that was begun stays begun: a prompt of 6,758 tokens (13 blocks of 512 and 102
-    tokens) is by 1/16 one of 422 (13 blocks of 32 and 6 tokens). ``scale_lengths`` would lose blocks to rounding.
+    A full block stays full, and a partial one stays partial: a prompt of 6,758 tokens (13 blocks of 512 and 102 tokens)
+    scaled by 1/16 has 422 (13 blocks of 32 and 6 tokens). ``scale_lengths`` would lose blocks to rounding.
 
     Args:
         requests: whose prefix blocks have ``block_size``.
@@ -71,11 +71,11 @@ def scale_blocks(
 
 
 def group_conversations(requests: Sequence[WorkloadRequest]) -> list[list[WorkloadRequest]]:
-    """Return the conversations of a trace, in the order of their first requests, each in its own order.
+    """Return the conversations of a trace, ordered by their first requests, each in its own order.
 
-    Two requests belong together if their prompts share more than what all prompts of the trace begin with (in
-    Mooncake's conversation trace one block, the service's own prompt). A request without a block of its own is a
-    conversation of its own.
+    Two requests belong together if their prompts share more than the common beginning of all prompts of the trace (in
+    Mooncake's conversation trace one block, the service's system prompt). A request without further blocks is its own
+    conversation.
 
     Args:
         requests: in the order of arrival.
@@ -91,19 +91,20 @@ def group_conversations(requests: Sequence[WorkloadRequest]) -> list[list[Worklo
     ]
 
 
-def take_whole(
+def sample_complete(
     conversations: Sequence[Sequence[WorkloadRequest]],
     generator: np.random.Generator,
     count: int | None = None,
     most_tokens: int | None = None,
     least_turns: int = 1,
 ) -> list[list[WorkloadRequest]]:
-    """Return some of the conversations, none of them cut, in their order.
+    """Return some of the conversations, each complete, in their order.
 
     Args:
-        conversations: all there are.
-        generator: of the choice. The first ones would crowd at the start and leave their late turns alone at the end.
-        count: of requests, at least, if there are as many; None for all.
+        conversations: all conversations.
+        generator: of the choice. Taking the first ones would crowd the start and leave their late turns alone at the
+            end.
+        count: fewest requests, if there are as many; None for all.
         most_tokens: of prompt and answer together; a conversation with a longer request is left out.
         least_turns: a conversation with fewer requests is left out.
     """
@@ -124,12 +125,12 @@ def flatten(conversations: Sequence[Sequence[WorkloadRequest]]) -> list[Workload
     return sorted((turn for turns in conversations for turn in turns), key=lambda turn: turn.arrival_s)
 
 
-def first_whole(requests: Sequence[WorkloadRequest], count: int) -> list[WorkloadRequest]:
-    """Return the first conversations that have ``count`` requests together, whole, in the order of arrival.
+def first_complete(requests: Sequence[WorkloadRequest], count: int) -> list[WorkloadRequest]:
+    """Return the first conversations that have ``count`` requests together, complete, in the order of arrival.
 
     Args:
-        requests: in the order of arrival; those that name no conversation stand alone.
-        count: of requests, at least, if there are as many.
+        requests: in the order of arrival; those without a conversation count as one each.
+        count: fewest requests, if there are as many.
     """
     conversations: dict[str | int, list[WorkloadRequest]] = {}
     for number, request in enumerate(requests):
@@ -145,7 +146,7 @@ def first_whole(requests: Sequence[WorkloadRequest], count: int) -> list[Workloa
 
 
 def _common_blocks(requests: Sequence[WorkloadRequest]) -> int:
-    """How many leading blocks all requests share."""
+    """Return how many leading blocks all requests share."""
     if len(requests) < 2:
         return 0
     common = requests[0].prefix_blocks
@@ -157,11 +158,11 @@ def _common_blocks(requests: Sequence[WorkloadRequest]) -> int:
 
 
 class Turns:
-    """Makes the prompts of a workload one by one, each turn's after the answer to the one that it goes on from.
+    """Makes the prompts of a workload one by one, each turn's after the answer to the turn that it continues.
 
     Args:
         workload: by arrival.
-        prompts: makes what no earlier turn holds.
+        prompts: makes what no earlier turn contains.
     """
 
     def __init__(self, workload: Sequence[WorkloadRequest], prompts: Prompts) -> None:
@@ -172,9 +173,9 @@ class Turns:
         for index, before in enumerate(self._before):
             if before is not None:
                 self._after.setdefault(before, []).append(index)
-        # Texts of turns that others go on from: prompts of those under way, and with the answers of those that ended.
-        self._asked: dict[int, list[int]] = {}
-        self._said: dict[int, list[int]] = {}
+        # Texts that later turns continue: prompts of running turns, and prompts with answers of finished ones.
+        self._running: dict[int, list[int]] = {}
+        self._finished: dict[int, list[int]] = {}
 
     @property
     def await_answers(self) -> bool:
@@ -182,33 +183,33 @@ class Turns:
         return bool(self._after)
 
     def first(self) -> Iterator[int]:
-        """Yield the places of the requests that wait for no other."""
+        """Yield the indices of the requests that wait for no other."""
         return (index for index, before in enumerate(self._before) if before is None)
 
     def prompt(self, index: int) -> list[int]:
-        """Return the prompt of a request, once; the turn that it goes on from has been answered."""
+        """Return the prompt of a request, once. The turn that it continues has been answered."""
         token_ids = self._prompts.token_ids(index, self._workload[index])
-        before = self._said.pop(index, [])
-        # An answer may have ended early: the rest is made, as for a first turn, so that lengths stay what they are.
+        before = self._finished.pop(index, [])
+        # An answer may have ended early: the rest is generated, as for a first turn, so that the length stays the same.
         token_ids[: len(before)] = before[: len(token_ids)]
         if index in self._after:
-            self._asked[index] = token_ids
+            self._running[index] = token_ids
         return token_ids
 
     def answered(self, index: int, token_ids: Sequence[int]) -> list[int]:
-        """Take in an answer, and return the places of the requests that may come now."""
+        """Add an answer, and return the indices of the requests that may be sent now."""
         if index not in self._after:
             return []
-        text = [*self._asked.pop(index), *token_ids]
+        text = [*self._running.pop(index), *token_ids]
         after = self._after.pop(index)
-        self._said.update(dict.fromkeys(after, text))
+        self._finished.update(dict.fromkeys(after, text))
         return after
 
 
 def turns_before(workload: Sequence[WorkloadRequest], block_size: int) -> list[int | None]:
-    """Return for each request the place of the turn that it goes on from, None if there is none.
+    """Return for each request the index of the turn that it continues, None if there is none.
 
-    That is the last earlier turn of its conversation under the same adapter whose full prefix blocks it begins with and
+    That is the last earlier turn of its conversation with the same adapter whose full prefix blocks it begins with and
     whose prompt and answer are shorter than its prompt.
 
     Args:
@@ -219,13 +220,13 @@ def turns_before(workload: Sequence[WorkloadRequest], block_size: int) -> list[i
     found: list[int | None] = []
     for index, request in enumerate(workload):
         earlier = conversations.setdefault(request.conversation, []) if request.conversation is not None else []
-        goes_on = (place for place in reversed(earlier) if _goes_on(workload[place], request, block_size))
-        found.append(next(goes_on, None))
+        candidates = (place for place in reversed(earlier) if _continues(workload[place], request, block_size))
+        found.append(next(candidates, None))
         earlier.append(index)
     return found
 
 
-def _goes_on(before: WorkloadRequest, after: WorkloadRequest, block_size: int) -> bool:
+def _continues(before: WorkloadRequest, after: WorkloadRequest, block_size: int) -> bool:
     full = before.prefix_blocks[: before.input_tokens // block_size]
     return (
         before.adapter == after.adapter
@@ -237,15 +238,15 @@ def _goes_on(before: WorkloadRequest, after: WorkloadRequest, block_size: int) -
 def scale_conversation(
     turns: Sequence[WorkloadRequest], factor: float, block_size: int, answer_factor: float | None = None
 ) -> list[WorkloadRequest]:
-    """Scale a conversation as ``scale_blocks`` does; a turn that went on from another still holds it and its answer.
+    """Scale a conversation like ``scale_blocks``; a turn that continues another still contains it and its answer.
 
-    What a user adds is often a few words, which rounding would lose.
+    Users often add a few words only, which rounding would lose.
 
     Args:
         turns: of one conversation, by arrival.
         factor: see ``scale_blocks``.
         block_size: before scaling.
-        answer_factor: of answers; None for ``factor``. Longer ones make the prompts after them longer.
+        answer_factor: of answers; None for ``factor``. Longer answers make the prompts after them longer.
 
     Raises:
         OptionError: blocks would not be whole.

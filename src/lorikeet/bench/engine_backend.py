@@ -1,10 +1,11 @@
-"""Lorikeet's engine as one side of a comparison."""
+"""Lorikeet's engine as a backend of the offline benchmark."""
 
 import math
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from lorikeet import __version__
 from lorikeet.adapters.store import reference
 from lorikeet.bench.backends import OfflineBatch, OfflineResult
 from lorikeet.config import Settings
@@ -12,11 +13,11 @@ from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.driver import rest
+from lorikeet.engine.driver import wait_for_work
 
 
 class LorikeetBackend:
-    """The engine in this process, as the server runs it."""
+    """The engine in this process, built as for the server."""
 
     name = "lorikeet"
 
@@ -25,10 +26,10 @@ class LorikeetBackend:
         self._refs = [reference(folder.name, folder, sizes.geometry) for folder in folders]
         self._clock = MonotonicClock()
         self._submitted = 0
-        self.versions = {name: version(name) for name in ("lorikeet", "torch")}
+        self.versions = {"lorikeet": __version__, "torch": version("torch")}
 
     def run(self, work: OfflineBatch) -> OfflineResult:
-        """Run one batch, greedily."""
+        """Run one batch with greedy sampling."""
         start_s = self._clock.now()
         tokens: dict[RequestId, list[int]] = {}
         sampling = SamplingParams(max_tokens=work.output_tokens, temperature=0.0)
@@ -49,11 +50,11 @@ class LorikeetBackend:
                 waiting.difference_update(output.request_id for output in outputs)
                 decode_start_s, decoded = self._clock.now(), 0
             if not self._engine.is_busy:
-                rest(self._engine, self._clock, math.inf)
+                wait_for_work(self._engine, self._clock, math.inf)
         end_s = self._clock.now()
         decode_tok_s = decoded / (end_s - decode_start_s) if decoded else None
         return OfflineResult(end_s - start_s, list(tokens.values()), decode_tok_s)
 
     def close(self) -> None:
-        """Release the engine."""
+        """Close the engine."""
         self._engine.close()

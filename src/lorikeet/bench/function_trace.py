@@ -1,8 +1,8 @@
-"""Popularity and arrivals of cloud functions, which stand for adapters in several papers.
+"""Popularity and arrivals of cloud functions, which several papers use in place of adapters.
 
 Azure's trace of 2019 (https://github.com/Azure/AzurePublicDataset, AzureFunctionsDataset2019.md, CC-BY 4.0) counts the
 calls of each function per minute: ``read_function_trace``. Without the file, ``popularity`` gives shares that follow
-what Shahrad and others print of it ("Serverless in the Wild", USENIX ATC 2020, section 3.3): calls per day span 8
+the figures printed by Shahrad and others ("Serverless in the Wild", USENIX ATC 2020, section 3.3): calls per day span 8
 orders of magnitude, 45 % of applications are called once an hour or less, 81 % once a minute or less, and the 18.6 %
 that are called more often have 99.6 % of all calls.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from lorikeet.bench.workload import OptionError, WorkloadError
 
 FUNCTIONS = 40_000
-"""Functions to take the most popular ones from: TOPPINGS (section 7.4) speaks of about so many."""
+"""Functions to take the most popular ones from: TOPPINGS (section 7.4) mentions about as many."""
 
 _HOURLY, _MINUTELY = 0.45, 0.81
 """Shares of applications called at most once an hour, and at most once a minute."""
@@ -31,8 +31,8 @@ MINUTE_S = 60.0
 def log_normal_of_rates() -> tuple[float, float]:
     """Return (μ, σ) of the log-normal distribution of calls per minute that has both printed shares.
 
-    They are −3.58 and 4.08. What it says of the other printed figures: applications above one call a minute have
-    99.93 % of all calls (printed: 99.6 %), and the middle 97.6 % of them span 8 orders of magnitude.
+    They are −3.58 and 4.08. For the other printed figures it gives: applications above one call a minute have 99.93 %
+    of all calls (printed: 99.6 %), and the middle 97.6 % of them span 8 orders of magnitude.
     """
     normal = NormalDist()
     sigma = math.log(60) / (normal.inv_cdf(_MINUTELY) - normal.inv_cdf(_HOURLY))
@@ -47,12 +47,12 @@ def popularity(count: int, functions: int = FUNCTIONS, chunk: int | None = None)
     Args:
         count: of adapters.
         functions: of the trace.
-        chunk: None maps the ``count`` most popular functions to one adapter each (ELORA, section III-B). A number
-            maps all functions in turn, ``chunk`` at a time: the f-th to adapter ⌊f / chunk⌋ mod ``count`` (dLoRA,
-            section 7.1, which calls it skewness).
+        chunk: None maps the ``count`` most popular functions to one adapter each (ELORA, section III-B). A number maps
+            all functions in turn, ``chunk`` at a time: the f-th to adapter ⌊f / chunk⌋ mod ``count`` (dLoRA, section
+            7.1, which calls it skewness).
 
     Raises:
-        OptionError: there are fewer functions than adapters, or a chunk is not positive.
+        OptionError: fewer functions than adapters, or a chunk that is not positive.
     """
     if functions < count:
         raise OptionError(f"{functions} functions are fewer than {count} adapters")
@@ -74,7 +74,7 @@ def map_functions(calls: np.ndarray, count: int, chunk: int | None = None) -> np
         chunk: see ``popularity``.
 
     Raises:
-        OptionError: there are fewer functions than adapters, or a chunk is not positive.
+        OptionError: fewer functions than adapters, or a chunk that is not positive.
     """
     if chunk is not None and chunk < 1:
         raise OptionError(f"a chunk of {chunk} functions is not positive")
@@ -96,10 +96,10 @@ def read_function_trace(path: Path, minutes: slice = slice(None)) -> np.ndarray:
         minutes: those to keep, counted from 0.
 
     Returns:
-        Calls, shape (functions, minutes), int64; only functions that are called at all in these minutes.
+        Calls, shape (functions, minutes), int64; only functions that are called in these minutes.
 
     Raises:
-        WorkloadError: the file is not of that form.
+        WorkloadError: the file does not have that form.
     """
     rows = []
     with path.open(newline="") as file:
@@ -118,19 +118,19 @@ def read_function_trace(path: Path, minutes: slice = slice(None)) -> np.ndarray:
             if kept.any():
                 rows.append(kept)
     if not rows:
-        raise WorkloadError(f"{path} holds no calls in the minutes asked for")
+        raise WorkloadError(f"{path} has no calls in the chosen minutes")
     return np.stack(rows)
 
 
 class Call(NamedTuple):
-    """One call: when, and of which adapter (its place in the list)."""
+    """One call: its time, and the index of its adapter."""
 
     at_s: float
     adapter: int
 
 
 def calls_of_minutes(calls: np.ndarray, generator: np.random.Generator) -> list[Call]:
-    """Return single calls in order of time; within a minute, which is all the trace says, at random.
+    """Return single calls in order of time, at random times within the minutes of the trace.
 
     Args:
         calls: per adapter and minute.
@@ -152,17 +152,18 @@ def unit_calls(
     count: int | None = None,
     until: float = math.inf,
 ) -> list[Call]:
-    """Return calls of adapters that are called independently, one per unit of time in sum, in order.
+    """Return the calls of adapters that are called independently, in sum one per unit of time, in order.
 
-    The gaps of an adapter are gamma distributed. Each starts at a random moment of its life and not with a call, or all
-    would burst together at the start: the gap at a random moment is one of shape k + 1, passed to a uniform part.
+    The gaps of an adapter are gamma distributed. Each adapter starts at a random moment and not with a call, because
+    otherwise all would burst together at the start: the gap at a random moment has shape k + 1, of which a uniform part
+    has passed.
 
     Args:
         shares: of all calls, for each adapter; positive, of sum 1.
         variation: of the gaps, see ``arrivals.arrival_times``.
         generator: each adapter draws from a spawned one.
         count: of calls, the first ones; None for all before ``until``.
-        until: end of the time; with a ``count`` without effect.
+        until: end of the time; ignored with a ``count``.
 
     Raises:
         OptionError: a variation is not positive.
@@ -173,7 +174,7 @@ def unit_calls(
     streams = [_Stream(share, shape, own) for share, own in zip(shares, generator.spawn(len(shares)), strict=True)]
     if count is not None:
         until = 1.1 * count + 10
-        # Bursts may leave too few calls: look further ahead, each stream goes on where it is.
+        # Bursts may leave too few calls: extend the streams.
         while sum(len(stream.until(until)) for stream in streams) < count:
             until *= 2
     times = [stream.until(until) for stream in streams]
@@ -182,14 +183,14 @@ def unit_calls(
 
 
 class _Stream:
-    """Calls of one adapter, drawn as far as asked for."""
+    """Calls of one adapter, drawn as far as needed."""
 
     def __init__(self, share: float, shape: float, generator: np.random.Generator) -> None:
         self._share, self._shape, self._generator = share, shape, generator
         self.times = np.array([generator.random() * generator.gamma(shape + 1, 1 / (shape * share))])
 
     def until(self, end: float) -> np.ndarray:
-        """Return all calls before ``end``, drawing those that are not yet known."""
+        """Return all calls before ``end``; draw more if needed."""
         while self.times[-1] < end:
             wanted = int((end - self.times[-1]) * self._share) + 10
             gaps = self._generator.gamma(self._shape, 1 / (self._shape * self._share), wanted)

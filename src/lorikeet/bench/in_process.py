@@ -2,12 +2,10 @@
 
 import math
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,117 +15,26 @@ from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.clock import MonotonicClock, WaitableClock
+from lorikeet.core.clock import WaitableClock
 from lorikeet.core.events import Admitted, Finished, FinishReason
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import StepOutputs
 from lorikeet.core.plan import Token
-from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.core.request import Request, SamplingParams, Slo
 from lorikeet.engine.driver import drive
 from lorikeet.engine.loop import Engine
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class PausableClock:
-    """A clock that goes only now and then, and more or less fast. It stands in the beginning.
-
-    Args:
-        clock: by which it goes; the machine's, if none is given.
-    """
-
-    def __init__(self, clock: WaitableClock | None = None) -> None:
-        self._clock = clock or MonotonicClock()
-        self._now_s = self._began_s = self._clock.now()
-        self._rate = 0.0
-
-    def now(self) -> float:
-        """Return the present time in seconds."""
-        return self._now_s + (self._clock.now() - self._began_s) * self._rate
-
-    def wait_until(self, when_s: float) -> None:
-        """Wait until ``when_s``, while it goes."""
-        self._clock.wait_until(self._clock.now() + (when_s - self.now()) / self._rate)
-
-    @contextmanager
-    def going(self, rate: float = 1.0) -> Iterator[None]:
-        """Let it go until the end, so many seconds in each of the other clock's.
-
-        Raises:
-            RuntimeError: it goes already.
-        """
-        if self._rate:
-            raise RuntimeError("the clock goes already")
-        self._began_s, self._rate = self._clock.now(), rate
-        try:
-            yield
-        finally:
-            self._now_s, self._rate = self.now(), 0.0
-
-
-def in_slices(
-    runs: Sequence[tuple[PausableClock, Generator[None, None, T]]],
-    slice_s: float,
-    rate: Callable[[], float] = lambda: 1.0,
-) -> list[T]:
-    """Run all to their ends, by turns, and return what they return.
-
-    A slice ends where its run stops next once it is over. What a run has left under way, such as a copy by a thread of
-    its own, goes on while its clock stands: slices are to be long beside that.
-
-    Args:
-        runs: each with the clock that it goes by.
-        slice_s: how long each goes on at a time, on its clock.
-        rate: how fast clocks are to go, asked before each slice.
-    """
-    ends: dict[int, T] = {}
-    with frozen_gc(), ExitStack() as closing:
-        for _, run in runs:
-            closing.callback(run.close)
-        while len(ends) < len(runs):
-            for number, (clock, run) in enumerate(runs):
-                if number not in ends:
-                    with clock.going(rate()):
-                        try:
-                            _go_on(run, clock, clock.now() + slice_s)
-                        except StopIteration as end:
-                            ends[number] = end.value
-    return [ends[number] for number in range(len(runs))]
-
-
-def run_to_end(begin: Callable[P, Generator[None, None, T]]) -> Callable[P, T]:
-    """Return what begins a run with the same arguments, does not stop, and returns what the run returns."""
-
-    @wraps(begin)
-    def whole(*args: P.args, **kwargs: P.kwargs) -> T:
-        run = begin(*args, **kwargs)
-        while True:
-            try:
-                next(run)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-
-    return whole
-
-
-def _go_on(run: Iterator[None], clock: PausableClock, until_s: float) -> None:
-    while clock.now() < until_s:
-        next(run)
-
 
 class WorkloadAdapterUnknown(ValueError):
-    """A workload names an adapter that there is not."""
+    """A workload names an unknown adapter."""
 
 
 class WorkloadRun(NamedTuple):
-    """What became of a workload.
+    """The result of a workload.
 
     Attributes:
-        exchanges: of all requests, in the order of the workload; times count from the start of the workload, and
-            ``token_times_s`` are those of the first and the last token.
+        exchanges: records of all requests, in the order of the workload. Times count from the start of the workload,
+            and ``token_times_s`` are those of the first and the last token.
         gaps_s: ITL, all gaps between two tokens of an answer.
     """
 
@@ -135,26 +42,26 @@ class WorkloadRun(NamedTuple):
     gaps_s: "array[float]"
 
     def figures(self, slo: Slo) -> LoadFigures:
-        """Return the figures of the run; ``slo`` for requests without limits of their own."""
+        """Return the figures of the run; ``slo`` for requests without their own limits."""
         return msgspec.structs.replace(
             summarise(self.exchanges, slo), itl_s=distribution(self.gaps_s), tokens_per_event=None
         )
 
 
 class RunObserver:
-    """Whoever wants to see a run from within overrides what it wants to see."""
+    """Observes a run. Subclasses override the methods that they need."""
 
-    def arrived(self, request: Request) -> None:
+    def on_arrival(self, request: Request) -> None:
         """A request is about to be submitted."""
 
-    def turned(self, outputs: StepOutputs) -> None:
-        """The engine has run a turn, which brought this."""
+    def on_outputs(self, outputs: StepOutputs) -> None:
+        """The engine has run a turn with these outputs."""
 
-    def ended(self, request: Request, token_ids: Sequence[int]) -> None:
-        """A request has got its answer, or what there is of it."""
+    def on_finished(self, request: Request, token_ids: Sequence[int]) -> None:
+        """A request has ended with these tokens."""
 
 
-def workload_steps(
+def run_workload(
     engine: Engine,
     clock: WaitableClock,
     workload: Sequence[WorkloadRequest],
@@ -163,14 +70,13 @@ def workload_steps(
     *,
     coalesced: bool = False,
     on_finished: Callable[[int], None] = lambda finished: None,
-    watch: RunObserver | None = None,
-    predict: Predictor | None = None,
-) -> Generator[None, None, WorkloadRun]:
-    """Run a workload, greedily and with answers of exactly the length asked for, and stop after each turn.
+    observer: RunObserver | None = None,
+    predictor: Predictor | None = None,
+) -> WorkloadRun:
+    """Run a workload with greedy sampling and answers of exactly the requested length.
 
-    A turn of a conversation holds the answer to the turn before as it was generated, and is sent when it is due and
-    that answer is there: what it waits for it is in ``RequestRecord.held_s``. All other requests are sent when they are
-        due,
+    A turn of a conversation contains the generated answer to the turn before. It is sent when it is due and that answer
+    is complete; the time that it waits is ``RequestRecord.held_s``. All other requests are sent when they are due,
     however far behind the engine is.
 
     Args:
@@ -181,35 +87,30 @@ def workload_steps(
         prompts: makes the prompts, each when its request arrives.
         coalesced: see ``drive``.
         on_finished: called with the number of requests that have ended.
-        watch: sees the run.
-        predict: predicts the lengths of answers; None leaves policies to the most that a request may generate, which
-            here is what it will.
+        observer: of the run.
+        predictor: predicts the lengths of answers. With None, policies see the most that a request may generate, which
+            is what it generates here.
 
     Raises:
-        WorkloadAdapterUnknown: the workload names another one.
+        WorkloadAdapterUnknown: the workload names an unknown adapter.
         ExecutorError: a step failed.
     """
-    arrivals = WorkloadArrivals(workload, adapters, prompts, clock.now(), watch, predict)
+    arrivals = WorkloadArrivals(workload, adapters, prompts, clock.now(), observer, predictor)
     collector = RecordCollector(workload, arrivals, on_finished)
     for outputs in drive(engine, clock, arrivals, coalesced=coalesced):
         collector.take(outputs, clock.now())
-        yield
     return collector.run()
 
 
-run_workload = run_to_end(workload_steps)
-"""The same without stops; returns the run."""
-
-
 class WorkloadArrivals:
-    """The requests of a workload by the time they are sent; see ``driver.Arrivals``.
+    """The requests of a workload by the time they are sent; implements ``driver.Arrivals``.
 
     Args:
-        workload, adapters, prompts, watch, predict: see ``run_workload``.
-        start_s: when the workload starts, on the clock of whoever asks.
+        workload, adapters, prompts, observer, predictor: see ``run_workload``.
+        start_s: when the workload starts, on the caller's clock.
 
     Raises:
-        WorkloadAdapterUnknown: the workload names an adapter that there is not.
+        WorkloadAdapterUnknown: the workload names an unknown adapter.
     """
 
     def __init__(
@@ -218,61 +119,61 @@ class WorkloadArrivals:
         adapters: Mapping[str, AdapterRef],
         prompts: Prompts,
         start_s: float,
-        watch: RunObserver | None = None,
-        predict: Predictor | None = None,
+        observer: RunObserver | None = None,
+        predictor: Predictor | None = None,
     ) -> None:
         for request in workload:
             if request.adapter is not None and request.adapter not in adapters:
-                raise WorkloadAdapterUnknown(f"the workload names adapter {request.adapter!r}, which there is not")
+                raise WorkloadAdapterUnknown(f"the workload names an unknown adapter: {request.adapter!r}")
         self._workload = workload
         self._adapters = adapters
         self._turns = Turns(workload, prompts)
         self._due = [(workload[index].arrival_s, index) for index in self._turns.first()]
         heapify(self._due)
-        self._under_way: dict[int, tuple[float, Request]] = {}
-        self._predict = predict
-        self.watch = watch or RunObserver()
+        self._in_flight: dict[int, tuple[float, Request]] = {}
+        self._predictor = predictor
+        self.observer = observer or RunObserver()
         self.start_s = start_s
 
     @property
-    def under_way(self) -> int:
-        """Requests that were taken and have not ended."""
-        return len(self._under_way)
+    def in_flight(self) -> int:
+        """Number of requests that were sent and have not ended."""
+        return len(self._in_flight)
 
     @property
     def follow_answers(self) -> bool:
-        """Whether requests are still to come that wait for the answer to another."""
+        """Whether there are still requests that wait for the answer to another."""
         return self._turns.await_answers
 
     def next_s(self) -> float:
-        """See ``driver.Arrivals``."""
+        """Return when the next request is due; infinity if there is none."""
         return self.start_s + self._due[0][0] if self._due else math.inf
 
     def take(self) -> Request:
-        """See ``driver.Arrivals``."""
+        """Return the next request."""
         sent_s, index = heappop(self._due)
-        asked = self._workload[index]
+        planned = self._workload[index]
         request = Request(
             RequestId(str(index)),
             self._turns.prompt(index),
-            SamplingParams(max_tokens=asked.output_tokens, temperature=0.0, seed=index),
+            SamplingParams(max_tokens=planned.output_tokens, temperature=0.0, seed=index),
             self.start_s + sent_s,
-            None if asked.adapter is None else self._adapters[asked.adapter],
-            asked.priority,
-            tenant=asked.tenant or "",
-            slo=asked.slo,
-            predicted_tokens=None if self._predict is None else self._predict.predict(asked, index),
+            None if planned.adapter is None else self._adapters[planned.adapter],
+            planned.priority,
+            tenant=planned.tenant or "",
+            slo=planned.slo,
+            predicted_tokens=None if self._predictor is None else self._predictor.predict(planned, index),
         )
-        self._under_way[index] = sent_s, request
-        self.watch.arrived(request)
+        self._in_flight[index] = sent_s, request
+        self.observer.on_arrival(request)
         return request
 
     def ended(self, index: int, token_ids: Sequence[int], ended_s: float) -> float:
-        """Let the turns come that go on from a request; return when it was sent. Times count from the start."""
-        sent_s, request = self._under_way.pop(index)
-        self.watch.ended(request, token_ids)
-        if self._predict is not None:
-            self._predict.ended(self._workload[index], len(token_ids))
+        """Release the turns that continue a request; return when it was sent. Times count from the start."""
+        sent_s, request = self._in_flight.pop(index)
+        self.observer.on_finished(request, token_ids)
+        if self._predictor is not None:
+            self._predictor.ended(self._workload[index], len(token_ids))
         for after in self._turns.answered(index, token_ids):
             heappush(self._due, (max(ended_s, self._workload[after].arrival_s), after))
         return sent_s
@@ -280,7 +181,7 @@ class WorkloadArrivals:
 
 @dataclass(slots=True)
 class _Answer:
-    """How far an answer is, with times on the clock of whoever tells."""
+    """The answer so far, with times on the clock of the engine."""
 
     first_s: float | None = None
     last_s: float = 0.0
@@ -288,10 +189,10 @@ class _Answer:
     cached_tokens: int | None = None
 
     def add(self, tokens: tuple[Token, ...], now: float, gaps_s: "array[float]") -> None:
-        """Take in tokens that came by ``now``."""
+        """Add tokens that had arrived by ``now``."""
         for token in tokens:
             self.token_ids.append(token.token_id)
-        if self.first_s is None:  # there is no gap before it
+        if self.first_s is None:  # no gap before the first token
             self.first_s = self.last_s = now
             tokens = tokens[1:]
         if tokens:
@@ -301,11 +202,11 @@ class _Answer:
 
 
 class RecordCollector:
-    """Makes exchanges of what engines tell.
+    """Makes request records of the outputs of engines.
 
     Args:
         workload: by arrival.
-        arrivals: of the same; is told of answers.
+        arrivals: of the same workload; receives the answers.
         on_finished: called with the number of requests that have ended.
     """
 
@@ -323,12 +224,15 @@ class RecordCollector:
         self._gaps_s = array("d")
 
     def take(self, outputs: StepOutputs, now: float) -> None:
-        """Take in what a turn that ended ``now`` brought: several tokens of one answer evenly over the time before."""
-        self._arrivals.watch.turned(outputs)
+        """Add the outputs of a turn that ended ``now``.
+
+        Several tokens of one answer are spread evenly over the turn.
+        """
+        self._arrivals.observer.on_outputs(outputs)
         for event in outputs.events:
             if isinstance(event, Admitted):
                 answer = self._answers.setdefault(event.request_id, _Answer())
-                if answer.cached_tokens is None:  # later ones count what it computed itself before a preemption
+                if answer.cached_tokens is None:  # later admissions count what was computed before a preemption
                     answer.cached_tokens = event.cached_tokens
         for output in outputs.tokens:
             self._answers[output.request_id].add(output.tokens, now, self._gaps_s)
@@ -338,32 +242,32 @@ class RecordCollector:
 
     def _finish(self, event: Finished) -> None:
         index, start_s = int(event.request_id), self._arrivals.start_s
-        asked, answer = self._workload[index], self._answers.pop(event.request_id, _Answer())
+        planned, answer = self._workload[index], self._answers.pop(event.request_id, _Answer())
         ended_s = event.at_s - start_s
         sent_s = self._arrivals.ended(index, answer.token_ids, ended_s)
         times_s = () if answer.first_s is None else (answer.first_s - start_s, answer.last_s - start_s)
         whole = event.reason in (FinishReason.STOP, FinishReason.LENGTH)
         self._exchanges[index] = RequestRecord(
-            adapter=asked.adapter,
-            due_s=asked.arrival_s,
+            adapter=planned.adapter,
+            due_s=planned.arrival_s,
             sent_s=sent_s,
             ended_s=ended_s,
-            held_s=sent_s - asked.arrival_s,
+            held_s=sent_s - planned.arrival_s,
             token_times_s=times_s,
-            input_tokens=asked.input_tokens,
+            input_tokens=planned.input_tokens,
             output_tokens=len(answer.token_ids),
-            asked_tokens=asked.output_tokens,
+            asked_tokens=planned.output_tokens,
             cached_tokens=answer.cached_tokens,
             error=None if whole else event.reason.value,
             message=event.error or "",
-            slo=asked.slo,
+            slo=planned.slo,
         )
         self._on_finished(len(self._exchanges))
 
     def exchange(self, request_id: RequestId) -> RequestRecord:
-        """Return what became of a request that has ended."""
+        """Return the record of a request that has ended."""
         return self._exchanges[int(request_id)]
 
     def run(self) -> WorkloadRun:
-        """Return all that came, in the order of the workload."""
+        """Return all records, in the order of the workload."""
         return WorkloadRun([self._exchanges[index] for index in sorted(self._exchanges)], self._gaps_s)

@@ -20,20 +20,20 @@ _KEEP_ALIVE_S = 4.0
 
 
 class LoadTarget(msgspec.Struct, frozen=True):
-    """Which server, and how it is spoken to.
+    """The server, and how to talk to it.
 
     Attributes:
         url: its address.
         base: served name of the base model, for requests without an adapter.
         endpoint: one of ``ENDPOINTS``.
         api_key: sent as a bearer token; empty for none.
-        adapter_as: how ``model`` names an adapter, with ``{base}`` and ``{adapter}``.
-        text: whether prompts are words instead of token ids; chat always takes words.
-        ignore_eos: whether to ask for answers of exactly the asked length.
-        usage_per_event: whether to ask for the count of tokens in every event.
+        adapter_as: format of ``model`` for an adapter, with ``{base}`` and ``{adapter}``.
+        text: whether prompts are words instead of token ids; chat always uses words.
+        ignore_eos: whether to request answers of exactly the planned length.
+        usage_per_event: whether to request token counts in every event.
         temperature: of the sampling.
         timeout_s: after which a request counts as failed.
-        tenant_header: header that tells a request's tenant, where the workload names one; empty for none.
+        tenant_header: header with a request's tenant, where the workload names one; empty for none.
     """
 
     url: str
@@ -55,7 +55,7 @@ class LoadTarget(msgspec.Struct, frozen=True):
         return self.adapter_as.format(base=self.base, adapter=request.adapter)
 
     def body(self, index: int, request: WorkloadRequest, prompts: Prompts) -> dict[str, Any]:
-        """Return what is sent for ``request``, the ``index``-th of its workload."""
+        """Return the body of ``request``, the ``index``-th of its workload."""
         body: dict[str, Any] = {
             "model": self.model(request),
             "max_tokens": request.output_tokens,
@@ -84,12 +84,12 @@ class LoadTarget(msgspec.Struct, frozen=True):
         return headers
 
 
-class LoadDriver(NamedTuple):
-    """One run of a workload.
+class LoadDriveResult(NamedTuple):
+    """The result of one run of a workload.
 
     Attributes:
-        exchanges: of all requests, in the order of their arrival.
-        cpu_share: processor time of this client per second of the run; near 1 the client was the limit.
+        exchanges: records of all requests, in the order of their arrival.
+        cpu_share: CPU time of this client per second of the run; near 1 the client was the bottleneck.
     """
 
     exchanges: list[RequestRecord]
@@ -102,20 +102,20 @@ def drive(
     prompts: Prompts,
     concurrency: int = 0,
     on_end: Callable[[RequestRecord], None] = lambda exchange: None,
-) -> LoadDriver:
+) -> LoadDriveResult:
     """Send every request when it is due, whether or not earlier ones have been answered.
 
     Args:
         requests: the workload.
         target: the server.
         prompts: makes their prompts.
-        concurrency: most requests under way at once, 0 for no limit; a request that is due waits for its place.
+        concurrency: most requests in flight, 0 for no limit; a request that is due waits for its place.
         on_end: called after each answer or failure.
     """
     in_order = sorted(requests, key=lambda request: request.arrival_s)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     exchanges = asyncio.run(_drive(in_order, target, prompts, concurrency, on_end))
-    return LoadDriver(exchanges, (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s))
+    return LoadDriveResult(exchanges, (time.process_time() - start_cpu_s) / (time.perf_counter() - start_s))
 
 
 async def _drive(
@@ -139,7 +139,7 @@ async def _drive(
     ):
         sender = _Sender(http, target, gate, on_end)
         for index, request in enumerate(requests):
-            # The body is made before the request is due, so that making it delays nothing.
+            # Encode the body before the request is due, so that this does not delay it.
             body = msgspec.json.encode(target.body(index, request, prompts))
             await asyncio.sleep(max(0.0, request.arrival_s - sender.now_s()))
             tasks.append(group.create_task(sender.send(request, body)))
@@ -147,7 +147,7 @@ async def _drive(
 
 
 class _Sender:
-    """Sends single requests; its clock begins with it."""
+    """Sends single requests. Its clock starts when it is created."""
 
     def __init__(
         self,
@@ -163,11 +163,11 @@ class _Sender:
         self._start_s = time.perf_counter()
 
     def now_s(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the run began."""
         return time.perf_counter() - self._start_s
 
     async def send(self, request: WorkloadRequest, body: bytes) -> RequestRecord:
-        """Send one request and read its answer to the end; failures are part of the exchange."""
+        """Send one request and read its answer to the end. A failure is part of the record."""
         woken_s = self.now_s()
         async with self._gate:
             sent_s = self.now_s()

@@ -11,21 +11,21 @@ from lorikeet.core.request import Slo
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
-    """What was sent and what came back, with times in seconds since the run began.
+    """One request and its answer, with times in seconds since the run began.
 
     Attributes:
         adapter: its name, None for the base model.
         due_s: when the workload has it arrive.
         sent_s: when it was sent.
         ended_s: when its answer was complete, or failed.
-        held_s: how long the limit on requests under way held it back.
+        held_s: how long it was held back by the limit on requests in flight, or until the answer before was there.
         token_times_s: when each event with new tokens arrived.
         input_tokens: length of the prompt, as the server counts it if it does.
-        output_tokens: length of the answer, as the server counts it; else the number of events with text.
-        asked_tokens: length that was asked for.
-        cached_tokens: prompt tokens that the server found in its prefix cache, None if it does not say.
-        error: its kind, None for a whole answer.
-        message: what the server or the connection said of the error.
+        output_tokens: length of the answer, as the server counts it; otherwise the number of events with text.
+        asked_tokens: requested length.
+        cached_tokens: prompt tokens found in the server's prefix cache; None if the server does not report them.
+        error: its kind; None for a complete answer.
+        message: of the error, from the server or the connection.
         slo: limits of this request.
     """
 
@@ -45,12 +45,12 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     @property
     def lateness_s(self) -> float:
-        """By how much the client itself was late."""
+        """How late the client itself sent it."""
         return max(0.0, self.sent_s - self.due_s - self.held_s)
 
     @property
     def ttft_s(self) -> float | None:
-        """Sending to the first token."""
+        """Time from sending to the first token."""
         return self.token_times_s[0] - self.sent_s if self.token_times_s else None
 
     @property
@@ -68,11 +68,11 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
     @property
     def e2e_s(self) -> float:
-        """Sending to the end of the answer."""
+        """Time from sending to the end of the answer."""
         return self.ended_s - self.sent_s
 
     def meets(self, common: Slo) -> bool:
-        """Whether it has a whole answer within its own limits, or within ``common`` if it has none of its own."""
+        """Return whether it has a complete answer within its own limits, or within ``common`` if it has none."""
         limits = self.slo or common
         if self.error is not None:
             return False
@@ -92,7 +92,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 def distribution(values: Iterable[float | None]) -> Distribution | None:
-    """Summarise ``values`` without the missing ones; None if nothing is left."""
+    """Summarise ``values`` without the missing ones; None if none is left."""
     present = np.asarray([value for value in values if value is not None], dtype=np.float64)
     if not present.size:
         return None
@@ -111,12 +111,12 @@ def jain_index(values: Sequence[float]) -> float | None:
 
 
 class AdapterFigures(msgspec.Struct, frozen=True):
-    """What the requests of one adapter got.
+    """The figures of one adapter.
 
     Attributes:
         adapter: its name, None for the base model.
-        requests, failed: how many were sent, and how many of them failed.
-        ttft_s, tpot_s, e2e_s: of whole answers.
+        requests, failed: number of requests sent, and of those that failed.
+        ttft_s, tpot_s, e2e_s: of complete answers.
         cold_ttft_s: TTFT of its first request of the run.
         normalised_s: mean E2E per output token.
         slo_attainment: share of its requests that met the SLO; None without limits.
@@ -134,34 +134,34 @@ class AdapterFigures(msgspec.Struct, frozen=True):
 
 
 class ErrorFigures(msgspec.Struct, frozen=True):
-    """How often one kind of error came, and what was said the first time."""
+    """How often one kind of error occurred, and the first message."""
 
     count: int
     example: str
 
 
 class LoadFigures(msgspec.Struct, frozen=True):
-    """A run as a whole.
+    """The figures of a run.
 
     Attributes:
-        requests, completed: sent, and answered whole.
-        short_answers: whole answers with fewer tokens than asked for.
+        requests, completed: number of requests sent, and of complete answers.
+        short_answers: complete answers with fewer tokens than requested.
         errors: by kind.
-        duration_s: from the first request to the end of the last.
+        duration_s: from the first request to the end of the last complete answer.
         offered_rate: requests per second between the first and the last sending.
-        request_rate, output_token_rate, token_rate: of whole answers, per second of the duration.
-        ttft_s, tpot_s, itl_s, e2e_s: of whole answers.
+        request_rate, output_token_rate, token_rate: of complete answers, per second of the duration.
+        ttft_s, tpot_s, itl_s, e2e_s: of complete answers.
         cold_ttft_s: TTFT of each adapter's first request in this run.
         warm_ttft_s: TTFT of all other requests.
         tokens_per_event: mean; above 1 a gap of ITL stands for several tokens.
         slo_attainment: share of the requests sent that met the SLO; None without limits.
         goodput: requests per second that met it; None without limits.
         fairness: Jain's index over the adapters' mean E2E per output token.
-        most_under_way: requests under way at once.
-        lateness_s: by how much the client sent late.
-        held_s: how long requests were held back that were due: by the limit on requests under way, or, where turns
-            hold answers, until the answer before was there.
-        cached_share: share of prompt tokens found in the server's prefix cache, None if it does not say.
+        most_under_way: most requests in flight at one time.
+        lateness_s: how late the client sent requests.
+        held_s: how long due requests were held back: by the limit on requests in flight or, where turns contain
+            answers, until the answer before was there.
+        cached_share: share of prompt tokens found in the server's prefix cache; None if the server does not report it.
         adapters: by number of requests.
     """
 
@@ -196,12 +196,12 @@ def summarise(exchanges: Sequence[RequestRecord], slo: Slo) -> LoadFigures:
 
     Args:
         exchanges: at least one.
-        slo: limits for requests that have none of their own.
+        slo: limits for requests that have none.
     """
     whole = [exchange for exchange in exchanges if exchange.error is None]
     sent_s = sorted(exchange.sent_s for exchange in exchanges)
-    # A run without any duration has no rates to speak of; the smallest time keeps them finite.
-    # To the last answer: one request that hangs until its time is up would else halve or tenth all rates.
+    # At least 1 ns keeps the rates of a run without duration finite. The run ends with the last complete answer:
+    # otherwise one request that hangs until its timeout would lower all rates.
     duration_s = max(max(exchange.ended_s for exchange in whole or exchanges) - sent_s[0], 1e-9)
     span_s = sent_s[-1] - sent_s[0]
     output_tokens = sum(exchange.output_tokens for exchange in whole)
@@ -239,7 +239,7 @@ def summarise(exchanges: Sequence[RequestRecord], slo: Slo) -> LoadFigures:
 
 
 def _fairness(adapters: Sequence[AdapterFigures]) -> float | None:
-    """Return Jain's index; None where an adapter has no whole answer, for which there is no time to compare."""
+    """Return Jain's index; None if an adapter has no complete answer, and thus no time to compare."""
     times = [each.normalised_s for each in adapters]
     known = [each for each in times if each is not None]
     return jain_index(known) if len(known) == len(times) else None
@@ -253,7 +253,7 @@ def slo_attainment(exchanges: Sequence[RequestRecord], common: Slo) -> float | N
 
 
 def by_adapter(exchanges: Iterable[RequestRecord]) -> dict[str | None, list[RequestRecord]]:
-    """Return the exchanges of each adapter, in the order of sending."""
+    """Return the records of each adapter, in the order of sending."""
     groups: dict[str | None, list[RequestRecord]] = {}
     for exchange in sorted(exchanges, key=lambda exchange: exchange.sent_s):
         groups.setdefault(exchange.adapter, []).append(exchange)
@@ -261,8 +261,8 @@ def by_adapter(exchanges: Iterable[RequestRecord]) -> dict[str | None, list[Requ
 
 
 def most_under_way(exchanges: Iterable[RequestRecord]) -> int:
-    """Return the largest number of requests that were under way at one time."""
-    # At the same moment ends (-1) come before beginnings (+1).
+    """Return the largest number of requests that were in flight at one time."""
+    # At the same time, ends (-1) come before starts (+1).
     changes = sorted(change for each in exchanges for change in ((each.sent_s, 1), (each.ended_s, -1)))
     return int(np.cumsum([step for _, step in changes]).max(initial=0))
 
@@ -291,6 +291,6 @@ def _error_figures(exchanges: Iterable[RequestRecord]) -> dict[str, ErrorFigures
 
 
 def _cached_share(whole: Iterable[RequestRecord]) -> float | None:
-    told = [exchange for exchange in whole if exchange.cached_tokens is not None]
-    tokens = sum(exchange.input_tokens for exchange in told)
-    return sum(exchange.cached_tokens or 0 for exchange in told) / tokens if tokens else None
+    known = [exchange for exchange in whole if exchange.cached_tokens is not None]
+    tokens = sum(exchange.input_tokens for exchange in known)
+    return sum(exchange.cached_tokens or 0 for exchange in known) / tokens if tokens else None

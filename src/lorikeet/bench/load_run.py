@@ -1,4 +1,7 @@
-"""What a server itself says of a run: its ``/metrics`` before and after."""
+"""Runs a recipe against a server: single runs, and the search for its peak rate.
+
+Each run also reads the server's own counters from ``/metrics``, before and after.
+"""
 
 import asyncio
 import time
@@ -13,99 +16,31 @@ from prometheus_client.parser import text_string_to_metric_families
 from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.load_client import LoadTarget, drive
 from lorikeet.bench.load_report import LoadFigures, RequestRecord, summarise
-from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, telling_s
+from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, min_probe_s
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.workload import OptionError, Range, WorkloadRequest, block_tokens_of
 from lorikeet.core.request import Slo
 
-COUNTS = {
-    "vllm:lora_adapter_load_seconds_count": "adapter loads",
-    "lorikeet:request_adapter_wait_seconds_count": "requests that waited for an adapter",
-    "vllm:num_preemptions_total": "preemptions",
-    "lorikeet:engine_restarts_total": "engine restarts",
-}
-MEANS = {
-    "vllm:lora_adapter_load_seconds": "mean adapter load, s",
-    "lorikeet:request_adapter_wait_seconds": "mean wait for an adapter, s",
-    "vllm:time_to_first_token_seconds": "mean TTFT inside the server, s",
-}
-SHARES = {"lorikeet:predictor_cpu_seconds_total": "length predictor, share of a core"}
-"""Samples and histograms that are read where they are there, and what they are called in a report; of shares the
-samples are seconds."""
-
-_TIMEOUT_S = 30.0
-_WANTED = {*COUNTS, *(f"{name}_{end}" for name in MEANS for end in ("count", "sum")), *SHARES}
-
-
-def parse_counters(page: str) -> dict[str, float]:
-    """Return the wanted samples of a metrics page, each summed over its labels.
-
-    Raises:
-        ValueError: it is no such page.
-    """
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            if sample.name in _WANTED:
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
-
-
-def read_counters(url: str, api_key: str = "") -> dict[str, float]:
-    """Read them from a server; empty if it has no such page."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        return parse_counters(asyncio.run(_page(f"{url.rstrip('/')}/metrics", headers)))
-    except (aiohttp.ClientError, TimeoutError, ValueError):
-        return {}
-
-
-async def _page(url: str, headers: Mapping[str, str]) -> str:
-    """Return the text at ``url``; empty if it is refused."""
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    async with (
-        aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=True) as session,
-        session.get(url, allow_redirects=False) as response,
-    ):
-        return await response.text() if response.status == 200 else ""
-
-
-def growth(before: Mapping[str, float], after: Mapping[str, float], passed_s: float) -> dict[str, float]:
-    """Return what happened between two readings, ``passed_s`` apart, under names for people.
-
-    A counter that was not there before began at 0. Means without a value in between are left out.
-    """
-    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    counts = {text: grown[name] for name, text in COUNTS.items() if name in grown}
-    means = {
-        text: grown[f"{name}_sum"] / grown[f"{name}_count"]
-        for name, text in MEANS.items()
-        if grown.get(f"{name}_count")
-    }
-    shares = {text: grown[name] / passed_s for name, text in SHARES.items() if name in grown}
-    return counts | means | shares
-
-
 ShowProgress = Callable[[str, int, int], None]
-"""Called with a stage, and how much of it is done out of how much."""
+"""Called with a stage, the amount done, and the total."""
 
 _LEAST_PROBE_S = 30.0
 _UNSERVED = 2.0
-"""A server that answers so many times slower than it is asked, and misses no limit, never will."""
+"""A server that answers at less than 1/2 of the offered rate and misses no limit never will."""
 _LATE_SHARE, _BUSY_SHARE = 0.1, 0.8
-"""Of the median TTFT, and of a core."""
+"""Limits of client lateness, as a share of the median TTFT, and of the CPU load, as a share of a core."""
 
 
 class LoadRun(NamedTuple):
     """One measurement.
 
     Attributes:
-        rate: requests per second that were planned, None for the workload's own times or all at once.
+        rate: planned requests per second; None for the workload's own times, or all at once.
         figures: the summary.
-        cpu_share: of the client, see ``LoadDriver``.
-        server: what the server's counters say, by name.
-        exchanges: the requests one by one.
+        cpu_share: of the client, see ``LoadDriveResult``.
+        server: changes of the server's counters, by name.
+        exchanges: records of the requests.
     """
 
     rate: float | None
@@ -115,7 +50,7 @@ class LoadRun(NamedTuple):
     exchanges: list[RequestRecord]
 
     @property
-    def is_the_clients_own(self) -> bool:
+    def is_client_bound(self) -> bool:
         """Whether the client was so late or so busy that the figures may not be the server's."""
         late_s, ttft_s = self.figures.lateness_s, self.figures.ttft_s
         if ttft_s is None:
@@ -124,15 +59,15 @@ class LoadRun(NamedTuple):
 
 
 class LoadRunner:
-    """Runs a recipe against a server; every run sends new requests and new prompts.
+    """Runs a recipe against a server. Every run sends new requests and new prompts.
 
     Args:
         target: the server.
-        recipe: what to send; each run replaces count and rate, and draws anew.
+        recipe: what to send; each run replaces count and rate, and draws again.
         slo: limits for requests without their own.
-        concurrency: most requests under way at once, 0 for no limit.
+        concurrency: most requests in flight, 0 for no limit.
         ids: token ids to make prompts of.
-        show: told of progress.
+        show: called with progress.
     """
 
     def __init__(
@@ -154,7 +89,10 @@ class LoadRunner:
         self._runs = 0
 
     def warm_up(self, count: int) -> RequestRecord | None:
-        """Send ``count`` requests to the base model, one after the other; return one that failed, if one did."""
+        """Send ``count`` requests to the base model, one after the other.
+
+        Return the first failure, None without one.
+        """
         if not count:
             return None
         lengths = self._requests(1, None)[0]
@@ -163,7 +101,7 @@ class LoadRunner:
         return failed[0] if failed else None
 
     def run(self, count: int, rate: float | None, stage: str = "requests") -> LoadRun:
-        """Measure ``count`` requests at ``rate`` per second; None for a workload's own times, or all at once.
+        """Measure ``count`` requests at ``rate`` per second; None for the workload's own times, or all at once.
 
         Raises:
             OptionError: a rule of the recipe has no meaning for them.
@@ -175,25 +113,26 @@ class LoadRunner:
         return run._replace(rate=rate, server=growth(before, after, ended_s - began_s))
 
     @property
-    def telling_s(self) -> float:
-        """Length that probes of a search need, by the longest limit of the requests."""
+    def min_probe_s(self) -> float:
+        """Length that the probes of a search need, by the longest limit of the requests."""
         own = {request.slo for request in self._recipe.trace if request.slo is not None}
-        return max(_LEAST_PROBE_S, *(telling_s(slo) for slo in (self._slo, *own)))
+        return max(_LEAST_PROBE_S, *(min_probe_s(slo) for slo in (self._slo, *own)))
 
     def find_peak(self, attainment: float, start: float, probe_s: float) -> tuple[Peak, list[LoadRun]]:
-        """Search the highest rate at which the share ``attainment`` of requests meets the SLO.
+        """Search for the highest rate at which the share ``attainment`` of requests meets the SLO.
 
-        Where the recipe has a trace, no rate is tried at which it holds too few requests for a probe: a shorter one
-        would end before queues are as long as they get.
+        If the recipe has a trace, no rate is tried at which the trace has too few requests for a probe: a shorter probe
+        would end before the queues reach their full length.
 
         Args:
-            attainment: share of the requests that must.
+            attainment: share of the requests that must meet the SLO.
             start: first rate.
-            probe_s: length of a probe, see :attr:`telling_s`; longer if fewer than ten requests would come.
+            probe_s: length of a probe, see :attr:`min_probe_s`; longer if fewer than ten requests would arrive.
 
         Raises:
             OptionError: there are no limits, or none that an overload breaks; a rule of the recipe has no meaning for
-                so many requests, or its trace holds too few for the first probe; or the first rate is too low for one.
+                so many
+                requests, or its trace has too few for the first probe; or the first rate is too low for one.
         """
         runs: list[LoadRun] = []
         trace_requests = len(self._recipe.trace) or inf
@@ -201,13 +140,13 @@ class LoadRunner:
         if start > highest or trace_requests < LEAST_PROBE_REQUESTS:
             count = max(LEAST_PROBE_REQUESTS, round(start * probe_s))
             raise OptionError(
-                f"a probe of {probe_s:g} s at {start:.3g} requests/s takes {count} requests, and the workload holds "
-                f"{trace_requests}: begin at a lower rate, or with shorter probes"
+                f"a probe of {probe_s:g} s at {start:.3g} requests/s needs {count} requests, and the workload has "
+                f"{trace_requests}: start at a lower rate, or use shorter probes"
             )
 
         if not 1 / probe_s <= start < inf:
             raise OptionError(
-                f"a search begins at a rate from {1 / probe_s:.3g} on, one request a probe: not at {start:g}"
+                f"a search must start at a rate of at least {1 / probe_s:.3g}, one request per probe, not at {start:g}"
             )
 
         def probe(rate: float) -> float:
@@ -215,12 +154,12 @@ class LoadRunner:
             runs.append(self.run(count, rate, f"probe at {rate:.3g}/s"))
             attained = runs[-1].figures.slo_attainment
             if attained is None:
-                raise OptionError("the requests have no limits to meet")
+                raise OptionError("the requests have no SLO to meet")
             answered, took_s = runs[-1].figures.request_rate, runs[-1].figures.duration_s
             if attained >= attainment and answered * _UNSERVED < rate and took_s > _LEAST_PROBE_S:
                 raise OptionError(
-                    f"at {rate:.3g} requests/s the server answers {answered:.3g}, and the limits are met: they do not "
-                    "tell an overload; add one on ttft or e2e"
+                    f"at {rate:.3g} requests/s the server answers {answered:.3g} and meets the SLO, which thus cannot "
+                    "show an overload: add a limit on ttft or e2e"
                 )
             return attained
 
@@ -243,3 +182,69 @@ class LoadRunner:
         self._show(stage, 0, len(requests))
         exchanges, cpu_share = drive(requests, self._target, prompts, concurrency, count)
         return LoadRun(None, summarise(exchanges, self._slo), cpu_share, {}, exchanges)
+
+
+COUNTS = {
+    "vllm:lora_adapter_load_seconds_count": "adapter loads",
+    "lorikeet:request_adapter_wait_seconds_count": "requests that waited for an adapter",
+    "vllm:num_preemptions_total": "preemptions",
+    "lorikeet:engine_restarts_total": "engine restarts",
+}
+MEANS = {
+    "vllm:lora_adapter_load_seconds": "mean adapter load, s",
+    "lorikeet:request_adapter_wait_seconds": "mean wait for an adapter, s",
+    "vllm:time_to_first_token_seconds": "mean TTFT inside the server, s",
+}
+SHARES = {"lorikeet:predictor_cpu_seconds_total": "length predictor, share of a core"}
+"""Samples and histograms to read if they exist, with their names in a report. Samples of shares are seconds."""
+
+_WANTED = {*COUNTS, *(f"{name}_{end}" for name in MEANS for end in ("count", "sum")), *SHARES}
+
+
+def parse_counters(page: str) -> dict[str, float]:
+    """Return the wanted samples of a metrics page, each summed over its labels.
+
+    Raises:
+        ValueError: the page is malformed.
+    """
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name in _WANTED:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
+def read_counters(url: str, api_key: str = "") -> dict[str, float]:
+    """Read the counters of a server; empty if it has no metrics page."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        return parse_counters(asyncio.run(_page(f"{url.rstrip('/')}/metrics", headers)))
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return {}
+
+
+async def _page(url: str, headers: Mapping[str, str]) -> str:
+    """Return the text at ``url``; empty if it is refused."""
+    timeout = aiohttp.ClientTimeout(total=30.0)
+    async with (
+        aiohttp.ClientSession(headers=headers, timeout=timeout, trust_env=True) as session,
+        session.get(url, allow_redirects=False) as response,
+    ):
+        return await response.text() if response.status == 200 else ""
+
+
+def growth(before: Mapping[str, float], after: Mapping[str, float], passed_s: float) -> dict[str, float]:
+    """Return the changes between two readings, ``passed_s`` apart, under readable names.
+
+    A counter that was missing before started at 0. Means without a value in between are left out.
+    """
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    counts = {text: grown[name] for name, text in COUNTS.items() if name in grown}
+    means = {
+        text: grown[f"{name}_sum"] / grown[f"{name}_count"]
+        for name, text in MEANS.items()
+        if grown.get(f"{name}_count")
+    }
+    shares = {text: grown[name] / passed_s for name, text in SHARES.items() if name in grown}
+    return counts | means | shares

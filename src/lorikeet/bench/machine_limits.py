@@ -1,4 +1,4 @@
-"""Measures what a machine or its GPU can do at best, and the tokens per second that a model could reach on it.
+"""Measures the best rates of a machine or its GPU, and derives the tokens per second that a model could reach.
 
 Throughput is reported as a share of these limits.
 """
@@ -27,14 +27,14 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-PRESETS = (1, 8, 32, 128, 512)
+MEASURED_ROWS = (1, 8, 32, 128, 512)
 """Rows of the matrices whose multiply rate is measured."""
 
 _READ_BYTES = 512 * 2**20
 _MOST_CALLS = 50
 _ROUND_S = 0.05
 _WEIGHTS = {"cpu": (1536, 576), "cuda": (11008, 4096)}
-"""Outputs and inputs of what is multiplied by, by device: of a small model, and of one that fills a GPU."""
+"""Outputs and inputs of the weight matrix, by device: of a small model, and of one that fills a GPU."""
 
 
 class MachineLimits(msgspec.Struct, frozen=True):
@@ -42,10 +42,10 @@ class MachineLimits(msgspec.Struct, frozen=True):
 
     Attributes:
         threads: of torch.
-        read_gb_s: memory read bandwidth, GB/s: one pass over 512 MiB, on a GPU as many as a twentieth of a second
-            holds, best of 10.
-        gemm_gflops: rows → matrix-multiply rate, GFLOP/s: weights of 576 × 1536, on a GPU of 4096 × 11008, best of 5
-            rounds of 50, or of as many as a twentieth of a second holds.
+        read_gb_s: memory read bandwidth, GB/s: one pass over 512 MiB, best of 10. On a GPU a round has as many passes
+            as fit in 50 ms.
+        gemm_gflops: rows → matrix-multiply rate, GFLOP/s, with weights of 576 × 1536 (on a GPU 4096 × 11008): best of 5
+            rounds of 50 calls, or of as many as fit in 50 ms.
     """
 
     threads: int
@@ -54,7 +54,9 @@ class MachineLimits(msgspec.Struct, frozen=True):
 
 
 class LimitMeter:
-    """Measures :class:`MachineLimits`, about one second a time; holds its buffer, whose first touch is slow.
+    """Measures :class:`MachineLimits` in about one second.
+
+    It keeps its buffer, because the first touch of memory is slow.
 
     Args:
         dtype: of products.
@@ -62,7 +64,9 @@ class LimitMeter:
         device: ``cpu`` or ``cuda``.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, rows: Iterable[int] = PRESETS, device: str = "cpu") -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.bfloat16, rows: Iterable[int] = MEASURED_ROWS, device: str = "cpu"
+    ) -> None:
         self._device = device
         self._buffer = torch.ones(_READ_BYTES // 4, device=device)
         self._weights = torch.randn(_WEIGHTS[device], dtype=dtype, device=device)
@@ -72,7 +76,7 @@ class LimitMeter:
     @torch.inference_mode()
     def measure(self) -> MachineLimits:
         """Measure now."""
-        # A GPU reads so quickly that waiting for one pass would count as much as a part of it.
+        # A GPU reads so fast that synchronising after each pass would distort the result.
         read_s = self._best_s(self._buffer.sum, rounds=10, calls=_MOST_CALLS if self._device == "cuda" else 1)
         rates = {}
         for rows, inputs in self._inputs.items():
@@ -82,10 +86,9 @@ class LimitMeter:
         return MachineLimits(torch.get_num_threads(), _READ_BYTES / read_s / 1e9, rates)
 
     def _best_s(self, call: Callable[[], object], rounds: int, calls: int) -> float:
-        """Seconds of one call in the best of ``rounds`` rounds, after one call to warm up.
+        """Return the seconds of one call in the best of ``rounds`` rounds, after one warm-up call.
 
-        A round has ``calls`` calls, or as many as fit into its time: where torch computes a dtype by detours, one call
-        may take a tenth of a second.
+        A round has ``calls`` calls, or as many as fit in 50 ms: some dtypes take a tenth of a second per call on a CPU.
         """
         self._seconds(call, 1)
         calls = max(1, min(calls, int(_ROUND_S / self._seconds(call, 1))))
@@ -119,7 +122,7 @@ class ModelCost(msgspec.Struct, frozen=True):
     Attributes:
         layer_parameters: of the linear modules of all layers (Pn).
         head_parameters: of the output layer.
-        adapter_parameters: of each adapter that the work uses, over all layers.
+        adapter_parameters: of each adapter in the batch, over all layers.
         dtype_bytes: of one parameter (s).
     """
 
@@ -134,12 +137,12 @@ class ModelCost(msgspec.Struct, frozen=True):
         return self.layer_parameters + self.head_parameters
 
     def mean_adapter(self) -> float:
-        """Mean of A over the requests, which take the adapters in turn; 0 without adapters."""
+        """Return the mean of A over the requests, which use the adapters in turn; 0 without adapters."""
         return sum(self.adapter_parameters) / len(self.adapter_parameters) if self.adapter_parameters else 0.0
 
 
 class Ceilings(msgspec.Struct, frozen=True):
-    """Upper bounds of one piece of work, in tokens per second.
+    """Upper bounds of one batch, in tokens per second.
 
     Attributes:
         decode_tok_s: tokens after the first, all requests together.
@@ -158,7 +161,7 @@ class Ceilings(msgspec.Struct, frozen=True):
 def model_cost(
     config: ModelConfig, dtype_bytes: int, ranks: Sequence[int] = (), modules: Sequence[str] = ()
 ) -> ModelCost:
-    """Return the parameters of a decoder and of one adapter on ``modules`` for each of ``ranks``."""
+    """Return the parameters of a decoder, and of one adapter on ``modules`` for each of ``ranks``."""
     shapes = config.module_shapes()
     per_rank = config.layers * sum(shapes[module].in_features + shapes[module].out_features for module in modules)
     return ModelCost(
@@ -170,7 +173,7 @@ def model_cost(
 
 
 def decode_limit_tok_s(cost: ModelCost, limits: MachineLimits, rows: int) -> float:
-    """Return the bound of decoding ``presets`` sequences at a time.
+    """Return the upper bound of decoding ``rows`` sequences at a time, in tokens per second.
 
     One row reads every weight once and is bound by memory: bandwidth / (s · (P + A)). A batch is bound by its
     multiplications, B rows at the rate G measured with B rows: B / (2·P·B / G + adapters).
@@ -184,21 +187,21 @@ def decode_limit_tok_s(cost: ModelCost, limits: MachineLimits, rows: int) -> flo
 def adapters_limit_s(cost: ModelCost, limits: MachineLimits, rows: int) -> float:
     """Return the least time that the adapters of a step take, in seconds.
 
-    The longer of reading each of them once and multiplying its rows: max(s · ΣA / bandwidth, 2 · B · mean A / G).
+    It is the longer of reading each of them once and multiplying its rows: max(s · ΣA / bandwidth, 2 · B · mean A / G).
     """
     read_s = cost.dtype_bytes * sum(cost.adapter_parameters) / (limits.read_gb_s * 1e9)
     return max(read_s, 2 * rows * cost.mean_adapter() / (limits.gemm_gflops[rows] * 1e9))
 
 
 def prefill_limit_tok_s(cost: ModelCost, limits: MachineLimits) -> float:
-    """Return the bound of prompt tokens: the multiply rate of 512 rows / (2 · (Pn + mean A))."""
+    """Return the upper bound of prompt tokens per second: the multiply rate of 512 rows / (2 · (Pn + mean A))."""
     return limits.gemm_gflops[PREFILL_ROWS] * 1e9 / (2 * (cost.layer_parameters + cost.mean_adapter()))
 
 
 def work_ceilings(
     cost: ModelCost, limits: MachineLimits, requests: int, prompt_tokens: int, output_tokens: int
 ) -> Ceilings:
-    """Return the bounds of ``requests`` requests given at once; ``limits`` knows the rate at that many rows."""
+    """Return the upper bounds of a batch of ``requests`` requests; ``limits`` has the rate at that many rows."""
     decode, prefill = decode_limit_tok_s(cost, limits, requests), prefill_limit_tok_s(cost, limits)
     seconds = requests * (prompt_tokens / prefill + (output_tokens - 1) / decode)
     return Ceilings(

@@ -1,4 +1,4 @@
-"""Rows of the memory on one workload: each on an engine of its own in this process, one after the other."""
+"""Runs presets on one workload to compare their memory management: each on its own engine in this process, in turn."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -25,17 +25,17 @@ from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile
 from lorikeet.engine.loop import Engine
-from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.kernels.base import torch_dtype
 from lorikeet.models.config import read_model_config
 
 WARM_UP = (WorkloadRequest(0.0, None, 128, 16),) * 8
-"""On the base model, so that no adapter is known by it."""
+"""On the base model, so that no adapter is known from the warm-up."""
 
 _SAMPLE_S = 0.25
 
 
 class MemorySetting(msgspec.Struct, frozen=True, kw_only=True):
-    """What all rows have in common; see ``EngineSettings`` and ``ModelSettings``."""
+    """The settings that all presets share; see ``EngineSettings`` and ``ModelSettings``."""
 
     memory_bytes: int
     host_memory_bytes: int
@@ -51,20 +51,20 @@ class MemorySetting(msgspec.Struct, frozen=True, kw_only=True):
     touch_memory: bool = False
 
     def settings(self, preset: str) -> Settings:
-        """Return the settings of a replica that runs as ``row``."""
+        """Return the settings of a replica with a preset."""
         given = {name: getattr(self, name) for name in self.__struct_fields__}
         model = {name: given.pop(name) for name in ("model", "dtype", "max_model_len")}
         return Settings(ModelSettings(**model), EngineSettings(preset=preset, **given))
 
 
 class MemoryRig(NamedTuple):
-    """Where rows run.
+    """What presets run on.
 
     Attributes:
         geometry: of the base model.
         vocabulary: number of its token ids.
         adapters: by name.
-        start: makes a replica.
+        start: starts a replica.
         warm_up: requests before each run.
     """
 
@@ -76,10 +76,10 @@ class MemoryRig(NamedTuple):
 
 
 def live_rig(model: Path, dtype: str, work: MemoryWork, options: WorkOptions, folder: Path) -> MemoryRig:
-    """Return a rig of real arithmetic on the real clock; adapters are written below ``folder``.
+    """Return a rig that computes on the real clock; adapters are written below ``folder``.
 
     Raises:
-        ValueError: the model's config or the dtype is not known.
+        ValueError: the model's config or the dtype is not supported.
     """
     config = read_model_config(model)
     geometry = config.geometry(torch_dtype(config.dtype if dtype == "auto" else dtype).itemsize)
@@ -88,19 +88,19 @@ def live_rig(model: Path, dtype: str, work: MemoryWork, options: WorkOptions, fo
 
 
 def modelled_rig(profile: CostProfile, work: MemoryWork, options: WorkOptions) -> MemoryRig:
-    """Return a rig of replicas on virtual clocks, which need no files and no warming up."""
+    """Return a rig of modelled replicas on virtual clocks, which need no files and no warm-up."""
     adapters = adapters_by_name(work.names, options.ranks, profile.geometry, modules=options.modules)
     return MemoryRig(profile.geometry, profile.vocabulary, adapters, partial(modelled_replica, profile=profile), ())
 
 
 class PresetRun(NamedTuple):
-    """A row's run. It does not keep its engine, whose arenas are large.
+    """The run of a preset. It does not keep its engine, whose memory is large.
 
     Attributes:
-        run: the exchanges.
+        run: request records.
         samples, parts, reusable_tokens: see ``MemoryWatch``.
-        began, memory: what the memory told before and after.
-        engine: what the engine told at the end.
+        began, memory: memory statistics before and after.
+        engine: engine statistics at the end.
     """
 
     run: WorkloadRun
@@ -119,17 +119,17 @@ def run_preset(
     *,
     on_warm: Callable[[Engine], None] = lambda engine: None,
     on_finished: Callable[[int], None] = lambda finished: None,
-    predict: Predictor | None = None,
+    predictor: Predictor | None = None,
 ) -> PresetRun:
-    """Run a workload on a fresh replica and close it: warm up, fill the host tier from the adapters' files, run.
+    """Run a workload on a new replica: warm up, fill the host tier from the adapters' files, run, close.
 
     Args:
-        rig: where.
+        rig: what to run on.
         settings: of the replica.
         work: the workload.
         on_warm: called when the replica is warm.
         on_finished: called with the number of requests that have ended.
-        predict: predicts the lengths of answers.
+        predictor: predicts the lengths of answers.
 
     Raises:
         ConfigError: a setting does not fit the model, the profile or the machine.
@@ -146,8 +146,8 @@ def run_preset(
             work.prompts_of(rig.vocabulary),
             coalesced=coalesced,
             on_finished=on_finished,
-            watch=watch,
-            predict=predict,
+            observer=watch,
+            predictor=predictor,
         )
         stats = engine.stats()
     return PresetRun(run, watch.samples, watch.parts, watch.reusable_tokens, watch.began, stats.memory, stats)
@@ -155,7 +155,7 @@ def run_preset(
 
 @contextmanager
 def warm_replica(rig: MemoryRig, settings: Settings, work: MemoryWork) -> Iterator[StartedReplica]:
-    """Yield a fresh replica that has run the warm-up and read its adapters into the host tier; close it in the end.
+    """Yield a new replica that has run the warm-up and read its adapters into the host tier. Close it at the end.
 
     Raises:
         ConfigError: a setting does not fit the model, the profile or the machine.
@@ -167,21 +167,21 @@ def warm_replica(rig: MemoryRig, settings: Settings, work: MemoryWork) -> Iterat
     with closing(engine):
         ran = run_workload(engine, clock, warm_up, {}, work.prompts_of(rig.vocabulary, run=1), coalesced=coalesced)
         if failed := [exchange for exchange in ran.exchanges if exchange.error is not None]:
-            raise ExecutorError(f"a request before the measured ones failed: {failed[0].error}: {failed[0].message}")
+            raise ExecutorError(f"a warm-up request failed: {failed[0].error}: {failed[0].message}")
         fill_host(engine, tuple(rig.adapters.values()))
         with frozen_gc():
             yield started
 
 
 def _shortened(request: WorkloadRequest, most_tokens: int) -> WorkloadRequest:
-    """Return a request that fits where the longest is so long."""
+    """Return a request that fits where the longest has ``most_tokens`` tokens."""
     output_tokens = min(request.output_tokens, max(1, most_tokens // 2))
     input_tokens = min(request.input_tokens, most_tokens - output_tokens)
     return msgspec.structs.replace(request, input_tokens=input_tokens, output_tokens=output_tokens)
 
 
 def fill_host(engine: Engine, adapters: tuple[AdapterRef, ...]) -> None:
-    """Make adapters known, and wait until those that fit have been read into the host tier."""
+    """Register adapters, and wait until those that fit have been read into the host tier."""
     engine.register_adapters(adapters)
     engine.step()
     while engine.host_fill_pending:
@@ -191,23 +191,23 @@ def fill_host(engine: Engine, adapters: tuple[AdapterRef, ...]) -> None:
 
 
 def settle(engine: Engine) -> None:
-    """Wait until nothing moves: what a row prefetches is there then."""
+    """Wait until no transfer is in flight, so that what a preset prefetches is loaded."""
     engine.step()
     while engine.has_transfers:
         engine.wait_for_transfer()
         engine.step()
 
 
-def preset_figures(preset: str, row: PresetRun) -> dict[str, Any]:
-    """Return a row's figures as plain data.
+def preset_figures(preset: str, measured: PresetRun) -> dict[str, Any]:
+    """Return the figures of a preset as plain data.
 
-    Hit rates are of requests and tokens on arrival, on the device: of adapters, and of the tokens that a cache which
-    forgets nothing would have found (ELORA spec, R17). None where there was nothing to find. What was prefetched before
-    the first request counts in ``prefetch_accuracy``, since requests use it.
+    Hit rates are of requests and tokens on arrival, on the device: of adapters, and of the tokens that an infinite
+    cache would have found (ELORA spec, R17). They are None where there was nothing to find. Prefetches before the first
+    request count in ``prefetch_accuracy``, because requests use them.
     """
-    figures, memory, began = row.run.figures(Slo()), row.memory, row.began
+    figures, memory, began = measured.run.figures(Slo()), measured.memory, measured.began
     queries = memory.adapter_queries - began.adapter_queries
-    reusable = row.reusable_tokens
+    reusable = measured.reusable_tokens
     adapter_rate = _share(memory.adapter_hits - began.adapter_hits, queries)
     kv_rate = _share(memory.kv_hits_tokens - began.kv_hits_tokens, reusable)
     prefetched = memory.prefetched - began.prefetched
@@ -226,14 +226,14 @@ def preset_figures(preset: str, row: PresetRun) -> dict[str, Any]:
         "tpot_p99_s": _of(figures.tpot_s, "p99"),
         "e2e_mean_s": _of(figures.e2e_s, "mean"),
         "held_mean_s": _of(figures.held_s, "mean"),
-        "ttft_parts_s": _mean_parts(row.parts),
+        "ttft_parts_s": _mean_parts(measured.parts),
         "invalid_kv_share": memory.invalid_kv_share,
         "kv_hit_rate": kv_rate,
         "kv_host_hit_rate": _share(memory.kv_host_hits_tokens - began.kv_host_hits_tokens, reusable),
         "adapter_hit_rate": adapter_rate,
         "hit_rate": None if adapter_rate is None or kv_rate is None else (adapter_rate + kv_rate) / 2,
         "cached_share": figures.cached_share,
-        "preemptions": row.engine.preemptions,
+        "preemptions": measured.engine.preemptions,
         "packing_waste_bytes": memory.packing_waste_bytes,
         "transfers": {
             route: {

@@ -1,4 +1,4 @@
-"""What a cache that forgets nothing would find: the most that any policy could have reused."""
+"""Observes the memory of an engine during a run, and what an infinite cache would have found."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,49 +15,49 @@ from lorikeet.memory.tree import block_keys
 
 
 class InfiniteCache:
-    """Counts whole blocks of text by adapter version; a text is known from when it is added.
+    """Counts whole blocks of text by adapter version. Text is known as soon as it is added; nothing is evicted.
 
     Args:
         block_size: tokens of KV in a block.
 
     Attributes:
-        adapters: those that requests asked for.
+        adapters: those that requests used.
     """
 
     def __init__(self, block_size: int) -> None:
-        self._block_tokens = block_size
+        self._block_size = block_size
         self._keys: set[bytes] = set()
         self.adapters: dict[AdapterDigest, AdapterRef] = {}
 
     def reusable_tokens(self, adapter: AdapterRef | None, prompt: Sequence[int]) -> int:
-        """Return the length of the longest known beginning of ``prompt``, in whole blocks.
+        """Return the length of the longest known prefix of ``prompt``, in whole blocks.
 
-        The last token never counts: an engine computes it anew, since it wants its logits.
+        The last token never counts: an engine always computes it, because it needs its logits.
         """
         found = 0
         for key in self._keys_of(adapter, prompt[:-1]):
             if key not in self._keys:
                 break
-            found += self._block_tokens
+            found += self._block_size
         return found
 
     def add(self, adapter: AdapterRef | None, token_ids: Sequence[int]) -> None:
-        """Know a prompt, or a prompt and its answer."""
+        """Add a prompt, or a prompt and its answer."""
         if adapter is not None:
             self.adapters[adapter.digest] = adapter
         self._keys.update(self._keys_of(adapter, token_ids))
 
     @property
     def kv_blocks(self) -> int:
-        """Blocks of KV of all that was added."""
+        """Number of KV blocks of everything that was added."""
         return len(self._keys)
 
     def _keys_of(self, adapter: AdapterRef | None, token_ids: Sequence[int]) -> list[bytes]:
-        return block_keys(None if adapter is None else adapter.digest, token_ids, self._block_tokens)
+        return block_keys(None if adapter is None else adapter.digest, token_ids, self._block_size)
 
 
 class PoolSample(NamedTuple):
-    """What the tiers held at a time, in seconds since the start of the workload."""
+    """The contents of the tiers at a time, in seconds since the start of the workload."""
 
     at_s: float
     device: TierBytes
@@ -65,12 +65,12 @@ class PoolSample(NamedTuple):
 
 
 class TtftParts(NamedTuple):
-    """What a request's first token took, one part after the other (see ``RequestTimings``).
+    """The parts of the time to a first token, one after the other (see ``RequestTimings``).
 
     Attributes:
-        queue_s: until it had its blocks.
-        adapter_cold_s: then, until its adapter was on the device.
-        kv_cold_s: what KV from the host took beyond that.
+        queue_s: until its blocks were allocated.
+        adapter_cold_s: until its adapter was on the device.
+        kv_cold_s: further wait for KV from the host.
         prefill_s: the rest.
     """
 
@@ -81,7 +81,7 @@ class TtftParts(NamedTuple):
 
     @classmethod
     def of(cls, timings: RequestTimings) -> "TtftParts | None":
-        """Return the parts, None if no token came."""
+        """Return the parts; None if there was no token."""
         if timings.admitted_s is None or timings.first_token_s is None:
             return None
         cold_s = timings.adapter_wait_s + timings.kv_wait_s
@@ -94,19 +94,19 @@ class TtftParts(NamedTuple):
 
 
 class MemoryWatch(RunObserver):
-    """See the module. What went before it was made is not counted.
+    """Samples the memory of an engine, and collects TTFT parts and reusable tokens. Earlier events are not counted.
 
     Args:
-        engine: whose memory.
+        engine: to observe.
         clock: of the engine.
         block_size: tokens of KV in a block.
         sample_s: time between two samples.
 
     Attributes:
         samples: of the pool, the first from the start.
-        parts: of the TTFT of each request that got a token.
+        parts: of the TTFT of each request with a token.
         reusable_tokens: prompt tokens that an infinite cache would have found.
-        began: what the memory told at the start.
+        began: memory statistics at the start.
     """
 
     def __init__(self, engine: Engine, clock: Clock, block_size: int, sample_s: float) -> None:
@@ -121,14 +121,14 @@ class MemoryWatch(RunObserver):
         self.reusable_tokens = 0
         self.began = self._sample()
 
-    def arrived(self, request: Request) -> None:
-        """See ``RunObserver``. A prompt is known to the infinite cache from its arrival on."""
+    def on_arrival(self, request: Request) -> None:
+        """Count what the infinite cache finds, and add the prompt to it."""
         self._timings[request.request_id] = RequestTimings(request.arrival_s)
         self.reusable_tokens += self._cache.reusable_tokens(request.adapter, request.prompt_token_ids)
         self._cache.add(request.adapter, request.prompt_token_ids)
 
-    def turned(self, outputs: StepOutputs) -> None:
-        """See ``RunObserver``."""
+    def on_outputs(self, outputs: StepOutputs) -> None:
+        """Collect timings, and take a sample if it is due."""
         for event in outputs.events:
             self._timings[event.request_id].apply(event)
             if isinstance(event, Finished):
@@ -137,8 +137,8 @@ class MemoryWatch(RunObserver):
         if self._clock.now() - self._start_s - self.samples[-1].at_s >= self._sample_s:
             self._sample()
 
-    def ended(self, request: Request, token_ids: Sequence[int]) -> None:
-        """See ``RunObserver``. The last token's KV is never computed."""
+    def on_finished(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Add the answer to the infinite cache, except the last token, whose KV is never computed."""
         self._cache.add(request.adapter, [*request.prompt_token_ids, *token_ids[:-1]])
 
     def _sample(self) -> MemoryStats:

@@ -1,4 +1,4 @@
-"""What rows of the memory are compared on: a workload, its adapters, and how much memory all of it would take."""
+"""The workload on which memory management is compared, its adapters, and how much memory all of it would take."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import msgspec
 
 from lorikeet.adapters.store import reference
 from lorikeet.bench.arrivals import Rates, at_rate
-from lorikeet.bench.conversations import Turns, first_whole
+from lorikeet.bench.conversations import Turns, first_complete
 from lorikeet.bench.memory_watch import InfiniteCache
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.random_adapters import write_random_adapter
@@ -24,23 +24,23 @@ from lorikeet.memory.packing import pack
 _REQUESTS = 240
 _TRACE_SCALE = 1 / 32
 _SPARE = 20
-"""So many times the requests asked for are made, so that the first conversations among them are whole."""
+"""Times the requested number of requests that are generated, so that the first conversations are complete."""
 
 
 class WorkOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is run.
+    """Options of the workload.
 
     Attributes:
         source: a file, or one of ``SHAPES``.
-        requests: at least so many, of whole conversations; None for all of a file, 240 of a shape.
-        rate: requests per second on average; None for a file's own times, 1 for a shape.
-        adapters: how many there are.
+        requests: fewest requests, of complete conversations; None for all of a file, 240 of a shape.
+        rate: mean requests per second; None for a file's own times, 1 for a shape.
+        adapters: number of adapters.
         ranks: of the adapters in turn.
-        modules: that they change.
-        adapter_choice: see ``choose_adapters``; for workloads that name none.
-        length_scale: factor on the lengths of a file; None for 1/32 of a trace of conversations, else 1.
-        prefix_block_tokens: length of a prefix block before scaling; None for what the file says, 32 of a shape.
-        seed: of all that is drawn.
+        modules: target modules.
+        adapter_choice: see ``choose_adapters``; for workloads that name no adapters.
+        length_scale: factor on the lengths of a file; None for 1/32 of a trace of conversations, otherwise 1.
+        prefix_block_tokens: length of a prefix block before scaling; None for the file's own, 32 of a shape.
+        seed: of all random draws.
     """
 
     source: str
@@ -83,30 +83,30 @@ class MemoryWork(NamedTuple):
 
 
 def make_work(options: WorkOptions) -> MemoryWork:
-    """Return the workload that ``options`` describe.
+    """Return the workload for ``options``.
 
     Raises:
-        OptionError: there is no such workload, or a part has no meaning.
+        OptionError: unknown workload, or an option has no meaning.
         OSError, WorkloadError: the file cannot be read.
     """
     if options.source in SHAPES:
-        requests = _made(options)
+        requests = _generated(options)
     elif options.source == "chat":
-        raise OptionError("chat needs the conversations of a trace: name its file instead")
+        raise OptionError("the shape chat needs a trace of conversations: pass its file instead")
     elif Path(options.source).is_file():
-        requests = _of_a_file(options)
+        requests = _from_file(options)
     else:
-        raise OptionError(f"there is no file {options.source!r}, and no shape: there are {', '.join(SHAPES)}")
+        raise OptionError(f"{options.source!r} is neither a file nor a shape; shapes are {', '.join(SHAPES)}")
     names = tuple(dict.fromkeys(request.adapter for request in requests if request.adapter is not None))
     if len(names) > options.adapters:
-        raise OptionError(f"{options.source} names {len(names)} adapters, and there are to be {options.adapters}")
+        raise OptionError(f"{options.source} names {len(names)} adapters, more than the {options.adapters} requested")
     others = [name for name in adapter_names(options.adapters + len(names)) if name not in names]
-    # In the order in which the recipe dealt out ranks, where it chose among them.
+    # In the order in which the recipe assigned ranks, if it chose the adapters.
     names = tuple(sorted((*names, *others[: options.adapters - len(names)])))
     return MemoryWork(requests, names, block_tokens_of(requests), options.seed)
 
 
-def _made(options: WorkOptions) -> list[WorkloadRequest]:
+def _generated(options: WorkOptions) -> list[WorkloadRequest]:
     count, rates = options.requests or _REQUESTS, Rates.constant(1.0 if options.rate is None else options.rate)
     recipe = Recipe(
         shape=options.source,
@@ -115,13 +115,13 @@ def _made(options: WorkOptions) -> list[WorkloadRequest]:
         block_size=options.prefix_block_tokens or 0,
         **_choice(options),
     )
-    return at_rate(first_whole(recipe.requests(), count), rates)
+    return at_rate(first_complete(recipe.requests(), count), rates)
 
 
-def _of_a_file(options: WorkOptions) -> list[WorkloadRequest]:
+def _from_file(options: WorkOptions) -> list[WorkloadRequest]:
     trace = tuple(read_any(Path(options.source)))
     if not trace:
-        raise OptionError(f"{options.source} holds no request")
+        raise OptionError(f"{options.source} has no requests")
     is_chat = any(request.prefix_blocks for request in trace) and not any(
         request.conversation or request.adapter for request in trace
     )
@@ -142,7 +142,7 @@ def _of_a_file(options: WorkOptions) -> list[WorkloadRequest]:
     named = any(request.adapter for request in trace)
     choice = _choice(options) if not named else {}
     requests = Recipe(trace=trace, length_scale=scale, block_size=block_size, **choice).requests()
-    requests = first_whole(requests, options.requests or len(requests))
+    requests = first_complete(requests, options.requests or len(requests))
     return requests if rates is None else at_rate(requests, rates)
 
 
@@ -167,12 +167,12 @@ def files_of_adapters(
 
 
 class WorkingSet(NamedTuple):
-    """Bytes in whole blocks that a workload would fill if nothing were ever given up.
+    """Bytes in whole blocks that a workload would fill if nothing were evicted.
 
     Attributes:
-        adapter_bytes: of the adapters that are asked for.
-        kv_bytes: of all prompts and answers, equal beginnings under one adapter once.
-        all_adapter_bytes: of all adapters that there are.
+        adapter_bytes: of the adapters that requests use.
+        kv_bytes: of all prompts and answers; shared prefixes under one adapter count once.
+        all_adapter_bytes: of all adapters.
     """
 
     adapter_bytes: int
@@ -181,36 +181,36 @@ class WorkingSet(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """What is asked for: adapters and KV."""
+        """Adapters that requests use, and KV."""
         return self.adapter_bytes + self.kv_bytes
 
     @property
     def host_bytes(self) -> int:
-        """A host tier that holds all adapters and all KV; of its space adapters that nobody waits for get half."""
+        """Size of a host tier that holds all adapters and all KV. Adapters without requests get half of it."""
         return self.all_adapter_bytes + max(self.all_adapter_bytes, self.kv_bytes)
 
 
 def working_set(
     work: MemoryWork, adapters: Mapping[str, AdapterRef], geometry: ModelGeometry, block_size: int
 ) -> WorkingSet:
-    """Return what ``work`` fills; whatever the answers are, since only their lengths matter."""
+    """Return the working set of ``work``. The contents of answers do not matter, only their lengths."""
     turns, cache = Turns(work.requests, work.prompts_of(DEFAULT_IDS.high)), InfiniteCache(block_size)
-    for index, request in enumerate(work.requests):  # a turn comes after the one that it goes on from
+    for index, request in enumerate(work.requests):  # a turn comes after the one that it continues
         prompt, answer = turns.prompt(index), [index] * request.output_tokens
         adapter = None if request.adapter is None else adapters[request.adapter]
         cache.add(adapter, [*prompt, *answer[:-1]])
         turns.answered(index, answer)
     elements = geometry.block_elements(block_size)
     blocks = {ref.digest: pack(ref.ranks, geometry, elements).blocks for ref in adapters.values()}
-    asked = sum(blocks[digest] for digest in cache.adapters)
+    used_blocks = sum(blocks[digest] for digest in cache.adapters)
     block_bytes = geometry.block_bytes(block_size)
-    return WorkingSet(asked * block_bytes, cache.kv_blocks * block_bytes, sum(blocks.values()) * block_bytes)
+    return WorkingSet(used_blocks * block_bytes, cache.kv_blocks * block_bytes, sum(blocks.values()) * block_bytes)
 
 
 def least_memory_bytes(
     work: MemoryWork, adapters: Mapping[str, AdapterRef], geometry: ModelGeometry, block_size: int
 ) -> int:
-    """Return a pool that holds any two requests with adapters of their own."""
+    """Return the size of a pool that holds any two requests with different adapters."""
     elements = geometry.block_elements(block_size)
     largest = max((pack(ref.ranks, geometry, elements).blocks for ref in adapters.values()), default=0)
     blocks = 2 * (largest + math.ceil(work.longest_tokens / block_size) + 1)

@@ -54,18 +54,18 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 151645,
     },
 }
-"""By name."""
+"""Configs by name."""
 
 
 def write_model_shape(folder: Path, name: str) -> Path:
-    """Write the config of a model into ``folder``, which is made if missing, and return it.
+    """Write the config of a model into ``folder``, and return the folder.
 
     Args:
-        folder: what an engine with dummy weights takes as its model.
+        folder: model folder for an engine with dummy weights; created if missing.
         name: one of ``MODEL_SHAPES``.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: unknown model.
     """
     if name not in MODEL_SHAPES:
         raise ValueError(f"{name!r} is not one of {', '.join(MODEL_SHAPES)}")

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from lorikeet.core.request import Slo
 
 LEAST_PROBE_REQUESTS = 10
-"""Fewer tell nothing."""
+"""Fewest requests of a probe; fewer are too few to judge."""
 _PROBE_LIMITS = 10.0
-"""A probe is so many times as long as the limit on delays."""
+"""Length of a probe in multiples of the limit on delays."""
 _MOST_TIMES = 20
-"""A probe has at most so many times the fewest requests: an SLO may be so loose that nothing breaks it."""
+"""Most requests of a probe in multiples of the fewest: an SLO may be so loose that nothing breaks it."""
 
 
 class Probe(NamedTuple):
@@ -27,7 +27,7 @@ class Peak(NamedTuple):
     Attributes:
         rate: the highest rate that met the target; None if none did.
         missed_rate: the lowest rate that missed it; None if none did.
-        probes: all measurements, in their order.
+        probes: all measurements, in order.
     """
 
     rate: float | None
@@ -35,28 +35,28 @@ class Peak(NamedTuple):
     probes: tuple[Probe, ...]
 
 
-def telling_s(slo: Slo, limits: float = _PROBE_LIMITS) -> float:
-    """Return how long a probe must be to tell whether a rate can be sustained; 0 without limits on delays.
+def min_probe_s(slo: Slo, limits: float = _PROBE_LIMITS) -> float:
+    """Return how long a probe must be to show whether a rate can be sustained; 0 without limits on delays.
 
-    What is asked for beyond what can be served delays requests by that part of the probe, so a probe that is not long
-    beside the limit on their delay, on TTFT or E2E, misses nothing.
+    An overload delays requests by the excess share of the probe. So a probe that is not much longer than the limit on
+    their delay (TTFT or E2E) misses nothing.
 
     Args:
-        slo: has that limit.
-        limits: the probe is so many times as long.
+        slo: with that limit.
+        limits: length of the probe in multiples of it.
     """
     return limits * max(slo.ttft_s or 0.0, slo.e2e_s or 0.0)
 
 
 def probe_requests(rate: float, slo: Slo, fewest: int, limits: float = _PROBE_LIMITS) -> int:
-    """Return how many requests a probe needs for that.
+    """Return how many requests such a probe needs.
 
     Args:
         rate: requests per second.
-        slo, limits: see :func:`telling_s`.
+        slo, limits: see :func:`min_probe_s`.
         fewest: requests of any probe; none has more than 20 times as many.
     """
-    return min(max(fewest, ceil(rate * telling_s(slo, limits))), _MOST_TIMES * fewest)
+    return min(max(fewest, ceil(rate * min_probe_s(slo, limits))), _MOST_TIMES * fewest)
 
 
 def find_peak(
@@ -73,11 +73,11 @@ def find_peak(
 
     Args:
         probe: measures the attainment at a rate.
-        target: attainment that must be reached.
+        target: attainment to reach.
         start: first rate.
-        lowest, highest: rates below and above which nothing is tried.
+        lowest, highest: rates beyond which nothing is tried.
         precision: the search ends when met and missed rates are closer than this, relative to the met one.
-        max_probes: it also ends after so many.
+        max_probes: the search also ends after so many.
     """
     probes: list[Probe] = []
     met: float | None = None

@@ -1,4 +1,4 @@
-"""transformers, with PEFT where there are adapters, as the other side of a comparison."""
+"""transformers, with PEFT for adapters, as a backend of the offline benchmark."""
 
 import time
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from lorikeet.bench.backends import OfflineBatch, OfflineResult
 
 
 class PeftBackend:
-    """transformers' ``generate`` on the whole batch at once.
+    """transformers' ``generate`` on the whole batch.
 
-    Several adapters are mixed in one call by ``adapter_names``: that is PEFT's way to serve them together
+    Several adapters are mixed in one call by ``adapter_names``, which is PEFT's way to serve them together
     (https://huggingface.co/docs/peft/developer_guides/lora, "inference with different LoRA adapters in the same
-    batch"). Requests are sorted by adapter, as the engine's are. A single adapter is simply the active one, which
-    spares PEFT the splitting of batches; without adapters PEFT is not involved.
+    batch"). Requests are sorted by adapter, as the engine's are. A single adapter is the active one, which spares PEFT
+    the splitting of batches. Without adapters PEFT is not used.
     """
 
     name = "peft"
@@ -38,7 +38,7 @@ class PeftBackend:
         self._model = model.to(device, dtype).eval()
 
     def run(self, work: OfflineBatch) -> OfflineResult:
-        """Run one batch, greedily; either all requests have an adapter or none has."""
+        """Run one batch with greedy sampling. Either all requests have an adapter or none has."""
         start_s = time.monotonic()
         order = sorted(range(len(work.prompts)), key=lambda i: work.adapters[i] or 0)
         prompts = torch.tensor([work.prompts[i] for i in order], device=self._model.device)
@@ -57,10 +57,10 @@ class PeftBackend:
         return OfflineResult(seconds, [by_request[i] for i in range(len(order))])
 
     def close(self) -> None:
-        """Do nothing: the model goes with this object."""
+        """Do nothing: the model is freed with this object."""
 
     def _choice(self, adapters: Sequence[int | None]) -> dict[str, Any]:
-        """Arguments of ``generate`` that choose the adapters."""
+        """Return the arguments of ``generate`` that choose the adapters."""
         if len(self._names) < 2:
             return {}
         return {"adapter_names": [self._names[index] for index in adapters if index is not None]}

@@ -10,7 +10,7 @@ from lorikeet.bench.memory_watch import PoolSample
 
 
 def svg_document(width: float, height: float, shapes: Iterable[str], font_size: int = 12) -> str:
-    """Return an SVG file of ``shapes`` on white; sizes in pixels."""
+    """Return an SVG file with ``shapes`` on white; sizes in pixels."""
     body = "\n".join(shapes)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
@@ -26,17 +26,17 @@ _PEER_COLOUR = "#8a94a6"
 
 
 def offline_bars(report: dict[str, Any]) -> str:
-    """Return output tokens per second of every side as horizontal bars, the machine's limit as a dashed line.
+    """Return output tokens per second of every backend as horizontal bars, the machine's limit as a dashed line.
 
     Args:
         report: of :func:`lorikeet.bench.offline.run_offline`.
     """
-    sides = {"lorikeet": report, **report["peers"]}
+    backends = {"lorikeet": report, **report["peers"]}
     limit = report["limit_output_tok_s"]
-    longest = max(limit, *(figures["output_tok_s"] for figures in sides.values()))
-    height = _TOP + len(sides) * (_BAR + _GAP) + 24
+    longest = max(limit, *(figures["output_tok_s"] for figures in backends.values()))
+    height = _TOP + len(backends) * (_BAR + _GAP) + 24
     shapes = []
-    for i, (name, figures) in enumerate(sides.items()):
+    for i, (name, figures) in enumerate(backends.items()):
         value, y = figures["output_tok_s"], _TOP + i * (_BAR + _GAP)
         width = value / longest * _LENGTH
         colour = _COLOURS.get(name, _PEER_COLOUR)
@@ -56,8 +56,8 @@ def offline_bars(report: dict[str, Any]) -> str:
     return svg_document(_LABEL + _LENGTH + 70, height, shapes, font_size=13)
 
 
-_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP, _COLUMNS = 330, 170, 60, 60, 60, 3
-"""Pixels: a panel, the space left of it and above, and between panels; how many stand beside each other."""
+_PANEL_WIDTH, _PANEL_HEIGHT, _PANEL_LEFT, _PANEL_TOP, _PANEL_GAP, _PANELS_IN_A_ROW = 330, 170, 60, 60, 60, 3
+"""Pixels: a panel, the space left of it and above, and between panels; number of panels in a row."""
 
 _POINTS = 300
 _KINDS = {
@@ -66,55 +66,62 @@ _KINDS = {
     "kv_cached": "#a5d6b8",
     "inflight": "#d9a441",
 }
-_WORDS = {"adapters": "adapters", "kv_running": "KV of running", "kv_cached": "KV kept", "inflight": "on its way"}
+_WORDS = {"adapters": "adapters", "kv_running": "KV of running", "kv_cached": "KV kept", "inflight": "loading"}
 
 
 def pool_areas(title: str, panels: Sequence[tuple[str, Sequence[PoolSample]]]) -> str:
-    """Return the share of the device that each kind takes (up) over time (right).
+    """Return the share of device memory that each kind takes (up) over time (right).
 
     Args:
-        title: above all.
+        title: above all panels.
         panels: name and samples of each run; one without samples stays empty.
     """
-    shapes = [f'<text x="{_LEFT}" y="20" font-weight="bold">{escape(title)}</text>', *_legend()]
+    shapes = [f'<text x="{_PANEL_LEFT}" y="20" font-weight="bold">{escape(title)}</text>', *_legend()]
     for number, (name, samples) in enumerate(panels):
-        row, column = divmod(number, _COLUMNS)
-        shapes += _panel(_LEFT + column * (_WIDTH + _GAP), _TOP + row * (_HEIGHT + _GAP), name, samples)
-    rows = -(-len(panels) // _COLUMNS)
-    width = _LEFT + min(_COLUMNS, len(panels)) * (_WIDTH + _GAP)
-    return svg_document(width, _TOP + rows * (_HEIGHT + _GAP), shapes)
+        row, column = divmod(number, _PANELS_IN_A_ROW)
+        shapes += _panel(
+            _PANEL_LEFT + column * (_PANEL_WIDTH + _PANEL_GAP),
+            _PANEL_TOP + row * (_PANEL_HEIGHT + _PANEL_GAP),
+            name,
+            samples,
+        )
+    rows = -(-len(panels) // _PANELS_IN_A_ROW)
+    width = _PANEL_LEFT + min(_PANELS_IN_A_ROW, len(panels)) * (_PANEL_WIDTH + _PANEL_GAP)
+    return svg_document(width, _PANEL_TOP + rows * (_PANEL_HEIGHT + _PANEL_GAP), shapes)
 
 
 def _legend() -> list[str]:
     shapes = []
     for number, (kind, colour) in enumerate(_KINDS.items()):
-        x = _LEFT + number * 110
+        x = _PANEL_LEFT + number * 110
         shapes.append(f'<rect x="{x}" y="30" width="12" height="12" fill="{colour}"/>')
         shapes.append(f'<text x="{x + 17}" y="40">{_WORDS[kind]}</text>')
     return shapes
 
 
 def _panel(left: float, top: float, name: str, samples: Sequence[PoolSample]) -> list[str]:
-    bottom = top + _HEIGHT
+    bottom = top + _PANEL_HEIGHT
     shapes = []
     if samples:
         times_s = np.array([sample.at_s for sample in samples])
         span_s = max(float(times_s[-1]), 1e-9)
         at_s = np.linspace(0.0, span_s, _POINTS)
         latest = np.clip(np.searchsorted(times_s, at_s, side="right") - 1, 0, None)
-        across = left + at_s / span_s * _WIDTH
+        across = left + at_s / span_s * _PANEL_WIDTH
         below = np.zeros(_POINTS)
         for kind, colour in _KINDS.items():
             shares = np.array([getattr(sample.device, kind) / max(sample.device.total, 1) for sample in samples])
             above = below + shares[latest]
             edge = [*zip(across, above, strict=True), *zip(across[::-1], below[::-1], strict=True)]
-            points = " ".join(f"{x:.1f},{bottom - share * _HEIGHT:.1f}" for x, share in edge)
+            points = " ".join(f"{x:.1f},{bottom - share * _PANEL_HEIGHT:.1f}" for x, share in edge)
             shapes.append(f'<polygon points="{points}" fill="{colour}"/>')
             below = above
-        shapes.append(f'<text x="{left + _WIDTH}" y="{bottom + 16}" text-anchor="end">{span_s:.4g} s</text>')
-    shapes.append(f'<rect x="{left}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#8a94a6"/>')
+        shapes.append(f'<text x="{left + _PANEL_WIDTH}" y="{bottom + 16}" text-anchor="end">{span_s:.4g} s</text>')
+    shapes.append(
+        f'<rect x="{left}" y="{top}" width="{_PANEL_WIDTH}" height="{_PANEL_HEIGHT}" fill="none" stroke="#8a94a6"/>'
+    )
     shapes.append(f'<text x="{left}" y="{bottom + 16}">{escape(name)}</text>')
     for share in (0.0, 0.5, 1.0):
-        y = bottom - share * _HEIGHT
+        y = bottom - share * _PANEL_HEIGHT
         shapes.append(f'<text x="{left - 6}" y="{y + 4:.0f}" text-anchor="end">{share:.0%}</text>')
     return shapes

@@ -1,4 +1,4 @@
-"""An oracle that is right as often as it is told to be."""
+"""Predictors of answer lengths for simulations: an oracle with a set accuracy, and the history of answers."""
 
 import random
 from abc import ABC, abstractmethod
@@ -12,12 +12,12 @@ _CLASSES = 5
 
 
 class NoisyOracle:
-    """Knows the true length, and says so with a set probability.
+    """Predicts the true length with a set probability.
 
-    Else it says the length of a random other answer, from another quintile: the proxy models that it stands for
-    predict classes of percentiles, so a miss is another class (Chameleon spec, section 8). Every request has draws of
-    its own, seeded by its id: whichever systems run a workload, and in whatever order, they see the same predictions,
-    and what a less accurate oracle gets right a more accurate one does, too.
+    Otherwise it predicts the length of a random other answer from another quintile: the proxy models that it stands for
+    predict percentile classes, so a miss is another class (Chameleon spec, section 8). The draws of each request are
+    seeded by its id: all systems see the same predictions for a workload, in whatever order they run it, and a more
+    accurate oracle is right wherever a less accurate one is.
 
     Args:
         accuracy: probability of the true length, 0 to 1.
@@ -39,9 +39,9 @@ class NoisyOracle:
         self._cuts = [self._sorted[len(outputs) * part // _CLASSES] for part in range(1, _CLASSES)]
 
     def predict(self, request_id: str, tokens: int) -> int:
-        """Return the predicted length of the answer to ``request_id``, which will have ``tokens`` tokens.
+        """Return the predicted length of the answer to ``request_id``, whose true length is ``tokens``.
 
-        Where all answers lie in one quintile (all are equally long), that is the true length.
+        If all answers are in one quintile (because all are equally long), that is the true length.
         """
         draws = random.Random(f"{self._seed} {request_id}")
         if draws.random() < self._accuracy:
@@ -54,9 +54,9 @@ class NoisyOracle:
         return self._sorted[place if place < begin else place + end - begin]
 
     def _quintile(self, tokens: int) -> tuple[int, int]:
-        """Return where the lengths of the same class as ``tokens`` begin and end among all.
+        """Return the range of sorted lengths in the same class as ``tokens``.
 
-        A class holds its lower cut, so that equal lengths are never in two classes.
+        A class includes its lower cut, so that equal lengths are never in two classes.
         """
         number = bisect_right(self._cuts, tokens)
         begin = bisect_left(self._sorted, self._cuts[number - 1]) if number else 0
@@ -65,22 +65,22 @@ class NoisyOracle:
 
 
 class Predictor(ABC):
-    """Predicts each answer when its request arrives, and is told of answers as they end."""
+    """Predicts each answer when its request arrives, and receives the answers as they end."""
 
     @abstractmethod
     def predict(self, request: WorkloadRequest, index: int) -> int | None:
-        """Return the tokens that the answer to the request at ``index`` of the workload may have; None if unknown."""
+        """Return the predicted tokens of the answer to the ``index``-th request of the workload; None if unknown."""
 
     def ended(self, request: WorkloadRequest, tokens: int) -> None:  # noqa: B027 - most do not learn
-        """An answer has ended with so many tokens."""
+        """Learn the length of a finished answer."""
 
 
 class OraclePredictor(Predictor):
-    """See ``NoisyOracle``; a request is known by its place in the workload.
+    """A ``NoisyOracle`` that identifies a request by its index in the workload.
 
     Args:
         accuracy: probability of the true length.
-        workload: whose lengths are those that there are.
+        workload: provides the lengths.
         seed: of all draws.
     """
 
@@ -88,22 +88,22 @@ class OraclePredictor(Predictor):
         self._oracle = NoisyOracle(accuracy, [request.output_tokens for request in workload], seed)
 
     def predict(self, request: WorkloadRequest, index: int) -> int:
-        """See ``Predictor``."""
+        """Return the prediction of the oracle."""
         return self._oracle.predict(str(index), request.output_tokens)
 
 
 class HistoryPredictor(Predictor):
-    """See ``LengthHistory``; it begins with nothing and learns from the answers as they end."""
+    """A ``LengthHistory`` that starts empty and learns from the answers as they end."""
 
     def __init__(self) -> None:
         self._history = LengthHistory()
 
     def predict(self, request: WorkloadRequest, index: int) -> int | None:
-        """See ``Predictor``."""
+        """Return the prediction for the request's adapter; None if unknown."""
         return self._history.predict(request.adapter)
 
     def ended(self, request: WorkloadRequest, tokens: int) -> None:
-        """See ``Predictor``."""
+        """Learn the length of a finished answer."""
         self._history.add(request.adapter, tokens)
 
 
@@ -111,7 +111,7 @@ def make_predictor(text: str, workload: Sequence[WorkloadRequest], seed: int = 0
     """Return the predictor called ``oracle:0.8`` (right four times in five), ``history`` or ``none``.
 
     Raises:
-        OptionError: none is called so.
+        OptionError: unknown predictor.
     """
     name, colon, accuracy = text.partition(":")
     if text == "none":

@@ -1,11 +1,9 @@
-"""Contents of prompts, as a pure function of a workload's request: equal prefix blocks, equal tokens.
+"""Contents of prompts, as a pure function of a workload's request: equal prefix blocks have equal tokens.
 
-There is no generator with a state. The p-th token of a stretch of text with key k is SplitMix64 (Steele, Lea and Flood,
-"Fast splittable pseudorandom number generators", 2014) of k at step p, scaled to the vocabulary: prompts are made in
-any order, by whoever needs them, and a thousand tokens take tens of microseconds.
+There is no stateful generator. The p-th token of a text with key k is SplitMix64 (Steele, Lea and Flood, "Fast
+splittable pseudorandom number generators", 2014) of k at step p, scaled to the vocabulary. So prompts can be made in
+any order and by any process, and a thousand tokens take tens of microseconds.
 """
-
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,20 +16,8 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _OWN, _SHARED = 0, 1
 
 
-def allowed_ids(vocabulary_tokens: int, forbidden: Sequence[int] = ()) -> np.ndarray:
-    """Return the token ids below ``vocabulary_tokens`` that are not ``forbidden``, as int64.
-
-    Raises:
-        ValueError: none is left.
-    """
-    ids = np.setdiff1d(np.arange(vocabulary_tokens), np.asarray(forbidden, np.int64))
-    if not len(ids):
-        raise ValueError(f"of {vocabulary_tokens} token ids none is allowed")
-    return ids
-
-
 def combine(*numbers: int) -> int:
-    """Return one 64-bit number for several: other numbers, another result, but for chance."""
+    """Return one 64-bit number for several; different inputs give different results with high probability."""
     state = 0
     for number in numbers:
         state = _mixed((state + number + _STEP) & _MASK)
@@ -41,16 +27,16 @@ def combine(*numbers: int) -> int:
 def prompt_token_ids(request: WorkloadRequest, index: int, seed: int, block_size: int, ids: np.ndarray) -> list[int]:
     """Return ``request.input_tokens`` token ids: first those of its prefix blocks, then its own.
 
-    The i-th prefix block covers the tokens from ``i * block_size`` on; the last may be cut short. Texts with other
-    keys (block ids, indices, seeds) differ but for chance: n tokens of them are equal in one case of
-    ``len(ids) ** n``.
+    The i-th prefix block covers the tokens from ``i * block_size`` on; the last may be cut short. Texts with different
+    keys (block ids, indices, seeds) differ with high probability: n tokens of them are equal in one case of ``len(ids)
+    ** n``.
 
     Args:
         request: gives length and prefix blocks.
-        index: place of the request in its workload; makes its own tokens differ from all others'.
-        seed: another one makes other prompts.
+        index: of the request in its workload; makes its own tokens differ from all others'.
+        seed: a different seed makes different prompts.
         block_size: length of one of ``request.prefix_blocks``.
-        ids: to draw from, see ``allowed_ids``.
+        ids: token ids to draw from, int64.
     """
     tokens = request.input_tokens
     shared = request.prefix_blocks[: -(-tokens // block_size)]
@@ -76,7 +62,7 @@ def _mixed(value: int) -> int:
 
 
 def _mixed_array(values: np.ndarray) -> np.ndarray:
-    """Mix each element, in place: what ``_mixed`` does, modulo 2^64."""
+    """Mix each element in place, like ``_mixed``, modulo 2^64."""
     values ^= values >> np.uint64(30)
     values *= np.uint64(_FIRST)
     values ^= values >> np.uint64(27)
@@ -86,7 +72,7 @@ def _mixed_array(values: np.ndarray) -> np.ndarray:
 
 
 DEFAULT_IDS = Range(300, 10_000)
-"""Ordinary tokens in the usual vocabularies: special and byte tokens lie below, or far above."""
+"""Ordinary tokens in common vocabularies: special and byte tokens are below, or far above."""
 
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
@@ -97,12 +83,12 @@ _WORDS = (
 
 
 class Prompts:
-    """Makes the same prompts for the same seed.
+    """Makes the prompts of a workload; the same seed makes the same prompts.
 
     Args:
-        seed: another one makes other prompts, so that nothing is found in a prefix cache.
-        run: number of the run; as good as another seed.
-        ids: the token ids to draw from.
+        seed: a different seed makes different prompts, so that nothing is found in a prefix cache.
+        run: number of the run; acts as a second seed.
+        ids: token ids to draw from.
         block_size: length of one of a request's ``prefix_blocks``.
     """
 
@@ -116,5 +102,5 @@ class Prompts:
         return prompt_token_ids(request, index, self._seed, self.block_size, self._ids)
 
     def words(self, index: int, request: WorkloadRequest) -> str:
-        """Return ``request.input_tokens`` words, by the same rules."""
+        """Return ``request.input_tokens`` words, chosen by the same rules."""
         return " ".join(_WORDS[token % len(_WORDS)] for token in self.token_ids(index, request))

@@ -1,4 +1,4 @@
-"""Adapters with random weights, as folders that PEFT reads: for measurements and parity checks."""
+"""Adapters with random weights in the format of PEFT, for measurements and parity checks."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,17 +28,17 @@ def write_random_adapter(
     base_name: str = "",
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write one adapter with non-zero B and return ``folder``.
+    """Write an adapter with non-zero B and return ``folder``.
 
     Args:
-        folder: made if missing.
-        geometry: sizes of the whole base model.
+        folder: created if missing.
+        geometry: of the whole base model.
         rank: of all modules that ``rank_pattern`` does not name.
         modules: some of ``LORA_MODULES``.
         seed: of the weights.
         rslora: scale by alpha / sqrt(rank) instead of alpha / rank.
         rank_pattern: module (``q``) → another rank.
-        b_std: standard deviation of B; A is drawn as PEFT draws it, in proportion to 1 / sqrt(in_features).
+        b_std: standard deviation of B. A is drawn as in PEFT, in proportion to 1 / sqrt(in_features).
         base_name: written into the config.
         dtype: of the weights.
     """

@@ -1,4 +1,4 @@
-"""Replicas in this process, live or on a virtual clock, by the same settings."""
+"""Starts replicas in this process, live or on a virtual clock, from the same settings."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from lorikeet.worker.modelled import ModelledExecutor, build_modelled_executor
 
 
 class StartedReplica(NamedTuple):
-    """A replica, its clock, and whether it runs steps together that would be planned alike (``Engine.step``)."""
+    """A replica, its clock, and whether it runs identical steps together (``Engine.step``)."""
 
     replica: Replica
     clock: WaitableClock
@@ -25,13 +25,13 @@ def live_replica(
     clock: WaitableClock | None = None,
     on_ran: Callable[[StepPlan, StepResult], None] | None = None,
 ) -> StartedReplica:
-    """Build a replica of real arithmetic on the real clock or another one; see ``build_replica``."""
+    """Build a replica that computes, on the real clock or another one; see ``build_replica``."""
     clock = clock or MonotonicClock()
     return StartedReplica(build_replica(settings, clock=clock, on_ran=on_ran), clock, coalesced=False)
 
 
 class ModelledReplica(NamedTuple):
-    """A replica on a virtual clock, with the executor that knows when its transfers end; else as ``StartedReplica``."""
+    """A replica on a virtual clock, with its executor, which knows when transfers end; else like ``StartedReplica``."""
 
     replica: Replica
     clock: VirtualClock
@@ -40,20 +40,20 @@ class ModelledReplica(NamedTuple):
 
 
 def modelled_replica(settings: Settings, profile: CostProfile) -> StartedReplica:
-    """Build a replica that takes its time from a profile, on a virtual clock; see ``build_modelled``."""
+    """Build a replica that takes its times from a profile, on a virtual clock; see ``build_modelled``."""
     replica, clock, _, coalesced = build_modelled(settings, profile)
     return StartedReplica(replica, clock, coalesced)
 
 
 def build_modelled(settings: Settings, profile: CostProfile) -> ModelledReplica:
-    """Build a replica that takes its time from a profile, on a virtual clock.
+    """Build a replica that takes its times from a profile, on a virtual clock.
 
-    With ``engine.num_scheduler_steps`` 1 the engine decides anew after every step, and steps that come out alike are
-    run together; with more it makes plans of several steps as a live engine with these settings does.
+    With ``engine.num_scheduler_steps`` 1 the engine decides after every step, and identical steps are run together.
+    With more it makes plans of several steps, like a live engine with these settings.
 
     Args:
-        settings: of the engine; ``engine.executor`` is not looked at.
-        profile: what things cost.
+        settings: of the engine; ``engine.executor`` is ignored.
+        profile: cost profile.
 
     Raises:
         ConfigError: a setting does not fit the profile.

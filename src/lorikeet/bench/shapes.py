@@ -1,7 +1,7 @@
-"""Requests of the services of ELORA's evaluation (section III-B): translations, personal agents and conversations.
+"""Requests of the services in ELORA's evaluation (section III-B): translations, personal agents and conversations.
 
-The paper names the texts (OPUS-100, Taskmaster, LMSYS-33k) and prints no lengths. What is not marked with a source is
-our choice. All begin with text that all requests of an adapter share: an instruction, a scene's tools and rules.
+The paper names the texts (OPUS-100, Taskmaster, LMSYS-33k) and prints no lengths. Values without a source are our
+choice. All prompts of an adapter begin with the same text: an instruction, or a scene's tools and rules.
 """
 
 import itertools
@@ -21,7 +21,7 @@ class LengthRange(NamedTuple):
     Attributes:
         median: tokens.
         spread: standard deviation of the logarithm.
-        most: tokens; what is longer has this length.
+        most: longest length; longer draws are cut to it.
     """
 
     median: float
@@ -38,7 +38,7 @@ class Translation(msgspec.Struct, frozen=True):
     """Each request is one sentence and its translation; an adapter is a pair of languages (ELORA, section III-B).
 
     Attributes:
-        instruction_blocks: that all requests of a pair begin with.
+        instruction_blocks: blocks that all requests of a pair begin with.
         sentence: length of the sentence.
         growth: spread of the ratio of the translation's length to the sentence's, around 1.
     """
@@ -53,7 +53,7 @@ class Translation(msgspec.Struct, frozen=True):
         """Return one request for each call.
 
         Args:
-            calls: when and of which adapter.
+            calls: time and adapter of each.
             names: of the adapters.
             block_size: length of a prefix block.
             generator: of the lengths.
@@ -75,17 +75,19 @@ class Translation(msgspec.Struct, frozen=True):
 
 
 class Dialogues(msgspec.Struct, frozen=True):
-    """Each call opens a dialogue; an agent's are about a task, and an adapter is a scene, such as ordering a pizza.
+    """Each call starts a dialogue.
+
+    An agent's dialogue is about a task, and an adapter is a scene, such as ordering a pizza.
 
     Every turn sends the whole dialogue so far. Its blocks are those of one growing text, so a turn shares every block
-    that was full before, and the begun one as far as it went.
+    that was full before, and the partial block as far as it was filled.
 
     Attributes:
-        scene_blocks: that all dialogues of a scene begin with.
-        turns: mean number of requests of a dialogue. Taskmaster-1 has 23 utterances on average, of two speakers
-            (Byrne and others, EMNLP 2019).
-        least_turns: of every dialogue; those beyond are of a Poisson distribution.
-        utterance: length of what the user says.
+        scene_blocks: blocks that all dialogues of a scene begin with.
+        turns: mean number of requests of a dialogue. Taskmaster-1 has 23 utterances on average, of two speakers (Byrne
+            and others, EMNLP 2019).
+        least_turns: of every dialogue; the number of further turns has a Poisson distribution.
+        utterance: length of the user's messages.
         answer: length of each answer; None for that of utterances.
         pause_s: mean time from one request to the next, exponential.
     """
@@ -103,7 +105,7 @@ class Dialogues(msgspec.Struct, frozen=True):
         """Return the requests of all dialogues in the order of arrival.
 
         Args:
-            calls: when each dialogue begins, and of which adapter.
+            calls: start time and adapter of each dialogue.
             names: of the adapters.
             block_size: length of a prefix block.
             generator: of lengths and pauses.
@@ -124,14 +126,14 @@ class Dialogues(msgspec.Struct, frozen=True):
         generator: np.random.Generator,
     ) -> list[WorkloadRequest]:
         turns = self.least_turns + int(generator.poisson(self.turns - self.least_turns))
-        said = self.utterance.draw(turns, generator)
-        answered = (self.answer or self.utterance).draw(turns, generator)
+        utterances = self.utterance.draw(turns, generator)
+        answers = (self.answer or self.utterance).draw(turns, generator)
         pauses_s = generator.exponential(self.pause_s, turns).tolist()
         at_s, tokens = call.at_s, self.scene_blocks * block_size
         blocks = _own_blocks(call.adapter, self.scene_blocks)
         found = []
-        for asked, answer, pause_s in zip(said, answered, pauses_s, strict=True):
-            tokens += asked
+        for utterance, answer, pause_s in zip(utterances, answers, pauses_s, strict=True):
+            tokens += utterance
             missing = -(-tokens // block_size) - len(blocks)
             blocks += tuple(itertools.islice(ids, missing))
             conversation = f"dialogue-{number:05d}"
@@ -144,7 +146,7 @@ class Dialogues(msgspec.Struct, frozen=True):
 
 
 def _own_blocks(adapter: int, blocks: int) -> tuple[int, ...]:
-    """Ids of the blocks that all requests of an adapter begin with."""
+    """Return the ids of the blocks that all requests of an adapter begin with."""
     return tuple(range(adapter * blocks, (adapter + 1) * blocks))
 
 

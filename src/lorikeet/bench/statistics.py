@@ -1,4 +1,4 @@
-"""Comparing paired runs."""
+"""Bootstrap intervals for comparisons of paired runs."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -34,42 +34,20 @@ def ratio_over_requests(
 ) -> Ratio:
     """Return ours ÷ theirs with the bootstrap percentile interval over requests.
 
-    A resampled request brings its values of all repeats and of both sides, so what makes a request long on both sides
-    does not widen the interval.
+    A resampled request contributes its values of all repeats and of both sides, so what makes a request long on both
+    sides does not widen the interval.
 
     Args:
         ours, theirs: by repeat the values of the same requests in the same order.
         reduce: turns values of shape (repeats, resamples, requests) into one for each resample, such as ``mean_of``.
         confidence: of the interval.
-        resamples: how many.
+        resamples: number of resamples.
         seed: of the resampling.
     """
     a, b = np.asarray(ours, np.float64)[:, None, :], np.asarray(theirs, np.float64)[:, None, :]
     places = np.random.default_rng(seed).integers(0, a.shape[2], (resamples, a.shape[2]))
     ratios = reduce(a[:, 0, places]) / reduce(b[:, 0, places])
     return Ratio(float(reduce(a)[0] / reduce(b)[0]), *_interval(ratios, confidence))
-
-
-def ratio_over_repeats(
-    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], reduce: Callable[[np.ndarray], np.ndarray]
-) -> Ratio:
-    """Return the geometric mean of the repeats' ours ÷ theirs, with its 95 % bootstrap interval over both.
-
-    Repeats and requests are resampled. For systems near what they can bear, where a repeat differs from the next by
-    more than a request from another: values of all repeats in one heap would be those of the slowest repeat. The
-    arguments are as of ``ratio_over_requests``.
-    """
-
-    def logs(places: np.ndarray) -> np.ndarray:
-        a, b = ([reduce(repeat[None, places]) for repeat in np.asarray(side, np.float64)] for side in (ours, theirs))
-        return np.log(a) - np.log(b)
-
-    repeats, requests, generator = len(ours), len(ours[0]), np.random.default_rng(0)
-    resampled = logs(generator.integers(0, requests, (4_000, requests)))
-    chosen = generator.integers(0, repeats, resampled.shape)
-    means = np.exp(np.take_along_axis(resampled, chosen, 0).mean(axis=0))
-    value = np.exp(logs(np.arange(requests)[None]).mean())
-    return Ratio(float(value), *_interval(means, 0.95))
 
 
 def _interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
@@ -79,15 +57,5 @@ def _interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
 
 
 def mean_of(values: np.ndarray) -> np.ndarray:
-    """Return means; see ``ratio_over_requests``."""
+    """Return the means over repeats and requests; see ``ratio_over_requests``."""
     return values.mean(axis=(0, 2))
-
-
-def p95_of(values: np.ndarray) -> np.ndarray:
-    """Return 95th percentiles; see ``ratio_over_requests``."""
-    return np.percentile(values, 95, axis=(0, 2))
-
-
-def p50_of(values: np.ndarray) -> np.ndarray:
-    """Return medians; see ``ratio_over_requests``."""
-    return np.median(values, axis=(0, 2))

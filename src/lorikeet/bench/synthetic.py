@@ -1,4 +1,4 @@
-"""Adapters that exist by name, rank and size alone: for executors that compute nothing."""
+"""Adapters without files, with a name, rank and size: for executors that do not compute."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
 
 PAPER_RANKS = (8, 16, 32, 64, 128)
-"""Ranks of the adapters of Chameleon (section 5.1) and LoRAServe (section V-E), each of as many adapters."""
+"""Ranks of the adapters of Chameleon (section 5.1) and LoRAServe (section V-E), with as many adapters each."""
 
 ATTENTION = ("q", "k", "v", "o")
-"""Modules that adapters change in the papers unless they say otherwise."""
+"""Target modules of adapters in the papers unless they say otherwise."""
 
 
 def adapter_names(count: int) -> list[str]:
@@ -22,7 +22,7 @@ def adapter_names(count: int) -> list[str]:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Read ranks to spread over adapters: ``32``, ``8,16,64``, or ``8-128`` for all doublings from 8 to 128.
+    """Parse ranks to spread over adapters: ``32``, ``8,16,64``, or ``8-128`` for all doublings from 8 to 128.
 
     Raises:
         ValueError: it is none of these.
@@ -34,19 +34,19 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     except ValueError:
         ranks = ()
     if not ranks or min(ranks) < 1:
-        raise ValueError(f"{text!r} is no rank, list of ranks such as 8,16,64 or range such as 8-128")
+        raise ValueError(f"{text!r} is not a rank, a list of ranks such as 8,16,64, or a range such as 8-128")
     return ranks
 
 
 def parse_modules(text: str) -> tuple[str, ...]:
-    """Read the modules that adapters change, such as ``q,k,v``.
+    """Parse target modules, such as ``q,k,v``.
 
     Raises:
-        ValueError: there is no such module, or one is named twice.
+        ValueError: a module is unknown, or is named twice.
     """
     names = tuple(name.strip() for name in text.split(","))
     if len(set(names)) < len(names) or not set(names) <= set(LORA_MODULES):
-        raise ValueError(f"modules {text!r}: name some of {', '.join(LORA_MODULES)}, each once")
+        raise ValueError(f"modules {text!r}: choose from {', '.join(LORA_MODULES)}, each once")
     return names
 
 
@@ -63,14 +63,14 @@ def synthetic_adapters(
     modules: Sequence[str] = ATTENTION,
     seed: int = 0,
 ) -> list[AdapterRef]:
-    """Return ``count`` adapters without files, called as ``adapter_names`` calls them.
+    """Return ``count`` adapters without files, named by ``adapter_names``.
 
     Args:
-        count: how many.
-        ranks: dealt in turn, see ``spread``; equal on all layers and modules of an adapter.
+        count: number of adapters.
+        ranks: assigned in turn, see ``spread``; the same on all layers and modules of an adapter.
         geometry: of the base model; gives layers, shapes and the bytes of an element.
-        modules: those of ``LORA_MODULES`` that they change.
-        seed: another one gives other digests, as if all had been trained anew.
+        modules: target modules, some of ``LORA_MODULES``.
+        seed: a different seed gives different digests, as if all had been trained again.
     """
     shapes = [geometry.modules[module] for module in modules]
     rank_bytes = (
@@ -91,6 +91,6 @@ def synthetic_adapters(
 def adapters_by_name(
     names: Sequence[str], ranks: Sequence[int], geometry: ModelGeometry, *, modules: Sequence[str] = ATTENTION
 ) -> dict[str, AdapterRef]:
-    """Return adapters without files of other names, by these; arguments as of :func:`synthetic_adapters`."""
+    """Return adapters without files with these names, by name; arguments as in :func:`synthetic_adapters`."""
     made = synthetic_adapters(len(names), ranks, geometry, modules=modules)
     return {name: msgspec.structs.replace(ref, name=AdapterName(name)) for name, ref in zip(names, made, strict=True)}

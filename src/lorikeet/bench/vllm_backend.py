@@ -1,4 +1,4 @@
-"""A program in an environment of its own that answers JSON lines and stands still between its turns."""
+"""vLLM in its own environment as a backend of the offline benchmark, and the process that runs it."""
 
 import contextlib
 import glob
@@ -14,107 +14,38 @@ from typing import Any
 
 from lorikeet.bench.backends import OfflineBatch, OfflineResult
 
-_LOG_LINES = 15
-
-
-class WorkerError(RuntimeError):
-    """The program ended instead of answering; the message ends with what it last wrote to standard error."""
-
-
-class WorkerProcess:
-    """Sends one JSON line, reads one JSON line, and stops the program and all its children in between.
-
-    Programs that poll, or whose OpenMP threads spin, would otherwise slow the side whose turn it is. The children are
-    reached through the process group; it stays in this session, so the kernel ends a stopped group whose starter died.
-
-    Args:
-        command: and its arguments.
-        environment: its whole environment.
-
-    Attributes:
-        pid: of the program and of its process group.
-    """
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._name = command[-1]
-        # Open as long as the program runs.
-        self._log = tempfile.TemporaryFile("w+", prefix="lorikeet-worker-")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=dict(environment),
-            text=True,
-            process_group=0,
-        )
-        self.pid = self._process.pid
-
-    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Let the program run until it has answered one line.
-
-        Raises:
-            WorkerError: it ended without an answer.
-        """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            os.killpg(self.pid, signal.SIGCONT)
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except (BrokenPipeError, ProcessLookupError):
-            line = ""
-        if not line:
-            raise WorkerError(f"{self._name} ended without an answer:\n{self._log_end()}")
-        os.killpg(self.pid, signal.SIGSTOP)
-        return dict(json.loads(line))
-
-    def close(self) -> None:
-        """End the program and its children."""
-        if self._process.poll() is None:
-            os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._log):
-            with contextlib.suppress(BrokenPipeError):  # what was never read is flushed once more
-                if stream is not None:
-                    stream.close()
-
-    def _log_end(self) -> str:
-        self._log.seek(0)
-        return "".join(self._log.readlines()[-_LOG_LINES:])
-
-
 DEFAULT_PYTHON = Path(".venvs/vllm/bin/python")
-"""Where ``python -m benchmarks.vllm_environment`` makes it, seen from the project's folder."""
+"""Default Python of vLLM's environment, relative to the working directory."""
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 
 _MAX_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM takes as ``max_lora_rank``; all adapters are padded to it."""
+"""Values that vLLM accepts as ``max_lora_rank``; all adapters are padded to it."""
 LARGEST_RANK = _MAX_RANKS[-1]
 
 _LEAST_KV_GIB = 2
 _LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 _LIBRARY_FOLDERS = ("/usr/lib/*", "/usr/lib", "/usr/local/lib")
 
+_LOG_LINES = 15
+
 
 class VllmBackend:
-    """``LLM.generate`` on the whole batch at once, timed around that call inside the other process.
+    """``LLM.generate`` on the whole batch, timed around that call inside the other process.
 
-    vLLM at its best on CPUs: compiled, bound to the cores (``VLLM_CPU_OMP_THREADS_BIND``), tcmalloc and Intel's
-    OpenMP preloaded where they are found (``versions`` says which), ``max_lora_rank`` no larger than needed, room for
-    all adapters at once. Prefix caching is off: no prompt comes twice.
+    vLLM in its fastest configuration on CPUs: compiled, bound to the cores (``VLLM_CPU_OMP_THREADS_BIND``), tcmalloc
+    and Intel's OpenMP preloaded if they are found (see ``versions``), ``max_lora_rank`` no larger than needed, memory
+    for all adapters. Prefix caching is off, because no prompt is repeated.
 
     Args:
         model_folder: of the base model.
         dtype: by name.
         folders: of the adapters.
         ranks: of the adapters.
-        requests: most in a batch.
+        requests: largest batch.
         max_model_len: longest request.
-        kv_bytes: that a full batch takes.
-        threads: as many of this process's cores are used.
+        kv_bytes: KV of a full batch.
+        threads: number of this process's cores to use.
         python: of vLLM's environment.
 
     Raises:
@@ -142,14 +73,14 @@ class VllmBackend:
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            # What it compiles ahead of time, vLLM 0.32 cannot load again ("finalize_loading"), and compiles at every
-            # start; its other cache works and the compiled code is as fast.
+            # vLLM 0.32 cannot load its ahead-of-time compiled code ("finalize_loading") and compiles it at every start.
+            # Its other cache works, and the compiled code is as fast.
             "VLLM_USE_AOT_COMPILE": "0",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
             "VLLM_CPU_KVCACHE_SPACE": str(max(_LEAST_KV_GIB, math.ceil(kv_bytes / 2**30))),
             "LD_PRELOAD": ":".join(str(library) for library in libraries),
         }
-        # -P: the script's folder has modules that hide the standard library's.
+        # -P: the script's folder has modules that would shadow the standard library.
         self._worker = WorkerProcess([str(python), "-P", str(WORKER)], environment)
         settings = {
             "model": str(model_folder),
@@ -167,17 +98,86 @@ class VllmBackend:
         self.versions["preloaded"] = " ".join(library.name for library in libraries) or "nothing"
 
     def run(self, work: OfflineBatch) -> OfflineResult:
-        """Run one batch, greedily."""
+        """Run one batch with greedy sampling."""
         answer = self._worker.ask(work._asdict())
         return OfflineResult(answer["seconds"], answer["tokens"])
 
     def close(self) -> None:
-        """End the other process."""
+        """Kill the other process."""
         self._worker.close()
 
 
 def _preloads(python: Path) -> list[Path]:
-    """Return where those of ``_LIBRARIES`` lie that are installed: in vLLM's environment or the system's folders."""
+    """Return the paths of the ``_LIBRARIES`` that are installed, in vLLM's environment or in the system's folders."""
     folders = [str(python.parent.parent / "lib"), *_LIBRARY_FOLDERS]
     found = [[path for folder in folders for path in sorted(glob.glob(f"{folder}/{name}"))] for name in _LIBRARIES]
     return [Path(paths[0]).absolute() for paths in found if paths]
+
+
+class WorkerError(RuntimeError):
+    """The program ended instead of answering. The message ends with the last lines of its standard error."""
+
+
+class WorkerProcess:
+    """Sends one JSON line, reads one JSON line, and stops the program with all its children in between.
+
+    Otherwise programs that poll, or whose OpenMP threads spin, would slow down the backend whose turn it is. The
+    children are reached through the process group. The group stays in this session, so the kernel ends a stopped group
+    whose parent has died.
+
+    Args:
+        command: the program and its arguments.
+        environment: its complete environment.
+
+    Attributes:
+        pid: of the program and of its process group.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._name = command[-1]
+        # Stays open as long as the program runs.
+        self._log = tempfile.TemporaryFile("w+", prefix="lorikeet-worker-")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=dict(environment),
+            text=True,
+            process_group=0,
+        )
+        self.pid = self._process.pid
+
+    def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Let the program run until it has answered with one line.
+
+        Raises:
+            WorkerError: it ended without an answer.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            os.killpg(self.pid, signal.SIGCONT)
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except (BrokenPipeError, ProcessLookupError):
+            line = ""
+        if not line:
+            raise WorkerError(f"{self._name} ended without an answer:\n{self._log_end()}")
+        os.killpg(self.pid, signal.SIGSTOP)
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        """Kill the program and its children."""
+        if self._process.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            with contextlib.suppress(BrokenPipeError):  # closing flushes what was never read
+                if stream is not None:
+                    stream.close()
+
+    def _log_end(self) -> str:
+        self._log.seek(0)
+        return "".join(self._log.readlines()[-_LOG_LINES:])

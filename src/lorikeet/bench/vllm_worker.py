@@ -1,6 +1,6 @@
-"""vLLM behind JSON lines; run as a script by the Python of vLLM's own environment, so it imports nothing of Lorikeet.
+"""Runs vLLM behind JSON lines. The Python of vLLM's environment runs this script, so it imports nothing of Lorikeet.
 
-One object a line on standard input, one answer a line on standard output (everything else that vLLM prints goes to
+One object per line on standard input, one answer per line on standard output (everything that vLLM prints goes to
 standard error):
 
     {"model": folder, "dtype", "max_model_len", "max_num_seqs", "adapters": [[name, folder], …], "max_rank"}
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Load as the first line says, then answer one batch a line until standard input ends."""
+    """Load vLLM as the first line says, then answer one batch per line until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     engine, adapters = load(json.loads(sys.stdin.readline()))
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def send(answers: Any, answer: dict[str, Any]) -> None:
-    """Write one line, at once."""
+    """Write one line and flush it."""
     answers.write(json.dumps(answer) + "\n")
     answers.flush()
 
@@ -52,7 +52,7 @@ def load(settings: dict[str, Any]) -> tuple[Any, list[Any]]:
 
 
 def run(engine: Any, adapters: list[Any], work: dict[str, Any]) -> dict[str, Any]:
-    """Run one batch, greedily, and time it from the first request to the last token."""
+    """Run one batch with greedy sampling, timed from the first request to the last token."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=work["output_tokens"], ignore_eos=True, detokenize=False)

@@ -1,4 +1,4 @@
-"""Workloads: one request per line of JSON. Also reads Azure CSV and Mooncake JSON Lines."""
+"""Workloads as JSON Lines, one request per line. Also reads Azure's CSV and Mooncake's JSON Lines."""
 
 import csv
 from collections.abc import Iterable, Iterator
@@ -18,14 +18,14 @@ class OptionError(ValueError):
 
 
 class Range(NamedTuple):
-    """Whole numbers from ``low`` to ``high``, both included, all equally likely."""
+    """Integers from ``low`` to ``high``, both included, all equally likely."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str) -> "Range":
-        """Read ``128`` or ``64-256``.
+        """Parse ``128`` or ``64-256``.
 
         Raises:
             OptionError: it is neither.
@@ -45,10 +45,10 @@ class Range(NamedTuple):
 
 
 def parse_slo(text: str) -> Slo:
-    """Read limits, see ``request.parse_slo``.
+    """Parse limits, see ``request.parse_slo``.
 
     Raises:
-        OptionError: they cannot be read.
+        OptionError: they cannot be parsed.
     """
     try:
         return request.parse_slo(text)
@@ -57,14 +57,14 @@ def parse_slo(text: str) -> Slo:
 
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens of one prefix block in Mooncake's traces, and in workloads that do not say."""
+"""Tokens of one prefix block in Mooncake's traces, and the default of workloads."""
 
 MADE_BLOCK_TOKENS = 32
-"""Tokens of one prefix block of requests that are made."""
+"""Tokens of one prefix block of generated requests."""
 
 
 class WorkloadError(ValueError):
-    """A line cannot be read; the message names file and line."""
+    """A line cannot be read. The message names file and line."""
 
 
 class WorkloadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,12 +74,12 @@ class WorkloadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         arrival_s: seconds since the start of the workload.
         adapter: its name, None for the base model.
         input_tokens, output_tokens: lengths.
-        prefix_blocks: ids of the leading blocks of the prompt; equal ids are equal content.
-        conversation: requests of one conversation share it.
-        tenant: whom the request belongs to.
+        prefix_blocks: ids of the leading blocks of the prompt; equal ids have equal content.
+        conversation: shared by the requests of one conversation.
+        tenant: owner of the request.
         priority: lower runs earlier.
         slo: limits to meet.
-        prefix_block_tokens: length of each of ``prefix_blocks``, the same in a whole workload; 0 where nobody says.
+        prefix_block_tokens: length of each of ``prefix_blocks``, the same in a whole workload; 0 if unknown.
     """
 
     arrival_s: float
@@ -107,8 +107,8 @@ class _MooncakeLine(msgspec.Struct, frozen=True):
 def read_workload(path: Path) -> list[WorkloadRequest]:
     """Read a workload of JSON Lines, in the order of the file.
 
-    A request log counts arrivals from that of the first request that ended. Others may have come before it, at negative
-    times; then all are shifted, so that the first one that came is at 0.
+    A request log counts arrivals from that of the first request that ended. Others may have arrived before it, at
+    negative times; then all are shifted, so that the first arrival is at 0.
 
     Raises:
         WorkloadError: a line is not a request.
@@ -131,7 +131,7 @@ def read_azure(path: Path) -> list[WorkloadRequest]:
     """Read a CSV of Azure's 2023 trace (``TIMESTAMP,ContextTokens,GeneratedTokens``); arrivals count from the first.
 
     Raises:
-        WorkloadError: a column is missing or a value is not what it should be.
+        WorkloadError: a column is missing or a value is invalid.
     """
     requests: list[WorkloadRequest] = []
     start: datetime | None = None
@@ -181,17 +181,19 @@ def read_any(path: Path) -> list[WorkloadRequest]:
 
 
 def block_tokens_of(requests: Iterable[WorkloadRequest], given: int = 0) -> int:
-    """Return the length of a prefix block: ``given``, or what the requests say, or 512 if they say nothing.
+    """Return the length of a prefix block: ``given``, otherwise that of the requests, otherwise 512.
 
     Raises:
-        WorkloadError: they say different things.
+        WorkloadError: the requests disagree.
     """
     if given:
         return given
-    said = {request.prefix_block_tokens for request in requests if request.prefix_blocks}
-    if len(said) > 1:
-        raise WorkloadError(f"prefix_block_tokens: a workload has one length of prefix blocks, not {sorted(said)}")
-    return next(iter(said), 0) or MOONCAKE_BLOCK_TOKENS
+    lengths = {request.prefix_block_tokens for request in requests if request.prefix_blocks}
+    if len(lengths) > 1:
+        raise WorkloadError(
+            f"prefix_block_tokens: a workload must have one length of prefix blocks, not {sorted(lengths)}"
+        )
+    return next(iter(lengths), 0) or MOONCAKE_BLOCK_TOKENS
 
 
 def _decode_lines(path: Path, kind: type[T]) -> Iterator[T]:

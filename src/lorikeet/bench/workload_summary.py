@@ -1,4 +1,4 @@
-"""What a workload holds, in figures."""
+"""Summarises a workload in figures."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from lorikeet.bench.workload import WorkloadRequest
 
 
 class LengthSummary(NamedTuple):
-    """One kind of length, in tokens: sum, mean, percentiles and maximum."""
+    """Sum, mean, percentiles and maximum of lengths, in tokens."""
 
     total: int
     mean: float
@@ -26,17 +26,17 @@ class LengthSummary(NamedTuple):
 
 
 class WorkloadSummary(NamedTuple):
-    """All figures of a workload.
+    """The figures of a workload.
 
     Attributes:
-        requests: their number.
-        conversations: that their requests name.
+        requests: number of requests.
+        conversations: number of conversations that they name.
         span_s: from the first arrival to the last.
-        rate: requests per second over the span; None if they arrive all at once.
-        variation: of the gaps, standard deviation / mean; None if there are no two gaps, or all are 0.
+        rate: requests per second over the span; None if they arrive at the same time.
+        variation: of the gaps, standard deviation / mean; None with fewer than two gaps, or if all are 0.
         input_tokens, output_tokens: lengths.
-        known_share: of the prefix blocks, those that an earlier request of the same adapter had.
-        shares: of the requests by adapter, largest first; None is the base.
+        known_share: share of the prefix blocks that an earlier request of the same adapter had.
+        shares: of the requests by adapter, largest first; None is the base model.
     """
 
     requests: int
@@ -69,7 +69,7 @@ def summarise_workload(requests: Sequence[WorkloadRequest]) -> WorkloadSummary:
 
 
 def _known_share(requests: Sequence[WorkloadRequest]) -> float | None:
-    """Prefix blocks that came before under the same adapter; a block counts as known only behind known ones."""
+    """Return the share of prefix blocks seen before under the same adapter, counting only leading known blocks."""
     known: set[tuple[str | None, int]] = set()
     blocks = hits = 0
     for request in requests:

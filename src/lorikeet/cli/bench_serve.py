@@ -147,7 +147,7 @@ def bench_serve(
             failed = runner.warm_up(warmup)
             if failed is not None:
                 fail(f"a request before the measured ones failed, {failed.error}: {failed.message}")
-            probes_s = probe_s or runner.telling_s
+            probes_s = probe_s or runner.min_probe_s
             if find_peak:
                 peak, runs = runner.find_peak(slo_target, rate or _FIRST_RATE, probes_s)
             else:
@@ -165,14 +165,14 @@ def bench_serve(
         else:
             _print_peak(console, peak, runs, slo_target)
     if peak is None:
-        if runs[0].is_the_clients_own:
+        if runs[0].is_client_bound:
             note("this client was late or busy (see its rows above); the figures may be its own and not the server's")
     else:
         _note_doubtful_probes(peak, runs)
         if given_requests and peak.missed_rate is None:
             note(f"{workload} holds too few requests for probes of {probes_s:g} s at higher rates")
-        if probes_s < runner.telling_s:
-            note(f"probes shorter than {runner.telling_s:g} s may not show that a rate is too high for these limits")
+        if probes_s < runner.min_probe_s:
+            note(f"probes shorter than {runner.min_probe_s:g} s may not show that a rate is too high for these limits")
     if not any(run.figures.completed for run in runs):
         fail("no request was answered whole")
 
@@ -236,7 +236,7 @@ def _print_peak(console: Console, peak: "Peak", runs: "list[LoadRun]", target: f
 
 
 def _note_doubtful_probes(peak: "Peak", runs: "list[LoadRun]") -> None:
-    doubtful = [probe.rate for probe, run in zip(peak.probes, runs, strict=True) if run.is_the_clients_own]
+    doubtful = [probe.rate for probe, run in zip(peak.probes, runs, strict=True) if run.is_client_bound]
     if doubtful:
         note(
             f"this client was late or busy from {min(doubtful):.3g} requests/s on: it may have sent fewer, and the "

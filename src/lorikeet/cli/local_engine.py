@@ -19,7 +19,7 @@ from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.driver import rest
+from lorikeet.engine.driver import wait_for_work
 from lorikeet.engine.loop import Engine
 from lorikeet.models.config import ModelConfig, read_model_config
 
@@ -99,5 +99,5 @@ def _decode(engine: Engine, request: Request, text: IncrementalDetokenizer) -> I
             if isinstance(event, Finished) and event.reason is FinishReason.ERROR:
                 raise GenerationError(event.error or "the request failed")
         if not engine.is_busy and engine.has_requests:
-            rest(engine, MonotonicClock(), math.inf)
+            wait_for_work(engine, MonotonicClock(), math.inf)
     yield text.flush()

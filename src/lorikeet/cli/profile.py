@@ -61,7 +61,7 @@ def profile(
         BRIEF,
         THOROUGH,
         find_operating_loads,
-        host_room_bytes,
+        search_host_bytes,
         with_operating_loads,
     )
 
@@ -104,7 +104,7 @@ def profile(
                     engine,
                     preset=preset,
                     num_scheduler_steps=1,
-                    host_memory_bytes=host_room_bytes(found.geometry, search),
+                    host_memory_bytes=search_host_bytes(found.geometry, search),
                 )
                 lengths = prompt_tokens, output_tokens
                 loads = find_operating_loads(found, replica, limits, lengths, search=search, show=display.show)

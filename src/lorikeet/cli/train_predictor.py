@@ -10,6 +10,7 @@ from rich.table import Table
 
 from lorikeet.cli.console import fail
 from lorikeet.config import ConfigError, ModelSettings
+from lorikeet.core.extras import install_command
 
 if TYPE_CHECKING:
     from lorikeet.scheduling.prediction.learned import LengthModelInfo
@@ -37,7 +38,7 @@ def train_predictor(
     except ModuleNotFoundError as error:
         if error.name != "sklearn":
             raise
-        fail("learning needs scikit-learn: run `pip install 'lorikeet[predictor]'`")
+        fail(f"learning needs scikit-learn: run `{install_command('predictor')}`")
     from lorikeet.api.model_folder import prepare_model
     from lorikeet.api.terminal import ProgressDisplay
 

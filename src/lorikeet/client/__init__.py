@@ -1,1 +1,1 @@
-"""The API process's side of an engine: the channel, streams of tokens, supervision. Never imports torch."""
+"""The API process's side of the message channel: token streams, engine supervision, restarts. Never imports torch."""

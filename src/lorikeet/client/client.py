@@ -1,25 +1,478 @@
-"""Adapter versions that engines were told to drop, and who waits for that."""
+"""The client of one engine.
+
+It submits requests, collects their tokens, and resumes them when the engine has died. The cluster's client has the
+same interface.
+"""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 import msgspec
 import zmq.asyncio
 
 from lorikeet.client.state import ClusterState, ReplicaView, replica_state
-from lorikeet.client.streams import RequestHandle, Streams
 from lorikeet.client.supervisor import EngineError, EngineSupervisor, LocalHost
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import AdapterEvent, AdapterEvicted, FinishReason
-from lorikeet.core.ids import AdapterDigest, ReplicaId
-from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs, Submit
+from lorikeet.core.events import (
+    AdapterEvent,
+    AdapterEvicted,
+    Finished,
+    FinishReason,
+    Queued,
+    RequestEvent,
+    RequestTimings,
+)
+from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs, Submit, TokenOutput
+from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
+
+DEATHS_PER_REQUEST = 3
+"""A request that was in flight at this many deaths of an engine ends with an error, since it may be their cause."""
+
+
+class RequestOutput(NamedTuple):
+    """The tokens of one request from one turn of the engine loop, and its end if it has finished."""
+
+    tokens: tuple[Token, ...]
+    finished: Finished | None
+
+
+class RequestHandle:
+    """One request in an engine, as seen from the API process.
+
+    Iterate over it to get its outputs; the last one has ``finished``.
+
+    Args:
+        request: as submitted.
+        abort: called by :meth:`abort` with this handle and ``is_complete``.
+
+    Attributes:
+        request: as submitted.
+        timings: filled as events arrive.
+        token_ids: received so far, those of earlier attempts included.
+        deaths: how many engines died while they ran it.
+        attempt: number of the newest attempt; one less than the request's own before it is first sent. Outputs of
+            other attempts are stale.
+        is_queued: whether that attempt has reached its engine.
+        replica: the replica that runs it, None while none does.
+        sent_s: when it was sent to that replica of a cluster, on this process's clock.
+    """
+
+    def __init__(self, request: Request, abort: Callable[["RequestHandle", bool], None]) -> None:
+        self.request = request
+        self.timings = RequestTimings(request.arrival_s)
+        self.token_ids = list(request.output_token_ids)
+        self.deaths = 0
+        self.attempt = request.attempt - 1
+        self.is_queued = False
+        self.replica: ReplicaId | None = None
+        self.sent_s = 0.0
+        self._abort = abort
+        self._outputs: asyncio.Queue[RequestOutput | EngineError] = asyncio.Queue()
+
+    def abort(self, *, is_complete: bool = False) -> None:
+        """End the request; its blocks are free at the engine's next step. A second call does nothing.
+
+        Args:
+            is_complete: whether its answer is complete, as after a stop string; else it was cut short.
+        """
+        self._abort(self, is_complete)
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        """Yield outputs until the request has finished.
+
+        Raises:
+            EngineError: the engine has ended and will not be restarted.
+        """
+        while True:
+            output = await self._outputs.get()
+            if isinstance(output, EngineError):
+                raise output
+            yield output
+            if output.finished is not None:
+                return
+
+    def put(self, output: RequestOutput | EngineError) -> None:
+        """Queue an output for the iterator."""
+        self._outputs.put_nowait(output)
+
+    def next_attempt(self) -> Request:
+        """Begin the next attempt: return the request with all tokens that have arrived, to be sent to an engine."""
+        self.attempt += 1
+        self.is_queued = False
+        return msgspec.structs.replace(self.request, attempt=self.attempt, output_token_ids=list(self.token_ids))
+
+
+class Streams:
+    """All requests in flight."""
+
+    def __init__(self) -> None:
+        self._handles: dict[RequestId, RequestHandle] = {}
+
+    def __iter__(self) -> Iterator[RequestHandle]:
+        """Yield the requests in flight, oldest arrival first."""
+        return iter(sorted(self._handles.values(), key=lambda handle: handle.request.arrival_s))
+
+    def __getitem__(self, request_id: RequestId) -> RequestHandle:
+        """Return the handle of a request.
+
+        Raises:
+            KeyError: it is not in flight.
+        """
+        return self._handles[request_id]
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        """Whether a request is in flight."""
+        return request_id in self._handles
+
+    def any_at(self, replica: ReplicaId) -> bool:
+        """Whether any request is at a replica."""
+        return any(handle.replica == replica for handle in self._handles.values())
+
+    def open(self, request: Request, abort: Callable[[RequestHandle, bool], None]) -> RequestHandle:
+        """Begin a stream.
+
+        Args:
+            request: to be sent by the caller (:meth:`RequestHandle.next_attempt`).
+            abort: called when the client wants no more tokens (:meth:`RequestHandle.abort`).
+
+        Raises:
+            ValueError: the id is in use.
+        """
+        if request.request_id in self._handles:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        handle = self._handles[request.request_id] = RequestHandle(request, abort)
+        return handle
+
+    def without_stale(self, replica: ReplicaId, outputs: StepOutputs) -> StepOutputs:
+        """Return a replica's outputs without those of requests that have since ended or moved, or of old attempts.
+
+        A request may have moved away and back: the end of its earlier attempt there is not its end. Which attempt a
+        replica is at follows from its ``Queued`` events, so every output of a replica must pass here once, in order.
+        """
+        events = tuple([event for event in outputs.events if self._is_current(replica, event)])
+        tokens = tuple([token for token in outputs.tokens if self._is_token_current(replica, token)])
+        return msgspec.structs.replace(outputs, tokens=tokens, events=events)
+
+    def apply(self, outputs: StepOutputs) -> list[tuple[RequestHandle, Finished]]:
+        """Pass current outputs (:meth:`without_stale`) to their streams; return the requests that ended."""
+        received: dict[RequestId, tuple[Token, ...]] = {}
+        for sampled in outputs.tokens:
+            handle = self._handles[sampled.request_id]
+            assert sampled.index == len(handle.token_ids), f"token {sampled.index} of {sampled.request_id} came early"
+            handle.token_ids += [token.token_id for token in sampled.tokens]
+            received[sampled.request_id] = sampled.tokens
+        ended: dict[RequestId, Finished] = {}
+        for event in outputs.events:
+            self._handles[event.request_id].timings.apply(event)
+            if isinstance(event, Finished):
+                ended[event.request_id] = event
+        handles = {request_id: self._handles[request_id] for request_id in received | ended}
+        for request_id, handle in handles.items():
+            output = RequestOutput(received.get(request_id, ()), ended.get(request_id))
+            if output.finished is None:
+                handle.put(output)
+            else:
+                self.end(handle, output)
+        return [(handles[request_id], finished) for request_id, finished in ended.items()]
+
+    def _is_current(self, replica: ReplicaId, event: RequestEvent) -> bool:
+        """Return whether an event is of the newest attempt, whose events begin with ``Queued``."""
+        handle = self._handles.get(event.request_id)
+        if handle is None or handle.replica != replica:
+            return False
+        if isinstance(event, Queued):
+            handle.is_queued = event.attempt == handle.attempt
+        return handle.is_queued
+
+    def _is_token_current(self, replica: ReplicaId, sampled: TokenOutput) -> bool:
+        handle = self._handles.get(sampled.request_id)
+        return handle is not None and handle.replica == replica and handle.attempt == sampled.attempt
+
+    def count_death(self, handle: RequestHandle, code: int | None) -> bool:
+        """Count the death of the engine that ran a request.
+
+        Returns:
+            Whether the request goes on. After ``DEATHS_PER_REQUEST`` deaths it ends with an error.
+        """
+        handle.deaths += 1
+        handle.replica = None
+        if handle.deaths < DEATHS_PER_REQUEST:
+            return True
+        reason = f"the engine died {handle.deaths} times while it ran, last with code {code}"
+        self.finish(handle, FinishReason.ERROR, reason)
+        return False
+
+    def finish(self, handle: RequestHandle, reason: FinishReason, error: str | None = None) -> None:
+        """End a stream for a reason on this side, such as an abort or too many deaths."""
+        self.end(handle, RequestOutput((), Finished(handle.request.request_id, time.monotonic(), reason, error=error)))
+
+    def end(self, handle: RequestHandle, output: RequestOutput) -> None:
+        """End a stream with its last output."""
+        del self._handles[handle.request.request_id]
+        handle.put(output)
+
+    def fail(self, failure: EngineError) -> None:
+        """End all streams with an exception: no engine will be restarted."""
+        for handle in self._handles.values():
+            handle.put(failure)
+        self._handles.clear()
+
+
+ONLY_REPLICA = ReplicaId("0")
+"""Id of the replica of a server with one engine."""
+
+_ONE_ENGINE = "this server has one engine of its own; start it with --replicas to add or remove replicas"
+
+
+class Engines(Protocol):
+    """The engines that run the requests of a server: one engine process, or the replicas of a cluster."""
+
+    @property
+    def engine_info(self) -> EngineReady:
+        """Sizes of one replica; they are the same on all."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether any replica is ready now."""
+        ...
+
+    @property
+    def views(self) -> Mapping[ReplicaId, ReplicaView]:
+        """Every replica by its id."""
+        ...
+
+    async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
+        """Start and wait until requests can be served.
+
+        Args:
+            on_progress: called while an engine starts.
+
+        Raises:
+            EngineError: no engine can be started; the message is for the user.
+        """
+        ...
+
+    def submit(self, request: Request) -> RequestHandle:
+        """Submit a request. While no engine is ready, it waits.
+
+        Raises:
+            EngineError: the engines have failed or are closed.
+            ValueError: the request id is in use.
+        """
+        ...
+
+    def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
+        """Announce versions for which requests may arrive, so that they can be prefetched, until they are dropped."""
+        ...
+
+    async def drop_adapter(self, digest: AdapterDigest) -> int:
+        """Free a version once no request uses it; return the bytes freed on all tiers, its KV's included.
+
+        Raises:
+            EngineError: the engines have failed or are closed.
+        """
+        ...
+
+    def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
+        """Call ``callback`` with every load and eviction of an adapter."""
+        ...
+
+    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
+        """Call ``callback`` whenever a replica sends its gauges."""
+        ...
+
+    def describe(self) -> ClusterState:
+        """Return the state of all replicas, for ``/v1/cluster``."""
+        ...
+
+    async def add_replica(self) -> ReplicaId:
+        """Start one more replica and route requests to it.
+
+        Raises:
+            EngineError: it cannot be started.
+        """
+        ...
+
+    async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
+        """Drain and stop a replica. It gets no new requests; unfinished ones move to other replicas.
+
+        Args:
+            replica_id: which.
+            drain_s: how long its requests may go on there before they move, in seconds.
+
+        Raises:
+            KeyError: there is no such replica.
+            EngineError: it is the only one, or became the only one while it drained; then it stays.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop all engines; unfinished requests end with an error."""
+        ...
+
+
+class EngineClient:
+    """The client of one engine process on this machine. Implements ``Engines``.
+
+    It keeps what a restarted engine needs: the streams of all requests, the registered adapters and the pending drops.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._context = zmq.asyncio.Context()
+        self._supervisor = EngineSupervisor(
+            ONLY_REPLICA, LocalHost(), self._context, msgspec.json.encode(settings), self
+        )
+        self._failure: EngineError | None = None
+        self._streams = Streams()
+        self._drops = PendingDrops()
+        self._registered: dict[AdapterDigest, AdapterRef] = {}
+        self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
+        self._on_stats: list[Callable[[ReplicaId, EngineStats], None]] = []
+
+    @property
+    def engine_info(self) -> EngineReady:
+        """Sizes of the engine."""
+        return self._supervisor.engine_info
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """The newest gauges, None before the first."""
+        return self._supervisor.stats
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine is ready now."""
+        return self._supervisor.alive
+
+    @property
+    def restarts(self) -> int:
+        """How often the engine was restarted."""
+        return self._supervisor.restarts
+
+    @property
+    def process_id(self) -> int | None:
+        """Process id of the running engine, None while there is none."""
+        return self._supervisor.process_id
+
+    @property
+    def views(self) -> Mapping[ReplicaId, ReplicaView]:
+        """The one engine."""
+        return {ONLY_REPLICA: self._supervisor}
+
+    async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
+        """Start the engine and wait until it is ready."""
+        return await self._supervisor.start(on_progress)
+
+    def submit(self, request: Request) -> RequestHandle:
+        """Open a stream for the request and send it to the engine."""
+        if self._failure is not None:
+            raise self._failure
+        handle = self._streams.open(request, self._abort)
+        handle.replica = ONLY_REPLICA
+        if self._supervisor.alive:  # else on_restart sends it
+            self._supervisor.send(Submit(handle.next_attempt()))
+        return handle
+
+    def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
+        """Send versions to the engine, and keep them for an engine that replaces it."""
+        new = {ref.digest: ref for ref in refs}
+        self._registered |= new
+        self._supervisor.register_adapters(new.values())
+
+    async def drop_adapter(self, digest: AdapterDigest) -> int:
+        """Ask the engine to drop a version and wait until it has; return the bytes freed."""
+        if self._failure is not None:
+            raise self._failure
+        self._registered.pop(digest, None)
+        freed = self._drops.begin(digest)
+        self._supervisor.drop_adapter(digest)
+        return await freed
+
+    def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
+        """Call ``callback`` with every load and eviction of an adapter."""
+        self._on_adapter_event.append(callback)
+
+    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
+        """Call ``callback`` whenever the engine sends its gauges."""
+        self._on_stats.append(callback)
+
+    def describe(self) -> ClusterState:
+        """Return the state of the one replica."""
+        held_bytes = sum(ref.weight_bytes for ref in self._registered.values())
+        return ClusterState(
+            (replica_state(ONLY_REPLICA, self._supervisor, held=len(self._registered), held_bytes=held_bytes),)
+        )
+
+    async def add_replica(self) -> ReplicaId:
+        """Refuse: a server with one engine cannot add replicas."""
+        raise EngineError(_ONE_ENGINE)
+
+    async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
+        """Refuse: a server with one engine cannot remove it."""
+        raise EngineError(_ONE_ENGINE)
+
+    async def close(self) -> None:
+        """Stop the engine; unfinished requests end with an error."""
+        await self._supervisor.close()
+        self._fail(EngineError("the server is shutting down"))
+        self._context.destroy(linger=0)
+
+    # --- callbacks of the supervisor ---------------------------------------------------------------------
+
+    def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None:
+        """Pass tokens to the streams, and events and gauges to the callbacks."""
+        self._streams.apply(self._streams.without_stale(ONLY_REPLICA, outputs))
+        for event in outputs.adapter_events:
+            if isinstance(event, AdapterEvicted) and event.dropped:
+                self._drops.end(event.digest, event.freed_bytes)
+                if event.digest in self._registered:  # it was registered again before the drop ended
+                    self._supervisor.register_adapters((self._registered[event.digest],))
+            for on_event in self._on_adapter_event:
+                on_event(event)
+        if outputs.stats is not None:
+            for on_stats in self._on_stats:
+                on_stats(ONLY_REPLICA, outputs.stats)
+
+    def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
+        """Count the death for every request; end those that were in flight at too many."""
+        for handle in self._streams:
+            self._streams.count_death(handle, code)
+
+    def on_restart(self, supervisor: EngineSupervisor) -> int:
+        """Send the new engine all adapters, requests and drops; return the number of requests."""
+        self._supervisor.register_adapters(self._registered.values())
+        handles = list(self._streams)
+        for handle in handles:
+            handle.replica = ONLY_REPLICA
+            self._supervisor.send(Submit(handle.next_attempt()))
+        for digest in self._drops:  # after the requests, which may still use a version that is being dropped
+            self._supervisor.drop_adapter(digest)
+        return len(handles)
+
+    def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
+        """End all requests and drops with an error."""
+        self._fail(failure)
+
+    def _fail(self, failure: EngineError) -> None:
+        self._failure = failure
+        self._streams.fail(failure)
+        self._drops.fail(failure)
+
+    def _abort(self, handle: RequestHandle, is_complete: bool) -> None:
+        request_id = handle.request.request_id
+        if request_id in self._streams and self._streams[request_id] is handle:
+            self._supervisor.send(Abort(request_id))
+            self._streams.finish(handle, FinishReason.ABORT)
 
 
 class PendingDrops:
-    """Drops under way at one engine."""
+    """Adapter versions that one engine was asked to drop, and the futures of the callers that wait for that."""
 
     def __init__(self) -> None:
         self._waiting: dict[AdapterDigest, list[asyncio.Future[int]]] = {}
@@ -33,262 +486,21 @@ class PendingDrops:
         return digest in self._waiting
 
     def begin(self, digest: AdapterDigest) -> "asyncio.Future[int]":
-        """Return what will be the bytes that were freed."""
+        """Return a future of the number of bytes that the drop will have freed."""
         freed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(digest, []).append(freed)
         return freed
 
-    def ended(self, digest: AdapterDigest, freed_bytes: int) -> None:
-        """A version has been dropped."""
+    def end(self, digest: AdapterDigest, freed_bytes: int) -> None:
+        """Resolve the futures of a version that has been dropped."""
         for freed in self._waiting.pop(digest, ()):
             if not freed.done():
                 freed.set_result(freed_bytes)
 
     def fail(self, failure: EngineError) -> None:
-        """Nothing will be dropped any more."""
+        """Fail all futures: nothing more will be dropped."""
         for waiting in self._waiting.values():
             for freed in waiting:
                 if not freed.done():
                     freed.set_exception(failure)
         self._waiting.clear()
-
-
-ONLY_REPLICA = ReplicaId("0")
-"""The replica of a server that has one."""
-
-
-_ONE_ENGINE = "this server was started with one engine of its own; --replicas gives it several"
-
-
-class Engines(Protocol):
-    """Whatever runs the requests of a server: one engine, or many."""
-
-    @property
-    def engine_info(self) -> EngineReady:
-        """Sizes of one replica; they are the same on all."""
-        ...
-
-    @property
-    def alive(self) -> bool:
-        """Whether any is ready right now."""
-        ...
-
-    @property
-    def views(self) -> Mapping[ReplicaId, ReplicaView]:
-        """Every replica by its id."""
-        ...
-
-    async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
-        """Start and wait until requests can be served.
-
-        Raises:
-            EngineError: that will not be; the message is for the user.
-        """
-        ...
-
-    def submit(self, request: Request) -> RequestHandle:
-        """Hand a request over. While no engine can take it, it waits.
-
-        Raises:
-            EngineError: there will be none.
-            ValueError: the id is in use.
-        """
-        ...
-
-    def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
-        """Tell of versions that requests may come for, until they are dropped."""
-        ...
-
-    async def drop_adapter(self, digest: AdapterDigest) -> int:
-        """Free a version once no request uses it; return the bytes freed on all tiers, its KV's included.
-
-        Raises:
-            EngineError: there is no engine any more.
-        """
-        ...
-
-    def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
-        """Call ``callback`` with every adapter that is loaded or evicted."""
-        ...
-
-    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
-        """Call ``callback`` with all gauges that come."""
-        ...
-
-    def describe(self) -> ClusterState:
-        """Return what there is, for people to see."""
-        ...
-
-    async def add_replica(self) -> ReplicaId:
-        """Start one more replica and send it requests.
-
-        Raises:
-            EngineError: it cannot be started.
-        """
-        ...
-
-    async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
-        """Take a replica out: it gets no new requests, and those that have not ended in time go on at others.
-
-        Args:
-            replica_id: which.
-            drain_s: how long its requests may go on there.
-
-        Raises:
-            KeyError: it is not there.
-            EngineError: it is the only one, or has become that while it drained; then it stays.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Stop; unfinished requests end with an error."""
-        ...
-
-
-class EngineClient:
-    """One engine process on this machine; see ``Engines``."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._context = zmq.asyncio.Context()
-        self._supervisor = EngineSupervisor(
-            ONLY_REPLICA, LocalHost(), self._context, msgspec.json.encode(settings), self
-        )
-        self._failure: EngineError | None = None
-        self._streams = Streams()
-        self._drops = PendingDrops()
-        self._known: dict[AdapterDigest, AdapterRef] = {}
-        self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
-        self._on_stats: list[Callable[[ReplicaId, EngineStats], None]] = []
-
-    @property
-    def engine_info(self) -> EngineReady:
-        """Sizes of the running engine."""
-        return self._supervisor.engine_info
-
-    @property
-    def stats(self) -> EngineStats | None:
-        """The newest gauges, None before the first."""
-        return self._supervisor.stats
-
-    @property
-    def alive(self) -> bool:
-        """Whether an engine is ready right now."""
-        return self._supervisor.alive
-
-    @property
-    def restarts(self) -> int:
-        """How often it had to be started again."""
-        return self._supervisor.restarts
-
-    @property
-    def process_id(self) -> int | None:
-        """Process id of the running engine."""
-        return self._supervisor.process_id
-
-    @property
-    def views(self) -> Mapping[ReplicaId, ReplicaView]:
-        """The one engine."""
-        return {ONLY_REPLICA: self._supervisor}
-
-    async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
-        """See ``Engines``."""
-        return await self._supervisor.start(on_progress)
-
-    def submit(self, request: Request) -> RequestHandle:
-        """See ``Engines``."""
-        if self._failure is not None:
-            raise self._failure
-        handle = self._streams.open(request, self._abort)
-        handle.replica = ONLY_REPLICA
-        if self._supervisor.alive:  # else it is sent when there is an engine again
-            self._supervisor.send(Submit(handle.next_attempt()))
-        return handle
-
-    def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
-        """See ``Engines``; engines that come after this one are told, too."""
-        new = {ref.digest: ref for ref in refs}
-        self._known |= new
-        self._supervisor.know(new.values())
-
-    async def drop_adapter(self, digest: AdapterDigest) -> int:
-        """See ``Engines``."""
-        if self._failure is not None:
-            raise self._failure
-        self._known.pop(digest, None)
-        freed = self._drops.begin(digest)
-        self._supervisor.drop(digest)
-        return await freed
-
-    def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
-        """See ``Engines``."""
-        self._on_adapter_event.append(callback)
-
-    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
-        """See ``Engines``."""
-        self._on_stats.append(callback)
-
-    def describe(self) -> ClusterState:
-        """See ``Engines``."""
-        held_bytes = sum(ref.weight_bytes for ref in self._known.values())
-        return ClusterState(
-            (replica_state(ONLY_REPLICA, self._supervisor, held=len(self._known), held_bytes=held_bytes),)
-        )
-
-    async def add_replica(self) -> ReplicaId:
-        """Refuse: see ``Engines``."""
-        raise EngineError(_ONE_ENGINE)
-
-    async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
-        """Refuse: see ``Engines``."""
-        raise EngineError(_ONE_ENGINE)
-
-    async def close(self) -> None:
-        """See ``Engines``."""
-        await self._supervisor.close()
-        self._give_up(EngineError("the server is shutting down"))
-        self._context.destroy(linger=0)
-
-    # --- what the supervisor tells -----------------------------------------------------------------------
-
-    def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None:
-        """Hand tokens and events on."""
-        self._streams.take(self._streams.current(ONLY_REPLICA, outputs))
-        for event in outputs.adapter_events:
-            if isinstance(event, AdapterEvicted) and event.dropped:
-                self._drops.ended(event.digest, event.freed_bytes)
-                if event.digest in self._known:  # made known again while the drop was under way
-                    self._supervisor.know((self._known[event.digest],))
-            for on_event in self._on_adapter_event:
-                on_event(event)
-        if outputs.stats is not None:
-            for on_stats in self._on_stats:
-                on_stats(ONLY_REPLICA, outputs.stats)
-
-    def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
-        """Account for a death: requests that saw too many of them end."""
-        for handle in self._streams:
-            self._streams.died(handle, code)
-
-    def on_restart(self, supervisor: EngineSupervisor) -> None:
-        """Tell the new engine all that the last one knew."""
-        self._supervisor.know(self._known.values())
-        for handle in self._streams:
-            handle.replica = ONLY_REPLICA
-            self._supervisor.send(Submit(handle.next_attempt()))
-        for digest in self._drops:  # after the requests, which may still run under them
-            self._supervisor.drop(digest)
-
-    def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
-        """Nobody will answer any more."""
-        self._give_up(failure)
-
-    def _give_up(self, failure: EngineError) -> None:
-        self._failure = failure
-        self._streams.fail(failure)
-        self._drops.fail(failure)
-
-    def _abort(self, handle: RequestHandle, is_complete: bool) -> None:
-        request_id = handle.request.request_id
-        if request_id in self._streams and self._streams[request_id] is handle:
-            self._supervisor.send(Abort(request_id))
-            self._streams.finish(handle, FinishReason.ABORT)

@@ -1,4 +1,4 @@
-"""What can be read of the serving engines: their state, as ``/v1/cluster`` and the metrics show it."""
+"""Read-only state of the serving engines, for ``/v1/cluster`` and the metrics."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,36 +10,36 @@ from lorikeet.core.messages import EngineReady, EngineStats, RouteStats
 
 
 class ReplicaView(Protocol):
-    """One replica."""
+    """One replica, as its supervisor sees it."""
 
     @property
     def engine_info(self) -> EngineReady:
-        """Its sizes."""
+        """Sizes of the engine."""
         ...
 
     @property
     def stats(self) -> EngineStats | None:
-        """Its newest gauges, None before the first."""
+        """The newest gauges, None before the first."""
         ...
 
     @property
     def alive(self) -> bool:
-        """Whether it is ready right now."""
+        """Whether the engine is ready now."""
         ...
 
     @property
     def restarts(self) -> int:
-        """How often it had to be started again."""
+        """How often the engine was restarted."""
         ...
 
     @property
     def process_id(self) -> int | None:
-        """Process id of its engine on its machine, None while there is none."""
+        """Process id of the engine on its machine, None while there is none."""
         ...
 
     @property
     def address(self) -> str:
-        """Its machine."""
+        """Name or network address of the engine's machine."""
         ...
 
 
@@ -47,16 +47,16 @@ class ReplicaState(msgspec.Struct, frozen=True):
     """One replica, as ``/v1/cluster`` shows it.
 
     Attributes:
-        id: its name.
-        pid, address: of its engine's process, and of the machine on which it runs.
-        alive: whether it is ready right now.
-        is_open: it gets new requests.
-        restarts: how often its engine had to be started again.
-        running, waiting: requests, as its engine counts them.
+        id: of the replica.
+        pid, address: of its engine process, and of the machine on which that runs.
+        alive: whether it is ready now.
+        is_open: whether it gets new requests.
+        restarts: how often its engine was restarted.
+        running, waiting: number of requests, as its engine counts them.
         resident: digests of the adapters on its device.
-        held, held_bytes: adapters whose files it has, and their bytes.
-        memory_used: share of its device memory that is not free; None if it does not tell.
-        links: what went between its tiers since its engine's start, by route such as ``host-device``.
+        held, held_bytes: number of adapters whose files it has, and their bytes.
+        memory_used: share of its device memory that is not free; None if it is not known.
+        links: transfers between its tiers since its engine started, by route such as ``host-device``.
     """
 
     id: ReplicaId
@@ -75,14 +75,14 @@ class ReplicaState(msgspec.Struct, frozen=True):
 
 
 class CopyCounts(msgspec.Struct):
-    """Copies of adapters so far.
+    """Counts of adapter copies between machines since the start.
 
     Attributes:
-        fetches, fetched_bytes: from one replica to another.
-        provisions, provided_bytes: from adapters' own files.
-        failed: of both.
+        fetches, fetched_bytes: copies from one replica to another.
+        provisions, provided_bytes: copies from an adapter's own files to a replica.
+        failed: failed copies of both kinds.
         deletes: copies deleted.
-        under_way: copies that have begun and not ended.
+        under_way: copies in flight.
     """
 
     fetches: int = 0
@@ -95,17 +95,17 @@ class CopyCounts(msgspec.Struct):
 
 
 class ClusterState(msgspec.Struct, frozen=True):
-    """All replicas, and which adapters they are to serve.
+    """All replicas, and the placement of adapters on them.
 
     Attributes:
         replicas: in the order of their start.
-        unrouted: requests that no replica has taken.
-        epoch: of the placement.
+        unrouted: requests that are at no replica yet.
+        epoch: number of the placement.
         shares: digest → replica → share of the adapter's requests; empty with one replica.
-        copies: so far.
-        moves: requests moved between replicas so far.
-        moves_with_kv: those of them whose KV went along; that of others was computed anew.
-        wanted: replicas that there should be by the load; None where their number does not follow it.
+        copies: of adapters, since the start.
+        moves: requests moved between replicas since the start.
+        moves_with_kv: those of them that moved with their KV; the others recomputed it.
+        wanted: number of replicas that the autoscaler wants; None without an autoscaler.
     """
 
     replicas: tuple[ReplicaState, ...]
@@ -118,7 +118,11 @@ class ClusterState(msgspec.Struct, frozen=True):
     wanted: int | None = None
 
     def shown(self, names: Mapping[AdapterDigest, str]) -> dict[str, Any]:
-        """Return it as ``/v1/cluster`` answers; adapters have names where they have one."""
+        """Return the body of ``/v1/cluster``.
+
+        Args:
+            names: of adapters, by digest. An adapter without a name is shown by its digest.
+        """
         shown: dict[str, Any] = msgspec.to_builtins(self)
         for replica in shown["replicas"]:
             replica["resident"] = [names.get(digest, digest) for digest in replica["resident"]]
@@ -129,7 +133,7 @@ class ClusterState(msgspec.Struct, frozen=True):
 def replica_state(
     replica: ReplicaId, view: ReplicaView, *, is_open: bool = True, held: int = 0, held_bytes: int = 0
 ) -> ReplicaState:
-    """Return what is to be shown of a replica; see :class:`ReplicaState`."""
+    """Return the :class:`ReplicaState` of a replica; ``is_open``, ``held`` and ``held_bytes`` are the cluster's."""
     stats = view.stats
     return ReplicaState(
         id=replica,

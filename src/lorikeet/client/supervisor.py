@@ -1,6 +1,7 @@
 """Starts an engine process, connects to it, and starts another when it dies."""
 
 import asyncio
+import signal
 import sys
 import tempfile
 import time
@@ -9,6 +10,7 @@ from itertools import count, islice
 from typing import Protocol
 
 import msgspec
+import structlog
 import zmq
 import zmq.asyncio
 
@@ -29,16 +31,224 @@ from lorikeet.core.messages import (
     ToEngine,
 )
 
+MAX_FAILED_STARTS = 3
+"""The supervisor gives up after this many failed starts in a row."""
+
+MAX_ADAPTERS_PER_MESSAGE = 500
+"""Most adapters in one ``RegisterAdapters``, which bounds the size of a message."""
+
 DRAIN_TIMEOUT_S = 0.2
-"""How long messages of a dead engine are waited for."""
+"""How long to wait for messages that a dead engine sent before it ended."""
+
+_SHUTDOWN_TIMEOUT_S = 5.0
+"""An engine that has not stopped after this time is killed."""
+
+_log = structlog.get_logger("lorikeet")
 
 
 class EngineError(RuntimeError):
-    """The engine cannot be started, or is gone for good."""
+    """The engine cannot be started, or has ended and will not be restarted."""
+
+
+class EngineListener(Protocol):
+    """Callbacks of an :class:`EngineSupervisor`."""
+
+    def on_outputs(self, supervisor: "EngineSupervisor", outputs: StepOutputs) -> None:
+        """Handle the outputs of one turn of the engine loop."""
+        ...
+
+    def on_exit(self, supervisor: "EngineSupervisor", code: int | None) -> None:
+        """Handle the end of the engine process. All its state is lost, and another process is about to be started.
+
+        Args:
+            supervisor: of the engine.
+            code: exit code, negative for a signal; None if it is not known.
+        """
+        ...
+
+    def on_restart(self, supervisor: "EngineSupervisor") -> int:
+        """Send a new engine, which is ready and has no state yet, its adapters and requests.
+
+        Returns:
+            How many requests it was sent to resume.
+        """
+        ...
+
+    def on_failed(self, supervisor: "EngineSupervisor", failure: EngineError) -> None:
+        """Handle that the engine will not be restarted."""
+        ...
+
+
+class EngineSupervisor:
+    """Keeps one engine process running: starts it, passes its messages on, and restarts it when it dies.
+
+    Args:
+        replica: id of the engine, for the listener and the log.
+        host: starts the processes.
+        context: of the ZeroMQ sockets.
+        settings: all settings as JSON.
+        listener: its callbacks are called on the event loop.
+
+    Attributes:
+        replica, host: see above.
+        engine_info: sizes of the running engine; set by :meth:`start`.
+        stats: the newest gauges, None before the first.
+        alive: whether an engine is ready now.
+        restarts: how often the engine was restarted.
+    """
+
+    engine_info: EngineReady
+
+    def __init__(
+        self,
+        replica: ReplicaId,
+        host: "EngineHost",
+        context: zmq.asyncio.Context,
+        settings: bytes,
+        listener: EngineListener,
+    ) -> None:
+        self.replica = replica
+        self.host = host
+        self.stats: EngineStats | None = None
+        self.alive = False
+        self.restarts = 0
+        self._context = context
+        self._settings = settings
+        self._listener = listener
+        self._connection: Connection | None = None
+        self._started_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+
+    async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
+        """Start the engine and wait until it is ready.
+
+        Raises:
+            EngineError: it cannot be started; the message is for the user.
+        """
+        connection = await self._connect(on_progress)
+        self._task = asyncio.create_task(self._supervise(connection))
+        return self.engine_info
+
+    @property
+    def process_id(self) -> int | None:
+        """Process id of the running engine on its machine; None while there is none."""
+        return None if self._connection is None else self._connection.process.pid
+
+    @property
+    def address(self) -> str:
+        """Name or network address of the engine's machine."""
+        return self.host.address
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message to the engine. Without a running engine it is dropped, and ``on_restart`` resends state."""
+        if self._connection is not None:
+            self._connection.send(message)
+
+    def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
+        """Send the engine, if one is running, adapter versions for which requests may arrive."""
+        remaining = iter(refs)
+        while batch := tuple(islice(remaining, MAX_ADAPTERS_PER_MESSAGE)):
+            self.send(RegisterAdapters(batch))
+
+    def drop_adapter(self, digest: AdapterDigest) -> None:
+        """Ask the engine, if one is running, to free a version once no request uses it."""
+        self.send(DropAdapter(digest))
+
+    async def close(self) -> None:
+        """Stop the engine and do not restart it."""
+        self._closing = True
+        if self._connection is not None and self._connection.process.returncode is None:
+            self.send(Shutdown())
+            try:
+                await asyncio.wait_for(self._connection.process.wait(), timeout=_SHUTDOWN_TIMEOUT_S)
+            except TimeoutError:
+                self._connection.process.kill()
+        elif self._task is not None:
+            self._task.cancel()  # an engine that is being restarted is no longer needed
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        self.host.close()
+
+    async def _connect(self, on_progress: Callable[[Progress], None]) -> "Connection":
+        self._connection = await connect(self.host, self._context, self._settings, on_progress)
+        self.engine_info, self.alive, self._started_s = self._connection.engine_info, True, time.monotonic()
+        return self._connection
+
+    async def _supervise(self, connection: "Connection") -> None:
+        """Run :meth:`_watch`; if it fails, tell the listener, so that no stream waits forever."""
+        try:
+            await self._watch(connection)
+        except Exception as error:
+            self._give_up(EngineError(f"cannot read the engine's messages: {error!r}"))
+            raise
+
+    async def _watch(self, connection: "Connection") -> None:
+        """Pass messages to the listener; when the engine dies, restart it."""
+        while True:
+            async for message in connection.messages():
+                if isinstance(message, StepOutputs):
+                    if message.stats is not None:
+                        self.stats = message.stats
+                    self._listener.on_outputs(self, message)
+            self.alive, self._connection, self.stats = False, None, None
+            connection.close()
+            if self._closing:
+                return
+            died_s, code = time.monotonic(), connection.process.returncode
+            uptime_s = round(died_s - self._started_s, 1)
+            _log.warning("engine died", replica=self.replica, exit=describe_exit(code), uptime_s=uptime_s)
+            self._listener.on_exit(self, code)
+            restarted = await self._restart()
+            if restarted is None:
+                return
+            connection = restarted
+            requests = self._listener.on_restart(self)
+            _log.info(
+                "engine restarted",
+                replica=self.replica,
+                seconds=round(time.monotonic() - died_s, 1),
+                requests_resumed=requests,
+            )
+
+    async def _restart(self) -> "Connection | None":
+        """Start the engine again; return None if the supervisor gave up or is closing."""
+        for attempt in range(MAX_FAILED_STARTS):
+            _log.info("restarting engine", replica=self.replica, attempt=attempt + 1, max_attempts=MAX_FAILED_STARTS)
+            try:
+                connection = await self._connect(lambda progress: None)
+            except EngineError as error:
+                failure = error
+                _log.warning("engine did not start", replica=self.replica, attempt=attempt + 1, reason=str(error))
+                await asyncio.sleep(2.0**attempt)
+            else:
+                self.restarts += 1
+                return connection
+            if self._closing:
+                return None
+        self._give_up(failure)
+        return None
+
+    def _give_up(self, failure: EngineError) -> None:
+        self.alive = False
+        _log.error("engine gave up", replica=self.replica, reason=str(failure))
+        self._listener.on_failed(self, failure)
+
+
+def describe_exit(code: int | None) -> str:
+    """Return an exit code in words, such as ``code 1``, ``SIGKILL`` for -9, or ``unknown`` for None."""
+    if code is None:
+        return "unknown"
+    if code >= 0:
+        return f"code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
 
 
 class EngineProcess(Protocol):
-    """An engine process, wherever it runs."""
+    """An engine process on this or another machine."""
 
     @property
     def pid(self) -> int:
@@ -47,20 +257,20 @@ class EngineProcess(Protocol):
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs, as far as is known here."""
+        """Exit code, negative for a signal; None while it runs, as far as is known here."""
         ...
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it immediately."""
         ...
 
     async def wait(self) -> int | None:
-        """Wait until it has ended; return its code, None if it is lost and nobody knows."""
+        """Wait until it has ended; return its exit code, None if that cannot be known."""
         ...
 
 
 class EngineHost(Protocol):
-    """Where engine processes are started."""
+    """A place where engine processes are started."""
 
     @property
     def address(self) -> str:
@@ -76,7 +286,7 @@ class EngineHost(Protocol):
 
         Args:
             address: where the channel listens.
-            settings: a line for its standard input, which stays open as long as the starter lives.
+            settings: a line for its standard input, which stays open as long as the starting process lives.
 
         Raises:
             OSError: it cannot be started.
@@ -84,12 +294,12 @@ class EngineHost(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the starts have left behind."""
+        """Release files and other resources of earlier starts."""
         ...
 
 
 class LocalHost:
-    """This machine: engines are child processes, and end with this one."""
+    """This machine. Engines are child processes and end with this process."""
 
     address = "localhost"
 
@@ -102,8 +312,8 @@ class LocalHost:
         return f"ipc://{self._folder.name}/engine-{next(self._numbers)}"
 
     async def start(self, address: str, settings: bytes) -> EngineProcess:
-        """See ``EngineHost``."""
-        # A session of its own: a Ctrl-C at the terminal is for the API process, which drains.
+        """Start the process with this interpreter (``EngineHost.start``)."""
+        # In its own session, so that a Ctrl-C at the terminal reaches only the API process, which drains first.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "lorikeet.engine.process", address),
             stdin=asyncio.subprocess.PIPE,
@@ -121,7 +331,7 @@ class LocalHost:
 class Connection:
     """A running engine process and the socket to it. Made by :func:`connect`.
 
-    All times on this side are those of this machine's clock, wherever the engine runs.
+    All times in messages on this side are on this machine's clock, wherever the engine runs.
 
     Args:
         process: runs the engine.
@@ -129,7 +339,7 @@ class Connection:
 
     Attributes:
         process: see above.
-        engine_info: what it said when it was ready.
+        engine_info: sizes of the engine; set by :meth:`on_ready`.
     """
 
     engine_info: EngineReady
@@ -142,7 +352,7 @@ class Connection:
         self._clock: RemoteClock | None = None
 
     def on_ready(self, engine_info: EngineReady) -> None:
-        """The engine is ready."""
+        """Keep the engine's sizes; if it runs on another machine, convert times from now on."""
         self.engine_info = engine_info
         if engine_info.boot_id != boot_id():
             self._clock = RemoteClock(engine_info.at_s, time.monotonic())
@@ -150,15 +360,15 @@ class Connection:
     def send(self, message: ToEngine) -> None:
         """Queue a message to the engine."""
         if self._clock is not None and isinstance(message, Submit):
-            message = Submit(self._clock.theirs(message.request))
+            message = Submit(self._clock.to_remote(message.request))
         self._socket.send(self._encoder.encode(message))
 
     def messages(self) -> AsyncIterator[FromEngine]:
-        """Return what comes, until the process has ended and its last words are read; there is one such stream."""
+        """Return the stream of messages, always the same one. It ends once the process has ended and all is read."""
         return self._messages
 
     def close(self) -> None:
-        """Close the socket; what is queued is dropped."""
+        """Close the socket; queued messages are dropped."""
         self._socket.close()
 
     async def _receive(self) -> AsyncIterator[FromEngine]:
@@ -175,7 +385,7 @@ class Connection:
                 if receiving.done():
                     message = decoder.decode(receiving.result())
                     if self._clock is not None and isinstance(message, StepOutputs):
-                        message = self._clock.ours(message, time.monotonic())
+                        message = self._clock.to_local(message, time.monotonic())
                     yield message
                     receiving = None
                 elif exited.done():
@@ -192,10 +402,10 @@ async def connect(
     """Start an engine process and wait until it is ready.
 
     Args:
-        host: where.
+        host: starts the process.
         context: of the socket.
-        settings: all, as JSON.
-        on_progress: called while it starts.
+        settings: all settings as JSON.
+        on_progress: called while the engine starts.
 
     Raises:
         EngineError: it cannot be started; the message is for the user.
@@ -217,7 +427,7 @@ async def connect(
             elif isinstance(message, EngineReady):
                 connection.on_ready(message)
                 return connection
-        raise EngineError(f"the engine process ended with code {process.returncode} before it was ready")
+        raise EngineError(f"the engine process ended before it was ready (exit: {describe_exit(process.returncode)})")
     except BaseException as error:
         if process is not None and process.returncode is None:
             process.kill()
@@ -226,169 +436,3 @@ async def connect(
         if isinstance(error, (OSError, zmq.ZMQError)):
             raise EngineError(f"the engine process at {address} cannot be started: {error}") from error
         raise
-
-
-FAILED_STARTS = 3
-"""After so many starts in a row that came to nothing the engine is given up."""
-
-MAX_ADAPTERS_PER_MESSAGE = 500
-"""Most adapters in one message, so that none of them is large."""
-
-_STOPS_WITHIN_S = 5.0
-
-
-class EngineListener(Protocol):
-    """Hears of an engine."""
-
-    def on_outputs(self, supervisor: "EngineSupervisor", outputs: StepOutputs) -> None:
-        """It said what a turn of its loop brought."""
-        ...
-
-    def on_exit(self, supervisor: "EngineSupervisor", code: int | None) -> None:
-        """It is gone with all that it knew; another is about to be started."""
-        ...
-
-    def on_restart(self, supervisor: "EngineSupervisor") -> None:
-        """Another is ready, and knows nothing yet."""
-        ...
-
-    def on_failed(self, supervisor: "EngineSupervisor", failure: EngineError) -> None:
-        """There will be none any more."""
-        ...
-
-
-class EngineSupervisor:
-    """See the module.
-
-    Args:
-        replica: whom its owner knows it as.
-        host: where it runs.
-        context: of its socket.
-        settings: all, as JSON.
-        owner: hears of it.
-
-    Attributes:
-        replica, host: see above.
-        engine_info: sizes of the running engine; set by :meth:`start`.
-        stats: the newest gauges, None before the first.
-        alive: whether an engine is ready right now.
-        restarts: how often it had to be started again.
-    """
-
-    engine_info: EngineReady
-
-    def __init__(
-        self, replica: ReplicaId, host: EngineHost, context: zmq.asyncio.Context, settings: bytes, owner: EngineListener
-    ) -> None:
-        self.replica = replica
-        self.host = host
-        self.stats: EngineStats | None = None
-        self.alive = False
-        self.restarts = 0
-        self._context = context
-        self._settings = settings
-        self._owner = owner
-        self._connection: Connection | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self._closing = False
-
-    async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
-        """Start the engine and wait until it is ready.
-
-        Raises:
-            EngineError: it cannot be started; the message is for the user.
-        """
-        connection = await self._connect(on_progress)
-        self._supervisor = asyncio.create_task(self._supervise(connection))
-        return self.engine_info
-
-    @property
-    def process_id(self) -> int | None:
-        """Process id of the running engine, on its machine."""
-        return None if self._connection is None else self._connection.process.pid
-
-    @property
-    def address(self) -> str:
-        """Machine on which it runs."""
-        return self.host.address
-
-    def send(self, message: ToEngine) -> None:
-        """Queue a message to the engine, if there is one; the next one is told by its owner."""
-        if self._connection is not None:
-            self._connection.send(message)
-
-    def know(self, refs: Iterable[AdapterRef]) -> None:
-        """Tell the engine, if there is one, of versions that requests may come for."""
-        left = iter(refs)
-        while piece := tuple(islice(left, MAX_ADAPTERS_PER_MESSAGE)):
-            self.send(RegisterAdapters(piece))
-
-    def drop(self, digest: AdapterDigest) -> None:
-        """Tell the engine, if there is one, to free a version once no request uses it."""
-        self.send(DropAdapter(digest))
-
-    async def close(self) -> None:
-        """Stop the engine for good."""
-        self._closing = True
-        if self._connection is not None and self._connection.process.returncode is None:
-            self.send(Shutdown())
-            try:
-                await asyncio.wait_for(self._connection.process.wait(), timeout=_STOPS_WITHIN_S)
-            except TimeoutError:
-                self._connection.process.kill()
-        elif self._supervisor is not None:
-            self._supervisor.cancel()  # between two engines: the next one is not wanted any more
-        if self._supervisor is not None:
-            await asyncio.wait({self._supervisor})
-        self.host.close()
-
-    async def _connect(self, on_progress: Callable[[Progress], None]) -> Connection:
-        self._connection = await connect(self.host, self._context, self._settings, on_progress)
-        self.engine_info, self.alive = self._connection.engine_info, True
-        return self._connection
-
-    async def _supervise(self, connection: Connection) -> None:
-        """Watch one engine after the other; a failure in here must not leave the streams waiting for ever."""
-        try:
-            await self._watch(connection)
-        except Exception as error:
-            self._lose(EngineError(f"the engine's messages cannot be followed: {error!r}"))
-            raise
-
-    async def _watch(self, connection: Connection) -> None:
-        """Pass messages on; when the engine dies, start another."""
-        while True:
-            async for message in connection.messages():
-                if isinstance(message, StepOutputs):
-                    if message.stats is not None:
-                        self.stats = message.stats
-                    self._owner.on_outputs(self, message)
-            self.alive, self._connection, self.stats = False, None, None
-            connection.close()
-            if self._closing:
-                return
-            self._owner.on_exit(self, connection.process.returncode)
-            again = await self._connect_again()
-            if again is None:
-                return
-            connection = again
-            self._owner.on_restart(self)
-
-    async def _connect_again(self) -> Connection | None:
-        for failed in range(FAILED_STARTS):
-            try:
-                connection = await self._connect(lambda progress: None)
-            except EngineError as error:
-                failure = error
-                await asyncio.sleep(2.0**failed)
-            else:
-                self.restarts += 1
-                return connection
-            if self._closing:
-                return None
-        self._lose(failure)
-        return None
-
-    def _lose(self, failure: EngineError) -> None:
-        self.alive = False
-        self._owner.on_failed(self, failure)

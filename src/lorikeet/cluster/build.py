@@ -15,6 +15,7 @@ from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.base import PerformanceModel, Router, RoutingOptions, fit_performance
 from lorikeet.config import ConfigError, EngineSettings
+from lorikeet.core.extras import install_command
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo, format_slo
@@ -24,23 +25,23 @@ from lorikeet.costs.transfers import LinkDirection, TransferModel
 from lorikeet.presets import Preset, resolve_preset
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
-"""Of a mean request where nothing better is known; those of LoRAServe's motivation."""
+"""Lengths of a mean request where nothing better is known; from LoRAServe's motivation."""
 
 _BATCHES = (4, 8, 16, 32)
 _RANKS = (8, 16, 32, 64)
-"""Steps that performance models are fitted to: those of TOPPINGS (section 5)."""
+"""Ranks of the steps that performance models are fitted to, with ``_BATCHES``: those of TOPPINGS (section 5)."""
 
 T = TypeVar("T")
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What policies are made with beside preset and profile: plain values, to be sent to other processes.
+    """What policies are built with besides preset and profile. Plain values, which can be sent to other processes.
 
     Attributes:
-        seed: of whatever is drawn.
-        ttft_s, tpot_s, e2e_s: the SLO; 0 for no limit. `lorikeet serve` has no target for E2E.
-        memory_bytes: of each replica, for adapters and KV, over all ranks; 0 for what the profile says.
-        kv_token_bytes: of a token of KV, over all ranks; 0 for what the profile says.
+        seed: of all random draws.
+        ttft_s, tpot_s, e2e_s: the SLO; 0 for no limit. `lorikeet serve` has no E2E target.
+        memory_bytes: of each replica, for adapters and KV, over all ranks; 0 for the profile's.
+        kv_token_bytes: KV of one token, over all ranks; 0 for the profile's.
         link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``); 0 for the profile's.
         prompt_tokens, output_tokens: of a mean request.
         tokens_per_s: operating points by rank; empty for the profile's.
@@ -59,7 +60,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slo(self) -> Slo:
-        """The SLO as requests carry it."""
+        """The SLO in the form of requests."""
         return Slo(self.ttft_s or None, self.tpot_s or None, self.e2e_s or None)
 
 
@@ -68,7 +69,7 @@ class MigrationCosts(NamedTuple):
 
     Attributes:
         times: of moves.
-        reserved_share: of each replica's memory, that it does not count on.
+        reserved_share: of each replica's memory, not available to requests.
     """
 
     times: MoveTimes
@@ -78,7 +79,7 @@ class MigrationCosts(NamedTuple):
 def build_cluster_policies(
     preset: Preset, replicas: Sequence[ReplicaId], profile: CostProfile | None, options: ClusterOptions
 ) -> tuple[Router, Placement]:
-    """Build both policies of a cluster; see :func:`build_router` and :func:`build_placement`."""
+    """Build the routing and the placement policy; see :func:`build_router` and :func:`build_placement`."""
     return build_router(preset, profile, options), build_placement(preset, replicas, profile, options)
 
 
@@ -91,7 +92,7 @@ def build_router(preset: Preset, profile: CostProfile | None, options: ClusterOp
         options: everything else.
 
     Raises:
-        ConfigError: there is no such policy, or it needs something that profile or options lack.
+        ConfigError: unknown policy, or profile and options lack something that it needs.
     """
     make = _policy("routing", preset.routing, ROUTING)
     needed = _FOR_ROUTING.get(preset.routing)
@@ -110,7 +111,7 @@ def build_placement(
         options: everything else.
 
     Raises:
-        ConfigError: there is no such policy, or it needs something that profile or options lack.
+        ConfigError: unknown policy, or profile and options lack something that it needs.
         ValueError: no replica.
     """
     make = _policy("placement", preset.placement, PLACEMENT)
@@ -124,15 +125,15 @@ def build_migration(
     kv_bytes_per_s: Callable[[], float],
     copies: CopyCosts | None = None,
 ) -> MigrationCosts | None:
-    """Return what co-migration needs, None if the preset has none.
+    """Return the costs that co-migration needs; None if the preset has no co-migration.
 
-    KV travels by way of the host tiers, and only where one rank has all of it.
+    KV is sent through the host tiers, and only where one rank holds all of it.
 
     Args:
         settings: of all replicas.
         profile: of one of them; None if there is none.
-        kv_bytes_per_s: how fast KV travels between them.
-        copies: says how fast replicas reach each other.
+        kv_bytes_per_s: returns how fast KV is transferred between replicas.
+        copies: says how fast the network between replicas is.
 
     Raises:
         ConfigError: there is no profile.
@@ -140,7 +141,7 @@ def build_migration(
     _, preset = resolve_preset(settings.preset)
     if not preset.comigration:
         return None
-    profile = _needed(profile, "comigration needs to know what a prefill costs")
+    profile = _needed(profile, "comigration needs a profile with the cost of a prefill")
     model = CostModel(profile, preset.kernel_form)
 
     def prefill_s(tokens: int) -> float:
@@ -149,8 +150,10 @@ def build_migration(
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
     reserves = _FOR_PLACEMENT.get(preset.placement) is _for_burst_tolerance
     is_one_rank = settings.tensor_parallel == profile.tensor_parallel == 1
-    travels = preset.host_kv and settings.host_memory_bytes > 0 and is_one_rank
-    times = MoveTimes(prefill_s, link_bytes_per_s, profile.geometry.block_bytes(1), kv_bytes_per_s if travels else None)
+    can_export_kv = preset.host_kv and settings.host_memory_bytes > 0 and is_one_rank
+    times = MoveTimes(
+        prefill_s, link_bytes_per_s, profile.geometry.block_bytes(1), kv_bytes_per_s if can_export_kv else None
+    )
     return MigrationCosts(times, RESERVED_SHARE if reserves else 0.0)
 
 
@@ -162,11 +165,11 @@ def build_points(
     Args:
         preset: of all replicas.
         profile: of one of them; None if there is none.
-        options: everything else; points that are there come before the profile's.
-        what_for: who needs them, for the error.
+        options: everything else. Its points take precedence over the profile's.
+        what_for: names what needs the points, for the error.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none, or SciPy is not installed.
     """
     tokens_per_s = options.tokens_per_s
     if not tokens_per_s:
@@ -179,10 +182,12 @@ def build_points(
         return OperatingPoints(tokens_per_s)
     except ValueError as error:
         raise ConfigError(f"{what_for}: {error}") from error
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{what_for} needs {error.name}: run `{install_command('cluster')}`") from error
 
 
 def needs_operating_points(preset: Preset) -> bool:
-    """Whether the preset's placement goes by operating points."""
+    """Return whether the preset's placement uses operating points."""
     return _FOR_PLACEMENT.get(preset.placement) is _for_loraserve
 
 
@@ -191,7 +196,7 @@ def loads_that_fit(
 ) -> OperatingLoads | None:
     """Return the operating points of a kernel form and an SLO; None if the profile has none.
 
-    Of several those of requests nearest in length.
+    If there are several, choose those of requests nearest in length.
     """
 
     def apart(loads: OperatingLoads) -> int:
@@ -204,19 +209,19 @@ def loads_that_fit(
 def performance_models(
     profile: CostProfile, form: KernelForm, prompt_tokens: int, output_tokens: int
 ) -> tuple[PerformanceModel, PerformanceModel]:
-    """Return PrePerf and DecPerf: fitted to steps of several batches and ranks as the profile has them.
+    """Return TOPPINGS' PrePerf and DecPerf, fitted to steps of several batch sizes and ranks in the profile.
 
-    As in the paper a step's requests have one rank, each an adapter of its own, and tokens are in no model: a prompt's
-    are in its slope.
+    As in the paper all requests of a step have one rank, each its own adapter. The models do not count tokens: those of
+    a prompt are part of the slope.
 
     Args:
-        profile: what steps cost.
-        form: of the kernel.
-        prompt_tokens, output_tokens: of a mean request; one that decodes has half of its answer.
+        profile: costs of steps.
+        form: kernel form.
+        prompt_tokens, output_tokens: of a mean request; a decoding one has half of its answer.
 
     Raises:
-        ValueError: there is no such model of the form.
-        ProfileError: the profile does not know the form.
+        ValueError: the paper has no model of this kernel form.
+        ProfileError: the profile does not know the kernel form.
     """
     context_tokens = prompt_tokens + output_tokens // 2
     prefill = _fit(profile, form, lambda adapter, rank: SequenceWork(0, prompt_tokens, True, adapter, rank))
@@ -235,7 +240,7 @@ def _fit(profile: CostProfile, form: KernelForm, sequence: Callable[[int, int], 
 
 
 def _for_toppings(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
-    known = _needed(profile, "routing toppings needs to know what steps cost")
+    known = _needed(profile, "routing toppings needs a profile with the cost of steps")
     try:
         prefill, decode = performance_models(known, preset.kernel_form, options.prompt_tokens, options.output_tokens)
     except ValueError as error:
@@ -244,7 +249,7 @@ def _for_toppings(preset: Preset, profile: CostProfile | None, options: ClusterO
 
 
 def _for_pending_time(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
-    known = _needed(profile, "routing dlora needs to know what it takes to load an adapter")
+    known = _needed(profile, "routing dlora needs a profile with the cost of loading an adapter")
     try:
         link = TransferModel(known, 1, options.link_bytes_per_s).link(LinkDirection.IN)
     except ProfileError as error:
@@ -259,7 +264,7 @@ def _for_loraserve(preset: Preset, profile: CostProfile | None, options: Cluster
 def _for_burst_tolerance(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:
     memory_bytes, token_bytes = options.memory_bytes, options.kv_token_bytes
     if not (memory_bytes and token_bytes):
-        known = _needed(profile, "placement dlora needs to know the memory of a replica and of a token's KV")
+        known = _needed(profile, "placement dlora needs a profile with the memory of a replica and of a token's KV")
         memory_bytes = memory_bytes or known.pool_bytes
         token_bytes = token_bytes or known.geometry.block_bytes(1)
     request_bytes = (options.prompt_tokens + options.output_tokens) * token_bytes
@@ -282,26 +287,26 @@ _FOR_PLACEMENT: dict[str, Callable[[Preset, CostProfile | None, ClusterOptions],
     "loraserve:literal": _for_loraserve,
     "dlora": _for_burst_tolerance,
 }
-"""How policies that need more than a seed get it."""
+"""Builders of the options of policies that need more than a seed."""
 
 
 def _policy(option: str, name: str, table: Mapping[str, T]) -> T:
     if name not in table:
-        raise ConfigError(f"no {option} is called {name!r}; there are: {', '.join(table)}")
+        raise ConfigError(f"unknown {option} policy {name!r}; choose one of: {', '.join(table)}")
     return table[name]
 
 
 def _needed(profile: CostProfile | None, why: str) -> CostProfile:
     if profile is None:
-        raise ConfigError(f"{why}: run lorikeet profile, and name its file with --profile")
+        raise ConfigError(f"{why}: run `lorikeet profile` and pass its file with --profile")
     return profile
 
 
 def _no_points(preset: Preset, profile: CostProfile | None, slo: Slo, what_for: str) -> str:
-    what = f"of the kernel form {preset.kernel_form} under {format_slo(slo)}" if slo != Slo() else "and so an SLO"
-    there = "" if profile is None else f"; profile {profile.name} has {', '.join(_kinds(profile)) or 'none'}"
+    what = f"for kernel form {preset.kernel_form} under {format_slo(slo)}" if slo != Slo() else "and so an SLO"
+    known = "" if profile is None else f"; profile {profile.name} has {', '.join(_kinds(profile)) or 'none'}"
     return (
-        f"{what_for} needs operating points {what}{there}: run lorikeet profile --operating-points, and name its file "
+        f"{what_for} needs operating points {what}{known}: run `lorikeet profile --operating-points` and pass its file "
         "with --profile"
     )
 

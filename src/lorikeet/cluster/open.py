@@ -31,7 +31,7 @@ from lorikeet.presets import Preset, resolve_preset
 
 @dataclass(frozen=True)
 class _MakeOrchestrator:
-    """Makes the orchestrator, perhaps in another process: plain values."""
+    """Builds the orchestrator, possibly in another process, so it holds plain values only."""
 
     preset: Preset
     replicas: tuple[ReplicaId, ...]
@@ -45,7 +45,7 @@ class _MakeOrchestrator:
 
 
 def cluster_options(settings: Settings) -> ClusterOptions:
-    """Return what the policies of a live cluster are made with."""
+    """Return the options that the policies of a live cluster are built with."""
     engine = settings.engine
     return ClusterOptions(
         ttft_s=settings.server.slo_ttft_s,
@@ -59,32 +59,32 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
     """Return the client of a cluster that is not started yet.
 
     Args:
-        settings: all; ``model.model`` is a folder that every machine has.
-        stack: releases what was opened here, after the client, which its caller closes.
+        settings: all settings; ``model.model`` is a folder that exists on every machine.
+        stack: closes what was opened here. The caller closes the client first.
 
     Raises:
-        ConfigError: the preset's policies, co-migration or scaling need something that is not there.
-        ProfileError: there is no such profile.
+        ConfigError: the preset's policies, co-migration or autoscaling lack something that they need.
+        ProfileError: unknown profile.
         RayError: Ray cannot be started or joined.
-        ValueError: the registry's URL is none.
+        ValueError: the registry's URL is invalid.
     """
     cluster, (_, preset) = settings.cluster, resolve_preset(settings.engine.preset)
     profile = load_profile(settings.engine.profile) if settings.engine.profile else None
     options = cluster_options(settings)
     router = build_router(preset, profile, options)
-    kv_speed = KvBandwidth()
-    migration = build_migration(settings.engine, profile, lambda: kv_speed.bytes_per_s)
+    kv_bandwidth = KvBandwidth()
+    migration = build_migration(settings.engine, profile, lambda: kv_bandwidth.bytes_per_s)
     points = build_points(preset, profile, options, "scaling by load") if cluster.max_replicas else None
     replicas = tuple(ReplicaId(f"replica-{number}") for number in range(cluster.replicas))
     make = _MakeOrchestrator(preset, replicas, profile, options, points)
-    orchestrator = make(time.monotonic())  # what is wrong with the settings is said before anything is started
+    orchestrator = make(time.monotonic())  # reports wrong settings before anything is started
     make_client = partial(
         ClusterClient,
         settings,
         router=router,
         period_s=preset.placement_period_s,
         prefetch=preset.pool_prefetch,
-        kv_speed=kv_speed,
+        kv_bandwidth=kv_bandwidth,
     )
     pool_dir = Path(cluster.pool_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-pool-")))
     url, identity = cluster.registry_url or registry_url(settings.adapters), _identity(settings)
@@ -96,20 +96,20 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
         stack.callback(transport.close)
         client = make_client(hosts=lambda replica: LocalHost(), transport=transport, placement=placement)
     else:
-        from lorikeet.cluster.ray.open import open_ray  # Ray is an extra, and takes a second to import
+        from lorikeet.cluster.ray.open import open_ray  # Ray is optional, and takes a second to import
 
-        on_ray = open_ray(settings, pool_dir, make, url, identity, stack)
-        placement = on_ray.placement
-        client = make_client(hosts=on_ray.host, transport=on_ray.transport, placement=placement)
-    client.beside(RegistryWriter(client, registry).run)
+        ray_parts = open_ray(settings, pool_dir, make, url, identity, stack)
+        placement = ray_parts.placement
+        client = make_client(hosts=ray_parts.host, transport=ray_parts.transport, placement=placement)
+    client.add_background_task(RegistryWriter(client, registry).run)
     if migration is not None:
-        client.beside(CoMigrationController(client, migration).run)
+        client.add_background_task(CoMigrationController(client, migration).run)
     if cluster.max_replicas:
         scaling = ScalingPolicy(max(1, cluster.min_replicas), cluster.max_replicas)
-        client.beside(Autoscaler(client, placement, scaling, settings.server.drain_timeout_s).run)
+        client.add_background_task(Autoscaler(client, placement, scaling, settings.server.drain_timeout_s).run)
     return client
 
 
 def _identity(settings: Settings) -> str:
-    """Return the name of a head in a registry that it may share with others: it has it again after a restart."""
+    """Return the name of this server in a registry that others may share. It stays the same after a restart."""
     return f"{settings.model.model} at {socket.gethostname()}:{settings.server.port}"

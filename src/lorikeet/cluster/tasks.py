@@ -10,20 +10,20 @@ log = structlog.get_logger("lorikeet")
 
 
 class BackgroundTasks:
-    """Tasks that nobody waits for. One that fails says so in the log."""
+    """Tasks that are not awaited. The failure of one is logged."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
 
     def run(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Begin something."""
+        """Start a task."""
         task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
         task.add_done_callback(self._ended)
         return task
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel all running tasks, and wait until they have ended."""
         for task in self._running:
             task.cancel()
         if self._running:
@@ -32,4 +32,4 @@ class BackgroundTasks:
     def _ended(self, task: "asyncio.Task[Any]") -> None:
         self._running.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the cluster failed", exc_info=error)
+            log.error("background task of the cluster failed", exc_info=error)

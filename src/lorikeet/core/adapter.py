@@ -1,4 +1,4 @@
-"""What the engine must know of an adapter without reading its weights."""
+"""A reference to an adapter: what the engine must know without reading its weights."""
 
 import msgspec
 
@@ -9,10 +9,10 @@ class AdapterRef(msgspec.Struct, frozen=True):
     """One version of an adapter, as requests carry it.
 
     Attributes:
-        name: the name it was asked for by. Two names may share a digest.
-        digest: the version; everything cached is keyed by it.
-        folder: where ``adapter_config.json`` and ``adapter_model.safetensors`` of this version lie.
-        ranks: for each module of ``LORA_MODULES`` that it changes, the rank on every layer (0: untouched).
+        name: the name in the request. Two names may share a digest.
+        digest: the version. All caches are keyed by it.
+        folder: holds ``adapter_config.json`` and ``adapter_model.safetensors`` of this version.
+        ranks: for each module of ``LORA_MODULES`` that it changes, the rank on every layer (0: unchanged).
         weight_bytes: size of the weights file.
     """
 

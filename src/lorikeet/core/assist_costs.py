@@ -1,4 +1,7 @@
-"""Cost of a prefill assisted by host workers, and whether it beats waiting (TOPPINGS)."""
+"""What a prefill assisted by host workers costs, and whether it is faster than waiting for the adapter (TOPPINGS).
+
+Also how the rows of a batch are divided among host workers, since the cost depends on the largest share.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -13,16 +16,16 @@ from lorikeet.core.interpolation import interpolate
 from lorikeet.core.prefill_pipeline import LayerGroup, LayerTimes, PrefillCourse
 
 WORKER_TOKENS = 16
-"""Tokens of a worker where nothing was measured, or nothing fits: the paper's figures use 16 for 256 tokens."""
+"""Tokens per worker where nothing was measured or no measurement fits. The paper's figures use 16 for 256 tokens."""
 
 
 class RowSlice(NamedTuple):
-    """Neighbouring rows of one request.
+    """Consecutive rows of one request, for one worker.
 
     Attributes:
         request: index of the request.
-        first_row: among the rows of that request.
-        rows: how many, at least 1.
+        first_row: index of the first row within the request.
+        rows: number of rows, at least 1.
     """
 
     request: int
@@ -31,58 +34,58 @@ class RowSlice(NamedTuple):
 
 
 def slice_rows(tokens: Sequence[int], worker_tokens: int, workers: int) -> tuple[tuple[RowSlice, ...], ...]:
-    """Cut the rows of requests over workers.
+    """Divide the rows of requests among workers.
 
-    Each request gets workers of its own, as many as it needs for at most ``worker_tokens`` rows each, and they share
-    its rows evenly. If there are fewer workers, all rows stand in one line, which is cut evenly over all of them: a
-    worker may then have the end of one request and the beginning of the next.
+    Each request gets its own workers, as many as it needs for at most ``worker_tokens`` rows each, and they share its
+    rows evenly. If there are not enough workers, the rows of all requests are concatenated and divided evenly: a worker
+    may then have the end of one request and the beginning of the next.
 
     Args:
         tokens: rows of each request; may be 0.
-        worker_tokens: most rows of one worker while there are enough, at least 1.
-        workers: how many are free, at least 1.
+        worker_tokens: most rows of one worker while there are enough workers, at least 1.
+        workers: number of free workers, at least 1.
 
     Returns:
-        For each worker that is used its slices; every row is in one of them.
+        The slices of each worker that is used. Every row is in exactly one slice.
     """
-    shares = [_even_runs(rows, -(-rows // worker_tokens)) for rows in tokens]
+    shares = [_even_ranges(rows, -(-rows // worker_tokens)) for rows in tokens]
     if sum(map(len, shares)) <= workers:
         return tuple(
             (RowSlice(request, first, stop - first),) for request, bounds in enumerate(shares) for first, stop in bounds
         )
-    return tuple(_cut_line(tokens, first, stop) for first, stop in _even_runs(sum(tokens), workers))
+    return tuple(_slices_between(tokens, first, stop) for first, stop in _even_ranges(sum(tokens), workers))
 
 
 def largest_share(tokens: int, worker_tokens: int, workers: int) -> int:
-    """Return the most rows that :func:`slice_rows` gives a worker of one request alone."""
+    """Return the most rows that :func:`slice_rows` gives one worker if there is only one request."""
     used = min(workers, -(-tokens // worker_tokens))
     return -(-tokens // used) if used else 0
 
 
 def tokens_within_budget(budget_s: float, measured: Iterable[tuple[int, float]]) -> int:
-    """Return how many tokens a worker may take: the most that it was measured to compute within ``budget_s``.
+    """Return the most tokens that a worker was measured to compute within ``budget_s``.
 
-    A layer on the host costs no more than loading it if the budget is the time of the q, k, v product, which hides it,
-    plus the load of the layer.
+    With the time of the q, k, v product, which hides the host's work, plus the load of the layer as the budget, a layer
+    on the host costs no more than loading it.
 
     Args:
         budget_s: seconds.
         measured: (tokens, seconds) of one worker.
 
     Returns:
-        The largest count within the budget, or ``WORKER_TOKENS`` if there is none.
+        The largest token count within the budget, ``WORKER_TOKENS`` if there is none.
     """
     return max((tokens for tokens, seconds in measured if seconds <= budget_s), default=WORKER_TOKENS)
 
 
-def _even_runs(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Cut ``presets`` into ``parts`` (at most as many) half-open runs whose lengths differ by one at most."""
+def _even_ranges(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Divide ``rows`` into ``parts <= rows`` half-open ranges whose lengths differ by at most one."""
     bounds = [rows * part // parts for part in range(parts + 1)] if parts else []
     return list(pairwise(bounds))
 
 
-def _cut_line(tokens: Sequence[int], first: int, stop: int) -> tuple[RowSlice, ...]:
-    """Return the rows from ``first`` to ``stop`` of all requests one after the other."""
+def _slices_between(tokens: Sequence[int], first: int, stop: int) -> tuple[RowSlice, ...]:
+    """Return the slices of rows ``first`` to ``stop`` (half-open) of all requests concatenated."""
     slices = []
     begin = 0
     for request, rows in enumerate(tokens):
@@ -98,27 +101,27 @@ ASSISTED_MODULES = ("q", "k", "v")
 
 
 class AssistCosts(msgspec.Struct, frozen=True):
-    """Constants of assisted prefills, and the options of the preset that bear on them.
+    """Measured constants of assisted prefills, and the preset's options for them.
 
-    A rank counts as one over all of ``ASSISTED_MODULES``: an adapter of two of them has less than the rank it is named
-    for (:meth:`rank`). Times are of one layer, of all ranks under tensor parallelism.
+    Ranks are averages over all of ``ASSISTED_MODULES``, so an adapter that changes two of them counts less than its
+    nominal rank (:meth:`rank`). Times are of one layer, over all tensor-parallel ranks.
 
     Attributes:
-        layers: of the model.
-        row_bytes: of one rank row of each of ``ASSISTED_MODULES`` (:func:`row_bytes`).
-        device_layer: (tokens, seconds) of a layer in a prefill, ascending; see ``core.interpolation``.
-        qkv_share: share of that time in which the device computes q, k and v of the base model, beside which the host
-            works. 0 where host workers take the cores that would compute it: then nothing is hidden.
-        host_fixed_s: the rows to a worker and its result back, per layer.
-        host_token_s: the same, per token, one after the other.
-        host_token_rank_s: one worker, per rank of a token.
-        load_fixed_s: once per group of layers that is loaded.
+        layers: layers of the model.
+        row_bytes: bytes of one rank row of each of ``ASSISTED_MODULES`` (:func:`row_bytes`).
+        device_layer: (tokens, seconds) of a layer in a prefill on the device, ascending.
+        qkv_share: share of that time in which the device computes q, k and v of the base model while the host works.
+            0 where host workers share the cores that compute the base model: then nothing is hidden.
+        host_fixed_s: sending rows to a worker and its result back, per layer.
+        host_token_s: the same, per token.
+        host_token_rank_s: compute time of one worker, per token and rank.
+        load_fixed_s: overhead per group of layers that is loaded.
         load_bandwidth: bytes per second over the link.
-        workers: host workers.
-        worker_tokens: tokens that suit one worker (``slices.tokens_within_budget``), times the row's ``host_chunk``.
-        one_group: ``layer_groups`` of the preset: whether an adapter arrives at once.
-        is_static: ``host_layers`` of the preset: whether groups but the one that is loaded last are waited for.
-        waits: whether a layer waits for its arrival where that is sooner than the host.
+        workers: number of host workers.
+        worker_tokens: tokens per worker (:func:`tokens_within_budget`), times the preset's ``host_chunk``.
+        one_group: the preset's ``layer_groups``: whether an adapter is loaded in one group.
+        is_static: the preset's ``host_layers``: whether all groups but the one that is loaded last are waited for.
+        waits: whether a layer waits for its weights if they arrive sooner than the host would finish.
     """
 
     layers: int
@@ -137,11 +140,11 @@ class AssistCosts(msgspec.Struct, frozen=True):
     waits: bool = False
 
     def can_assist(self, ref: AdapterRef) -> bool:
-        """Whether host workers compute everything that the adapter adds."""
+        """Whether host workers compute all modules that the adapter changes."""
         return all(module in self.row_bytes for module, by_layer in ref.ranks.items() if any(by_layer))
 
     def rank(self, ref: AdapterRef) -> float:
-        """Return the adapter's rank, by its bytes and as a mean over the layers; other modules do not count."""
+        """Return the adapter's mean rank over ``ASSISTED_MODULES`` and the layers, weighted by bytes."""
         held = sum(row_bytes * sum(ref.ranks.get(module, ())) for module, row_bytes in self.row_bytes.items())
         return held / (self.layers * self._rank_bytes)
 
@@ -150,9 +153,9 @@ class AssistCosts(msgspec.Struct, frozen=True):
         return interpolate(self.device_layer, tokens)
 
     def host_layer_s(self, tokens: int, rank: float) -> float:
-        """Return the time of a layer on which host workers compute for all ``tokens``.
+        """Return the time of a layer on which host workers compute the LoRA delta of all ``tokens``.
 
-        The rest of the layer needs q, k and v with what the adapter adds, so only their product hides the host's work.
+        The rest of the layer needs q, k and v with the delta, so only the q, k, v product hides the host's work.
         """
         device_s = self.device_layer_s(tokens)
         share = largest_share(tokens, self.worker_tokens, self.workers)
@@ -160,7 +163,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
         return device_s + max(0.0, host_s - self.qkv_share * device_s)
 
     def times(self, tokens: int, rank: float) -> LayerTimes:
-        """Return what the recurrence needs of a prefill of ``tokens`` under an adapter of ``rank``."""
+        """Return the layer times of a prefill of ``tokens`` under an adapter of ``rank``."""
         return LayerTimes(
             self.layers,
             self.host_layer_s(tokens, rank),
@@ -170,9 +173,9 @@ class AssistCosts(msgspec.Struct, frozen=True):
         )
 
     def layer_groups(self, ref: AdapterRef, tokens: int) -> tuple[LayerGroup, ...]:
-        """Return the groups of layers, each (first, after the last), in the order in which they are to arrive.
+        """Return the groups of layers, each (first, after the last), in load order.
 
-        They are planned for a prefill of ``tokens`` rounded up to a power of two, so that few plans serve all prompts.
+        They are planned for ``tokens`` rounded up to a power of two, so that a few cached plans serve all prompts.
         """
         times = self.times(1 << (tokens - 1).bit_length(), self.rank(ref))
         if self.one_group:
@@ -180,7 +183,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
         return prefill_pipeline.plan(times, is_static=self.is_static, waits=self.waits).groups
 
     def assisted(self, ref: AdapterRef, tokens: int) -> PrefillCourse:
-        """Return the course of a prefill of ``tokens`` that begins with the transfer of its adapter."""
+        """Return the schedule of an assisted prefill of ``tokens`` that starts together with the adapter's transfer."""
         groups, times = self.layer_groups(ref, tokens), self.times(tokens, self.rank(ref))
         return (
             prefill_pipeline.static(times, groups)
@@ -189,16 +192,16 @@ class AssistCosts(msgspec.Struct, frozen=True):
         )
 
     def waiting_s(self, ref: AdapterRef, tokens: int) -> float:
-        """Return when that prefill is done if it begins after the transfer."""
+        """Return the time of the same prefill if it starts after the transfer, transfer included."""
         return self.times(tokens, self.rank(ref)).load_then_prefill_s
 
     def pays(self, ref: AdapterRef, tokens: int) -> bool:
-        """Whether assistance is possible and brings the first token sooner than waiting."""
+        """Whether assistance is possible and gives the first token sooner than waiting."""
         return self.can_assist(ref) and self.assisted(ref, tokens).first_token_s < self.waiting_s(ref, tokens)
 
     @property
     def _rank_bytes(self) -> int:
-        """Bytes of one rank on one layer."""
+        """Bytes of one rank row of all ``ASSISTED_MODULES`` on one layer."""
         return sum(self.row_bytes.values())
 
 

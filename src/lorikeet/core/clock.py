@@ -19,10 +19,10 @@ class Clock(Protocol):
 
 
 class WaitableClock(Clock, Protocol):
-    """A clock on which somebody can wait: by sleeping, or by moving it."""
+    """A clock that can wait: the real one sleeps, the virtual one moves forward."""
 
     def wait_until(self, when_s: float) -> None:
-        """Return at ``when_s``, at once if it is past."""
+        """Return at ``when_s``, immediately if it is past."""
         ...
 
 
@@ -39,7 +39,7 @@ class MonotonicClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to."""
+    """A clock that moves only by :meth:`advance` and :meth:`wait_until`."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -63,45 +63,51 @@ class VirtualClock:
         self._now_s = max(self._now_s, when_s)
 
 
-_DRIFT = 1e-4
-"""Most by which the two clocks come apart, in seconds per second: more than clocks that are kept right do."""
+_MAX_DRIFT = 1e-4
+"""Upper bound of the drift between two clocks, in seconds per second; synchronised clocks drift less."""
 
 
 def boot_id() -> str:
-    """Return what tells one machine's monotonic clock from another's (it begins when the kernel is booted)."""
+    """Return the kernel's boot id. Monotonic clocks with the same boot id are the same clock."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class RemoteClock:
-    """Knows by how much an engine's clock is behind ours, from the times of its messages.
+    """Converts times between this machine's monotonic clock and that of an engine on another machine.
 
-    Each of them tells a bound: it came after it was sent. The tightest is kept, and is a message's way too large.
+    A message arrives after it was sent, so each one bounds the offset between the clocks from above. The tightest bound
+    is kept; it is too large by the latency of that message.
 
     Args:
-        sent_s: a time on the engine's clock.
-        received_s: when we heard of it, on ours.
+        sent_s: when a message was sent, on the engine's clock.
+        received_s: when it arrived, on this machine's clock.
     """
 
     def __init__(self, sent_s: float, received_s: float) -> None:
-        self._behind_s = received_s - sent_s
-        self._heard_s = received_s
+        self._offset_s = received_s - sent_s
+        self._updated_s = received_s
 
-    def theirs(self, request: Request) -> Request:
-        """Return a request of ours with the engine's times."""
-        return msgspec.structs.replace(request, arrival_s=request.arrival_s - self._behind_s)
+    def to_remote(self, request: Request) -> Request:
+        """Return a request with its arrival time on the engine's clock."""
+        return msgspec.structs.replace(request, arrival_s=request.arrival_s - self._offset_s)
 
-    def ours(self, outputs: StepOutputs, received_s: float) -> StepOutputs:
-        """Return what the engine told at ``received_s`` with our times; its gauges tell how late it is."""
+    def to_local(self, outputs: StepOutputs, received_s: float) -> StepOutputs:
+        """Return outputs with times on this machine's clock; gauges also tighten the bound.
+
+        Args:
+            outputs: with times on the engine's clock.
+            received_s: when they arrived, on this machine's clock.
+        """
         stats = outputs.stats
         if stats is not None:
-            loosened_s = self._behind_s + _DRIFT * (received_s - self._heard_s)
-            self._behind_s, self._heard_s = min(loosened_s, received_s - stats.at_s), received_s
-            stats = msgspec.structs.replace(stats, at_s=stats.at_s + self._behind_s)
+            loosened_s = self._offset_s + _MAX_DRIFT * (received_s - self._updated_s)
+            self._offset_s, self._updated_s = min(loosened_s, received_s - stats.at_s), received_s
+            stats = msgspec.structs.replace(stats, at_s=stats.at_s + self._offset_s)
         return msgspec.structs.replace(
             outputs,
-            events=tuple(msgspec.structs.replace(each, at_s=each.at_s + self._behind_s) for each in outputs.events),
+            events=tuple(msgspec.structs.replace(each, at_s=each.at_s + self._offset_s) for each in outputs.events),
             adapter_events=tuple(
-                msgspec.structs.replace(each, at_s=each.at_s + self._behind_s) for each in outputs.adapter_events
+                msgspec.structs.replace(each, at_s=each.at_s + self._offset_s) for each in outputs.adapter_events
             ),
             stats=stats,
         )

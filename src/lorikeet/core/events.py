@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
 
 
 class Queued(msgspec.Struct, frozen=True, tag=True):
-    """The engine took the request into its admission queue; this begins all that it tells of the attempt."""
+    """The request entered the engine's admission queue. It is the first event of the attempt."""
 
     request_id: RequestId
     at_s: float
@@ -29,13 +29,13 @@ class Queued(msgspec.Struct, frozen=True, tag=True):
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """The request received all its blocks.
+    """The request was admitted and its blocks were allocated.
 
     Attributes:
-        request_id: whose.
+        request_id: of the request.
         at_s: when.
-        cached_tokens: of its tokens that were found in KV, on either tier.
-        waits_for_adapter, waits_for_kv: what must be transferred before it can run; the events below tell the end.
+        cached_tokens: number of its tokens whose KV was found on the device or the host.
+        waits_for_adapter, waits_for_kv: whether it waits for a transfer, until ``AdapterArrived`` or ``KvArrived``.
     """
 
     request_id: RequestId
@@ -60,14 +60,14 @@ class KvArrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
-    """Prefill ended and the first token of this attempt exists."""
+    """The prefill ended and the first token of this attempt was sampled."""
 
     request_id: RequestId
     at_s: float
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):
-    """Blocks ran out, or KV did not arrive; the request was exported and queued again."""
+    """Blocks ran out, or KV could not be loaded; the request was exported and queued again."""
 
     request_id: RequestId
     at_s: float
@@ -81,8 +81,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
         at_s: when.
         reason: why.
         stop_token_id: the token that stopped it.
-        error: what went wrong.
-        impossible: it can never be served as it was asked; else what went wrong is not the request's fault.
+        error: what went wrong, for ``FinishReason.ERROR``.
+        impossible: whether the request can never be served as it is; otherwise the error is not the request's fault.
     """
 
     request_id: RequestId
@@ -97,7 +97,7 @@ RequestEvent = Queued | Admitted | AdapterArrived | KvArrived | FirstToken | Pre
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
-    """An adapter's weights reached the device (``error`` None) or failed to."""
+    """An adapter's weights were loaded to the device (``error`` None), or the load failed."""
 
     digest: AdapterDigest
     at_s: float
@@ -106,13 +106,13 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdapterEvicted(msgspec.Struct, frozen=True, tag=True):
-    """An adapter's blocks were given up.
+    """An adapter's device blocks were freed.
 
     Attributes:
         digest: the version.
         at_s: when.
-        freed_bytes: of its blocks and those of its KV.
-        dropped: because it was asked for, not to make room.
+        freed_bytes: bytes of its blocks and of its KV.
+        dropped: whether it was dropped on request (``DropAdapter``), not evicted to free memory.
     """
 
     digest: AdapterDigest
@@ -126,22 +126,22 @@ AdapterEvent = AdapterLoaded | AdapterEvicted
 
 @dataclass
 class RequestTimings:
-    """Instants on the monotonic clock, None until they happen.
+    """Times of a request's events on the monotonic clock, None until they happen.
 
-    The parts of TTFT follow one another (ELORA spec, R28): in the queue until blocks are received, then until the
-    adapter is there, then what KV takes beyond that, then prefill.
+    The parts of TTFT are consecutive (ELORA spec, R28): in the queue until admission, then waiting for the adapter,
+    then waiting for KV beyond that, then prefill.
 
     Attributes:
         arrival_s: the server accepted the request.
         queued_s: the engine first queued it.
-        admitted_s: it first received blocks.
-        first_token_s: its first token existed.
+        admitted_s: it was first admitted.
+        first_token_s: its first token was sampled.
         finished_s: it ended.
-        adapter_wait_s: time from its first blocks until its adapter was there.
-        kv_wait_s: time after that until its KV was there too.
-        waits_for_adapter: it could not run before its adapter was there; else its prefill was assisted meanwhile.
+        adapter_wait_s: seconds from admission until its adapter was on the device.
+        kv_wait_s: seconds after that until its KV was on the device too.
+        waits_for_adapter: whether it waited for its adapter; otherwise its prefill was assisted meanwhile.
         cached_tokens: prompt tokens found in KV at the first admission.
-        preemptions: how often it gave its blocks back.
+        preemptions: how often it was preempted.
     """
 
     arrival_s: float
@@ -156,7 +156,7 @@ class RequestTimings:
     preemptions: int = 0
 
     def apply(self, event: RequestEvent) -> None:
-        """Take one event in. First occurrences count; later ones do not overwrite them."""
+        """Apply one event. Only the first event of each kind counts, since a resumed request repeats them."""
         first_time = self.preemptions == 0 and self.first_token_s is None
         match event:
             case Queued():

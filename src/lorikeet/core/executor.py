@@ -1,4 +1,4 @@
-"""The executor protocol: what the engine needs of the part that runs its plans.
+"""The executor protocol: the interface between the engine loop and the part that runs its plans.
 
 The torch, modelled, paced and scripted executors implement it.
 """
@@ -14,23 +14,23 @@ from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 
 
 class ExecutorError(RuntimeError):
-    """A step could not be run; the message names the requests or the rank concerned."""
+    """A step could not be run; the message names the request, adapter or rank concerned."""
 
 
 class Executor(Protocol):
-    """Runs plans one after the other. Owns tensors; decides nothing.
+    """Runs plans one after the other. It owns tensors and makes no scheduling decisions.
 
     A plan's ``drops`` and ``evictions`` are applied first, then ``starts``, then ``transfers`` are started (not
-    awaited), then the sequences run ``repeat`` times. Blocks of a transfer are not reused before it is done. Where
-    device and host overlap, a plan returns after each of its steps (``StepPlan.overlapped``): tokens are told, and
-    requests taken, while the next one runs.
+    awaited), then the sequences run ``repeat`` times. Blocks of a transfer are not reused before it is done. With async
+    scheduling (``StepPlan.overlapped``) a plan returns after each of its steps, while the device runs the next one:
+    the engine handles tokens and new requests meanwhile.
     """
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan and return its tokens.
 
         Raises:
-            ExecutorError: the step failed; the engine cannot go on.
+            ExecutorError: the step failed; the engine cannot continue.
         """
         ...
 
@@ -43,15 +43,15 @@ class Executor(Protocol):
         ...
 
     def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
-        """Return what host blocks hold that no transfer writes. Not under tensor parallelism: each rank has a part."""
+        """Return the bytes of host blocks that no transfer writes. Not with tensor parallelism: ranks have parts."""
         ...
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
-        """Write host blocks that no transfer reads or writes, with what :meth:`read_host` gave elsewhere."""
+        """Write host blocks that no transfer uses, with bytes that :meth:`read_host` returned on another executor."""
         ...
 
     def assist_counters(self) -> AssistCounters | None:
-        """Return what host workers have done so far; None if there are none."""
+        """Return the counters of host workers; None if there are none."""
         ...
 
     def close(self) -> None:
@@ -60,19 +60,19 @@ class Executor(Protocol):
 
 
 class EngineSizes(NamedTuple):
-    """What the engine and its clients must know of an executor.
+    """Sizes and abilities of an executor, for the engine and its clients.
 
     Attributes:
         geometry: sizes of the whole model.
-        local_geometry: sizes of one rank's share; adapters are packed by it.
+        local_geometry: sizes of one rank's share. Adapters are packed with these.
         total_blocks: blocks in the device arena of each rank.
         host_blocks: blocks in the host arena of each rank.
         block_size: tokens of KV in a block.
         max_model_len: longest sequence that it serves.
-        max_adapter_blocks: largest adapter that leaves room for such a sequence.
-        kernels: which kernel backend computes.
-        assist: what prefills cost that host workers assist; None if there are none.
-        async_scheduling: whether the device can run a decode step while the host is at the last one's tokens.
+        max_adapter_blocks: largest adapter that leaves enough blocks for such a sequence.
+        kernels: name of the kernel backend.
+        assist: costs of prefills assisted by host workers; None if there are no workers.
+        async_scheduling: whether the device can run a decode step while the host handles the previous step's tokens.
     """
 
     geometry: ModelGeometry

@@ -12,7 +12,7 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
     "gate_up": ("gate", "up"),
     "down": ("down",),
 }
-"""The linear weights of a decoder layer as they are held, and the modules of each, in row order."""
+"""The fused linear weights of a decoder layer, and the modules of each, in row order."""
 
 
 class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
@@ -27,7 +27,7 @@ class ModelGeometry(msgspec.Struct, frozen=True):
 
     Attributes:
         layers: number of decoder layers.
-        kv_heads: key/value heads (per rank where the geometry is a rank's).
+        kv_heads: key/value heads (of one rank, in the geometry of a rank).
         head_dim: elements of one head.
         modules: shape of each of :data:`LORA_MODULES`.
         dtype_bytes: bytes of one element of KV and adapter weights.
@@ -40,7 +40,7 @@ class ModelGeometry(msgspec.Struct, frozen=True):
     dtype_bytes: int
 
     def kv_elements_per_token(self) -> int:
-        """Elements of keys and values that one token takes over all layers."""
+        """Elements of the keys and values of one token over all layers."""
         return self.layers * 2 * self.kv_heads * self.head_dim
 
     def block_elements(self, block_size: int) -> int:
@@ -48,5 +48,5 @@ class ModelGeometry(msgspec.Struct, frozen=True):
         return block_size * self.kv_elements_per_token()
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of such a block."""
+        """Bytes of a block that holds ``block_size`` tokens of KV over all layers."""
         return self.block_elements(block_size) * self.dtype_bytes

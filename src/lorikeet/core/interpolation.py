@@ -1,14 +1,14 @@
-"""Seconds by a count, from a few measured points."""
+"""Interpolates a time between a few measured points."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 
 def interpolate(points: Sequence[tuple[int, float]], count: int) -> float:
-    """Return the seconds at ``count``: the first point's up to there, and then linear between points.
+    """Return the seconds at ``count``: constant up to the first point, then linear between points.
 
-    Beyond the last point the upper half of the range goes on, and never falls: the last two points alone may lie so
-    close together that what they differ by is noise.
+    Beyond the last point it extrapolates with the slope over the upper half of the range, never downwards. The slope
+    between the last two points alone could be noise if they lie close together.
 
     Args:
         points: (count, seconds), ascending, at least one.

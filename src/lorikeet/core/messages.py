@@ -1,6 +1,6 @@
-"""The one message channel between an API process and an engine process.
+"""Messages between an API process and an engine process.
 
-Messages are encoded with MessagePack. Both ends run the same version of Lorikeet; ``EngineReady`` carries it.
+They are encoded with MessagePack. Both ends run the same version of Lorikeet, which ``EngineReady`` carries.
 """
 
 from typing import NamedTuple
@@ -28,18 +28,18 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExportRequest(msgspec.Struct, frozen=True, tag=True):
-    """Stop a request that goes on elsewhere, and hand over its KV as ``RequestExported``. Unknown ids are ignored."""
+    """Stop a request that is resumed elsewhere; answered by ``ExportedKv``. Unknown ids are ignored."""
 
     request_id: RequestId
 
 
 class ImportKv(msgspec.Struct, frozen=True, tag=True):
-    """KV that another engine has computed, for a request that follows.
+    """KV that another engine has computed, for a request that will be submitted.
 
     Attributes:
-        adapter: the version that it was computed under; None for the base model.
-        keys: of its blocks, the first of a sequence.
-        blocks: what they hold, of an engine with the same settings.
+        adapter: the version it was computed with; None for the base model.
+        keys: block hashes, of the first blocks of a sequence.
+        blocks: bytes of each block, from an engine with the same settings.
     """
 
     adapter: AdapterRef | None
@@ -48,19 +48,19 @@ class ImportKv(msgspec.Struct, frozen=True, tag=True):
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Free an adapter version as soon as no request runs under it; answered by ``AdapterEvicted``."""
+    """Free an adapter version once no request uses it; answered by ``AdapterEvicted`` with ``dropped``."""
 
     digest: AdapterDigest
 
 
 class RegisterAdapters(msgspec.Struct, frozen=True, tag=True):
-    """Versions that requests may come for: they may be read into the host tier and prefetched."""
+    """Versions for which requests may arrive. They may be read into the host tier and prefetched."""
 
     adapters: tuple[AdapterRef, ...]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Stop at once."""
+    """Stop immediately."""
 
 
 ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | Shutdown
@@ -71,7 +71,7 @@ LOADING_WEIGHTS = "loading weights"
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Where start-up is: ``stage`` in words, ``done`` of ``total`` units."""
+    """Progress of the start: ``stage`` for the user, ``done`` of ``total`` units."""
 
     stage: str
     done: int
@@ -79,7 +79,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The engine is ready.
+    """The engine is ready to serve.
 
     Attributes:
         version: Lorikeet's version.
@@ -89,8 +89,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
         block_bytes: bytes of a block on one rank.
         max_model_len: longest sequence that it serves.
         max_adapter_blocks: largest adapter that it serves.
-        kernels: which kernel backend computes.
-        boot_id, at_s: of its machine, and now on its clock.
+        kernels: name of the kernel backend.
+        boot_id: boot id of its machine, which identifies its clock.
         notes: lines for the start-up log.
     """
 
@@ -108,12 +108,14 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What one turn added to an answer. (request, attempt, index) names a token for ever, so old ones can be told.
+    """Tokens that one turn of the loop sampled for a request.
+
+    (request, attempt, index) identifies a token for good, so that stale and repeated tokens can be recognised.
 
     Attributes:
-        request_id, attempt: whose.
-        index: of the first of them in the answer.
-        tokens: in their order, one or more.
+        request_id, attempt: of the request.
+        index: index of the first of these tokens in the answer.
+        tokens: one or more, in order.
     """
 
     request_id: RequestId
@@ -123,15 +125,15 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TierBytes(msgspec.Struct, frozen=True):
-    """What a tier holds; the parts add up to ``total``.
+    """Bytes of a tier by use. The parts add up to ``total``.
 
     Attributes:
-        total: its arena.
-        free: nobody leases it.
-        adapters: weights, used or not.
-        kv_running: KV of running sequences (on the device).
-        kv_cached: KV that no running sequence needs there.
-        inflight: part of a transfer.
+        total: size of the arena.
+        free: not allocated.
+        adapters: adapter weights, used or not.
+        kv_running: KV of running sequences (device only).
+        kv_cached: KV that no running sequence uses.
+        inflight: blocks of transfers in flight.
     """
 
     total: int
@@ -143,7 +145,7 @@ class TierBytes(msgspec.Struct, frozen=True):
 
 
 class RouteStats(msgspec.Struct, frozen=True):
-    """Transfers from one tier to another so far: how many, their bytes, failed ones, seconds of reading and copying."""
+    """Transfers from one tier to another since the start: their number, bytes, failures, and seconds of work."""
 
     transfers: int
     bytes: int
@@ -152,7 +154,7 @@ class RouteStats(msgspec.Struct, frozen=True):
 
 
 class DecisionTimes(msgspec.Struct, frozen=True):
-    """Ticks of the swapper that decided something, on this machine's clock."""
+    """Duration of swapper ticks that made a decision, in seconds of real time."""
 
     count: int = 0
     total_s: float = 0.0
@@ -160,24 +162,24 @@ class DecisionTimes(msgspec.Struct, frozen=True):
 
 
 class MemoryStats(msgspec.Struct, frozen=True):
-    """What the memory tells about itself. Counts are since the start.
+    """Counters and gauges of the memory. Counts are since the start.
 
     Attributes:
-        device, host: the tiers.
-        host_adapters: adapters in the host tier.
-        packing_waste_bytes: of device blocks of adapters, what holds no weights.
-        invalid_kv_bytes: KV on the device that no sequence needs and none can use, since its adapter or earlier KV is
-            not there.
-        invalid_kv_share: that as a share of all KV on the device that no sequence needs, averaged over time.
-        adapter_queries, adapter_hits: requests with an adapter, and those that found it on the device on arrival.
+        device, host: bytes of each tier.
+        host_adapters: number of adapters in the host tier.
+        packing_waste_bytes: bytes of adapters' device blocks that hold no weights.
+        invalid_kv_bytes: cached KV on the device that no request can use, because its adapter or earlier KV is not
+            there.
+        invalid_kv_share: the same as a share of all cached KV on the device, averaged over time.
+        adapter_queries, adapter_hits: requests with an adapter, and those whose adapter was on the device on arrival.
         kv_queries_tokens: prompt tokens of all requests on arrival.
-        kv_hits_tokens, kv_host_hits_tokens: those whose KV was on the device then, and those found on the host only.
-        transfers: by ``source-target``.
-        prefetched, prefetched_used: adapters and blocks of KV brought before anybody wanted them, and those of them
-            that were used before they left.
-        decisions: time spent deciding.
-        nodes: adapters and blocks of KV that the tree knows.
-        metadata_bytes: that the tree itself takes.
+        kv_hits_tokens, kv_host_hits_tokens: those whose KV was on the device then, and those with KV on the host only.
+        transfers: by route, ``source-target``.
+        prefetched, prefetched_used: adapters and KV blocks that were prefetched, and those of them that were used
+            before they were evicted.
+        decisions: time spent in decisions of the swapper.
+        nodes: adapters and KV blocks in the dependency tree.
+        metadata_bytes: size of the tree itself.
     """
 
     device: TierBytes
@@ -200,13 +202,13 @@ class MemoryStats(msgspec.Struct, frozen=True):
 
 
 class ModeStats(msgspec.Struct, frozen=True):
-    """How batches ran. Counts are since the start.
+    """Batching modes of the steps. Counts are since the start.
 
     Attributes:
-        merged: the adapter that the last step ran merged, None if none.
-        switches, switch_s: changes of it, and the time they took.
-        merged_steps: steps with one.
-        assisted_steps: steps with prefills that the host assisted.
+        merged: the adapter that was merged in the last step, None if none.
+        switches, switch_s: number of changes of the merged adapter, and their seconds.
+        merged_steps: steps with a merged adapter.
+        assisted_steps: steps with assisted prefills.
     """
 
     merged: AdapterDigest | None = None
@@ -217,16 +219,16 @@ class ModeStats(msgspec.Struct, frozen=True):
 
 
 class QueueStats(msgspec.Struct, frozen=True):
-    """What an admission queue tells that has classes. Figures by class begin with the smallest requests.
+    """Gauges and counters of an admission queue with size classes. Lists by class start with the smallest requests.
 
     Attributes:
-        waiting: requests of each class.
-        quota_tokens: room of each class, in tokens of KV.
-        held_tokens: of it, what requests hold.
-        refreshes: how often classes and quotas were found anew, since the start.
-        bypassed: requests admitted before an older one whose adapter lacked room.
-        squashed: those of them that were sent back, since they had not ended in time.
-        joined: requests tried before all others, since others ran under their adapter.
+        waiting: waiting requests of each class.
+        quota_tokens: quota of each class, in tokens of KV.
+        held_tokens: part of the quota in use.
+        refreshes: how often classes and quotas were recomputed.
+        bypassed: requests admitted before an older one whose adapter did not fit.
+        squashed: those of them that were preempted because they had not ended in time.
+        joined: requests tried first because others ran with their adapter.
     """
 
     waiting: tuple[int, ...]
@@ -239,13 +241,13 @@ class QueueStats(msgspec.Struct, frozen=True):
 
 
 class AssistCounters(NamedTuple):
-    """What has happened in assisted steps since the start.
+    """Counters of assisted steps since the start.
 
     Attributes:
-        host_layers, device_layers: layers of adapters on their way, by who has computed what they add.
-        host_layers_after_arrival: of the former, those that had arrived when it was decided.
-        rescued_slices: of host layers, slices that the rank has computed itself.
-        lost_workers: workers that have ended unasked.
+        host_layers, device_layers: layers of adapters in flight whose LoRA delta the host or the device computed.
+        host_layers_after_arrival: host layers that had arrived on the device when the host was chosen.
+        rescued_slices: slices of host layers that the rank computed itself because a worker was lost.
+        lost_workers: workers that ended unexpectedly.
     """
 
     host_layers: int
@@ -256,28 +258,28 @@ class AssistCounters(NamedTuple):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Gauges, taken after a step.
+    """Gauges of an engine, taken after a step.
 
     Attributes:
-        at_s: when.
-        steps: steps run so far.
+        at_s: when they were taken.
+        steps: steps run since the start.
         running: sequences that hold blocks and can run.
         waiting: all other requests.
-        waiting_for_adapter, waiting_for_kv: those of them that hold blocks, and wait for the transfer of their
-            adapter, or only for that of KV that was found on the host.
-        ahead_of_adapter: those that wait for their adapter though their prefill is done, assisted by the host.
+        waiting_for_adapter, waiting_for_kv: admitted requests that wait for the transfer of their adapter, or only for
+            KV that was found on the host.
+        ahead_of_adapter: requests whose assisted prefill is done but whose adapter has not arrived.
         free_blocks, cached_blocks, kv_blocks, adapter_blocks, inflight_blocks: blocks by use; with
             ``total_blocks`` they satisfy free + cached + kv + adapter + inflight = total, where ``kv`` counts
-            blocks that running sequences hold and ``cached`` KV blocks that nobody holds.
+            blocks that running sequences hold and ``cached`` counts KV blocks that no sequence holds.
         total_blocks: blocks in the arena.
-        kv_limit_blocks: those that KV may ever take.
+        kv_limit_blocks: most blocks that KV may take.
         resident_adapters: digest → blocks of the adapters on the device.
         running_adapters, waiting_adapters: digests of running and of queued requests.
-        prefix_queries_tokens, prefix_hits_tokens: tokens looked up in and found in cached KV so far.
-        preemptions: so far.
+        prefix_queries_tokens, prefix_hits_tokens: tokens looked up in the prefix cache, and found, since the start.
+        preemptions: since the start.
         step_tokens: tokens computed by the last step.
-        memory: what the memory tells.
-        modes: how batches ran.
+        memory: of the memory.
+        modes: of the batching modes.
         queue: of the admission queue, None if it has no classes.
         assist: of host workers, None if there are none.
     """
@@ -309,12 +311,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     assist: AssistCounters | None = None
 
 
-class Exported(msgspec.Struct, frozen=True):
-    """A request that was let go is gone, and this is the KV of its first blocks, as far as it could be had.
+class ExportedKv(msgspec.Struct, frozen=True):
+    """The KV of an exported request: as many of its first blocks as could be copied.
 
     Attributes:
         request_id: of the request.
-        keys, blocks: see ``ImportKv``.
+        keys, blocks: for ``ImportKv`` at another engine.
     """
 
     request_id: RequestId
@@ -323,16 +325,16 @@ class Exported(msgspec.Struct, frozen=True):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
-    """All that one turn of the loop has to tell.
+    """The outputs of one turn of the engine loop.
 
-    Tokens of a request come together, and before its ``Finished`` or ``RequestExported``.
+    The tokens of a request are in one item. They are handled before its ``Finished`` event and its ``ExportedKv``.
     """
 
     tokens: tuple[TokenOutput, ...]
     events: tuple[RequestEvent, ...]
     adapter_events: tuple[AdapterEvent, ...]
     stats: EngineStats | None = None
-    exported_kv: tuple[Exported, ...] = ()
+    exported_kv: tuple[ExportedKv, ...] = ()
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""One step, one plan: the values that pass between scheduler and executor (design, idea 4)."""
+"""Step plans and their results: the values that pass between scheduler and executor."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -11,22 +11,22 @@ from lorikeet.core.request import SamplingParams
 
 
 class KernelForm(StrEnum):
-    """How a batch of mixed ranks is computed."""
+    """How the LoRA delta of a batch with mixed ranks is computed."""
 
     UNPADDED = "unpadded"
-    """Work is the sum of the ranks in the batch."""
+    """Each adapter at its own rank: the work is the sum of the ranks."""
     PADDED = "padded"
-    """Work is the largest rank of the batch for every adapter in it."""
+    """Every adapter padded to the largest rank of the batch."""
     EINSUM = "einsum"
-    """As padded, and every row meets every adapter of the batch (dLoRA's einsums over one-hot types)."""
+    """Padded, and every row is multiplied with every adapter of the batch (dLoRA's einsums over one-hot types)."""
 
     def fits_graphs(self, merged: AdapterDigest | None) -> bool:
-        """Whether steps that decode can be graphs: einsums wait for the device, but a merged adapter needs none."""
+        """Whether decode steps can be CUDA graphs. Einsums cannot (they wait for the device), a merged adapter can."""
         return self is not KernelForm.EINSUM or merged is not None
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
-    """What the executor must know of a sequence that it has not seen yet (or has dropped).
+    """A sequence that is new to the executor, or that it has dropped before.
 
     Attributes:
         request_id: the sequence's request.
@@ -62,52 +62,52 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Tier(StrEnum):
-    """Where bytes can be."""
+    """A place for blocks."""
 
     DEVICE = "device"
-    """The arena that steps read."""
+    """The device arena, which steps read."""
     HOST = "host"
-    """An arena in shared memory beside it."""
+    """The host arena, in shared memory."""
     SOURCE = "source"
     """An adapter's files."""
 
 
 Groups = tuple[tuple[int, int], ...]
-"""Runs of a transfer's blocks, each from an index to another (half-open)."""
+"""Ranges of indices of a transfer's blocks, each (first, after the last)."""
 
 
-class Order(NamedTuple):
-    """How an adapter is to arrive whose prefill is assisted.
+class LoadOrder(NamedTuple):
+    """The order in which an adapter is loaded for an assisted prefill.
 
     Attributes:
-        groups: see :class:`Transfer`; none: it is not assisted.
-        left_to_host: the same.
+        groups: as of :class:`Transfer`; empty if the prefill is not assisted.
+        left_to_host: as of :class:`Transfer`.
     """
 
     groups: Groups = ()
     left_to_host: tuple[int, int] = (0, 0)
 
 
-AS_THEY_LIE = Order()
-"""Blocks as they lie; nobody computes with a part of them."""
+PACKING_ORDER = LoadOrder()
+"""Blocks in packing order, for prefills that are not assisted."""
 
 
 class Transfer(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks on their way from one tier to another: the weights of an adapter, or KV.
+    """A copy of blocks from one tier to another: the weights of an adapter, or KV.
 
-    From the source to the device weights go by way of ``host_blocks``, where there are any, and then lie in both.
-    Blocks belong to the transfer until it is reported: nobody else writes them, and those it writes nobody reads.
+    Weights that go from the source to the device pass through ``host_blocks``, if there are any, and then are in both.
+    Until the transfer is reported, nothing else writes its blocks, and nothing reads the blocks that it writes.
 
     Attributes:
-        transfer_id: rises from one to the next, and fences a completion against a later transfer of the same blocks.
+        transfer_id: rises from transfer to transfer, so that a completion is not taken for a later transfer's.
         source, target: tiers.
-        host_blocks: in the host arena: read, written, or passed through.
-        device_blocks: in the device arena, in the order of ``host_blocks``.
-        adapter: whose weights they are, in packing order; None for KV.
-        demand: whether somebody waits for it. Such transfers go first.
-        groups: in the order in which they are to arrive; none: as the blocks lie.
-        left_to_host: first layer, and the one after the last, that nobody waits for while the adapter arrives: the host
-            computes them in any case, also if a block that they share with others is there.
+        host_blocks: blocks in the host arena: read, written, or passed through.
+        device_blocks: blocks in the device arena, in the order of ``host_blocks``.
+        adapter: whose weights the blocks hold, in packing order; None for KV.
+        demand: whether a request waits for it. Demanded transfers run before prefetches.
+        groups: ranges of blocks in load order; empty: in the order of the blocks.
+        left_to_host: layers, as (first, after the last), that the host computes while the adapter arrives, even if
+            their blocks have arrived (static assistance).
     """
 
     transfer_id: int
@@ -125,9 +125,9 @@ class TransferDone(msgspec.Struct, frozen=True, array_like=True):
     """The end of a :class:`Transfer` on every rank.
 
     Attributes:
-        transfer_id: which.
-        error: why it failed, None if it did not. Nothing is known then of what it should have written.
-        duration_s: time that reading and copying took, without waiting for its turn; 0 if nobody measured it.
+        transfer_id: of the transfer.
+        error: why it failed, None if it succeeded. After a failure the content of the target blocks is undefined.
+        duration_s: seconds of reading and copying, without queueing; 0 if not measured.
     """
 
     transfer_id: int
@@ -140,22 +140,22 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         step: number of the plan, counting from 0.
-        sequences: who runs, and how many tokens each. Sorted so that equal adapters are neighbours.
-        starts: sequences the executor meets for the first time.
-        drops: sequences it may forget (applied before ``starts``).
+        sequences: which sequences run, and how many tokens each. Sequences of one adapter are consecutive.
+        starts: sequences that are new to the executor.
+        drops: sequences that the executor can forget (applied before ``starts``).
         adapters: adapter versions used by ``sequences``, each once, base excluded.
-        transfers: those that start with this step, in the order in which equally urgent ones are to run.
-        urgent: earlier transfers that somebody waits for by now.
-        evictions: adapter versions whose device blocks were given up (applied before ``transfers``).
+        transfers: transfers that start with this step; equally urgent ones run in this order.
+        urgent: earlier prefetches that a request waits for now.
+        evictions: adapter versions whose device blocks were freed (applied before ``transfers``).
         kernel_form: how mixed ranks are computed.
         merged: adapter whose weights are merged into the base, None while unmerged.
         repeat: number of identical decode steps; above 1 only if every sequence decodes.
         max_duration_s: the executor ends a repeat early after this time.
-        assisted: of ``adapters``, those that are still on their way from the host. Sequences under them prefill, and
-            on layers that have not arrived host workers compute what they add.
-        overlapped: whether the executor returns after one step, if it can with the next one under way.
-        goes_on: its first step is that one, of the last plan with sequences; some of these may have left since. If the
-            next plan with sequences does not go on, nobody wants it any more.
+        assisted: those of ``adapters`` whose transfer from the host is in flight. Their sequences prefill, and host
+            workers compute the LoRA delta on layers that have not arrived.
+        overlapped: async scheduling: the executor returns after one step, if possible with the next one running.
+        continues: the first step is the one that runs already, of the last plan with sequences; some of its sequences
+            may have ended since. If the next plan with sequences does not continue, the running step is discarded.
     """
 
     step: int
@@ -172,16 +172,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     max_duration_s: float = 0.05
     assisted: tuple[AdapterDigest, ...] = ()
     overlapped: bool = False
-    goes_on: bool = False
+    continues: bool = False
 
     @property
     def is_empty(self) -> bool:
-        """True if the executor has nothing at all to do."""
+        """Whether the executor has nothing to do."""
         return not (self.sequences or self.drops or self.transfers or self.urgent or self.evictions)
 
     @property
     def fits_graphs(self) -> bool:
-        """Whether all sequences decode, and adapters are computed by kernels that fit graphs, or are merged."""
+        """Whether the plan can run as a CUDA graph: all sequences decode, and the kernel form allows it."""
         decodes = all(step.tokens == 1 and step.samples for step in self.sequences)
         return decodes and self.kernel_form.fits_graphs(self.merged) and not self.assisted
 
@@ -191,8 +191,8 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         token_id: index in the vocabulary.
-        logprob: its log probability under the unmodified distribution, if asked for.
-        top: most likely (token id, log probability) pairs, if asked for.
+        logprob: its log probability under the unmodified distribution, if requested.
+        top: most likely (token id, log probability) pairs, if requested.
     """
 
     token_id: int
@@ -201,16 +201,16 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a step brought.
+    """The result of a plan.
 
     Attributes:
         step: number of the plan.
         tokens: for each sequence of the plan, the tokens sampled, oldest first.
         steps_run: how many of ``repeat`` steps ran.
-        duration_s: time the executor took; of a plan that goes on, since the last step ended.
-        failed: requests whose logits were not finite, so that no token could be chosen; the others are sound.
-        switch_s: the part of ``duration_s`` in which another adapter, or none, was merged into the base weights.
-        next_runs: whether the next of the plan's steps runs already.
+        duration_s: seconds that the executor took; of a plan that continues, since the previous step ended.
+        failed: requests whose logits were not finite, so that no token could be sampled. The others are valid.
+        switch_s: the part of ``duration_s`` spent merging or unmerging an adapter.
+        next_runs: whether the next step of the plan runs already (async scheduling).
     """
 
     step: int

@@ -1,9 +1,9 @@
-"""A prefill beside the transfer of its adapter, layer by layer, and the planner of layer groups.
+"""Schedules of a prefill that runs while its adapter is loaded layer by layer, and the planner of layer groups.
 
-TOPPINGS, section 4.1: the layers are cut into groups that are loaded one after the other. While the adapter arrives, a
-layer whose group is there is computed on the device, any other takes what the adapter adds from the host. The first
-group is loaded last: only decodes need it on the device. The paper does not say how a loader avoids being one group
-behind the computation for ever; here it may skip a group that would come too late (:func:`look_ahead_order`).
+TOPPINGS, section 4.1: the layers are divided into groups that are loaded one after the other. Meanwhile a layer whose
+group has arrived takes the LoRA delta from the device, any other layer from the host. The first group is loaded last,
+since only decodes need it on the device. The paper does not say how a loader avoids staying one group behind the
+computation; here it may skip a group that would arrive too late (:func:`look_ahead_order`).
 """
 
 import math
@@ -14,25 +14,25 @@ from itertools import accumulate
 from typing import NamedTuple
 
 LayerGroup = tuple[int, int]
-"""First layer, and the layer after the last."""
+"""First layer, and the layer after the last (half-open)."""
 
 
 class ComputePlace(StrEnum):
-    """Where what the adapter adds to a layer is computed."""
+    """Where the LoRA delta of a layer is computed."""
 
     HOST = "C"
     DEVICE = "G"
 
 
 class LayerTimes(NamedTuple):
-    """What a prefill and the load of its adapter take, in seconds.
+    """Times of a prefill and of the load of its adapter, in seconds.
 
     Attributes:
-        layers: of the model.
-        host_s: a layer on which the host computes for the adapter.
-        device_s: a layer on which the device does.
-        load_s: the adapter's share of one layer over the link.
-        group_s: once per group that is loaded.
+        layers: layers of the model.
+        host_s: a layer whose LoRA delta the host computes.
+        device_s: a layer whose LoRA delta the device computes.
+        load_s: transfer of one layer of the adapter.
+        group_s: overhead per group that is loaded.
     """
 
     layers: int
@@ -43,25 +43,25 @@ class LayerTimes(NamedTuple):
 
     @property
     def cached_s(self) -> float:
-        """The prefill if the adapter is there already."""
+        """Time of the prefill if the adapter is on the device already."""
         return self.layers * self.device_s
 
     @property
     def load_then_prefill_s(self) -> float:
-        """The load in one piece, and then the prefill."""
+        """Time to load the adapter in one group and then run the prefill."""
         return self.group_load_s((0, self.layers)) + self.cached_s
 
     def group_load_s(self, group: LayerGroup) -> float:
-        """Return how long a group takes over the link."""
+        """Return the time to load a group."""
         first, stop = group
         return self.group_s + (stop - first) * self.load_s
 
     def load_ends_s(self, groups: Sequence[LayerGroup]) -> list[float]:
-        """Return when each group has arrived if they are loaded in this order."""
+        """Return when each group has arrived, in seconds, if they are loaded in this order."""
         return list(accumulate(map(self.group_load_s, groups)))
 
     def arrivals_s(self, groups: Sequence[LayerGroup]) -> list[float]:
-        """Return when each layer has arrived if the groups, together all layers, are loaded in this order."""
+        """Return when each layer has arrived if groups, which together are all layers, are loaded in this order."""
         arrivals = [0.0] * self.layers
         for (first, stop), end_s in zip(groups, self.load_ends_s(groups), strict=True):
             arrivals[first:stop] = [end_s] * (stop - first)
@@ -69,13 +69,13 @@ class LayerTimes(NamedTuple):
 
 
 class PrefillCourse(NamedTuple):
-    """How a prefill goes.
+    """Schedule of a prefill.
 
     Attributes:
-        places: of each layer.
+        places: where the LoRA delta of each layer is computed.
         first_token_s: when its last layer is done.
         groups: in load order.
-        resident_s: when the whole adapter is on the device, so that the request may decode.
+        resident_s: when the whole adapter is on the device, so that the request can decode.
     """
 
     places: tuple[ComputePlace, ...]
@@ -85,12 +85,12 @@ class PrefillCourse(NamedTuple):
 
     @property
     def placement(self) -> str:
-        """The places as a word, such as ``CCGG``."""
+        """The places as a string, such as ``CCGG``."""
         return "".join(self.places)
 
 
 class LayerStep(NamedTuple):
-    """One layer of a prefill: where the adapter's part is computed, when its turn comes, and when it is done."""
+    """One layer of a prefill: where its LoRA delta is computed, and when the layer starts and ends."""
 
     place: ComputePlace
     start_s: float
@@ -100,13 +100,13 @@ class LayerStep(NamedTuple):
 def walk(
     times: LayerTimes, arrivals_s: Sequence[float], begin_s: float = 0.0, *, waits: bool = False
 ) -> list[LayerStep]:
-    """Compute each layer where that is possible when its turn comes.
+    """Schedule layers dynamically: on the device if a layer has arrived when it starts, else on the host.
 
     Args:
         times: of the prefill.
         arrivals_s: when each layer arrives.
-        begin_s: when the turn of the first of them comes.
-        waits: whether a layer waits for its arrival where that is sooner than the host.
+        begin_s: when the first of these layers starts.
+        waits: whether a layer waits for its weights if they arrive sooner than the host would finish.
     """
     steps = []
     now = begin_s
@@ -122,7 +122,7 @@ def walk(
 
 
 def walk_static(times: LayerTimes, arrivals_s: Sequence[float], host: LayerGroup) -> list[LayerStep]:
-    """Compute the layers of ``host`` there, and wait for the others; arguments as for :func:`walk`."""
+    """Schedule the layers of group ``host`` on the host and wait for all others; arguments as for :func:`walk`."""
     steps = []
     now = 0.0
     for layer, arrival_s in enumerate(arrivals_s):
@@ -136,41 +136,41 @@ def walk_static(times: LayerTimes, arrivals_s: Sequence[float], host: LayerGroup
 
 
 def dynamic(times: LayerTimes, groups: Sequence[LayerGroup], *, waits: bool = False) -> PrefillCourse:
-    """Return the course by :func:`walk` while ``groups``, all layers, are loaded in this order."""
+    """Return the schedule by :func:`walk` while ``groups``, which together are all layers, are loaded in this order."""
     arrivals_s = times.arrivals_s(groups)
     return _course(walk(times, arrivals_s, waits=waits), groups, arrivals_s)
 
 
 def static(times: LayerTimes, groups: Sequence[LayerGroup]) -> PrefillCourse:
-    """Return the course by :func:`walk_static`, where the host has the group that is loaded last."""
+    """Return the schedule by :func:`walk_static`: the host computes the group that is loaded last."""
     arrivals_s = times.arrivals_s(groups)
     return _course(walk_static(times, arrivals_s, groups[-1]), groups, arrivals_s)
 
 
 def cut(layers: int, size: int) -> tuple[LayerGroup, ...]:
-    """Return the groups of ``size`` layers, the last one of what remains, in the order of the layers."""
+    """Divide the layers into groups of ``size``, in layer order; the last group may be smaller."""
     return tuple((first, min(first + size, layers)) for first in range(0, layers, size))
 
 
 def load_order(groups: tuple[LayerGroup, ...]) -> tuple[LayerGroup, ...]:
-    """Return groups (in the order of the layers) in the paper's load order: the first group last."""
+    """Return ``groups`` (in layer order) in the paper's load order: the first group last."""
     return (*groups[1:], groups[0])
 
 
 def look_ahead_order(
     times: LayerTimes, groups: tuple[LayerGroup, ...], *, waits: bool = False
 ) -> tuple[LayerGroup, ...]:
-    """Return groups (in the order of the layers) in the order in which loads help.
+    """Return ``groups`` (in layer order) in an order in which each load is in time to help.
 
-    Next comes the first group whose last layer is predicted to start no sooner than its load would end. The prediction
-    knows the loads before it, and leaves layers of other groups to the host. When no group is left that could come in
-    time, the others follow in the order of :func:`load_order`.
+    The next group is the first whose last layer is predicted to start no sooner than its load would end. The prediction
+    takes earlier loads into account and assumes that layers of other groups run on the host. Groups that cannot arrive
+    in time follow in the order of :func:`load_order`.
     """
     order: list[LayerGroup] = []
     late: list[LayerGroup] = []
     now = walk(times, _never(groups[0]))[-1].end_s
     loaded_s = 0.0
-    for group in groups[1:]:  # who is late once stays so: loads that are chosen after it only end later
+    for group in groups[1:]:  # a late group stays late: later loads only end later
         end_s = loaded_s + times.group_load_s(group)
         steps = walk(times, _never(group), now)
         if steps[-1].start_s >= end_s:
@@ -185,11 +185,11 @@ def look_ahead_order(
 
 @lru_cache(maxsize=4096)
 def plan(times: LayerTimes, *, is_static: bool = False, waits: bool = False) -> PrefillCourse:
-    """Return the course whose groups bring the first token soonest.
+    """Return the schedule whose groups give the first token soonest.
 
-    Every size of group is tried, in the paper's order and with look-ahead. Of equally soon ones that size is chosen for
-    which the host's time for a group is nearest to the load of one, as the paper has it, and then the fewest groups.
-    Plans are kept, so times had better come from few sizes of prompt.
+    Every group size is tried, in the paper's order and with look-ahead. Ties go to the size for which the host's time
+    for a group is nearest to the load time of one, as in the paper, and then to fewer groups. Plans are cached, so
+    callers should round prompt sizes.
 
     Args:
         times: of prefill and load.
@@ -204,7 +204,7 @@ def plan(times: LayerTimes, *, is_static: bool = False, waits: bool = False) -> 
         if not is_static:
             courses.append(dynamic(times, look_ahead_order(times, groups, waits=waits), waits=waits))
         for course in courses:
-            # To the nanosecond: sums in another order are not another time.
+            # Rounded to nanoseconds, so that another order of additions is no difference.
             score = (round(course.first_token_s, 9), round(balance_s, 9), len(groups))
             if best is None or score < best[0]:
                 best = score, course
@@ -213,7 +213,7 @@ def plan(times: LayerTimes, *, is_static: bool = False, waits: bool = False) -> 
 
 
 def one_group(times: LayerTimes, *, is_static: bool = False, waits: bool = False) -> PrefillCourse:
-    """Return the course without pipelining (the paper's M = 1): the adapter arrives at once."""
+    """Return the schedule without pipelining (the paper's M = 1): the adapter is loaded in one group."""
     return _fixed(times, cut(times.layers, times.layers), is_static, waits)
 
 
@@ -222,7 +222,7 @@ def _fixed(times: LayerTimes, groups: tuple[LayerGroup, ...], is_static: bool, w
 
 
 def _never(group: LayerGroup) -> list[float]:
-    """Return arrivals of a group's layers that do not come."""
+    """Return arrival times of a group's layers that never arrive."""
     return [math.inf] * (group[1] - group[0])
 
 

@@ -7,17 +7,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_RARELY = 20_000
-"""Objects between two searches of the youngest; Python's own default is 700."""
+_RARE_GC_THRESHOLD = 20_000
+"""Allocations between two collections of the youngest generation; Python's default is 700."""
 
 
 @contextmanager
 def frozen_gc() -> Iterator[None]:
-    """Leave whatever is alive now out of searches until the end.
+    """Exclude all objects that are alive now from garbage collection within the context.
 
-    A full search visits every container there is, those of imported modules above all, and the process does nothing
-    else meanwhile: a step, or every stream of a server, waits for it. Within another such context the end is the other
-    one's.
+    A full collection visits every container object, most of them from imported modules, and a step or every stream of
+    a server waits for it. Nested contexts have no further effect.
     """
     is_outermost = not gc.get_freeze_count()
     gc.collect()
@@ -31,12 +30,12 @@ def frozen_gc() -> Iterator[None]:
 
 @contextmanager
 def rare_gc() -> Iterator[None]:
-    """Let many more objects be made between two searches, for a run that nobody waits for step by step.
+    """Collect garbage less often within the context, for simulations.
 
-    A simulated step makes hundreds of objects, next to none of them in a cycle.
+    A simulated step allocates hundreds of objects, almost none of them in reference cycles.
     """
     thresholds = gc.get_threshold()
-    gc.set_threshold(_RARELY, *thresholds[1:])
+    gc.set_threshold(_RARE_GC_THRESHOLD, *thresholds[1:])
     try:
         yield
     finally:
@@ -44,28 +43,28 @@ def rare_gc() -> Iterator[None]:
 
 
 NICE = 5
-"""By how much its priority is lower: a core that both want is the steps' for three quarters of the time."""
+"""Increment of the nice value. On a shared core the steps then get about three quarters of the time."""
 
 
 def lower_priority() -> None:
-    """Lower the priority of the calling thread alone, where threads have priorities of their own (Linux)."""
+    """Lower the priority of the calling thread; does nothing where priorities are per process (not Linux)."""
     if sys.platform == "linux":
         os.nice(NICE)
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-_KEPT_BYTES = 256 * 2**20
-_MOST_ON_HEAP_BYTES = 32 * 2**20
-"""As large as glibc lets it be."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+_TRIM_THRESHOLD_BYTES = 256 * 2**20
+_MMAP_THRESHOLD_BYTES = 32 * 2**20
+"""The largest that glibc allows."""
 
 
 def keep_freed_memory() -> None:
-    """Let the heap keep what one step frees for the next one.
+    """Let glibc's malloc keep memory that a step frees for the next step.
 
-    By default glibc returns it to the system, depending on what lies where, and the next step takes it again page by
-    page, by thousands of faults, which are dear on a virtual machine. Other C libraries are left as they are.
+    By default glibc may return it to the system, and the next step gets it back page by page with thousands of page
+    faults, which are slow on a virtual machine. Does nothing with other C libraries.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MOST_ON_HEAP_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)

@@ -1,8 +1,8 @@
-"""A request as plain data: what is asked for, its latency limits, and its tokens so far.
+"""A request as plain data: sampling parameters, latency limits, and its tokens so far.
 
 There is no separate export format. A request that is preempted, migrated or resumed after its engine died is this
 value with ``output_token_ids`` filled. Penalty counts and the step of every sequence follow from the token ids. Text,
-stop strings and what has been sent belong to the client's stream in the API process.
+stop strings and the number of tokens sent belong to the client's stream in the API process.
 """
 
 import msgspec
@@ -14,11 +14,11 @@ _NAMES = {"ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s"}
 
 
 class SloError(ValueError):
-    """What should be limits is none."""
+    """An SLO cannot be parsed; the message quotes the wrong part."""
 
 
 class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Limits that a request should meet, in seconds; None for no limit."""
+    """Latency limits of a request, in seconds; None for no limit."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -26,10 +26,10 @@ class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def parse_slo(text: str) -> Slo:
-    """Read ``ttft=0.5,tpot=0.1,e2e=10``, in seconds; any of them, or none.
+    """Parse ``ttft=0.5,tpot=0.1,e2e=10``, in seconds; each part is optional.
 
     Raises:
-        SloError: an unknown name, or no number from 0 on.
+        SloError: a name is unknown, or a value is not a number of at least 0.
     """
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
@@ -39,12 +39,12 @@ def parse_slo(text: str) -> Slo:
         except (KeyError, ValueError):
             limit_s = -1.0
         if not limit_s >= 0:
-            raise SloError(f"{part!r} is no limit; write for example ttft=0.5,tpot=0.1,e2e=10 (seconds)")
+            raise SloError(f"{part!r} is not a limit; write for example ttft=0.5,tpot=0.1,e2e=10 (seconds)")
     return Slo(**limits)
 
 
 def format_slo(slo: Slo) -> str:
-    """Return limits as :func:`parse_slo` reads them; empty for none."""
+    """Return limits in the format of :func:`parse_slo`; empty for no limits."""
     limits = {name: getattr(slo, field) for name, field in _NAMES.items()}
     return ",".join(f"{name}={limit_s:g}" for name, limit_s in limits.items() if limit_s is not None)
 
@@ -54,9 +54,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
-        seed: with the position it determines the sampling noise, whoever computes it.
+        seed: with the position it determines the sampling noise, on any engine.
         min_tokens: no stop token may be chosen before this many tokens are generated.
-        temperature: 0, or next to it, chooses the most likely token.
+        temperature: values at or near 0 choose the most likely token.
         top_p: smallest set of tokens with at least this probability mass.
         top_k: the k most likely tokens; 0 for all.
         min_p: drop tokens less likely than ``min_p`` times the most likely one.
@@ -93,11 +93,11 @@ class Request(msgspec.Struct, frozen=True):
         arrival_s: monotonic time at which the server accepted it; kept when it moves.
         adapter: the adapter version it runs under; None for the base model.
         priority: lower runs earlier, for policies that look at it.
-        tenant: whom it belongs to, for policies that share between tenants; empty if nobody said.
-        slo: limits that it should meet, None for none.
-        predicted_tokens: how many tokens its answer will have, as predicted when it arrived; None if nobody predicted.
-        attempt: how often it was handed to an engine before; raised by whoever hands it over.
-        exports: how often an engine has taken it out, preempted or not, to go on later, here or elsewhere.
+        tenant: its owner, for policies that share between tenants; empty if not given.
+        slo: its latency limits, None for none.
+        predicted_tokens: predicted length of its answer, in tokens; None without a prediction.
+        attempt: how often it was sent to an engine before; raised by the sender.
+        exports: how often an engine exported it, by preemption or migration, to be resumed there or elsewhere.
         output_token_ids: tokens generated so far.
     """
 
@@ -116,19 +116,20 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> AdapterDigest | None:
-        """Digest of the adapter version, None for the base model."""
+        """Digest of its adapter version, None for the base model."""
         return None if self.adapter is None else self.adapter.digest
 
     @property
     def is_resumed(self) -> bool:
-        """Whether an engine has had it before."""
+        """Whether an engine has run it before."""
         return self.attempt > 0 or self.exports > 0
 
     @property
     def expected_tokens(self) -> int:
-        """Tokens of the whole answer that policies reckon with: as predicted, or else as many as it may have.
+        """Length of the whole answer that policies assume: the prediction, else ``max_tokens``.
 
-        A prediction is not cut to ``max_tokens`` here, but by who makes it for clients: in a workload whose answers
-        have set lengths, that limit would tell the truth to a predictor that is to be wrong.
+        The prediction is not limited to ``max_tokens`` here; the predictor for clients does that. In a workload with
+        fixed answer lengths ``max_tokens`` is the true length, and the limit would correct predictions that are wrong
+        on purpose.
         """
         return self.sampling.max_tokens if self.predicted_tokens is None else max(1, self.predicted_tokens)

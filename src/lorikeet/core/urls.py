@@ -2,5 +2,5 @@
 
 
 def server_root(url: str) -> str:
-    """Return where a server's routes begin, also for the base URL that OpenAI's clients want, which ends in /v1."""
+    """Return the root of a server's routes. A base URL for OpenAI clients, which ends in /v1, is accepted too."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")

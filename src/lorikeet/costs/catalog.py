@@ -1,6 +1,6 @@
-"""Profiles by name, or from a file.
+"""Cost profiles by name or from a file.
 
-A named profile is of a device that one need not have: it is composed from measured tables and data sheets.
+The named profiles describe devices that need not be present: they are composed from measured tables and data sheets.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def profile_name(device: Device, model: Model, tensor_parallel: int) -> str:
 
 
 def pool_bytes(device: Device, model: Model, tensor_parallel: int) -> int:
-    """Return what the weights leave of the usable device memory over all ranks; negative if they do not fit."""
+    """Return the usable device memory without the weights, over all ranks; negative if the weights do not fit."""
     return int(tensor_parallel * device.memory_bytes * DEVICE_MEMORY_SHARE) - model.weight_bytes
 
 
@@ -58,10 +58,10 @@ def compose_profile(
     """Compose the profile of a device, a model and a tensor-parallel degree.
 
     Args:
-        device: one rank's.
+        device: of one rank.
         model: the base model.
-        tensor_parallel: ranks.
-        lora_paper: whose LoRA constants; None for those of the nearest settings.
+        tensor_parallel: number of ranks.
+        lora_paper: source of the LoRA constants; None for those of the nearest settings.
 
     Raises:
         ProfileError: the weights do not fit.
@@ -75,8 +75,8 @@ def compose_profile(
     setting = Setting(device, model, tensor_parallel, shares, _prefill_s(step), _interpolation(step.tokens))
     return CostProfile(
         name=f"{name}@{lora_paper}" if lora_paper else name,
-        device=f"{tensor_parallel} × {device.words}" if tensor_parallel > 1 else device.words,
-        model=model.words,
+        device=f"{tensor_parallel} × {device.full_name}" if tensor_parallel > 1 else device.full_name,
+        model=model.full_name,
         tensor_parallel=tensor_parallel,
         origin=_origin(device),
         made=f"composed by lorikeet {__version__}",
@@ -96,7 +96,7 @@ def compose_profile(
 
 
 def token_curve(device: Device, model: Model, tensor_parallel: int) -> Curve:
-    """Return the time of a step's operators that work on each token alone, at every measured number of tokens.
+    """Return the time of a step's token-wise operators, at every measured number of tokens.
 
     It is layers × (operators of a layer + two all-reduces) + the embedding, as Vidur adds them up.
     """
@@ -113,7 +113,7 @@ def token_curve(device: Device, model: Model, tensor_parallel: int) -> Curve:
 
 
 def _operators(device: Device, model: Model, tensor_parallel: int) -> Callable[[str, int], float]:
-    """Return seconds by operator and tokens: measured, or carried over from the measured device."""
+    """Return seconds by operator and tokens: measured, or scaled from the measured device."""
     medians = operator_medians(device.measured, model.name, tensor_parallel)
     if device.measured == device.name:
         return lambda name, tokens: medians[tokens][name]
@@ -146,7 +146,7 @@ def _step_costs(device: Device, model: Model, tensor_parallel: int, shares: Roof
 
 
 def _head_curve(device: Device, model: Model, tensor_parallel: int, shares: RooflineShares) -> Curve:
-    """Return the head as one product, at the shares that the measured products reach; choosing costs nothing."""
+    """Return the output layer as one product, at the efficiency of the measured products; sampling costs nothing."""
     shape = ModuleShape(model.hidden, model.vocabulary // tensor_parallel)
     rows = [2**exponent for exponent in range(_MOST_ROWS.bit_length())]
     return Curve(
@@ -178,9 +178,10 @@ def _transfers(device: Device, tensor_parallel: int) -> Transfers:
 
 
 def _switching(device: Device, model: Model, tensor_parallel: int, shares: RooflineShares) -> Switching:
-    """A merge reads the pristine weights and writes new ones, and multiplies A and B; a restore only copies.
+    """Return the costs of merging an adapter and of restoring the base weights.
 
-    dLoRA says what a switch does (section 2), and prints no time of it.
+    A merge reads the original weights, multiplies A and B, and writes new weights; a restore only copies. dLoRA says
+    what a switch does (section 2), and prints no time for it.
     """
     shapes = [model.geometry.modules[module] for module in MODULES]
     weights = model.geometry.layers * sum(shape.in_features * shape.out_features for shape in shapes) / tensor_parallel
@@ -234,11 +235,11 @@ def load_profile(name_or_path: str | Path) -> CostProfile:
     """Return a profile.
 
     Args:
-        name_or_path: a name of :func:`profile_names`, if you like with ``@`` and the paper whose LoRA constants it
-            shall use (``a100-80-llama-2-7b@loraserve``), or a path that ends in ``.toml``.
+        name_or_path: a name of :func:`profile_names`, optionally with ``@`` and the paper whose LoRA constants to use
+            (``a100-80-llama-2-7b@loraserve``), or a path that ends in ``.toml``.
 
     Raises:
-        ProfileError: there is none of this name, or the file cannot be read.
+        ProfileError: unknown name, or the file cannot be read.
     """
     text = str(name_or_path)
     if text.endswith(".toml"):
@@ -248,5 +249,5 @@ def load_profile(name_or_path: str | Path) -> CostProfile:
     if name not in composed:
         raise ProfileError(unknown_name("profile", name, list(composed)))
     if has_paper and paper not in list(LoraPaper):
-        raise ProfileError(f"{text}: no LoRA constants of {paper!r}; there are those of {', '.join(LoraPaper)}")
+        raise ProfileError(f"{text}: no LoRA constants of {paper!r}; choose one of {', '.join(LoraPaper)}")
     return compose_profile(*composed[name], LoraPaper(paper) if has_paper else None)

@@ -1,7 +1,8 @@
-"""How long a prefill takes whose adapters are still on their way: layer by layer (TOPPINGS, sections 4.1 and 4.2).
+"""The time of a prefill whose adapters are still being loaded, layer by layer (TOPPINGS, sections 4.1 and 4.2).
 
-On a layer whose weights have arrived the device adds what an adapter adds, else host cores do, and the layer waits for
-them. TOPPINGS hides some of that behind the product of q, k and v; a profile's ``host_lora`` counts what remains.
+On a layer whose adapter weights have arrived the device computes LoRA. On other layers host cores do, and the layer
+waits for them. TOPPINGS hides part of that behind the product of q, k and v; a profile's ``host_lora`` counts what
+remains.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +18,20 @@ from lorikeet.memory.packing import pack, runs_needed
 from lorikeet.presets import HostLayers, LayerGroups, Preset
 
 _SOON_S = 1e-9
-"""A layer that arrives so soon is there: sums in another order are not another time."""
+"""A layer that arrives within this time counts as present: floating-point sums depend on their order."""
 
 _PREFILLS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Tokens of prefills that the planner knows the time of."""
+"""Token counts of the prefills whose times the planner knows."""
 
 
 class ColdAdapter(NamedTuple):
     """An adapter of an assisted prefill.
 
     Attributes:
-        layers_s: when each layer arrives, in seconds since the prefill began.
-        rows: tokens of each sequence under it.
+        layers_s: when each layer arrives, in seconds from the start of the prefill.
+        rows: tokens of each of its sequences.
         rank: as ``AssistCosts`` counts it.
-        left_to_host: layers that a static plan leaves to the host, also if they are there.
+        left_to_host: layers that a static plan computes on the host, even if they have arrived.
     """
 
     layers_s: tuple[float, ...]
@@ -40,12 +41,12 @@ class ColdAdapter(NamedTuple):
 
 
 def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None:
-    """Return what the planner of assisted prefills knows of a modelled replica; None if no host cores assist it.
+    """Return the costs that the planner of assisted prefills uses for a modelled replica; None without host cores.
 
-    On the device a layer counts without what adapters add: that depends on who else is in the step.
+    The device time of a layer is without LoRA, which depends on the other sequences of the step.
 
     Raises:
-        ProfileError: the profile knows ``host_lora``, but no link from the host.
+        ProfileError: the profile has ``host_lora``, but no link from the host.
     """
     profile = transfers.profile
     host = profile.host_lora
@@ -56,7 +57,7 @@ def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None
         layers=profile.geometry.layers,
         row_bytes=row_bytes(profile.geometry),
         device_layer=tuple((tokens, _prefill_s(model, tokens) / profile.geometry.layers) for tokens in _PREFILLS),
-        qkv_share=0.0,  # ``host_lora`` counts what is not hidden
+        qkv_share=0.0,  # ``host_lora`` counts only what is not hidden
         host_fixed_s=host.fixed.value,
         host_token_s=host.token.value,
         host_token_rank_s=host.token_rank.value,
@@ -90,13 +91,13 @@ def prefill_s(
     cold: Mapping[AdapterDigest, ColdAdapter],
     costs: AssistCosts,
 ) -> float:
-    """Return the time of a step with cold adapters, each layer taking its share.
+    """Return the time of a step with cold adapters. Each layer takes an equal share of the step.
 
     Args:
-        step_s: of the whole step, if the device adds what these of the cold adapters add.
-        cold: the adapters that are on their way.
-        costs: of the host; ``is_static`` leaves the layers to it that are planned to arrive last, and waits for the
-            others; ``waits`` for those that arrive sooner than it would be done.
+        step_s: returns the time of the whole step, if the device computes LoRA for these of the cold adapters.
+        cold: the adapters that are being loaded.
+        costs: of the host. With ``is_static`` the host computes the layers that are planned to arrive last, and the
+            step waits for the others. With ``waits`` it waits for layers that arrive before the host would be done.
     """
     now = 0.0
     known_s: dict[frozenset[AdapterDigest], float] = {}
@@ -119,9 +120,9 @@ def prefill_s(
 def layer_arrivals_s(
     ref: AdapterRef, groups: Groups, ends_s: Sequence[float], transfers: TransferModel
 ) -> tuple[float, ...]:
-    """Return when each layer of an adapter has arrived whose blocks come in ``groups`` that end at ``ends_s``.
+    """Return when each layer of an adapter has arrived, whose blocks come in ``groups`` that end at ``ends_s``.
 
-    A layer that the adapter does not change is there at once.
+    A layer that the adapter does not target is there from the start.
     """
     geometry = transfers.profile.geometry
     packing = pack(ref.ranks, geometry, transfers.block_bytes // geometry.dtype_bytes)

@@ -1,7 +1,7 @@
-"""Devices and models that profiles are composed for: what data sheets and model cards say.
+"""Devices and models that profiles are composed for, from data sheets and model cards.
 
-Rates are of dense bf16 on the tensor cores. PCI Express and NVLink count one direction: PCI Express 4.0 and 5.0 carry
-16 and 32 GT/s a lane, of which 128 of 130 bits are payload; packet headers are not taken off.
+Rates are dense bf16 on the tensor cores. PCI Express and NVLink count one direction. PCI Express 4.0 and 5.0 transfer
+16 and 32 GT/s per lane, of which 128 of 130 bits are payload; packet headers are not subtracted.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _GIB = 2**30
 _PCIE_4_LANE, _PCIE_5_LANE = (transfers * 128 / 130 / 8 for transfers in (16e9, 32e9))
 
 DEVICE_MEMORY_SHARE = 0.9
-"""Of device memory that an engine may use, what vLLM takes by default; the rest is workspace."""
+"""Share of device memory that an engine may use (vLLM's default); the rest is workspace."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +22,20 @@ class Device:
 
     Attributes:
         name: as in the names of profiles.
-        words: for people.
-        memory_bytes: of one.
+        full_name: for people.
+        memory_bytes: of one device.
         bandwidth_bytes_per_s: of its memory.
         flops: dense bf16 operations per second.
         host_bytes_per_s: of its PCI Express link.
-        drive_bytes_per_s: of an NVMe drive's four lanes of the same generation.
-        peer_bytes_per_s: of a device's links to the others.
-        measured: the device whose measured tables it uses; its own name if they are its own.
+        drive_bytes_per_s: of an NVMe drive on four lanes of the same generation.
+        peer_bytes_per_s: of its links to the other devices.
+        measured: name of the device whose measured tables it uses; its own name if it has tables.
         degrees: of tensor parallelism that are composed.
         prefill_attention: share of ``flops`` that attention over a long prompt reaches.
     """
 
     name: str
-    words: str
+    full_name: str
     memory_bytes: int
     bandwidth_bytes_per_s: float
     flops: float
@@ -53,14 +53,14 @@ class Model:
 
     Attributes:
         name: as in the names of profiles.
-        words: for people.
+        full_name: for people.
         geometry: of the whole model.
-        vocabulary: token ids.
+        vocabulary: number of token ids.
         max_model_len: longest sequence.
     """
 
     name: str
-    words: str
+    full_name: str
     geometry: ModelGeometry
     vocabulary: int
     max_model_len: int
@@ -77,19 +77,19 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all linear weights, the embedding and the head; norms are too small to count."""
+        """Bytes of all linear weights, the embedding and the output layer; norms are too small to count."""
         shapes = self.geometry.modules.values()
         layer = sum(shape.in_features * shape.out_features for shape in shapes)
         return (self.geometry.layers * layer + 2 * self.vocabulary * self.hidden) * self.geometry.dtype_bytes
 
 
-def _llama_2(name: str, words: str, layers: int, hidden: int, kv_heads: int, feed_forward: int) -> Model:
+def _llama_2(name: str, full_name: str, layers: int, hidden: int, kv_heads: int, feed_forward: int) -> Model:
     kv = kv_heads * 128
     into, back = ModuleShape(hidden, feed_forward), ModuleShape(feed_forward, hidden)
     square, narrow = ModuleShape(hidden, hidden), ModuleShape(hidden, kv)
     modules = {"q": square, "k": narrow, "v": narrow, "o": square, "gate": into, "up": into, "down": back}
     geometry = ModelGeometry(layers=layers, kv_heads=kv_heads, head_dim=128, modules=modules, dtype_bytes=2)
-    return Model(name, words, geometry, vocabulary=32000, max_model_len=4096)
+    return Model(name, full_name, geometry, vocabulary=32000, max_model_len=4096)
 
 
 MODELS = {
@@ -113,7 +113,7 @@ _HOPPER_ATTENTION = Constant(
 
 def _ampere(
     name: str,
-    words: str,
+    full_name: str,
     *,
     gib: int,
     bandwidth: float,
@@ -124,7 +124,7 @@ def _ampere(
 ) -> Device:
     return Device(
         name,
-        words,
+        full_name,
         memory_bytes=gib * _GIB,
         bandwidth_bytes_per_s=bandwidth,
         flops=flops,
@@ -137,10 +137,10 @@ def _ampere(
     )
 
 
-def _hopper(name: str, words: str, *, peer: float) -> Device:
+def _hopper(name: str, full_name: str, *, peer: float) -> Device:
     return Device(
         name,
-        words,
+        full_name,
         memory_bytes=80 * _GIB,
         bandwidth_bytes_per_s=3.35e12,
         flops=989e12,

@@ -1,7 +1,7 @@
 """Fits the constants of a profile to measurements.
 
-Least squares over relative errors, with no constant below zero and with intervals: first for whole steps, then for
-what adapters add to them.
+Least squares over relative errors, with non-negative constants and confidence intervals: first for whole steps, then
+for what adapters add to them.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,15 +25,15 @@ _TOLERANCE = 1e-10
 class Regression:
     """A sum of non-negative constants times counts, fitted to measured points.
 
-    Intervals are those of a bootstrap that draws, for each of 200 fits, a weight for every point (exponential, so
-    that no point is ever missing and no constant undetermined) and the measurements of the point anew. So they
-    show noise as well as what the model cannot explain.
+    Intervals come from a bootstrap of 200 fits. Each draws a weight for every point (exponential, so that no point is
+    ever missing and no constant undetermined) and resamples the measurements of the point. So they show noise as well
+    as what the model cannot explain.
 
     Args:
         counts: ``[points, constants]``.
         measured: seconds at each point.
-        tolerances: by how much, in seconds, the points may be missed.
-        redraw: returns ``measured`` as it would be with other measurements of the same points.
+        tolerances: seconds by which each point may be missed.
+        redraw: returns ``measured`` with resampled measurements of the same points.
 
     Attributes:
         values: the constants.
@@ -46,7 +46,7 @@ class Regression:
         self.measured = measured
         self._counts = counts
         self._weights = 1 / tolerances
-        # Columns of one size: contexts run to thousands of tokens where sequences are ones.
+        # Scale the columns: contexts are thousands of tokens, sequences are ones.
         self._scale = np.maximum(np.abs(counts).max(axis=0), _TOLERANCE)
         self.values = self._solve(self._weights, measured)
         generator = np.random.default_rng(0)
@@ -63,9 +63,9 @@ class Regression:
         predicted: Floats = self._counts @ self.values
         return predicted
 
-    def figure(self, constant: int, unit: str) -> Constant:
-        """Return one constant as a profile holds it."""
-        return Constant(float(self.values[constant]), unit, float(self.errors[constant]))
+    def constant(self, index: int, unit: str) -> Constant:
+        """Return one constant in the form of a profile."""
+        return Constant(float(self.values[index]), unit, float(self.errors[index]))
 
     def _solve(self, weights: Floats, seconds: Floats) -> Floats:
         found: Floats = (
@@ -110,7 +110,7 @@ def nonnegative_least_squares(matrix: Floats, values: Floats) -> Floats:
             falling = inside & (trial <= 0)
             if not falling.any():
                 break
-            # Go towards the trial as far as nothing falls below zero; what has reached it leaves.
+            # Step towards the trial until a constant reaches zero; that one leaves.
             share = (x[falling] / (x[falling] - trial[falling])).min()
             x += share * (trial - x)
             inside &= x > _TOLERANCE
@@ -120,7 +120,7 @@ def nonnegative_least_squares(matrix: Floats, values: Floats) -> Floats:
 
 
 def quality(predicted: Floats, measured: Floats) -> FitQuality:
-    """Return how well predictions meet measurements."""
+    """Return how well predictions match measurements."""
     total = float(((measured - measured.mean()) ** 2).sum())
     left = float(((measured - predicted) ** 2).sum())
     worst = float((np.abs(predicted - measured) / np.abs(measured)).max())
@@ -129,22 +129,22 @@ def quality(predicted: Floats, measured: Floats) -> FitQuality:
 
 _TOKEN_POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _ROW_POINTS = (1, 4, 16, 64, 256)
-"""Counts at which the curves get a point, as far as anything was measured there."""
+"""Counts at which the curves have a point, up to the largest that was measured."""
 
 
 class StepMeasurement(NamedTuple):
-    """A step without adapters, and how long it took each time it was measured."""
+    """The measured times of a step without adapters."""
 
     work: StepWork
     seconds: tuple[float, ...]
 
 
 def fit_step(measurements: Sequence[StepMeasurement], loop: Constant, loop_sequence: Constant) -> StepCosts:
-    """Return the constants of steps that meet the measured ones best.
+    """Return the constants of steps that match the measurements best.
 
     Args:
-        measurements: enough of them to tell the parts apart: steps of decodes alone, of prefills alone, of several
-            prefills that sample or do not, of contexts short and long.
+        measurements: varied enough to tell the parts apart: decodes alone, prefills alone, several prefills that sample
+            or do not, short and long contexts.
         loop, loop_sequence: taken over.
     """
     works = [measured.work for measured in measurements]
@@ -171,10 +171,10 @@ def fit_step(measurements: Sequence[StepMeasurement], loop: Constant, loop_seque
         sampled_rows=_curve(
             "rows", row_points, found.values[tokens : tokens + rows], found.errors[tokens : tokens + rows]
         ),
-        decode_attention=found.figure(-4, "s/token"),
-        decode_sequence=found.figure(-3, "s/sequence"),
-        prefill_attention=found.figure(-2, "s/pair"),
-        prefill_sequence=found.figure(-1, "s/sequence"),
+        decode_attention=found.constant(-4, "s/token"),
+        decode_sequence=found.constant(-3, "s/sequence"),
+        prefill_attention=found.constant(-2, "s/pair"),
+        prefill_sequence=found.constant(-1, "s/sequence"),
         loop=loop,
         loop_sequence=loop_sequence,
         average=_average(found.predicted, measurements),
@@ -183,9 +183,9 @@ def fit_step(measurements: Sequence[StepMeasurement], loop: Constant, loop_seque
 
 
 def _average(predicted: Floats, measurements: Sequence[StepMeasurement]) -> Constant:
-    """Return how long steps took on average, as a share of what is predicted.
+    """Return the mean time of steps as a share of the predicted time.
 
-    A disturbance lasts for many steps of a round, so that the interval is that of the rounds.
+    A disturbance lasts for many steps of a round, so the interval is computed over the rounds.
     """
     ratios = np.array([measured.seconds for measured in measurements]) / predicted[:, None]
     of_rounds = ratios.mean(axis=0)
@@ -195,13 +195,13 @@ def _average(predicted: Floats, measurements: Sequence[StepMeasurement]) -> Cons
 
 
 def _points(wanted: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Return the wanted counts up to the largest one that was measured, and that one."""
+    """Return the wanted counts below the largest measured one, and that one."""
     largest = max(counts)
     return [*takewhile(lambda count: count < largest, wanted), largest]
 
 
 def _shares(count: int, points: Sequence[int]) -> list[float]:
-    """Return the weight of each point in a curve's value at ``count``; see ``CostModel``, which reads it so."""
+    """Return the weight of each point in a curve's value at ``count``, as ``CostModel`` interpolates."""
     if count == 0:
         return [0.0] * len(points)
     return [float(np.interp(count, points, np.eye(len(points))[i])) for i in range(len(points))]
@@ -219,9 +219,9 @@ def _curve(unit: str, counts: Sequence[int], seconds: Floats, errors: Floats) ->
 
 
 _OF_ADDED, _OF_BASE = 0.05, 0.02
-"""Share of an addition, and of the step that it was measured against, that the model may miss it by."""
+"""Errors that the model may have, as a share of what adapters add and of the base step measured with it."""
 _SURE_OF_ADDED, _SURE_OF_BASE = 0.05, 0.007
-"""Shares, of which the larger is a standard error that is small enough: what einsums add is soon known."""
+"""Standard errors that are small enough, as shares of the same; the larger of the two counts."""
 
 
 class LoraMeasurement(NamedTuple):
@@ -229,8 +229,8 @@ class LoraMeasurement(NamedTuple):
 
     Attributes:
         work: ranks of the step.
-        base_s: without adapters, each time.
-        with_s: with them, in the same moments.
+        base_s: times without adapters.
+        with_s: times with them, at the same moments.
     """
 
     work: LoraWork
@@ -239,12 +239,12 @@ class LoraMeasurement(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """All these times together."""
+        """Sum of all these times."""
         return sum(self.base_s) + sum(self.with_s)
 
     @property
     def is_sure(self) -> bool:
-        """Whether the standard error of the addition is small, or next to nothing beside the step."""
+        """Whether the standard error of the addition is small, relative to it or to the step."""
         pair = np.array([self.base_s, self.with_s])
         base_s, added_s = float(np.median(pair[0])), _added_s(pair)
         error_s = base_s * float(np.std(pair[1] / pair[0], ddof=1)) / len(self.with_s) ** 0.5
@@ -252,14 +252,14 @@ class LoraMeasurement(NamedTuple):
 
 
 def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraCosts:
-    """Return the constants of one kernel form that meet the measured additions best.
+    """Return the constants of one kernel form that match the measured additions best.
 
-    What adapters add is small beside what a machine's speed changes by from second to second: so each measurement
-    counts as a ratio to the base model's at the same moment. A difference of two steps carries the noise of both, so
-    a point weighs by the size of the steps as well as by its own.
+    What adapters add is small compared with how a machine's speed changes from second to second. So each measurement
+    counts as a ratio to the base model's at the same moment. A difference of two steps has the noise of both, so the
+    weight of a point depends on the size of the steps, too.
 
-    Einsums copy every adapter and add whole rows whatever the ranks, and chunks make them longer by more than their
-    tokens explain, so theirs have constants for that; in the other forms it is too little to be told from noise.
+    Einsums copy every adapter and add whole rows whatever the ranks, and prefills make them longer than their tokens
+    explain. So einsums have constants for these; in the other forms they are too small to be told from noise.
     """
     works = [measured.work for measured in measurements]
     einsum = form is KernelForm.EINSUM
@@ -285,13 +285,13 @@ def fit_lora(measurements: Sequence[LoraMeasurement], form: KernelForm) -> LoraC
     decodes = np.array([work.prefill_token_ranks == 0 for work in works])
     prefills = np.array([work.decode_row_ranks == 0 for work in works])
     return LoraCosts(
-        fixed=found.figure(0, "s"),
-        decode_row_rank=found.figure(1, "s/rank"),
-        prefill_token_rank=found.figure(2, "s/rank"),
-        adapter_rank=found.figure(3, "s/rank"),
-        row=found.figure(4, "s/row") if einsum else None,
-        adapter=found.figure(5, "s/adapter") if einsum else None,
-        prefill=found.figure(6, "s") if einsum else None,
+        fixed=found.constant(0, "s"),
+        decode_row_rank=found.constant(1, "s/rank"),
+        prefill_token_rank=found.constant(2, "s/rank"),
+        adapter_rank=found.constant(3, "s/rank"),
+        row=found.constant(4, "s/row") if einsum else None,
+        adapter=found.constant(5, "s/adapter") if einsum else None,
+        prefill=found.constant(6, "s") if einsum else None,
         decode_fit=_quality(found, base_s, decodes),
         prefill_fit=_quality(found, base_s, prefills),
     )
@@ -304,13 +304,16 @@ def _added_s(pair: Floats) -> float:
 
 
 def _middle(values: Floats) -> float:
-    """Return the mean of the middle half: nearly as sure as a mean, and blind to what else the machine did."""
+    """Return the mean of the middle half: nearly as precise as a mean, and robust against other load on the machine."""
     cut = len(values) // 4
     return float(np.sort(values)[cut : len(values) - cut].mean())
 
 
 def _quality(found: Regression, base_s: Floats, which: npt.NDArray[np.bool_]) -> FitQuality:
-    """Return how well additions are met. Errors are relative to whole steps: an addition may be next to nothing."""
+    """Return how well additions are predicted.
+
+    Errors are relative to whole steps, because an addition may be near zero.
+    """
     fit = quality(found.predicted[which], found.measured[which])
     missed = np.abs(found.predicted - found.measured) / (base_s + found.measured)
     return msgspec.structs.replace(fit, worst=float(missed[which].max()))

@@ -1,8 +1,8 @@
-"""The performance model: what a step costs, as a sum over the work in it.
+"""The performance model: the time of a step, as a sum over the work in it.
 
-Whole steps are a sum of parts that each depend on one count. The tokens of a step pass through its products, norms and
-collectives together; attention depends on the context of each sequence; adapters on the ranks of the rows. TOPPINGS
-(section 5) and dLoRA (section 4) model LoRA by the sum of ranks or by the padded product, and so does this.
+Each part of the sum depends on one count. All tokens of a step pass through the products, norms and collectives;
+attention depends on the context of each sequence; LoRA on the ranks of the rows. TOPPINGS (section 5) and dLoRA
+(section 4) model LoRA by the sum of ranks or by the padded product, and so does this model.
 """
 
 from collections.abc import Iterable, Mapping, Set
@@ -21,11 +21,11 @@ class SequenceWork(msgspec.Struct, frozen=True, gc=False):
     """What one sequence adds to a step.
 
     Attributes:
-        start: tokens whose KV is there already.
+        start: tokens whose KV exists already.
         tokens: computed in the step.
         samples: whether it yields a token.
         adapter: its version, None for the base model; any value that tells versions apart.
-        rank: of its adapter in the profile's unit, 0 for the base model.
+        rank: of its adapter in the profile's unit; 0 for the base model.
     """
 
     start: int
@@ -43,7 +43,7 @@ class LoraWork(NamedTuple):
         prefill_token_ranks: over the prefilled tokens.
         adapter_ranks: over the distinct adapters of decoding rows; of einsums, over all.
         rows: tokens that have an adapter.
-        adapters: distinct ones.
+        adapters: number of distinct adapters.
     """
 
     decode_row_ranks: float
@@ -54,13 +54,13 @@ class LoraWork(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """Everything the model looks at.
+    """The counts that the model uses.
 
     Attributes:
         tokens: computed in the step.
         sampled_rows: sequences that yield a token.
         decodes: sequences that compute one token and had others before.
-        decode_context_tokens: tokens that the decodes attend to, themselves included.
+        decode_context_tokens: tokens that the decodes attend to, including themselves.
         prefills: the other sequences.
         prefill_pairs: pairs of query and key in their attention.
         lora: None without adapters.
@@ -104,7 +104,10 @@ def step_work(sequences: Iterable[SequenceWork], form: KernelForm) -> StepWork:
 def _lora_work(
     rows: list[tuple[bool, int, float]], ranks: Mapping[object, float], decoding: Set[object], form: KernelForm
 ) -> LoraWork:
-    """Count by form. Kernels read an adapter's weights while they compute a chunk, so only decodes wait for them."""
+    """Count by kernel form.
+
+    In a prefill, kernels read adapter weights while they compute, so only decodes wait for them.
+    """
     tokens = sum(count for _, count, _ in rows)
     if form is KernelForm.UNPADDED:
         decode = sum(count * rank for is_decode, count, rank in rows if is_decode)
@@ -119,7 +122,7 @@ def _lora_work(
 
 
 class CostModel:
-    """Seconds for steps, by one profile. Pure: the same work always costs the same.
+    """Predicts seconds of steps by one profile. Pure: the same work always costs the same.
 
     Args:
         profile: whose constants it uses.
@@ -137,7 +140,7 @@ class CostModel:
         self._elements_of_a_rank = adapter_elements(one_rank, profile.geometry)
 
     def step_s(self, work: StepWork) -> float:
-        """Return the time that a step takes in the executor on average.
+        """Return the mean time of a step in the executor.
 
         Raises:
             ProfileError: the step has adapters, and the profile does not know the kernel form.
@@ -156,11 +159,11 @@ class CostModel:
         return self._average * seconds
 
     def growth_s(self, work: StepWork) -> float:
-        """Return by how much each step of a repeat takes longer than the one before: the context grows."""
+        """Return by how much each repeated step is longer than the one before, because the context grows."""
         return self._average * self._step.decode_attention.value * work.decodes
 
     def loop_s(self, sequences: int) -> float:
-        """Return the time that the loop takes beside a step of so many sequences."""
+        """Return the time of the engine loop besides a step of so many sequences."""
         return self._average * (self._step.loop.value + self._step.loop_sequence.value * sequences)
 
     def adapter_rank(self, ref: AdapterRef) -> float:
@@ -169,7 +172,7 @@ class CostModel:
 
 
 def adapter_elements(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry) -> int:
-    """Return the elements of an adapter's A and B, by module the rank on every layer (``AdapterRef.ranks``)."""
+    """Return the number of elements of an adapter's A and B; ``ranks`` has the rank of each layer by module."""
     shapes = geometry.modules
     return sum(
         sum(by_layer) * (shapes[module].in_features + shapes[module].out_features) for module, by_layer in ranks.items()
@@ -194,7 +197,7 @@ def lora_s(costs: LoraCosts, work: LoraWork) -> float:
 
 
 class _Interpolation:
-    """A curve that remembers what it was asked for: nothing takes no time."""
+    """An interpolated curve with a cache; a count of 0 takes no time."""
 
     def __init__(self, curve: Curve) -> None:
         self._points = curve.points

@@ -1,7 +1,7 @@
-"""Times of the operators of a layer: the measured tables that the package carries, the all-reduce, and the roofline.
+"""Times of the operators of a layer: the measured tables in this package, the all-reduce, and the roofline.
 
-The tables hold medians from Vidur; ``data/README.md`` says what they are. The roofline is the larger of bytes over
-bandwidth and operations over peak.
+The tables hold medians from Vidur; see ``data/README.md``. The roofline is the larger of bytes over bandwidth and
+operations over peak.
 """
 
 import csv
@@ -28,7 +28,7 @@ OPERATORS_OF_A_LAYER = (
     "mlp_down_proj",
     "add",
 )
-"""Operators that each token passes on every layer, attention and collectives apart."""
+"""Operators that each token passes on every layer, without attention and collectives."""
 
 EMBEDDING = "emb"
 """The operator that each token passes once."""
@@ -43,7 +43,7 @@ class OperatorRow(NamedTuple):
 
     Attributes:
         tensor_parallel: ranks that share the operators.
-        tokens: that they worked on.
+        tokens: number of tokens.
         seconds: median by operator.
     """
 
@@ -69,7 +69,7 @@ def operator_rows(device: str, model: str) -> tuple[OperatorRow, ...]:
 
 @cache
 def operator_medians(device: str, model: str, tensor_parallel: int) -> Mapping[int, Mapping[str, float]]:
-    """Return seconds by token count and operator; of a count measured twice the middle of both."""
+    """Return seconds by token count and operator; the median where a count was measured twice."""
     by_tokens: dict[int, list[Mapping[str, float]]] = {}
     for row in operator_rows(device, model):
         if row.tensor_parallel == tensor_parallel:
@@ -102,11 +102,11 @@ def _read(name: str) -> list[dict[str, str]]:
 
 
 def all_reduce(device: Device, workers: int) -> tuple[Callable[[int], float], str]:
-    """Return seconds as a function of bytes, and where they come from.
+    """Return the seconds of an all-reduce as a function of bytes, and their source.
 
-    Measured where there is a table, linear between its sizes. On another device with the same kind of links every
-    message takes longer by what a ring's bytes, 2 (w - 1) / w of the message over each link, take longer at the links'
-    full rate. Without a table it is that ring alone.
+    If there is a measured table, it is interpolated linearly. On another device with the same kind of links every
+    message takes longer by the extra time of a ring's bytes, 2 (w - 1) / w of the message over each link, at the full
+    rate of the links. Without a table it is that ring alone.
     """
     medians = all_reduce_medians(device.measured, workers)
     if workers == 1:
@@ -125,8 +125,8 @@ class RooflineShares(NamedTuple):
     """What a measured GEMM reaches of its device's limits.
 
     Attributes:
-        bandwidth: of memory bandwidth, at one token.
-        flops: of the peak, at the most tokens measured.
+        bandwidth: share of memory bandwidth, at one token.
+        flops: share of the peak, at the most tokens measured.
     """
 
     bandwidth: float
@@ -134,7 +134,7 @@ class RooflineShares(NamedTuple):
 
 
 LIMITS = RooflineShares(1.0, 1.0)
-"""All that the data sheets promise."""
+"""The full rates of the data sheets."""
 
 
 def gemms(model: Model, tensor_parallel: int) -> Mapping[str, ModuleShape]:
@@ -151,13 +151,13 @@ def gemms(model: Model, tensor_parallel: int) -> Mapping[str, ModuleShape]:
 
 
 def gemm_bytes(shape: ModuleShape, tokens: int) -> float:
-    """Return bytes that a bf16 product moves at least: weights, input and output once."""
+    """Return the fewest bytes that a bf16 product moves: weights, input and output once."""
     elements = shape.in_features * shape.out_features + tokens * (shape.in_features + shape.out_features)
     return 2.0 * elements
 
 
 def gemm_operations(shape: ModuleShape, tokens: int) -> float:
-    """Return multiplications and additions of a product."""
+    """Return the multiplications and additions of a product."""
     return 2.0 * tokens * shape.in_features * shape.out_features
 
 
@@ -170,7 +170,7 @@ def gemm_s(device: Device, shape: ModuleShape, tokens: int, shares: RooflineShar
 
 
 def measured_shares(device: Device, model: Model, tensor_parallel: int) -> RooflineShares:
-    """Return what the largest product of a layer reaches on a device with tables of its own."""
+    """Return what the largest product of a layer reaches on a device that has tables."""
     shape = gemms(model, tensor_parallel)["mlp_up_proj"]
     medians = operator_medians(device.name, model.name, tensor_parallel)
     fewest, most = min(medians), max(medians)
@@ -184,10 +184,10 @@ def operator_ratio(device: Device, measured: Device, shape: ModuleShape | None, 
     """Return by how much an operator is slower on ``device`` than on ``measured``.
 
     Args:
-        device: where nobody measured.
+        device: without measurements.
         measured: where the operator was measured.
-        shape: of a product; None for operators that only move their data.
-        tokens: that it works on.
+        shape: of a product; None for operators that only move data.
+        tokens: number of tokens.
     """
     if shape is None:
         return measured.bandwidth_bytes_per_s / device.bandwidth_bytes_per_s

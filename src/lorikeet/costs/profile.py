@@ -1,8 +1,8 @@
-"""The profile of one (device, model, parallelism): every constant that a decision or a simulation may ask for.
+"""The cost profile of one (device, model, parallelism): the constants that decisions and simulations use.
 
-A profile is a TOML file that people can read. It is measured by ``lorikeet profile``, or composed from published
-timings and data sheets. What nobody has measured stays empty, and whoever needs it fails with the field's name:
-there are no defaults to be wrong by.
+A profile is a readable TOML file. It is measured by ``lorikeet profile``, or composed from published timings and data
+sheets. A constant that was not measured stays empty, and a use of it fails with the field's name: there are no defaults
+that could be wrong.
 """
 
 import tomllib
@@ -20,13 +20,13 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 
 FORMAT = 1
-"""Version of the file format; others are refused."""
+"""Version of the file format; others are rejected."""
 
 T = TypeVar("T")
 
 
 class ProfileError(ValueError):
-    """A profile cannot be read, or lacks a constant that is needed; the message names profile and field."""
+    """A profile cannot be read, or lacks a constant that is needed. The message names profile and field."""
 
 
 class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -36,7 +36,7 @@ class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         value: in ``unit``.
         unit: such as ``s``, ``s/token`` or ``bytes/s``.
         error: half the width of the 95 % interval of ``value``, in ``unit``; None where it was not measured.
-        source: where a value that was not measured here comes from.
+        source: of a value that was not measured here.
     """
 
     value: float
@@ -46,13 +46,13 @@ class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Seconds as a function of a count, as ``core.interpolation`` reads points.
+    """Seconds as a function of a count, interpolated by ``core.interpolation``.
 
     Attributes:
         unit: what is counted, such as ``tokens``.
         points: (count, seconds), ascending, at least one.
-        error: the largest relative error of a point left out and interpolated from its neighbours.
-        source: where points that were not measured here come from.
+        error: largest relative error of a point that is left out and interpolated from its neighbours.
+        source: of points that were not measured here.
         errors: half the width of the 95 % interval of each point's seconds; empty where they were not measured.
     """
 
@@ -64,12 +64,12 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class FitQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How well a model meets the measurements it was made from.
+    """How well a model matches the measurements that it was fitted to.
 
     Attributes:
         r2: coefficient of determination.
         worst: largest relative error of a single measurement.
-        points: how many measurements.
+        points: number of measurements.
     """
 
     r2: float
@@ -81,17 +81,17 @@ class StepCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """Time of one step of the base model: the sum of all parts, times ``average``.
 
     Attributes:
-        tokens: operators that work on each token alone (projections, norms, all-reduce), over the tokens of the step.
-        sampled_rows: the head and the choice of tokens, over the rows that sample.
+        tokens: token-wise operators (projections, norms, all-reduce), over the tokens of the step.
+        sampled_rows: the output layer and sampling, over the rows that sample.
         decode_attention: per token of context that a decoding sequence reads.
         decode_sequence: per decoding sequence.
         prefill_attention: per pair of query and key of a prefill chunk.
         prefill_sequence: per prefill chunk.
         loop: time of the engine's loop between two steps.
         loop_sequence: the same, per sequence of the step.
-        average: how long steps take on average, as a share of the sum of the parts, which were fitted to medians:
-            others on the machine make some steps longer and none shorter. None, if composed, counts as 1.
-        fit: of whole steps, None if composed.
+        average: mean time of steps as a share of the sum of the parts, which were fitted to medians: other programs on
+            the machine make some steps longer and none shorter. None, if composed, counts as 1.
+        fit: of whole steps; None if composed.
     """
 
     tokens: Curve
@@ -110,17 +110,17 @@ class LoraCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """What adapters add to a step under one kernel form, in a step that has any.
 
     The form decides what is counted (:class:`lorikeet.costs.model.LoraWork`): ``unpadded`` each row with its own rank,
-    ``padded`` each row with the largest rank of the step, ``einsum`` each row with the largest rank of every adapter.
-    A rank counts as one over all of the profile's ``lora_modules``; adapters of other modules count by their size.
+    ``padded`` each row with the largest rank of the step, ``einsum`` each row with the largest rank of every adapter. A
+    rank counts as one over all of the profile's ``lora_modules``; adapters on other modules count by their size.
 
     Attributes:
         fixed: once per step.
         decode_row_rank: per rank of a decoding row.
         prefill_token_rank: per rank of a prefilled token.
-        adapter_rank: per rank of a distinct adapter that a row decodes under; of einsums, of every distinct adapter.
+        adapter_rank: per rank of a distinct adapter of decoding rows; of einsums, of every distinct adapter.
         row: per token that has an adapter, whatever its rank; None adds nothing.
         adapter: per distinct adapter, whatever its rank; None adds nothing.
-        prefill: once per step that prefills a token under an adapter; None adds nothing.
+        prefill: once per step that prefills a token with an adapter; None adds nothing.
         decode_fit, prefill_fit: of what adapters add, the largest error relative to the whole step; None if published.
     """
 
@@ -136,7 +136,7 @@ class LoraCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A way for weights or KV: a transfer of b bytes takes ``fixed + b / bandwidth``.
+    """A link for weights or KV: a transfer of b bytes takes ``fixed + b / bandwidth``.
 
     Attributes:
         fixed: seconds.
@@ -158,7 +158,7 @@ class Transfers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     Attributes:
         source_to_device, source_to_host: an adapter from its files into blocks of either tier.
-        host_to_device, device_to_host: blocks between the tiers, of adapters and KV alike; all ranks at once.
+        host_to_device, device_to_host: blocks between the tiers, of adapters and KV alike; all ranks at the same time.
     """
 
     source_to_device: Link | None = None
@@ -168,16 +168,17 @@ class Transfers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class Switching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Changing the adapter that is merged into the base weights.
+    """Costs of changing the adapter that is merged into the base weights.
 
-    A merge writes every weight that the new adapter touches anew, from its pristine copy and the product of A and B;
-    what only the old one touched is restored from its pristine copy, in the same pass. Both are in proportion to the
-    weights that are touched; the times here are for all of the profile's ``lora_modules`` on every layer.
+    A merge rewrites every weight that the new adapter targets, from its original value and the product of A and B. In
+    the same pass, weights that only the old adapter targeted are restored from their original values. Both times are
+    proportional to the weights that are written; the times here are for all of the profile's ``lora_modules`` on every
+    layer.
 
     Attributes:
-        merge: of an adapter of those modules, whatever its rank.
-        merge_rank: the same, per rank in the profile's unit.
-        restore: of those modules' pristine weights.
+        merge: of an adapter on those modules, whatever its rank.
+        merge_rank: additional time per rank in the profile's unit.
+        restore: of those modules' original weights.
         merge_fit: of merges over ranks; None if composed.
     """
 
@@ -190,14 +191,14 @@ class Switching(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 class HostLora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What host cores add to a layer of a prefill on which they compute x·A·B for q, k and v instead of the device.
 
-    The rows of a layer are cut into slices, one for each core, and the layer goes on when the last one has ended.
+    The rows of a layer are cut into slices, one per core, and the layer continues when the last slice is done.
 
     Attributes:
-        fixed: handing over to the host and back, per layer.
-        token: the same, per row handed over.
+        fixed: per layer, for passing the work to the host and back.
+        token: the same, per row.
         token_rank: of the longest slice, per rank (over q, k and v) of a row.
         cores: that take slices.
-        core_tokens: rows that suit one core; a longer prompt than all cores so take is cut evenly.
+        core_tokens: best number of rows per core. A prompt that is longer than that for all cores is cut evenly.
     """
 
     fixed: Constant
@@ -230,28 +231,28 @@ class OperatingLoads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
 
 
 class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """See the module.
+    """The cost profile of one (device, model, parallelism).
 
     Attributes:
         name: such as ``a40-llama-2-7b``.
         device: in words.
         model: its name.
-        tensor_parallel: ranks.
+        tensor_parallel: number of ranks.
         origin: ``measured``, or what it was composed from, in words.
-        made: date, and for measured ones revision and machine.
-        geometry: sizes of the whole model.
+        made: date, and for measured profiles revision and machine.
+        geometry: of the whole model.
         vocabulary: number of token ids.
         max_model_len: longest sequence.
-        pool_bytes: device memory for adapters and KV over all ranks, weights and workspace excluded.
+        pool_bytes: device memory for adapters and KV over all ranks, without weights and workspace.
         lora_modules: modules over which a rank counts as one.
-        step: the base model's steps.
-        lora: by kernel form.
+        step: costs of the base model's steps.
+        lora: costs of adapters by kernel form.
         transfers: links between tiers.
         switching, host_lora: of mechanisms that not every profile knows.
-        weight_bytes: of the base model over all ranks; None where nobody needs it.
-        overlapped: whether the device runs the next decode step while the host is at the last one's tokens.
+        weight_bytes: of the base model over all ranks; None if unknown.
+        overlapped: whether the device runs the next decode step while the host processes the last one's tokens.
         kernel_efficiency: share of the machine's limit that a part of the step reaches, by part.
-        operating_points: what placements of a cluster go by, for each setting that was asked for.
+        operating_points: used by the placements of a cluster, one for each setting.
         format: of the file.
     """
 
@@ -284,14 +285,14 @@ class CostProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
             ProfileError: it is empty.
         """
         if value is None:
-            raise ProfileError(f"profile {self.name} knows no {field}")
+            raise ProfileError(f"profile {self.name} has no {field}")
         return value
 
     def lora_costs(self, form: KernelForm) -> LoraCosts:
         """Return the costs of a kernel form.
 
         Raises:
-            ProfileError: there are none.
+            ProfileError: the profile has none.
         """
         return self.need(self.lora.get(form), f"lora.{form}")
 
@@ -300,7 +301,7 @@ def read_profile(path: Path) -> CostProfile:
     """Read a profile.
 
     Raises:
-        ProfileError: it cannot be read, or is of another format.
+        ProfileError: it cannot be read, or has another format.
     """
     try:
         return decode_profile(path.read_text(encoding="utf-8"), str(path))
@@ -309,15 +310,15 @@ def read_profile(path: Path) -> CostProfile:
 
 
 def decode_profile(text: str, where: str) -> CostProfile:
-    """Read a profile from TOML; ``where`` names it in errors.
+    """Decode a profile from TOML; ``where`` names it in errors.
 
     Raises:
-        ProfileError: it is not one, of another format, or says what cannot be.
+        ProfileError: it is no profile, has another format, or contains impossible values.
     """
     try:
         tables = tomllib.loads(text)
         if tables.get("format") != FORMAT:
-            raise ProfileError(f"{where}: format {tables.get('format')!r}, this version reads {FORMAT}")
+            raise ProfileError(f"{where}: format {tables.get('format')!r} is not supported, only {FORMAT}")
         profile = msgspec.convert(tables, CostProfile, str_keys=True)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ProfileError(f"{where}: {error}") from error
@@ -327,18 +328,18 @@ def decode_profile(text: str, where: str) -> CostProfile:
 
 
 def _problems(value: object, field: str) -> Iterator[str]:
-    """Yield what no profile can say, as somebody may write it by hand."""
+    """Yield what is impossible in a profile, which may be written by hand."""
     match value:
         case Constant(value=number) if isnan(number):
-            yield f"{field}: {number} is no figure"
+            yield f"{field}: {number} is not a number"
         case Curve(points=points):
             counts = [count for count, _ in points]
             if not counts or any(later <= earlier for earlier, later in pairwise(counts)):
-                yield f"{field}: points have ascending counts, at least one, not {counts}"
+                yield f"{field}: points must have ascending counts, at least one, not {counts}"
             if any(not 0 <= seconds < inf for _, seconds in points):
-                yield f"{field}: a point takes some time from 0 on"
+                yield f"{field}: the seconds of a point must be finite and at least 0"
         case Link(bandwidth=bandwidth) if not bandwidth.value > 0:
-            yield f"{field}.bandwidth: {bandwidth.value} bytes/s move nothing"
+            yield f"{field}.bandwidth: must be positive, not {bandwidth.value} bytes/s"
         case msgspec.Struct():
             for name in value.__struct_fields__:
                 yield from _problems(getattr(value, name), f"{field}.{name}" if field else name)

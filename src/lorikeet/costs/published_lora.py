@@ -1,6 +1,6 @@
-"""LoRA costs as the papers print them, on the device and on host cores, each tied to its setting.
+"""LoRA costs as the papers print them, on the device and on host cores, each for its setting.
 
-See docs/decisions/published-lora-costs.md. Host costs are TOPPINGS', carried to other models by their sizes.
+See docs/decisions/published-lora-costs.md. Host costs are those of TOPPINGS, scaled to other models by their sizes.
 """
 
 import math
@@ -16,11 +16,11 @@ from lorikeet.costs.operators import RooflineShares
 from lorikeet.costs.profile import Constant, HostLora, LoraCosts
 
 MODULES = ("q", "k", "v", "o")
-"""Modules over which a rank counts as one; Chameleon and LoRAServe adapt these, TOPPINGS all but the last."""
+"""Modules over which a rank counts as one. Chameleon and LoRAServe adapt these, TOPPINGS all but the last."""
 
 
 class LoraPaper(StrEnum):
-    """Whose LoRA constants a profile uses beside dLoRA's ``einsum``."""
+    """Source of a profile's LoRA constants; those of ``einsum`` are always dLoRA's."""
 
     CHAMELEON = "chameleon"
     LORASERVE = "loraserve"
@@ -29,15 +29,15 @@ class LoraPaper(StrEnum):
 
 @dataclass(frozen=True)
 class Setting:
-    """What the constants of one profile depend on.
+    """What the LoRA constants of one profile depend on.
 
     Attributes:
-        device: whose.
+        device: of the profile.
         model: the base model.
-        tensor_parallel: ranks; each holds its part of an adapter.
+        tensor_parallel: number of ranks; each holds its part of an adapter.
         shares: of the device's limits that products reach.
-        prefill_s: time of one sequence's prefill without adapters, by tokens.
-        tokens_s: time of the operators that work on each token alone, by tokens.
+        prefill_s: returns the time of one sequence's prefill without adapters, by tokens.
+        tokens_s: returns the time of the token-wise operators, by tokens.
     """
 
     device: Device
@@ -59,15 +59,15 @@ def _rank_elements(model: Model, modules: tuple[str, ...]) -> int:
 
 
 _NEAREST = {"a40": LoraPaper.CHAMELEON, "a10": LoraPaper.CHAMELEON}
-"""Whose setting a device is nearest to; LoRAServe's for all others."""
+"""The paper whose setting is nearest to a device; LoRAServe for all others."""
 
 
 def lora_costs(setting: Setting, paper: LoraPaper | None) -> dict[KernelForm, LoraCosts]:
-    """Return the costs of each form.
+    """Return the costs of each kernel form.
 
     Args:
         setting: of the profile.
-        paper: whose constants; None for decode by TOPPINGS and prefill by the paper of the nearest device.
+        paper: source of the constants; None for decode by TOPPINGS and prefill by the paper of the nearest device.
     """
     prefill_paper = paper or _NEAREST.get(setting.device.name, LoraPaper.LORASERVE)
     prefill = _PREFILL[prefill_paper](setting)
@@ -78,17 +78,17 @@ def lora_costs(setting: Setting, paper: LoraPaper | None) -> dict[KernelForm, Lo
 
 _TOPPINGS_RANK_BYTES = _rank_elements(MODELS["llama-2-7b"], ("q", "k", "v")) * 2
 _TOPPINGS_DECODE_S = {KernelForm.UNPADDED: (2.34e-6, 0.39e-6), KernelForm.PADDED: (3.54e-6, 0.2e-6)}
-"""Seconds per rank of a row, and how far the printed digits let them be off.
+"""Seconds per rank of a row, and the error that the printed digits allow.
 
 Figure 6: 24 rows of rank 32 and 16 rows of rank 64 take 35.3 and 35.9 ms unpadded, 34.8 and 35.8 ms padded. For the
-padded kernel the example only works out if the exact value is within 3.52 and 3.91 µs.
+padded kernel the example is only consistent if the exact value is between 3.52 and 3.91 µs.
 """
 _TOPPINGS_CALL_S = 1.37e-3 / (32 * 3)
 """By how much the intercept of the unpadded kernel's line is higher, per layer and adapted module."""
 
 
 def _decode_of_toppings(setting: Setting, form: KernelForm, prefill: Constant) -> LoraCosts:
-    """TOPPINGS on other devices: its kernels are bound by memory bandwidth (section 5), so they go with it."""
+    """Scale TOPPINGS' decode to a device: its kernels are bound by memory bandwidth (section 5)."""
     value, error = _TOPPINGS_DECODE_S[form]
     a100 = DEVICES["a100-80"]
     slower = a100.bandwidth_bytes_per_s / setting.device.bandwidth_bytes_per_s
@@ -108,7 +108,7 @@ def _decode_of_toppings(setting: Setting, form: KernelForm, prefill: Constant) -
 
 
 def _decode_by_limits(setting: Setting, _form: KernelForm, prefill: Constant) -> LoraCosts:
-    """Each adapter of the step is read once, and each row computed at the share of the peak that products reach."""
+    """Decode by the roofline: each adapter is read once per step, and rows run at the efficiency of products."""
     bandwidth = setting.device.bandwidth_bytes_per_s * setting.shares.bandwidth
     return LoraCosts(
         fixed=Constant(0.0, "s", source="not printed"),
@@ -119,7 +119,7 @@ def _decode_by_limits(setting: Setting, _form: KernelForm, prefill: Constant) ->
 
 
 def _operations_s(setting: Setting) -> float:
-    """Return seconds for one token's multiplications and additions with one rank."""
+    """Return the seconds of one token's multiplications and additions with one rank."""
     return setting.rank_bytes / (setting.device.flops * setting.shares.flops)
 
 
@@ -144,7 +144,7 @@ def _prefill_of_loraserve(setting: Setting) -> Constant:
 
 
 def _between(values: dict[int, float], degree: int) -> float:
-    """Return the value at a degree: a power of the degree between two printed ones, else the nearest."""
+    """Return the value at a degree: a power law between two printed degrees, otherwise the nearest value."""
     low, high = min(values), max(values)
     if not low < degree < high:
         return values[low if degree <= low else high]
@@ -153,7 +153,10 @@ def _between(values: dict[int, float], degree: int) -> float:
 
 
 _CHAMELEON_COMPUTE, _CHAMELEON_BASE = 0.60 - 0.175, 0.40
-"""Shares of the TTFT of one request of rank 128 (Fig. 2): loading and computing take 60 %, loading up to 17.5 %."""
+"""Shares of the TTFT of one request of rank 128 (Fig.
+
+2): loading and computing LoRA take 60 %, loading up to 17.5 %.
+"""
 
 
 def _prefill_of_chameleon(setting: Setting) -> Constant:
@@ -175,12 +178,12 @@ _DLORA_SHARE, _MOST_TOKENS = 0.389, 4096
 
 
 def _einsum_of_dlora(setting: Setting) -> LoraCosts:
-    """Adapters take 38.9 % of the base's computation (section 4.1).
+    """Adapters take 38.9 % of the base model's computation (section 4.1).
 
-    The sizes of the batch are not printed. The share is taken to hold at every number of tokens, whatever the adapters;
-    beyond it each row is multiplied with each adapter, at the share of the peak that products reach. Were the share
-    that of every adapter, a step of TOPPINGS' setting S3 would take seconds under dLoRA; what TOPPINGS measures there
-    is 58 % more time per token than with kernels for mixed adapters.
+    The batch sizes are not printed. The share is assumed to hold at every number of tokens, whatever the adapters; in
+    addition each row is multiplied with each adapter, at the efficiency of products. If the share were that of every
+    adapter, a step of TOPPINGS' setting S3 would take seconds under dLoRA; TOPPINGS measures 58 % more time per token
+    there than with kernels for mixed adapters.
     """
     once_s = setting.tokens_s(1)
     token_s = (setting.tokens_s(_MOST_TOKENS) - once_s) / (_MOST_TOKENS - 1)
@@ -196,9 +199,9 @@ def _einsum_of_dlora(setting: Setting) -> LoraCosts:
 
 
 _HOST_S = {64: 0.061, 256: 0.126}
-"""Seconds of a prefill with the host's part on every layer, by tokens (section 7.3, without explicit waits)."""
+"""Seconds of a prefill with LoRA on the host on every layer, by tokens (section 7.3, without explicit waits)."""
 _DEVICE_S = {256: 0.044, 1000: 0.090}
-"""Of one without (Fig. 4); that of 64 tokens is not printed and lies on the line through these."""
+"""Seconds of one without (Fig. 4). That of 64 tokens is not printed and is on the line through these."""
 _RANK, _CORE_TOKENS, _CORES = 64, 16, 16
 """The rank is not printed there; 64 is that of most of the paper's settings."""
 
@@ -206,12 +209,12 @@ _MODEL = MODELS["llama-2-7b"]
 
 
 def host_lora(device: Device, model: Model) -> HostLora | None:
-    """Return what host cores add to a layer; None beside devices that nobody measured it on.
+    """Return what host cores add to a layer; None for devices without measurements.
 
     Args:
-        device: A100s alone: the rows go over its link, and the host is that of such machines.
-        model: rows are carried over by their bytes, computation by its operations. Under tensor parallelism one rank
-            exports the rows and each reads its columns, so the degree does not matter.
+        device: only A100s were measured: the rows are sent over its link, and the host is that of such machines.
+        model: rows are scaled by their bytes, computation by its operations. Under tensor parallelism one rank exports
+            the rows and each reads its columns, so the degree does not matter.
     """
     if device.measured != DEVICES["a100-80"].name:
         return None
@@ -243,7 +246,7 @@ def _device_s(tokens: int) -> float:
 
 
 def _row_elements(geometry: ModelGeometry) -> int:
-    """Elements of a row on its way to the host, and of q, k and v on theirs back."""
+    """Elements of a row on its way to the host, and of q, k and v on the way back."""
     shapes = [geometry.modules[module] for module in ASSISTED_MODULES]
     return shapes[0].in_features + sum(shape.out_features for shape in shapes)
 

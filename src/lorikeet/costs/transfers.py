@@ -1,4 +1,4 @@
-"""What moves cost: transfers between the tiers, and merging another adapter into the base weights."""
+"""Costs of transfers between the memory tiers, and of merging another adapter into the base weights."""
 
 from collections.abc import Mapping, Set
 from enum import StrEnum
@@ -13,31 +13,30 @@ from lorikeet.presets import MergeBy
 
 
 class LinkDirection(StrEnum):
-    """A direction. What goes in one does not wait for what goes in another."""
+    """A direction of the link. Transfers in different directions do not wait for each other."""
 
     IN = "in"
     """From the host to the device."""
     OUT = "out"
     """From the device to the host."""
     READ = "read"
-    """From an adapter's files."""
+    """From an adapter's source files."""
 
 
 class TransferLeg(NamedTuple):
-    """The seconds that something takes alone, in one direction."""
+    """Seconds of a transfer in one direction, alone on the link."""
 
-    way: LinkDirection
+    direction: LinkDirection
     seconds: float
 
 
 class TransferPath(NamedTuple):
-    """How a transfer goes.
+    """The steps of a transfer.
 
     Attributes:
-        legs: where each of its parts goes, one leg after the other.
-        parts: how many follow one another, all alike: one goes its second leg while the next goes its first.
-        groups_s: instead of ``parts``, the seconds of each group of blocks of a copy, in the order in which they go;
-            its one leg says where.
+        legs: directions and times of each part, one leg after the other.
+        parts: number of equal parts; one part is on its second leg while the next is on its first.
+        groups_s: instead of ``parts``, the seconds of each group of blocks of a copy, in order. There is one leg.
     """
 
     legs: tuple[TransferLeg, ...]
@@ -46,7 +45,7 @@ class TransferPath(NamedTuple):
 
     @property
     def alone_s(self) -> float:
-        """Seconds from begin to end if nothing else moves."""
+        """Seconds from start to end without other transfers."""
         if self.groups_s:
             return sum(self.groups_s)
         seconds = [leg.seconds for leg in self.legs]
@@ -54,16 +53,16 @@ class TransferPath(NamedTuple):
 
 
 class TransferModel:
-    """Seconds of transfers, by one profile.
+    """Predicts seconds of transfers by one profile.
 
-    Copies move whole blocks, reads the bytes of an adapter's weights. Under tensor parallelism every rank moves its
-    part, all at once; blocks here are those of the whole model.
+    Copies move whole blocks; reads move the bytes of an adapter's weights. Under tensor parallelism all ranks move
+    their parts at the same time; blocks here are those of the whole model.
 
     Args:
         profile: whose links it uses.
         block_bytes: of a block of the whole model.
-        link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``), which then stands for both directions of
-            each rank, without a fixed part; 0 for the profile's.
+        link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``), which replaces both directions of each rank,
+            without a fixed part; 0 for the profile's.
 
     Attributes:
         profile, block_bytes: as given.
@@ -74,14 +73,14 @@ class TransferModel:
         self.block_bytes = block_bytes
         self._declared_bytes_per_s = link_bytes_per_s * profile.tensor_parallel
 
-    def course(self, transfer: Transfer) -> TransferPath:
-        """Return how a transfer goes.
+    def path(self, transfer: Transfer) -> TransferPath:
+        """Return the steps of a transfer.
 
-        A copy in groups pays a link's fixed part for each.
+        A copy in groups pays a link's fixed part for each group.
 
-        Weights that go to the device by way of the host are read block by block, and each block is copied on while the
-        next is read. So are those that take none of the host's blocks if a link is declared, as nothing reaches the
-        device but over it; else they go at once.
+        Weights that are loaded to the device through the host are read block by block, and each block is copied on
+        while the next is read. So are weights that use no host blocks if a link is declared, because everything reaches
+        the device over that link; otherwise they are loaded directly.
 
         Raises:
             ProfileError: the profile does not know a link.
@@ -91,8 +90,8 @@ class TransferModel:
             groups_s = tuple(self.copy_s(LinkDirection.IN, stop - first) for first, stop in transfer.groups)
             return TransferPath((TransferLeg(LinkDirection.IN, sum(groups_s)),), groups_s=groups_s)
         if transfer.source is not Tier.SOURCE:
-            way = LinkDirection.IN if transfer.target is Tier.DEVICE else LinkDirection.OUT
-            return TransferPath((TransferLeg(way, self.copy_s(way, len(transfer.device_blocks))),))
+            direction = LinkDirection.IN if transfer.target is Tier.DEVICE else LinkDirection.OUT
+            return TransferPath((TransferLeg(direction, self.copy_s(direction, len(transfer.device_blocks))),))
         assert transfer.adapter is not None, "only adapters have files"
         if not (transfer.host_blocks or self._declared_bytes_per_s):
             return TransferPath((TransferLeg(LinkDirection.READ, self.source_s(transfer.adapter, Tier.DEVICE)),))
@@ -105,7 +104,7 @@ class TransferModel:
         )
 
     def source_s(self, ref: AdapterRef, target: Tier) -> float:
-        """Return the time from an adapter's files into blocks of a tier.
+        """Return the time to read an adapter's source files into blocks of a tier.
 
         Raises:
             ProfileError: the profile does not know it.
@@ -119,23 +118,23 @@ class TransferModel:
         geometry = self.profile.geometry
         return link.seconds(adapter_elements(ref.ranks, geometry) * geometry.dtype_bytes)
 
-    def copy_s(self, way: LinkDirection, blocks: int) -> float:
+    def copy_s(self, direction: LinkDirection, blocks: int) -> float:
         """Return the time to copy so many blocks between the tiers.
 
         Raises:
             ProfileError: the profile does not know it, and no link is declared.
         """
-        return self.link(way).seconds(blocks * self.block_bytes)
+        return self.link(direction).seconds(blocks * self.block_bytes)
 
     def model_s(self) -> float:
-        """Return the time to bring a whole base model from the host to the device.
+        """Return the time to load a whole base model from the host to the device.
 
         Raises:
-            ProfileError: the profile does not know its size, or the link, and none is declared.
+            ProfileError: the profile does not know its size; or it does not know the link, and none is declared.
         """
         return self.link(LinkDirection.IN).seconds(self.profile.need(self.profile.weight_bytes, "weight_bytes"))
 
-    def link(self, way: LinkDirection) -> Link:
+    def link(self, direction: LinkDirection) -> Link:
         """Return the link between the tiers in one direction.
 
         Raises:
@@ -144,7 +143,7 @@ class TransferModel:
         if self._declared_bytes_per_s:
             return Link(Constant(0.0, "s"), Constant(self._declared_bytes_per_s, "bytes/s"))
         known, need = self.profile.transfers, self.profile.need
-        if way is LinkDirection.IN:
+        if direction is LinkDirection.IN:
             return need(known.host_to_device, "transfers.host_to_device")
         return need(known.device_to_host, "transfers.device_to_host")
 
@@ -153,16 +152,16 @@ Touched = Set[tuple[str, int]]
 """Weights of the base model: module and layer."""
 
 _WRITTEN_WITH = {module: modules for modules in PRODUCTS.values() for module in modules}
-"""Modules whose weights are held as one, and written as one."""
+"""Modules whose weights are stored in one tensor, and written together."""
 
 
 class MergeModel:
-    """Seconds of switches, by one profile.
+    """Predicts seconds of switching the merged adapter, by one profile.
 
     Args:
-        profile: its ``switching`` counts the weights that a switch touches; see there.
-        by: whether the weights are computed anew, or a whole merged model takes the place of another.
-        transfers: bring that model from the host.
+        profile: its ``switching`` costs.
+        by: whether the weights are recomputed, or a whole merged model replaces another.
+        transfers: load that model from the host.
     """
 
     def __init__(self, profile: CostProfile, by: MergeBy, transfers: TransferModel) -> None:
@@ -174,7 +173,7 @@ class MergeModel:
         self._rank_elements = adapter_elements(dict.fromkeys(modules, (1,) * geometry.layers), geometry)
 
     def switch_s(self, old: AdapterRef | None, new: AdapterRef | None) -> float:
-        """Return the time from ``old`` merged to ``new`` merged; None is the base model as it is.
+        """Return the time from ``old`` merged to ``new`` merged; None is the base model.
 
         Raises:
             ProfileError: the profile does not know it.
@@ -192,7 +191,7 @@ class MergeModel:
 
 
 def _touched(ranks: Mapping[str, tuple[int, ...]]) -> Touched:
-    """Return what an adapter of these ranks has written, with what is held together with it."""
+    """Return the weights that merging an adapter of these ranks writes, including those stored with them."""
     changed = ((module, layer) for module, by_layer in ranks.items() for layer, rank in enumerate(by_layer) if rank)
     return {(each, layer) for module, layer in changed for each in _WRITTEN_WITH[module]}
 

@@ -1,1 +1,1 @@
-"""One replica: its loop, how it is built, its process, and recording and replay."""
+"""One replica: its loop, its process, how it is built, and recording and replay."""

@@ -13,11 +13,10 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, Executor
 from lorikeet.core.ids import AdapterDigest, AdapterName
-from lorikeet.core.plan import AS_THEY_LIE, Order, StepPlan, StepResult
+from lorikeet.core.plan import PACKING_ORDER, LoadOrder, StepPlan, StepResult
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import FileRecorder, Header
-from lorikeet.memory.known_adapters import AdapterSize
-from lorikeet.memory.memory import Assist, Memory
+from lorikeet.memory.memory import AdapterSize, Assist, Memory
 from lorikeet.memory.packing import block_runs, pack
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.rules import MemoryRules
@@ -31,17 +30,17 @@ from lorikeet.worker.modelled import build_paced_executor
 from lorikeet.worker.torch_executor import build_torch_executor
 
 _Ranks = tuple[tuple[str, tuple[int, ...]], ...]
-_KEPT = 1024
-"""Results by ranks: versions with ranks of their own on every layer must not add up for ever."""
+_CACHE_SIZE = 1024
+"""Bound of caches by adapter ranks, since every version may have different ranks on every layer."""
 
 
 def build_memory(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int) -> Memory:
     """Build the memory of a replica.
 
     Args:
-        preset: says how it behaves.
-        sizes: of the engine.
-        max_num_batched_tokens: of a step.
+        preset: has the memory's policies and options.
+        sizes: of the executor.
+        max_num_batched_tokens: token limit of a step.
 
     Raises:
         ConfigError: the preset names a policy that does not exist.
@@ -60,14 +59,14 @@ def build_memory(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int
 
 
 def memory_rules(preset: Preset) -> MemoryRules:
-    """Return what a preset says of the memory.
+    """Return the memory options of a preset.
 
     Raises:
         ConfigError: it names a policy that does not exist.
     """
     for policy, table in ((preset.eviction, EVICTION), (preset.prefetch, PREFETCH)):
         if policy not in table:
-            raise ConfigError(f"preset: no policy is called {policy!r}; there are: {', '.join(table)}")
+            raise ConfigError(f"preset: there is no policy {policy!r}; choose one of {', '.join(table)}")
     return MemoryRules(
         keep_kv=preset.kv_after_finish is KvAfterFinish.KEPT,
         host_kv=preset.host_kv,
@@ -82,11 +81,11 @@ def memory_rules(preset: Preset) -> MemoryRules:
 
 
 def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
-    """Return a function that tells what an adapter takes. Thousands of versions share a few sizes, computed once."""
+    """Return a function that computes the size of an adapter, cached, since thousands of versions share a few sizes."""
     geometry = sizes.local_geometry
     block_elements = geometry.block_elements(sizes.block_size)
 
-    @lru_cache(_KEPT)
+    @lru_cache(_CACHE_SIZE)
     def size(ranks: _Ranks) -> AdapterSize:
         packing = pack(dict(ranks), geometry, block_elements)
         return AdapterSize(packing.blocks, packing.used_elements * geometry.dtype_bytes)
@@ -95,30 +94,30 @@ def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
 
 
 def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int) -> Assist:
-    """Return a function that tells how an adapter is to arrive whose prefill is assisted.
+    """Return a function that plans the load order of an adapter for an assisted prefill of so many tokens.
 
-    What counts is the first step's part of the prompt: the sooner that is done, the sooner is all of it, and an adapter
-    arrives during one part or two.
+    It plans for the first chunk of the prompt only: an adapter arrives within one or two chunks, and the sooner the
+    first chunk ends, the sooner the whole prefill ends.
     """
     costs = sizes.assist
     if costs is None or preset.cold_start not in (ColdStart.ASSIST, ColdStart.AUTO):
-        return lambda ref, tokens: AS_THEY_LIE
+        return lambda ref, tokens: PACKING_ORDER
     geometry = sizes.local_geometry
     block_elements = geometry.block_elements(sizes.block_size)
     is_wanted = costs.pays if preset.cold_start is ColdStart.AUTO else lambda ref, tokens: costs.can_assist(ref)
 
-    @lru_cache(_KEPT)
-    def planned(ranks: _Ranks, tokens: int) -> Order:
+    @lru_cache(_CACHE_SIZE)
+    def planned(ranks: _Ranks, tokens: int) -> LoadOrder:
         ref = AdapterRef(AdapterName(""), AdapterDigest(""), "", dict(ranks), 0)
         groups = costs.layer_groups(ref, tokens)
         runs = block_runs(pack(ref.ranks, geometry, block_elements), groups)
-        return Order(runs, groups[-1] if costs.is_static else (0, 0))
+        return LoadOrder(runs, groups[-1] if costs.is_static else (0, 0))
 
-    def order(ref: AdapterRef, tokens: int) -> Order:
+    def order(ref: AdapterRef, tokens: int) -> LoadOrder:
         tokens = min(tokens, max_num_batched_tokens)
         if not is_wanted(ref, tokens):
-            return AS_THEY_LIE
-        return planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())  # all that the groups depend on
+            return PACKING_ORDER
+        return planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())  # groups depend on no more
 
     return order
 
@@ -127,12 +126,12 @@ T = TypeVar("T")
 
 
 class Replica(NamedTuple):
-    """An engine and the sizes of what it runs on."""
+    """An engine, the sizes of its executor, and notes for the start-up log."""
 
     engine: Engine
     sizes: EngineSizes
     notes: tuple[str, ...]
-    """What was chosen, in words, for the start-up log."""
+    """Lines for the start-up log: what was chosen."""
 
 
 def build_replica(
@@ -142,14 +141,14 @@ def build_replica(
     clock: WaitableClock | None = None,
     on_ran: Callable[[StepPlan, StepResult], None] | None = None,
 ) -> Replica:
-    """Build a replica on the real clock, with the executor that the settings name.
+    """Build a replica on the real clock, with the executor that the settings select.
 
     Args:
         settings: all settings; ``settings.model.model`` is a local folder.
         progress: called with (stage, done, total) while loading.
         on_load_done: called, on another thread, when a transfer has ended.
-        clock: one that goes about as fast as the real one, instead of it.
-        on_ran: see ``Engine``.
+        clock: used instead of the real one; it must run about as fast.
+        on_ran: called with every plan that has run, and its result.
 
     Raises:
         ConfigError: a setting does not fit the model or the machine.
@@ -174,7 +173,7 @@ def assemble(
     clock: Clock,
     on_ran: Callable[[StepPlan, StepResult], None] | None = None,
 ) -> Replica:
-    """Put a replica together around an executor: the same on every executor and clock.
+    """Build memory, scheduler and loop around an executor. The same for every executor and clock.
 
     Raises:
         ConfigError: the preset is unknown, its options do not go together, or its share for KV cannot hold the longest
@@ -198,8 +197,8 @@ def assemble(
     batching = _policy(name, "batching mode", preset.batching_mode, BATCHING)
     if preset.batching_mode != "unmerged" and (preset.max_step_adapters or preset.memory_split is MemorySplit.STATIC):
         raise ConfigError(
-            f"preset {name}: batching mode {preset.batching_mode} chooses the adapters of a step itself: it goes with "
-            "neither max_step_adapters nor a static split of the memory"
+            f"preset {name}: batching mode {preset.batching_mode} chooses the adapters of a step itself, so it cannot "
+            "be combined with max_step_adapters or a static memory split"
         )
     if (
         preset.memory_split is MemorySplit.STATIC
@@ -207,8 +206,8 @@ def assemble(
         and preset.kv_after_finish is KvAfterFinish.KEPT
     ):
         raise ConfigError(
-            f"preset {name}: an adapter would leave its part of the memory after its KV alone, and nothing in that "
-            "part makes KV leave the other: a static split goes with dependency_tree=false or kv_after_finish=dropped"
+            f"preset {name}: with a static memory split, evicting an adapter would first have to evict its KV from the "
+            "other part, which nothing does: set dependency_tree=false or kv_after_finish=dropped"
         )
     scheduler = Scheduler(memory, admission, limits, preset, batching, sizes.assist)
     recorder = _recorder(settings, name, sizes)
@@ -222,8 +221,8 @@ def assemble(
     ]
     if preset.cold_start in (ColdStart.ASSIST, ColdStart.AUTO) and sizes.assist is None:
         notes.append(
-            "cold prefills are not assisted, so requests wait for their adapters: that takes host memory, host "
-            "workers, an x86-64 CPU and no more than one GPU, or a profile that knows host_lora"
+            "cold prefills are not assisted, so requests wait for their adapters: assistance needs host memory, host "
+            "workers, an x86-64 CPU and at most one GPU, or a profile with host_lora"
         )
     if recorder is not None:
         notes.append(f"recording to {recorder.path}")
@@ -232,7 +231,7 @@ def assemble(
 
 def _policy(preset: str, option: str, policy: str, table: Mapping[str, T]) -> T:
     if policy not in table:
-        raise ConfigError(f"preset {preset}: no {option} is called {policy!r}; there are: {', '.join(table)}")
+        raise ConfigError(f"preset {preset}: there is no {option} {policy!r}; choose one of {', '.join(table)}")
     return table[policy]
 
 

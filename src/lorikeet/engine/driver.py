@@ -1,4 +1,4 @@
-"""Feeds an engine in this process with requests as they arrive, on the engine's clock."""
+"""Drives an engine in this process: submits requests when they arrive, on the engine's clock, and runs its loop."""
 
 import math
 from collections import deque
@@ -13,37 +13,37 @@ from lorikeet.engine.loop import Engine
 
 
 class RequestSource(Protocol):
-    """Requests that come by and by; some of them perhaps only after others have been answered."""
+    """Requests with arrival times. Some may depend on the answers to earlier ones."""
 
     def next_s(self) -> float:
-        """Return when the next one comes, on the engine's clock; infinity if none comes before an answer has ended."""
+        """Return when the next request arrives, on the engine's clock; infinity if that depends on an answer."""
         ...
 
     def take(self) -> Request:
-        """Return that one."""
+        """Return that request."""
         ...
 
 
 class ScheduledRequests:
-    """Arrivals that depend on nothing.
+    """Requests that arrive at fixed times.
 
     Args:
-        requests: by ascending ``arrival_s``; taken one by one, as late as possible.
+        requests: by ascending ``arrival_s``. The iterator is advanced one by one, as late as possible.
     """
 
     def __init__(self, requests: Iterable[Request]) -> None:
-        self._arriving = iter(requests)
-        self._coming = deque[Request]()
+        self._requests = iter(requests)
+        self._next = deque[Request]()
 
     def next_s(self) -> float:
-        """See ``RequestSource``."""
-        if not self._coming:
-            self._coming.extend(request for request in [next(self._arriving, None)] if request is not None)
-        return self._coming[0].arrival_s if self._coming else math.inf
+        """Return the ``arrival_s`` of the next request, infinity after the last."""
+        if not self._next:
+            self._next.extend(request for request in [next(self._requests, None)] if request is not None)
+        return self._next[0].arrival_s if self._next else math.inf
 
     def take(self) -> Request:
-        """See ``RequestSource``."""
-        return self._coming.popleft()
+        """Return the next request."""
+        return self._next.popleft()
 
 
 def drive(
@@ -53,44 +53,45 @@ def drive(
     *,
     coalesced: bool = False,
 ) -> Iterator[StepOutputs]:
-    """Submit each request when it comes and run until all have ended; between requests the engine does its chores.
+    """Submit each request when it arrives and run the engine until all have ended.
 
-    Requests come when they do, however far behind the engine is. Their ``arrival_s`` stays what it is, so a request
-    that comes while a step runs has waited since then.
+    The workload is open-loop: requests arrive at their times however far behind the engine is. A request that arrives
+    while a step runs is submitted after it, with its original ``arrival_s``. Between requests the engine runs its
+    transfers and ticks.
 
     Args:
         engine: on ``clock``.
         clock: real or virtual.
-        arrivals: on that clock, and in order.
-        coalesced: on a virtual clock, run steps together that would be planned alike (``Engine.step``).
+        arrivals: on that clock, in order.
+        coalesced: on a virtual clock, run together steps that would be planned alike (``Engine.step``).
 
     Yields:
-        What each turn brought. ``arrivals`` is asked again, and the next turn runs, when the next is asked for.
+        The outputs of each turn. The next turn runs when the next item is requested.
 
     Raises:
-        ExecutorError: a step failed, or no request can ever go on.
+        ExecutorError: a step failed, or no waiting request can ever run.
     """
     while True:
         submitted = False
-        while (coming_s := arrivals.next_s()) <= clock.now():
+        while (arrival_s := arrivals.next_s()) <= clock.now():
             engine.submit(arrivals.take())
             submitted = True
-        if not (engine.has_requests or submitted):  # one that was refused has ended, and a turn tells it
-            if coming_s == math.inf:
+        if not (engine.has_requests or submitted):  # a refused request has ended, and the next turn reports it
+            if arrival_s == math.inf:
                 return
             if not engine.has_chores:
-                clock.wait_until(coming_s)
+                clock.wait_until(arrival_s)
                 continue
-        yield engine.step(coming_s if coalesced else None)
+        yield engine.step(arrival_s if coalesced else None)
         if not engine.is_busy:
-            rest(engine, clock, arrivals.next_s())
+            wait_for_work(engine, clock, arrivals.next_s())
 
 
-def rest(engine: Engine, clock: WaitableClock, until_s: float) -> None:
-    """Wait until the engine has something to do again: a transfer has ended, a tick is due, or it is ``until_s``.
+def wait_for_work(engine: Engine, clock: WaitableClock, until_s: float) -> None:
+    """Wait until a transfer has ended, a tick is due, or it is ``until_s``.
 
     Raises:
-        ExecutorError: none of these will come, and requests wait.
+        ExecutorError: none of these will happen, and requests wait.
     """
     until_s = min(until_s, engine.due_s)
     if engine.has_transfers:
@@ -98,4 +99,4 @@ def rest(engine: Engine, clock: WaitableClock, until_s: float) -> None:
     elif until_s < math.inf:
         clock.wait_until(until_s)
     elif engine.has_requests:
-        raise ExecutorError("requests wait, and nothing is under way that could let one go on")
+        raise ExecutorError("requests wait, and no transfer or tick can make one of them run")

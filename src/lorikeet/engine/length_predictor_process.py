@@ -1,9 +1,9 @@
-"""The body of the predictor process: learned predictions of answer lengths, in batches, on one thread.
+"""The length predictor process: learned predictions of answer lengths, in batches, on one thread.
 
-It is a process of its own so that torch and its arithmetic stay out of the API process, and has a low priority so that
-steps come first. Started as ``python -m lorikeet.engine.length_predictor_process``. Over its standard input come a
-``PredictorSetup`` and then questions, over its standard output go the answers; it ends when its input does, which is
-when whoever started it has ended, however that was.
+It is a separate process so that torch stays out of the API process, and runs at a low priority so that steps come
+first. Started as ``python -m lorikeet.engine.length_predictor_process``. It reads a ``PredictorSetup`` and then
+``PredictionRequest`` messages from its standard input and writes ``PredictionBatch`` messages to its standard output.
+It ends at the end of its input, which also comes when the API process is killed.
 """
 
 import os
@@ -28,71 +28,71 @@ from lorikeet.scheduling.prediction.messages import (
     take_frames,
 )
 
-_MOST_AT_ONCE = 8
-"""In one batch: more would keep all of them waiting for long."""
+_MAX_BATCH = 8
+"""Requests in one batch. A larger batch would delay all of its predictions."""
 
 _READ_BYTES = 2**16
 
 
 def prompt_text(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Return the text that predictions are made from: of the last tokens of a prompt, without special ones."""
+    """Decode the last tokens of a prompt, without special tokens, to the text that predictions are made from."""
     text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True)
     return text
 
 
 class BatchPredictor:
-    """Answers questions.
+    """Predicts the lengths of the answers to a batch of prompts.
 
     Args:
-        setup: what to predict with.
+        setup: names the files of the head and the tokenizer.
 
     Raises:
         LengthModelError: the head cannot be read.
-        SentenceModelError: the sentence model cannot.
+        SentenceModelError: the sentence model cannot be read.
     """
 
     def __init__(self, setup: PredictorSetup) -> None:
-        self._head = LengthModel.read(Path(setup.head))
+        self._head = LengthModel.read(Path(setup.model_file))
         self._tokenizer = Tokenizer.from_file(setup.tokenizer)
         self._encoder = SentenceEncoder(threads=1)
         self._encoder.encode(["warm"])
 
-    def answer(self, asks: Sequence[PredictionRequest]) -> PredictionBatch:
-        """Return the predictions for all questions that are not too late already."""
+    def answer(self, requests: Sequence[PredictionRequest]) -> PredictionBatch:
+        """Return predictions for all requests whose deadline has not passed."""
         now = time.monotonic()
-        timely = [ask for ask in asks if ask.until_s > now]
-        vectors = self._encoder.encode([prompt_text(self._tokenizer, ask.token_ids) for ask in timely])
-        tokens = self._head.predict(vectors, [ask.prompt_tokens for ask in timely], [ask.adapter for ask in timely])
-        predictions = tuple((ask.number, count) for ask, count in zip(timely, tokens, strict=True))
-        return PredictionBatch(len(asks), predictions, time.process_time())
+        timely = [each for each in requests if each.until_s > now]
+        vectors = self._encoder.encode([prompt_text(self._tokenizer, each.token_ids) for each in timely])
+        tokens = self._head.predict(vectors, [each.prompt_tokens for each in timely], [each.adapter for each in timely])
+        predictions = tuple((each.number, count) for each, count in zip(timely, tokens, strict=True))
+        return PredictionBatch(len(requests), predictions, time.process_time())
 
 
 def main() -> None:
-    """Answer until the input ends."""
-    # Whoever started this process decides when it ends; service managers signal every process of a service.
+    """Read requests and write predictions until the input ends."""
+    # The API process decides when this process ends; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICE)
     output = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints must not come between the answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output that a library prints must not mix with messages
     received = bytearray()
     waiting: list[bytes] = []
     while not waiting:
         waiting = _receive(received)
-    answerer = BatchPredictor(msgspec.msgpack.decode(waiting.pop(0), type=PredictorSetup))
+    predictor = BatchPredictor(msgspec.msgpack.decode(waiting.pop(0), type=PredictorSetup))
     _send(output, frame(PredictorReady(time.process_time())))
     decoder = msgspec.msgpack.Decoder(PredictionRequest)
     while True:
-        asks = [decoder.decode(content) for content in waiting[:_MOST_AT_ONCE]]
-        del waiting[:_MOST_AT_ONCE]
-        if asks:
-            _send(output, frame(answerer.answer(asks)))
+        requests = [decoder.decode(content) for content in waiting[:_MAX_BATCH]]
+        del waiting[:_MAX_BATCH]
+        if requests:
+            _send(output, frame(predictor.answer(requests)))
         else:
             waiting = _receive(received)
 
 
 def _receive(received: bytearray) -> list[bytes]:
-    """Wait for input and return the whole messages in it; end the process if it has ended."""
+    """Wait for input and return the complete messages in it; end the process at the end of the input."""
     content = os.read(sys.stdin.fileno(), _READ_BYTES)
     if not content:
         sys.exit(0)

@@ -1,4 +1,4 @@
-"""From request logs to a head that predicts the lengths of answers."""
+"""Trains the head of the length predictor from request logs."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -14,22 +14,22 @@ from lorikeet.scheduling.prediction.learned import LengthModel
 from lorikeet.scheduling.prediction.messages import TEXT_TOKENS
 from lorikeet.scheduling.prediction.training import Samples, train
 
-_WHOLE = frozenset({"stop", "length"})
+_COMPLETE = frozenset({"stop", "length"})
 _BATCH = 16
 
 
 class LogError(ValueError):
-    """A request log cannot be learned from; the message says why."""
+    """A request log cannot be used for training; the message says why."""
 
 
 class LoggedRequest(msgspec.Struct, frozen=True):
-    """What is needed of a line of a request log (``server.request_log`` with ``request_log_text``).
+    """The used fields of a line of a request log (``server.request_log`` with ``request_log_text``).
 
     Attributes:
         prompt_token_ids: the prompt.
         output_tokens: length of the answer.
         adapter: name, None for the base model.
-        finish_reason: answers that somebody broke off tell nothing.
+        finish_reason: aborted and failed answers are not used.
     """
 
     prompt_token_ids: list[int]
@@ -43,10 +43,10 @@ class _AnyLine(msgspec.Struct, frozen=True):
 
 
 def read_logs(paths: Sequence[Path]) -> list[LoggedRequest]:
-    """Return the requests of logs that ended by themselves or by their length, in the order of the lines.
+    """Return the requests with complete answers (stopped, or at their length limit), in the order of the lines.
 
     Raises:
-        LogError: a line is no line of a request log, or has no prompt.
+        LogError: a line is not of a request log, or has no prompt.
         OSError: a file cannot be read.
     """
     decoder, requests = msgspec.json.Decoder(LoggedRequest), []
@@ -57,7 +57,7 @@ def read_logs(paths: Sequence[Path]) -> list[LoggedRequest]:
                     request = decoder.decode(line)
                 except msgspec.DecodeError as error:
                     raise LogError(f"{path}, line {number}: {_why(line, error)}") from error
-                if request.finish_reason in _WHOLE and request.output_tokens:
+                if request.finish_reason in _COMPLETE and request.output_tokens:
                     requests.append(request)
     return requests
 
@@ -78,13 +78,13 @@ def samples_of(
     encoder: SentenceEncoder,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Samples:
-    """Return requests with the vectors of their prompts.
+    """Encode prompts and return the training samples.
 
     Args:
         requests: from logs.
         tokenizer: the base model's.
-        encoder: makes the vectors.
-        on_progress: called with the number of prompts that have been read.
+        encoder: computes the vectors.
+        on_progress: called with the number of prompts encoded so far.
     """
     vectors = []
     for begin in range(0, len(requests), _BATCH):
@@ -105,22 +105,22 @@ def train_from_logs(
     threads: int,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> LengthModel:
-    """Return a head that learned from ``requests``.
+    """Train a head on ``requests``.
 
     Args:
         requests: in the order in which they ended.
         tokenizer_file: the base model's ``tokenizer.json``.
         threads: of torch.
-        on_progress: see ``samples_of``.
+        on_progress: called with the number of prompts encoded so far.
 
     Raises:
-        TooFewRequests: there are not enough.
-        SentenceModelError: the sentence model is not there.
+        TooFewRequests: there are not enough requests.
+        SentenceModelError: the sentence model is missing.
     """
     tokenizer, encoder = Tokenizer.from_file(str(tokenizer_file)), SentenceEncoder(threads)
     return train(samples_of(requests, tokenizer, encoder, on_progress), file_sha256(tokenizer_file))
 
 
 def file_sha256(path: Path) -> str:
-    """Return the digest of a file."""
+    """Return the SHA-256 of a file as hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()

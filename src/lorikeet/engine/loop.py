@@ -1,4 +1,4 @@
-"""Requests that leave an engine with their KV."""
+"""The engine loop of one replica: plan a step, execute it, commit its result."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from lorikeet.core.messages import (
     Abort,
     DropAdapter,
     EngineStats,
-    Exported,
+    ExportedKv,
     ExportRequest,
     ImportKv,
     MemoryStats,
@@ -41,58 +41,21 @@ from lorikeet.presets import ColdStart
 from lorikeet.scheduling.admission import AdmissionQueue
 from lorikeet.scheduling.scheduler import Scheduler
 
-
-class PendingExports:
-    """Those that have been let go, and whose KV is on its way to the host tier, from where it is handed over.
-
-    Args:
-        memory: holds the KV meanwhile.
-        executor: reads it.
-    """
-
-    def __init__(self, memory: Memory, executor: Executor) -> None:
-        self._memory = memory
-        self._executor = executor
-        self._leaving: dict[RequestId, SequenceLease] = {}
-
-    def begin(self, request: Request, now: float) -> None:
-        """Gather the KV of a request that is no longer here."""
-        memory = self._memory
-        adapter = BASE if request.adapter is None else memory.register(request.adapter)
-        keys = memory.keys_of(request.digest, request.prompt_token_ids + request.output_token_ids)
-        self._leaving[request.request_id] = memory.kv_migration.begin_export(adapter, keys, now)
-
-    def adapters(self) -> set[AdapterDigest | None]:
-        """Return the versions whose KV is held."""
-        return {self._memory.tree.digest(lease.adapter) for lease in self._leaving.values()}
-
-    def take(self, now: float) -> tuple[Exported, ...]:
-        """Return those whose KV has been gathered since the last call; some or all of it may be lacking."""
-        ready = [request_id for request_id, lease in self._leaving.items() if lease.is_ready]
-        return tuple(self._hand_over(request_id, now) for request_id in ready)
-
-    def _hand_over(self, request_id: RequestId, now: float) -> Exported:
-        lease = self._leaving.pop(request_id)
-        blocks = self._memory.kv_migration.exported_blocks(lease)
-        contents = self._executor.read_host(blocks)
-        self._memory.release(lease, now)
-        return Exported(request_id, tuple(lease.keys[: len(blocks)]), contents)
-
-
 _NOTHING = StepPlan(step=-1)
+"""An empty plan, for turns in which nothing is scheduled."""
 
 
 class Engine:
-    """One replica. The same class on every executor and clock (design, idea 2).
+    """The loop of one replica. It is the same class on every executor and clock.
 
     Args:
         scheduler: owns the requests.
-        memory: owns the blocks.
+        memory: owns the blocks, the tree and the tiers.
         executor: runs plans.
         clock: real or virtual.
-        cold_start: whether transfers stop everything.
-        on_ran: called with every plan that has run, and what came of it.
-        recorder: is told all that plans depend on.
+        cold_start: with ``BLOCK`` nothing runs while a transfer is awaited.
+        on_ran: called with every plan that has run, and its result.
+        recorder: gets everything that plans depend on, for replay.
     """
 
     def __init__(
@@ -112,16 +75,16 @@ class Engine:
         self._cold_start = cold_start
         self._on_ran = on_ran
         self._recorder: Recorder = recorder or NoRecorder()
-        self._departures = PendingExports(memory, executor)
-        self._unwanted: set[AdapterDigest] = set()
-        self._has_news = False
+        self._exports = PendingExports(memory, executor)
+        self._dropped: set[AdapterDigest] = set()
+        self._must_replan = False
         self._last_plan = _NOTHING
         self._steps = 0
 
     def submit(self, request: Request) -> None:
         """Queue a new or a resumed request."""
-        # Behind others that wait it would hardly be admitted before one that runs has ended, which ends the plan.
-        now = self._receive(Submit(request), is_news=not len(self.queue))
+        # Behind waiting requests it is hardly admitted before a running one ends, and that ends the plan anyway.
+        now = self._receive(Submit(request), must_replan=not len(self.queue))
         self._scheduler.submit(request, now)
 
     def abort(self, request_id: RequestId) -> None:
@@ -135,73 +98,98 @@ class Engine:
         return self._scheduler.export_request(request_id, now)
 
     def export_with_kv(self, request_id: RequestId) -> Request | None:
-        """Take a request out with its KV, to be resumed elsewhere; None if it is not here.
+        """Take a request out with its KV, to be resumed elsewhere; return None if it is not here.
 
-        Its KV goes to the host tier while the engine goes on; then ``StepOutputs.exported_kv`` has it, for
+        The KV is copied to the host tier while the engine runs on. A later ``StepOutputs.exported_kv`` has it, for
         :meth:`import_kv` of another engine with the same settings.
         """
         now = self._receive(ExportRequest(request_id))
         try:
             request = self._scheduler.export_request(request_id, now, keep_kv=True)
-        except KeyError:  # it may just have finished
+        except KeyError:  # it has just finished, perhaps
             return None
-        self._departures.begin(request, now)
+        self._exports.begin(request, now)
         return request
 
     def import_kv(self, message: ImportKv) -> None:
-        """Take KV in that another engine has computed, as far as the host tier has room for it."""
+        """Store KV that another engine has computed, as far as it fits the host tier."""
         now = self._receive(msgspec.structs.replace(message, blocks=()))
         adapter = BASE if message.adapter is None else self._memory.register(message.adapter)
         places = self._memory.kv_migration.import_kv(adapter, message.keys, now)
-        if message.blocks:  # a replay has none
+        if message.blocks:  # none in a replay
             contents = [message.blocks[index] for index, _ in places]
             self._executor.write_host([block for _, block in places], contents)
 
     def register_adapters(self, refs: tuple[AdapterRef, ...]) -> None:
-        """Take note of versions that requests may come for, so that they can be read and prefetched."""
+        """Register versions for which requests may arrive, so that they can be read ahead and prefetched."""
         self._receive(RegisterAdapters(refs))
         for ref in refs:
             self._memory.register(ref)
 
     def drop_adapter(self, digest: AdapterDigest) -> None:
-        """Free a version as soon as no request runs or waits under it; ``AdapterEvicted`` tells when.
+        """Free a version once no request runs or waits under it; ``AdapterEvicted`` reports that.
 
-        Requests that still arrive for it are served first: they were accepted before it was dropped.
+        Requests that still arrive for it are served first, since they were accepted before it was dropped.
         """
         self._receive(DropAdapter(digest))
-        self._unwanted.add(digest)
+        self._dropped.add(digest)
 
     def step(self, until_s: float | None = None) -> StepOutputs:
-        """Run one turn and return all that it has to tell. Without work it runs nothing.
+        """Run one turn of the loop: plan, execute, commit. Returns all outputs since the last turn.
 
-        Where the device runs the next decode step meanwhile, the next turn is for that step; nothing is planned anew
-        before there is news, or the plan is over.
+        An empty plan is not executed.
 
         Args:
-            until_s: on a virtual clock, when the next request arrives (``inf``: none will). Then all steps that would
-                be planned alike until that time, or until something else happens, run in this turn.
+            until_s: on a virtual clock, when the next request arrives (``inf``: none will). Then steps that would all
+                be planned alike, until that time or until something else happens, run in this turn.
 
         Raises:
-            ExecutorError: the step failed; the engine cannot go on.
+            ExecutorError: the step failed; the engine cannot continue.
         """
-        now = self._take_transfers()
-        exported_kv: tuple[Exported, ...] = ()
-        plan = _NOTHING if self._is_held else self._scheduler.continue_plan(further=not self._has_news)
-        if plan is None:
-            exported_kv = self._departures.take(now)
-            self._free_unwanted(now)
-            self._memory.swapper.tick(now)
-            plan, self._has_news = self._scheduler.plan(now, until_s), False
-        self._recorder.note(Planned(now, until_s, plan))
+        now = self._apply_transfers()
+        plan, exported_kv = self._plan(now, until_s)
         if not plan.is_empty:
             result = self._executor.execute(plan)
-            now = self._clock.now()
-            self._recorder.note(PlanRan(now, result))
-            self._scheduler.commit(plan, result, now)
-            self._steps += result.steps_run if plan.sequences else 0
-            if self._on_ran is not None:
-                self._on_ran(plan, result)
+            self._commit(plan, result)
         self._last_plan = plan
+        return self._outputs(exported_kv)
+
+    def _apply_transfers(self) -> float:
+        """Apply the transfers that have finished; return the time."""
+        transfers = self._executor.completed_transfers()
+        now = self._clock.now()
+        if transfers:
+            self._must_replan = True
+            self._recorder.note(Transferred(now, tuple(transfers)))
+        for done in transfers:
+            self._scheduler.finish_transfer(done, now)
+        return now
+
+    def _plan(self, now: float, until_s: float | None) -> tuple[StepPlan, tuple[ExportedKv, ...]]:
+        """Return the next plan, and KV whose export has finished.
+
+        With async scheduling the device may already run the next decode step of the last plan: then the plan continues
+        with that step, and nothing is scheduled until something has changed or that plan is over.
+        """
+        exported_kv: tuple[ExportedKv, ...] = ()
+        plan = _NOTHING if self._is_blocked else self._scheduler.continue_plan(further=not self._must_replan)
+        if plan is None:
+            exported_kv = self._exports.take(now)
+            self._free_dropped(now)
+            self._memory.swapper.tick(now)
+            plan, self._must_replan = self._scheduler.plan(now, until_s), False
+        self._recorder.note(Planned(now, until_s, plan))
+        return plan, exported_kv
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> None:
+        now = self._clock.now()
+        self._recorder.note(PlanRan(now, result))
+        self._scheduler.commit(plan, result, now)
+        self._steps += result.steps_run if plan.sequences else 0
+        if self._on_ran is not None:
+            self._on_ran(plan, result)
+
+    def _outputs(self, exported_kv: tuple[ExportedKv, ...]) -> StepOutputs:
         tokens, events = self._scheduler.take_outputs()
         adapter_events = self._memory.take_events()
         if events or adapter_events:
@@ -210,7 +198,7 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the last turn ran something; if not, the next brings nothing before a message or a transfer's end."""
+        """Whether the last turn ran something. If not, only a message, a finished transfer or a tick changes that."""
         return not self._last_plan.is_empty
 
     @property
@@ -220,43 +208,43 @@ class Engine:
 
     @property
     def has_chores(self) -> bool:
-        """Whether there is something to do without requests: transfers, or ticks that move something."""
+        """Whether there is work without requests: transfers in flight, or ticks that move something."""
         return self.has_transfers or self.host_fill_pending or self.due_s < math.inf
 
     @property
     def has_transfers(self) -> bool:
         """Whether any transfer is under way."""
-        return bool(self._memory.transfers_under_way)
+        return bool(self._memory.transfers_in_flight)
 
     @property
     def due_s(self) -> float:
         """Until when the loop may rest if nothing happens: its clock's time of the next tick or prefetch, if any."""
-        return math.inf if self._is_held else self._memory.swapper.rests_until_s
+        return math.inf if self._is_blocked else self._memory.swapper.idle_until_s
 
     @property
     def host_fill_pending(self) -> bool:
         """Whether known adapters are still being read into the host tier."""
-        return self._memory.swapper.reads_ahead(self._clock.now())
+        return self._memory.swapper.has_host_reads(self._clock.now())
 
     @property
     def queue(self) -> AdmissionQueue:
-        """The waiting requests; for whoever looks at an engine in the same process."""
+        """The waiting requests; for callers in the same process, such as tests and the simulator."""
         return self._scheduler.queue
 
     def wait_for_transfer(self, timeout_s: float | None = None) -> None:
-        """Block until a transfer has ended; for drivers in the same process."""
+        """Block until a transfer has ended, at most ``timeout_s``; for drivers in the same process."""
         self._executor.wait_for_transfer(timeout_s)
 
     def close(self) -> None:
-        """Release the executor, and end the recording."""
+        """Close the executor and the recording."""
         self._executor.close()
         self._recorder.close()
 
     def stats(self) -> EngineStats:
-        """Return the gauges as they are after the last step."""
+        """Return the gauges after the last step."""
         counts = self._memory.counts()
         running, waiting = self._scheduler.live_adapters()
-        gauges = self._scheduler.gauges()
+        gauges = self._scheduler.stats()
         return EngineStats(
             at_s=self._clock.now(),
             steps=self._steps,
@@ -280,41 +268,67 @@ class Engine:
             step_tokens=sum(step.tokens for step in self._last_plan.sequences),
             memory=self._memory.stats(),
             ahead_of_adapter=gauges.ahead_of_adapter,
-            modes=self._scheduler.selection.stats(),
+            modes=self._scheduler.selector.stats(),
             queue=self._scheduler.queue.stats(),
             assist=self._executor.assist_counters(),
         )
 
     def memory_stats(self) -> MemoryStats:
-        """Return what the memory tells now."""
+        """Return the counters and gauges of the memory."""
         return self._memory.stats()
 
-    def _receive(self, message: Message, *, is_news: bool = True) -> float:
-        """Note what the engine is told, and whether it is to plan anew for that; return the time."""
-        now, self._has_news = self._clock.now(), self._has_news or is_news
+    def _receive(self, message: Message, *, must_replan: bool = True) -> float:
+        """Record a message, and note whether it ends a plan that continues; return the time."""
+        now, self._must_replan = self._clock.now(), self._must_replan or must_replan
         self._recorder.note(Received(now, message))
         return now
 
     @property
-    def _is_held(self) -> bool:
-        """Whether nothing runs before a transfer has ended that somebody waits for. Messages are heard meanwhile."""
+    def _is_blocked(self) -> bool:
+        """Whether cold start is ``BLOCK`` and a request waits for a transfer. Messages are still received."""
         return self._cold_start is ColdStart.BLOCK and bool(self._memory.awaited_transfers)
 
-    def _take_transfers(self) -> float:
-        """Take finished transfers in, and return the time."""
-        transfers = self._executor.completed_transfers()
-        now = self._clock.now()
-        if transfers:
-            self._has_news = True
-            self._recorder.note(Transferred(now, tuple(transfers)))
-        for done in transfers:
-            self._scheduler.finish_transfer(done, now)
-        return now
-
-    def _free_unwanted(self, now: float) -> None:
-        if not self._unwanted:
+    def _free_dropped(self, now: float) -> None:
+        if not self._dropped:
             return
         running, waiting = self._scheduler.live_adapters()
-        for digest in sorted(self._unwanted - running - waiting - self._departures.adapters()):
+        for digest in sorted(self._dropped - running - waiting - self._exports.adapters()):
             if self._memory.retire(digest, now):
-                self._unwanted.discard(digest)
+                self._dropped.discard(digest)
+
+
+class PendingExports:
+    """Requests that were exported with their KV, while that KV is copied to the host tier.
+
+    Args:
+        memory: holds the KV until it is handed over.
+        executor: reads it from the host tier.
+    """
+
+    def __init__(self, memory: Memory, executor: Executor) -> None:
+        self._memory = memory
+        self._executor = executor
+        self._leases: dict[RequestId, SequenceLease] = {}
+
+    def begin(self, request: Request, now: float) -> None:
+        """Start to copy the KV of a request that the scheduler has given up."""
+        memory = self._memory
+        adapter = BASE if request.adapter is None else memory.register(request.adapter)
+        keys = memory.keys_of(request.digest, request.prompt_token_ids + request.output_token_ids)
+        self._leases[request.request_id] = memory.kv_migration.begin_export(adapter, keys, now)
+
+    def adapters(self) -> set[AdapterDigest | None]:
+        """Return the versions whose KV is held."""
+        return {self._memory.tree.digest(lease.adapter) for lease in self._leases.values()}
+
+    def take(self, now: float) -> tuple[ExportedKv, ...]:
+        """Return the KV that has reached the host tier since the last call. Blocks that were evicted are missing."""
+        ready = [request_id for request_id, lease in self._leases.items() if lease.is_ready]
+        return tuple(self._read(request_id, now) for request_id in ready)
+
+    def _read(self, request_id: RequestId, now: float) -> ExportedKv:
+        lease = self._leases.pop(request_id)
+        blocks = self._memory.kv_migration.exported_blocks(lease)
+        contents = self._executor.read_host(blocks)
+        self._memory.release(lease, now)
+        return ExportedKv(request_id, tuple(lease.keys[: len(blocks)]), contents)

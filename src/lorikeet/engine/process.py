@@ -1,8 +1,8 @@
-"""The engine process: one replica at the far end of the message channel.
+"""The engine process: one replica at the engine's end of the message channel.
 
-Started as ``python -m lorikeet.engine.process ADDRESS``. The first line of its standard input holds the
-settings as JSON; the input stays open as long as the API process lives, so that its end is noticed
-however it ends.
+Started as ``python -m lorikeet.engine.process ADDRESS``. The first line of its standard input holds the settings as
+JSON. The input stays open as long as the API process lives, so its end of file shows that the API process has ended,
+even if it was killed.
 """
 
 import math
@@ -40,7 +40,7 @@ from lorikeet.engine.build import Replica, build_replica
 from lorikeet.engine.loop import Engine
 
 STATS_EVERY_S = 0.1
-"""Gauges are sent no more often than this while the engine is busy."""
+"""Least interval between two sends of the gauges while the engine is busy."""
 
 
 class Channel:
@@ -63,15 +63,15 @@ class Channel:
         self._encoder = msgspec.msgpack.Encoder()
 
     def wake(self) -> None:
-        """End a wait."""
+        """End a :meth:`receive` that waits, or the next one."""
         os.eventfd_write(self._wake_fd, 1)
 
     def send(self, message: FromEngine) -> None:
-        """Send a message; it is queued here while the other end is busy."""
+        """Send a message. It is queued while the API process does not read."""
         self._socket.send(self._encoder.encode(message))
 
     def receive(self, wait_s: float) -> list[ToEngine]:
-        """Return the messages that are there; wait for one, or for ``wake``, or until ``wait_s`` is over."""
+        """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds; return all messages that have arrived."""
         ready = dict(self._poller.poll(None if wait_s == math.inf else math.ceil(wait_s * 1000)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
@@ -81,15 +81,15 @@ class Channel:
         return messages
 
     def close(self) -> None:
-        """Close after what was sent has been delivered, or a second has passed."""
+        """Close once all sent messages are delivered, or after a second."""
         self._socket.close(linger=1000)
 
 
 def serve(channel: Channel, engine: Engine) -> None:
-    """Receive, step, send, until told to stop.
+    """Receive messages, run a step, send its outputs; repeat until ``Shutdown``.
 
     Raises:
-        ExecutorError: a step failed; whoever started this process starts another.
+        ExecutorError: a step failed; the supervisor starts another engine.
     """
     stats_due_s = 0.0
     while True:
@@ -119,7 +119,7 @@ def serve(channel: Channel, engine: Engine) -> None:
 
 
 def main() -> None:
-    """Build the replica, say hello, serve."""
+    """Build the replica, send ``EngineReady``, serve."""
     # The API process decides when to stop; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -135,8 +135,8 @@ def main() -> None:
         channel.send(Fatal(str(error)))
         channel.close()
         sys.exit(1)
-    channel.send(_hello(replica))
-    channel.send(StepOutputs((), (), (), stats=replica.engine.stats()))  # gauges exist before the first request
+    channel.send(_engine_ready(replica))
+    channel.send(StepOutputs((), (), (), stats=replica.engine.stats()))  # so that gauges exist before the first request
     try:
         with frozen_gc():
             serve(channel, replica.engine)
@@ -145,7 +145,7 @@ def main() -> None:
         channel.close()
 
 
-def _hello(replica: Replica) -> EngineReady:
+def _engine_ready(replica: Replica) -> EngineReady:
     sizes = replica.sizes
     return EngineReady(
         version=__version__,
@@ -163,7 +163,7 @@ def _hello(replica: Replica) -> EngineReady:
 
 
 def _end_with_parent() -> None:
-    """End at once when the API process is gone: nobody is left to answer to."""
+    """End the process when the API process has ended (end of file on standard input)."""
     while os.read(sys.stdin.fileno(), 4096):  # not the buffered reader: its lock would be held at exit
         pass
     os._exit(0)

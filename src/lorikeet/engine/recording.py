@@ -1,4 +1,4 @@
-"""Recordings of an engine: all that its plans depend on, in order, and the files that hold them."""
+"""Recordings of an engine: everything that its plans depend on, in order, and the files that hold them."""
 
 import logging
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The first record: which engine it was.
+    """The first record: which engine was recorded.
 
     Attributes:
         version: Lorikeet's version.
-        engine: its settings, the row by its full name.
+        engine: its settings, with the preset's full name.
         sizes: of its executor.
     """
 
@@ -32,21 +32,21 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class RequestExported(msgspec.Struct, frozen=True, tag=True):
-    """A request was taken out, to go on elsewhere or later."""
+    """A request was exported, to be resumed elsewhere or later."""
 
     request_id: RequestId
 
 
 Message = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | RequestExported
-"""Of ``ImportKv`` only what plans depend on, the keys: a replay needs no bytes."""
+"""``ImportKv`` is recorded with its keys only, since plans do not depend on the bytes."""
 
 
 class Received(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine was told something.
+    """The engine received a message.
 
     Attributes:
         at_s: the engine's clock, as in all records.
-        message: what.
+        message: without the bytes of KV.
     """
 
     at_s: float
@@ -54,19 +54,19 @@ class Received(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Transferred(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine took finished transfers in, failed ones among them."""
+    """The engine applied finished transfers, failed ones included."""
 
     at_s: float
     transfers: tuple[TransferDone, ...]
 
 
 class Planned(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine is about to run a plan. One is written for every turn of the loop; an empty plan is not run.
+    """The engine made a plan. There is one for every turn of the loop; an empty plan is not executed.
 
     Attributes:
-        at_s: the time that it was planned with.
+        at_s: the time that the scheduler was given.
         until_s: argument of ``Engine.step``.
-        plan: what was decided.
+        plan: as it was executed.
     """
 
     at_s: float
@@ -75,14 +75,14 @@ class Planned(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class PlanRan(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The plan of the record before has run; ``at_s`` is the time that its result was committed with."""
+    """The plan of the previous record was executed; ``at_s`` is the time that its result was committed with."""
 
     at_s: float
     result: StepResult
 
 
 class EventsSent(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The events that a turn of the loop brought."""
+    """The events of one turn of the loop."""
 
     events: tuple[RequestEvent, ...]
     adapter_events: tuple[AdapterEvent, ...]
@@ -92,40 +92,40 @@ Record = Received | Transferred | Planned | PlanRan | EventsSent
 
 
 class Recorder(Protocol):
-    """Is told of everything as it happens."""
+    """Receives every record as it happens."""
 
     def note(self, record: Record) -> None:
-        """Keep a record."""
+        """Store a record."""
         ...
 
     def close(self) -> None:
-        """There will be no more."""
+        """End the recording."""
         ...
 
 
 class NoRecorder:
-    """Keeps nothing."""
+    """A recorder that discards everything."""
 
     def note(self, record: Record) -> None:
-        """Forget it."""
+        """Discard the record."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
-FORMAT = b"lorikeet recording 3\n"
-"""Rises with every change to the records that older readers would misunderstand."""
+FORMAT = b"lorikeet recording 4\n"
+"""First line of a file. The number rises with every change to the records that older readers would misread."""
 
 _LENGTH_BYTES = 4
 _LOG = logging.getLogger(__name__)
 
 
 class RecordingError(ValueError):
-    """A recording cannot be used; the message names the file and why."""
+    """A recording cannot be used; the message names the file and the reason."""
 
 
 class FileRecorder:
-    """Writes every record at once, so that a process that dies leaves all that it noted.
+    """Writes every record immediately, unbuffered, so that a process that dies leaves a complete recording.
 
     Args:
         file: positioned after the header.
@@ -139,12 +139,12 @@ class FileRecorder:
 
     @classmethod
     def create(cls, path: Path, header: Header) -> Self:
-        """Begin a recording in a new file: ``path``, or if that exists ``path.1`` and so on.
+        """Start a recording in a new file: ``path``, or if that exists ``path.1`` and so on.
 
-        An engine that is started again after its death must not overwrite the recording of it.
+        So a restarted engine does not overwrite the recording of the one that died.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be created or written.
         """
         for number in count():
             free = path.with_name(f"{path.name}.{number}") if number else path
@@ -157,7 +157,7 @@ class FileRecorder:
         raise AssertionError("count() has no end")
 
     def note(self, record: Record) -> None:
-        """See ``Recorder``. If the disk is full the recording ends, and the engine goes on."""
+        """Write a record. If that fails, as on a full disk, the recording ends and the engine continues."""
         if self._file is None:
             return
         try:
@@ -167,23 +167,23 @@ class FileRecorder:
             self.close()
 
     def close(self) -> None:
-        """See ``Recorder``."""
+        """Close the file; later records are discarded."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class Recording:
-    """A recording to be read from its begin, once or several times.
-
-    Attributes:
-        header: which engine it was.
+    """A recording in a file. It can be iterated several times, each time from its start.
 
     Args:
         path: of the file.
 
+    Attributes:
+        header: which engine was recorded.
+
     Raises:
-        RecordingError: it cannot be read, or is of another format.
+        RecordingError: the file cannot be read, or has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -203,10 +203,10 @@ class Recording:
             raise RecordingError(f"{path}: its header is of another version of Lorikeet: {error}") from error
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield the records up to the last whole one.
+        """Yield the records. One that was cut short at the end of the file is left out.
 
         Raises:
-            RecordingError: one of them is none.
+            RecordingError: a record cannot be decoded.
         """
         decoder = msgspec.msgpack.Decoder(Record)
         with self._path.open("rb") as file:
@@ -216,7 +216,7 @@ class Recording:
                 try:
                     yield decoder.decode(frame)
                 except msgspec.MsgspecError as error:
-                    raise RecordingError(f"{self._path}: no record at byte {at}: {error}") from error
+                    raise RecordingError(f"{self._path}: invalid record at byte {at}: {error}") from error
                 at = file.tell()
 
     def _check_format(self, line: bytes) -> None:
@@ -235,7 +235,7 @@ def _framed(record: bytes) -> bytes:
 
 
 def _next_frame(file: BinaryIO) -> bytes | None:
-    """Return the next record, None at the end or if the file was cut short within it."""
+    """Return the bytes of the next record, None at the end of the file or if the record was cut short."""
     length = file.read(_LENGTH_BYTES)
     if len(length) < _LENGTH_BYTES:
         return None

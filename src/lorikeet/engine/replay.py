@@ -1,4 +1,4 @@
-"""Runs a recording again on a virtual clock, and compares its plans and its times with a profile."""
+"""Replays a recording on a virtual clock and compares plans; also compares recorded times with a profile's."""
 
 import math
 from collections import deque
@@ -21,16 +21,16 @@ from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import Planned, PlanRan, Received, Record, Recording, RequestExported, Transferred
 from lorikeet.memory.blocks import BlockError
 from lorikeet.presets import Preset
-from lorikeet.worker.modelled import GroupEnds, ModelledExecutor, ModelledTimes, Times
+from lorikeet.worker.modelled import GroupEnds, ModelledExecutor, ModelledTimes, PlanDuration
 
 
 class Difference(NamedTuple):
-    """Where a replay left its recording.
+    """The first plan in which a replay differs from its recording.
 
     Attributes:
-        recorded: the plan of the recording; an empty one if the engine ran nothing.
-        replayed: the plan of the replay; None if it failed before it had one.
-        problem: what went wrong then, else empty.
+        recorded: the recorded plan; an empty one if the engine ran nothing.
+        replayed: the replayed plan; None if the replay failed before it had one.
+        problem: the error in that case, else empty.
     """
 
     recorded: StepPlan
@@ -39,13 +39,13 @@ class Difference(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What a replay found.
+    """The result of a replay.
 
     Attributes:
-        plans: identical ones, empty ones not counted.
-        steps: that they ran.
+        plans: number of identical plans, without empty ones.
+        steps: number of steps that they ran.
         seconds: from the first to the last record, on the recorded clock.
-        difference: the first one, None if there was none.
+        difference: the first difference, None if there was none.
     """
 
     plans: int
@@ -56,13 +56,13 @@ class Replay(NamedTuple):
 
 @dataclass
 class RecordedTurn:
-    """One turn of the loop, and what the engine was told before it.
+    """One turn of the loop, and the messages that the engine received before it.
 
     Attributes:
         planned: its plan.
         received: messages, oldest first.
-        transferred: transfers that it took in, with the times.
-        ran: what the plan brought; None if it was empty or the recording ends before its end.
+        transferred: finished transfers that it applied, with the times.
+        ran: the plan's result; None if the plan was empty or the recording ends before its result.
     """
 
     planned: Planned
@@ -72,17 +72,17 @@ class RecordedTurn:
 
     @property
     def steps_run(self) -> int:
-        """Steps of its plan that ran."""
+        """Number of steps of its plan that ran."""
         return self.ran.result.steps_run if self.ran is not None and self.planned.plan.sequences else 0
 
     @property
     def began_s(self) -> float:
-        """When the engine first looked at the clock in it."""
+        """When the turn first read the clock."""
         return self.transferred[0].at_s if self.transferred else self.planned.at_s
 
 
 def turns(records: Iterable[Record]) -> Iterator[RecordedTurn]:
-    """Yield the turns of a recording. Messages after the last plan belong to none."""
+    """Yield the turns of a recording. Messages after the last plan are left out."""
     received: list[Received] = []
     transferred: list[Transferred] = []
     turn: RecordedTurn | None = None
@@ -105,14 +105,14 @@ def turns(records: Iterable[Record]) -> Iterator[RecordedTurn]:
 
 
 def replay(recording: Recording) -> Replay:
-    """Run a recording again until a plan differs, or to its end.
+    """Replay a recording until a plan differs, or to its end.
 
     Raises:
         RecordingError: it cannot be read.
-        ConfigError: its row is not known here.
+        ConfigError: this version has no preset of the recorded name.
     """
-    clock, playback = VirtualClock(), RecordedTimes()
-    executor = ModelledExecutor(clock, playback, playback, playback)
+    clock, recorded = VirtualClock(), RecordedTimes()
+    executor = ModelledExecutor(clock, recorded, recorded, recorded)
     engine = assemble(Settings(engine=recording.header.engine), executor, recording.header.sizes, clock).engine
     plans = steps = 0
     first_s: float | None = None
@@ -120,9 +120,9 @@ def replay(recording: Recording) -> Replay:
         first_s = turn.began_s if first_s is None else first_s
         for message in turn.received:
             clock.wait_until(message.at_s)
-            _tell(engine, message)
+            _send(engine, message)
         clock.wait_until(turn.began_s)
-        difference = playback.run(turn, engine)
+        difference = recorded.run(turn, engine)
         if difference is not None:
             return Replay(plans, steps, clock.now() - first_s, difference)
         plans += not turn.planned.plan.is_empty
@@ -130,7 +130,7 @@ def replay(recording: Recording) -> Replay:
     return Replay(plans, steps, clock.now() - (first_s or 0.0), None)
 
 
-def _tell(engine: Engine, received: Received) -> None:
+def _send(engine: Engine, received: Received) -> None:
     match received.message:
         case Submit(request):
             engine.submit(request)
@@ -148,18 +148,18 @@ def _tell(engine: Engine, received: Received) -> None:
             engine.import_kv(received.message)
 
 
-class _LeftRecording(Exception):
-    """The replayed plan is another."""
+class _PlanDiffers(Exception):
+    """The replayed plan is not the recorded one."""
 
 
 class _RecordingEnds(Exception):
-    """What the plan brought is not known."""
+    """The recording has no result of the plan."""
 
 
 class RecordedTimes:
-    """The recorded times, transfers and tokens of one turn after the other.
+    """Gives a modelled executor the recorded times, transfers and tokens, turn by turn.
 
-    It is the ``PlanTimes``, the ``Link`` and the ``TokenChoice`` of a modelled executor.
+    Implements ``PlanTimes``, ``TransferLink`` and ``TokenChoice``.
     """
 
     _turn: RecordedTurn
@@ -170,7 +170,7 @@ class RecordedTimes:
         self._transferred: deque[Transferred] = deque()
 
     def run(self, turn: RecordedTurn, engine: Engine) -> Difference | None:
-        """Let an engine take a turn; return what is different from the recorded one."""
+        """Run one turn of an engine; return its difference from the recorded one, None if there is none."""
         self._turn, self._plan = turn, None
         self._transferred.extend(turn.transferred)
         recorded = turn.planned.plan
@@ -178,9 +178,9 @@ class RecordedTimes:
             engine.step(turn.planned.until_s)
         except _RecordingEnds:
             return None
-        except _LeftRecording:
+        except _PlanDiffers:
             return Difference(recorded, self._plan)
-        except (BlockError, ExecutorError, KeyError) as error:  # of a recording that was changed
+        except (BlockError, ExecutorError, KeyError) as error:  # the recording was edited
             return Difference(recorded, self._plan, f"{type(error).__name__}: {error}")
         if not engine.is_busy and not recorded.is_empty:
             return Difference(recorded, StepPlan(recorded.step))
@@ -188,11 +188,11 @@ class RecordedTimes:
 
     # --- PlanTimes -----------------------------------------------------------------------------------
 
-    def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> Times:
-        """See ``PlanTimes``: the recorded steps and seconds, if it is the recorded plan."""
+    def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> PlanDuration:
+        """Return the recorded steps and seconds; the plan must be the recorded one."""
         self._plan = plan
         if plan != self._turn.planned.plan:
-            raise _LeftRecording
+            raise _PlanDiffers
         if self._turn.ran is None:
             raise _RecordingEnds
         result, failed = self._turn.ran.result, set(self._turn.ran.result.failed)
@@ -200,28 +200,28 @@ class RecordedTimes:
             step.request_id: None if step.request_id in failed else tokens
             for step, tokens in zip(plan.sequences, result.tokens, strict=True)
         }
-        # In this order of additions the clock comes to exactly the recorded time.
+        # Added in this order, the times bring the clock to exactly the recorded time.
         after_s = self._turn.ran.at_s - (self._turn.planned.at_s + result.duration_s)
-        return Times(result.steps_run, result.duration_s, after_s, result.switch_s, result.next_runs)
+        return PlanDuration(result.steps_run, result.duration_s, after_s, result.switch_s, result.next_runs)
 
-    # --- Link ----------------------------------------------------------------------------------------
+    # --- TransferLink --------------------------------------------------------------------------------
 
     def begin(self, transfer: Transfer, now: float) -> None:
-        """See ``Link``: when it ends is recorded where it ends."""
+        """Do nothing: the end of each transfer is recorded."""
 
     def promote(self, transfer_ids: Collection[int], now: float) -> None:
-        """See ``Link``: the recorded ends know of it."""
+        """Do nothing: the recorded ends include the effect of promotions."""
 
     def next_s(self) -> float | None:
-        """See ``Link``."""
+        """Return when the next transfer ends, None if no end is left in the turns so far."""
         return self._transferred[0].at_s if self._transferred else None
 
     def group_ends_s(self, transfer_id: int, now: float) -> Sequence[float]:
-        """See ``Link``: nobody asks, as recorded steps have their times."""
+        """Return nothing: recorded steps have their own times, so this is never called."""
         return ()
 
     def take_done(self, now: float) -> list[TransferDone]:
-        """See ``Link``."""
+        """Return the recorded transfers that have ended by ``now``."""
         done: list[TransferDone] = []
         while self._transferred and self._transferred[0].at_s <= now:
             done += self._transferred.popleft().transfers
@@ -230,20 +230,21 @@ class RecordedTimes:
     # --- TokenChoice ---------------------------------------------------------------------------------
 
     def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...] | None:
-        """See ``TokenChoice``."""
+        """Return the recorded tokens of a sequence, None if its logits were not finite."""
         return self._tokens[start.request_id]
 
 
 class TimedWork(StrEnum):
-    """What a time was taken by."""
+    """A kind of work whose time is compared."""
 
     DECODE = "decode"
     """A step in which every sequence computes one token."""
     PREFILL = "prefill"
-    """A step in which none does."""
+    """A step in which no sequence decodes."""
     MIXED = "mixed"
+    """A step with both."""
     LOAD = "load"
-    """Reading an adapter's files, and copying it on if it goes to the device by way of the host."""
+    """Reading an adapter's files, and copying it to the device if that is its target."""
     FETCH = "fetch"
     """Copying from the host to the device."""
     STORE = "store"
@@ -253,29 +254,28 @@ class TimedWork(StrEnum):
 def compare_times(
     turns: Iterable[RecordedTurn], preset: Preset, transfers: TransferModel
 ) -> dict[TimedWork, list[tuple[float, float]]]:
-    """Return pairs of recorded and modelled seconds, of each plan's mean step and of each transfer.
+    """Return pairs of (recorded, modelled) seconds: the mean step of each plan, and each transfer.
 
-    Prefills that the host assists are left out: how their layers arrived is not recorded.
+    Plans with assisted prefills are left out, since the arrival of layers is not recorded.
 
     Args:
-        turns: of a recording from its begin.
+        turns: of a recording, from its start.
         preset: the recorded one.
-        transfers: what they cost an engine with the recorded settings, by the profile of the recorded machine and
-            model.
+        transfers: cost of transfers with the recorded settings, by the profile of the recorded machine and model.
 
     Raises:
         ProfileError: the profile lacks something that the recording needs.
     """
     times = ModelledTimes(transfers, preset, loop_each_step=False)
-    under_way: dict[int, Transfer] = {}
+    inflight: dict[int, Transfer] = {}
     pairs: dict[TimedWork, list[tuple[float, float]]] = {kind: [] for kind in TimedWork}
     for turn in turns:
         for done in (done for taken in turn.transferred for done in taken.transfers):
-            transfer = under_way.pop(done.transfer_id)
+            transfer = inflight.pop(done.transfer_id)
             if done.error is None and done.duration_s:
-                pairs[_kind_of_transfer(transfer)].append((done.duration_s, transfers.course(transfer).alone_s))
+                pairs[_kind_of_transfer(transfer)].append((done.duration_s, transfers.path(transfer).alone_s))
         plan = turn.planned.plan
-        under_way |= {transfer.transfer_id: transfer for transfer in plan.transfers}
+        inflight |= {transfer.transfer_id: transfer for transfer in plan.transfers}
         if turn.ran is None:
             times.note(plan)
             continue
@@ -286,15 +286,15 @@ def compare_times(
     return pairs
 
 
-def modelled_as_run(times: ModelledTimes, plan: StepPlan, result: StepResult) -> Times:
-    """Return what a plan takes by a cost model, for as many steps as ran; none if the host assisted it.
+def modelled_as_run(times: ModelledTimes, plan: StepPlan, result: StepResult) -> PlanDuration:
+    """Return the modelled times of a plan for as many steps as ran; zero steps if it had assisted prefills.
 
     Raises:
         ProfileError: the profile lacks something that the plan needs.
     """
     if plan.assisted:
         times.note(plan)
-        return Times(0, 0.0, 0.0)
+        return PlanDuration(0, 0.0, 0.0)
     return times.steps_s(msgspec.structs.replace(plan, repeat=result.steps_run), math.inf, lambda _: ())
 
 
@@ -309,14 +309,14 @@ def _kind(plan: StepPlan) -> TimedWork:
     return TimedWork.DECODE if decodes == len(plan.sequences) else TimedWork.MIXED if decodes else TimedWork.PREFILL
 
 
-_SHOWN = 100
-"""Characters of a value that are shown."""
+_MAX_SHOWN = 100
+"""Longer values are cut to this many characters."""
 
 _MISSING = "—"
 
 
 class FieldPair(NamedTuple):
-    """One field of two plans, as text; ``differs`` if they are not the same."""
+    """One field of two plans as text, and whether the values differ."""
 
     name: str
     recorded: str
@@ -325,7 +325,7 @@ class FieldPair(NamedTuple):
 
 
 def plan_fields(recorded: StepPlan, replayed: StepPlan) -> Iterator[FieldPair]:
-    """Yield every field of two plans; one that differs as the smallest parts of it that do."""
+    """Yield every field of two plans. Of a field that differs, only the smallest differing parts are yielded."""
     for name in recorded.__struct_fields__:
         left, right = getattr(recorded, name), getattr(replayed, name)
         if left == right:
@@ -350,4 +350,4 @@ def _differing(name: str, left: Any, right: Any) -> Iterator[FieldPair]:
 def _text(value: Any) -> str:
     text = str(value) if isinstance(value, str) else repr(value)
     count = f"{len(value)}: " if isinstance(value, tuple | list) else ""
-    return count + (text if len(text) <= _SHOWN else text[:_SHOWN] + "…")
+    return count + (text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…")

@@ -1,1 +1,1 @@
-"""The arithmetic of a model behind one interface; backends: reference (torch), native (C++), Triton (GPUs)."""
+"""The arithmetic of a model behind one interface, with three backends: reference (torch), native (C++), Triton."""

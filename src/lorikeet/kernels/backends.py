@@ -1,4 +1,4 @@
-"""Which backend computes."""
+"""Chooses the kernel backend."""
 
 import importlib.util
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lorikeet.core.extras import install_command
 from lorikeet.kernels.base import Kernels
 from lorikeet.kernels.native import DTYPES, NativeKernels, NativeUnavailableError, best_library
 from lorikeet.kernels.reference import ReferenceKernels
@@ -20,12 +21,12 @@ def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kerne
     """Return a backend.
 
     Args:
-        name: one of ``NAMES``; ``auto`` is native on a CPU and Triton on a GPU, with FlashInfer's attention where that
-            is installed. Where that cannot be it is the reference, whose name then says why.
+        name: one of ``NAMES``; ``auto`` is native on a CPU and Triton on a GPU, with FlashInfer's attention if that is
+            installed. If that cannot be used it is the reference backend, whose name then includes the reason.
         dtype, device: of weights, adapters and KV.
 
     Raises:
-        ValueError: there is no such backend, or it cannot be used here, or FlashInfer is installed and broken.
+        ValueError: the name is unknown, the backend cannot be used here, or FlashInfer is installed but broken.
     """
     if name not in NAMES:
         raise ValueError(f"{name!r} is not one of {', '.join(NAMES)}")
@@ -48,11 +49,13 @@ def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kerne
 
 
 def _flashinfer_kernels(device: torch.device) -> Kernels:
-    _triton_kernels(device)  # says why there are none
+    _triton_kernels(device)  # raises if Triton cannot be used
     try:
         from lorikeet.kernels.gpu.flashinfer_attention import FlashInferKernels
     except (ImportError, OSError, RuntimeError) as error:
-        raise ValueError(f"FlashInfer is installed but cannot be used: {error}; --kernels triton needs none") from error
+        raise ValueError(
+            f"FlashInfer is installed but cannot be used: {error}; --kernels triton does not need it"
+        ) from error
     return FlashInferKernels(device)
 
 
@@ -66,17 +69,17 @@ def _triton_kernels(device: torch.device) -> Kernels:
     try:
         from lorikeet.kernels.gpu.kernels import TritonKernels  # Triton is an extra, and takes a second to import
     except ImportError as error:
-        raise TritonUnavailableError(f"the Triton kernels need Triton: {error}") from error
+        raise TritonUnavailableError(f"the Triton kernels need Triton: {install_command('gpu')} ({error})") from error
     if device.type == "cuda" and (missing := _missing_for_launchers()):
-        raise TritonUnavailableError(f"Triton builds its launchers in C when they are first used: {missing}")
+        raise TritonUnavailableError(f"Triton needs a C compiler for its launchers: {missing}")
     return TritonKernels()
 
 
 def _missing_for_launchers() -> str | None:
-    """Return what Triton would fail for when the first kernel is launched."""
+    """Return why Triton could not build a kernel launcher, None if it can."""
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "there is neither gcc nor clang"
+        return "neither gcc nor clang is installed"
     header = Path(sysconfig.get_path("include"), "Python.h")
     if not (header.exists() or os.environ.get("CPATH") or os.environ.get("C_INCLUDE_PATH")):
-        return f"there is no {header} (on Debian and Ubuntu it comes with the package python3-dev)"
+        return f"{header} is missing (on Debian and Ubuntu it is in the package python3-dev)"
     return None

@@ -1,5 +1,10 @@
-"""The interface of a kernel backend, and the batch and the layer weights that it computes on."""
+"""The kernels' interface and its values.
 
+Batches, LoRA segments and sampling parameters go in; every backend computes the same functions, and the reference
+backend in plain torch is what the others are checked against.
+"""
+
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -8,26 +13,153 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.sampling import SamplingTensors
-from lorikeet.kernels.tensors import to_device
+
+SLOW_HALVES = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+"""Whether torch's half-precision products on this CPU are not vectorised, and many times slower than fp32."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype called ``name``.
+
+    Raises:
+        ValueError: Lorikeet does not support it.
+    """
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name not in dtypes:
+        raise ValueError(f"dtype {name!r} is not one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to a device without waiting for the copy.
+
+    The source is pinned first. A copy from pageable memory would wait for all earlier work of the device, and would
+    deadlock if that work waits for the calling thread, as an assisted prefill does.
+    """
+    registered = tensor.pin_memory() if device.type == "cuda" else tensor
+    return registered.to(device, non_blocking=True)
+
+
+CANDIDATES = (128, 2048)
+"""Top-p sorts only so many of the most likely tokens first; sorting the whole vocabulary is slow and rarely needed."""
+
+GREEDY_BELOW = 1e-5
+"""Lower temperatures choose the most likely token; in fp32 the probabilities of others would be 0 anyway."""
+
+
+class SamplingTensors(NamedTuple):
+    """Sampling parameters of each row: contiguous tensors ``[S]`` on the device of the logits.
+
+    Attributes:
+        temperature: fp32; below ``GREEDY_BELOW`` the most likely token is chosen.
+        top_k: int64; 0 for all.
+        top_p: fp32, at most 1; 1 for all.
+        min_p: fp32, at most 1; 0 for all.
+        seed: int64, the bits of an unsigned 64-bit seed.
+        position: int64, of the new token.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    position: Tensor
+
+    def on(self, device: torch.device) -> "SamplingTensors":
+        """Return copies on a device. The host tensors may be changed as soon as this returns."""
+        if self.seed.device == device:
+            return self
+        return SamplingTensors(*(to_device(values, device) for values in self))
+
+
+def choose(logits: Tensor, parameters: SamplingTensors) -> Tensor:
+    """Sample one token per row of ``logits [S, vocab]``, computed in fp32. Ties go to the lowest token id.
+
+    Returns:
+        int64 ``[S]`` on the device of the logits; -1 where the largest logit is not finite.
+    """
+    largest, most_likely = logits.max(dim=-1)
+    token_ids = torch.where(torch.isfinite(largest), most_likely, -1)
+    for i in torch.nonzero((parameters.temperature >= GREEDY_BELOW) & (token_ids >= 0)).flatten().tolist():
+        row = SamplingTensors(*(values[i] for values in parameters))
+        token_ids[i] = _draw(logits[i].float(), row)
+    return token_ids
+
+
+def lowest_kept(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Return the lowest logit that min-p, top-k and top-p keep, applied in this order. Equal logits are kept together.
+
+    Each filter applies to the tokens that the previous one kept: top-p is the mass among the tokens of top-k. It
+    computes one row at a time: torch sums the rows of a batch in another order than a single row, so the last bit of a
+    sum would depend on the rest of the batch.
+
+    Args:
+        logits: fp32 ``[vocab]``, already divided by the temperature.
+        top_k, top_p, min_p: the filters, as of ``SamplingTensors``.
+
+    Returns:
+        fp32 scalar, ``-inf`` if nothing is filtered.
+    """
+    vocab = len(logits)
+    lowest = logits.new_tensor(-torch.inf)
+    if min_p > 0:
+        lowest = logits.max() + math.log(min_p)
+    if 0 < top_k < vocab:
+        lowest = torch.maximum(lowest, logits.topk(top_k).values[-1])
+    if top_p < 1:
+        mass = torch.where(logits >= lowest, logits, -torch.inf).logsumexp(dim=-1)
+        for width in sorted({min(width, vocab) for width in (*CANDIDATES, vocab)}):
+            ordered = logits.topk(width).values
+            probabilities = (ordered - mass).exp()
+            kept = int((probabilities.cumsum(dim=-1) - probabilities < top_p).sum())
+            if kept < width:
+                break
+        lowest = torch.maximum(lowest, ordered[max(kept, 1) - 1])
+    return lowest
+
+
+def gumbel_noise(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Return standard Gumbel noise for tokens at one position: fp32 ``[len(token_ids)]``.
+
+    Each value is a function of (seed, position, token id). ``random_raw`` is the stream that numpy promises not to
+    change between versions. The position is in a high word of the counter, as the low word counts the draws.
+    """
+    generator = np.random.Philox(key=seed % 2**64, counter=position << 64)
+    raw: npt.NDArray[np.uint64] = np.asarray(generator.random_raw(int(token_ids.max()) // 2 + 1))
+    uniform = (raw.view(np.uint32)[token_ids] + 0.5) * 2.0**-32
+    return np.asarray(-np.log(-np.log(uniform)), dtype=np.float32)
+
+
+def _draw(logits: Tensor, row: SamplingTensors) -> int:
+    """Sample for one row ``logits [vocab]``, whose largest logit is finite."""
+    scaled = (logits - logits.max()) / float(row.temperature)
+    scaled = torch.where(scaled.isnan(), -torch.inf, scaled)  # -inf divided by a temperature that is infinite in fp32
+    lowest = lowest_kept(scaled, int(row.top_k), float(row.top_p), float(row.min_p))
+    kept = torch.nonzero(scaled >= lowest).flatten()
+    noise = gumbel_noise(int(row.seed), int(row.position), kept.cpu().numpy())
+    return int(kept[(scaled[kept] + torch.from_numpy(noise).to(scaled)).argmax()])
+
 
 LONG_TOKENS = 8192
-"""A context that may be longer is worth more programs, whoever shares its step; graphs for such are others."""
+"""Longer contexts are split among more programs. Graphs for longer contexts are captured separately."""
 
 
 class BatchPart(NamedTuple):
-    """Some sequences of a batch.
+    """Some sequences of a batch, for which attention is launched together.
 
     Attributes:
-        numbers: int64 on the device, which of the batch's they are; None: all of them.
-        sequences: how many they are.
-        most_rows: of any of them, at most.
-        longest: context of any of them, at most; None if nobody knows before the device does.
+        numbers: int64 on the device, indices of the sequences in the batch; None: all of them.
+        sequences: number of sequences.
+        most_rows: most rows of a sequence.
+        longest: longest context; None if only the device knows.
     """
 
     numbers: Tensor | None
@@ -37,7 +169,13 @@ class BatchPart(NamedTuple):
 
 
 def split_batch(row_starts: Tensor, contexts: Tensor, device: torch.device) -> tuple[BatchPart, ...]:
-    """Part a batch of which the host knows this; the numbers are sent to the device, which is not waited for."""
+    """Split a batch into decodes (one row) and prefills (more rows).
+
+    Args:
+        row_starts: as of ``Batch``, on the host.
+        contexts: as of ``Batch``, on the host.
+        device: gets the indices, by a copy that is not waited for.
+    """
     rows = row_starts.diff()
     ones = int((rows == 1).sum())
     if not len(rows):
@@ -53,14 +191,14 @@ def split_batch(row_starts: Tensor, contexts: Tensor, device: torch.device) -> t
 
 
 Segment = tuple[int, int, int, int]
-"""First row, the row after the last, address of the table of its adapter's weights, address of their index."""
+"""First row, row after the last, address of the adapter's piece table, address of its piece index."""
 
-MOST_ROWS = 64
-"""Of a segment in a table on a device: a launch has as many programs for each as the longest has work for."""
+MAX_SEGMENT_ROWS = 64
+"""Longest segment in a table on a device. A launch has as many programs per segment as the longest one needs."""
 
 
-def cut_segments(segments: Sequence[Segment], most: int) -> list[Segment]:
-    """Cut segments of more than ``most`` rows."""
+def split_segments(segments: Sequence[Segment], most: int) -> list[Segment]:
+    """Split segments of more than ``most`` rows."""
     return [
         (start, min(stop, start + most), table, index)
         for first, stop, table, index in segments
@@ -73,17 +211,17 @@ LoraPieces = Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]
 
 
 class LoraWeights:
-    """Where one adapter's weights lie.
+    """The weights of one adapter, as views into pool blocks and as a table of addresses.
 
     Args:
-        pieces: as tensors.
-        layers: of the model.
+        pieces: the views.
+        layers: layers of the model.
 
     Attributes:
-        rank: the largest of any module on any layer.
-        modules: those it touches.
-        table: int64 ``[pieces, 3]``, the pieces as numbers: address of the A rows, address of the Bᵀ rows, how many.
-            Ordered by layer, then module as in ``LORA_MODULES``.
+        rank: the largest rank of any module on any layer.
+        modules: modules that the adapter changes.
+        table: int64 ``[pieces, 3]``: address of the A rows, address of the Bᵀ rows, number of rows. Ordered by layer,
+            then module as in ``LORA_MODULES``.
         index: int64 ``[layers * modules + 1]``, the first piece of each (layer, module).
     """
 
@@ -107,7 +245,7 @@ class LoraWeights:
     def from_table(
         cls, rank: int, modules: frozenset[str], table: Tensor, index: Tensor, make_pieces: Callable[[], LoraPieces]
     ) -> "LoraWeights":
-        """Make one of numbers: tensors of hundreds of pieces take milliseconds, and native kernels need none."""
+        """Make it from addresses. Views of hundreds of pieces take milliseconds; native kernels do not need them."""
         made = cls.__new__(cls)
         made.rank, made.modules, made.table, made.index = rank, modules, table, index
         made._make_pieces, made._on_device = make_pieces, None
@@ -120,11 +258,11 @@ class LoraWeights:
 
     @cached_property
     def pieces(self) -> LoraPieces:
-        """As tensors."""
+        """The weights as views, made on first use."""
         return self._make_pieces()
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return table and index where kernels on a device can read them; copied once."""
+        """Return table and index on a device; copied once."""
         if device.type == "cpu":
             return self.table, self.index
         if self._on_device is None:
@@ -133,7 +271,7 @@ class LoraWeights:
 
 
 class LoraSegment(NamedTuple):
-    """Rows ``start`` to ``stop`` (half-open) of the batch run under one adapter."""
+    """Rows ``start`` to ``stop`` (half-open) of the batch, which use one adapter."""
 
     start: int
     stop: int
@@ -149,13 +287,13 @@ class LoraTarget(NamedTuple):
 
 
 class LoraTargets:
-    """The modules of one product: those that read the same input.
+    """The modules of one fused product, which read the same input.
 
     Attributes:
-        each: what was given.
-        modules: their names.
-        numbers: int64 ``[1 + 3 * targets]``: how many, then of each its place in ``LORA_MODULES``, column, outputs.
-        are_even: whether all columns and outputs are multiples of 16.
+        each: the targets.
+        modules: names of their modules.
+        numbers: int64 ``[1 + 3 * targets]``: their number, then each one's index in ``LORA_MODULES``, column, outputs.
+        are_aligned: whether all columns and outputs are multiples of 16.
     """
 
     def __init__(self, *targets: LoraTarget) -> None:
@@ -163,11 +301,11 @@ class LoraTargets:
         self.modules = frozenset(target.module for target in targets)
         rows = ((LORA_MODULES.index(module), column, outputs) for module, column, outputs in targets)
         self.numbers = torch.tensor([len(targets), *chain.from_iterable(rows)], dtype=torch.int64)
-        self.are_even = not any(target.column % 16 or target.outputs % 16 for target in targets)
+        self.are_aligned = not any(target.column % 16 or target.outputs % 16 for target in targets)
         self._on_device: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensor:
-        """Return :attr:`numbers` where kernels on a device can read them; copied once."""
+        """Return :attr:`numbers` on a device; copied once."""
         if self._on_device is None:
             self._on_device = to_device(self.numbers, device)
         return self._on_device
@@ -179,8 +317,8 @@ class LoraBatch:
     Attributes:
         segments: disjoint, in row order.
         form: how mixed ranks are computed.
-        modules: those that any of the adapters touches, on any layer.
-        largest_rank: what a ``padded`` batch pads to.
+        modules: modules that any of the adapters changes on any layer.
+        largest_rank: of all adapters; a ``padded`` batch pads to it.
         segment_rows: rows of the longest segment.
     """
 
@@ -194,13 +332,13 @@ class LoraBatch:
 
     @cached_property
     def table(self) -> Tensor:
-        """Int64 ``[segments, 4]``: start, stop, address of the weights' table, address of their index; on the host."""
+        """Int64 ``[segments, 4]`` on the host: start, stop, address of the piece table, address of the piece index."""
         rows = [(s.start, s.stop, s.weights.table.data_ptr(), s.weights.index.data_ptr()) for s in self.segments]
         return torch.tensor(rows, dtype=torch.int64)
 
     @cached_property
     def numbers(self) -> Tensor:
-        """Int64 ``[3]``: address of the table, segments, and the rank to pad to, 0 if none."""
+        """Int64 ``[3]``: address of :attr:`table`, number of segments, and the rank to pad to, 0 for none."""
         padded_rank = self.largest_rank if self.form is KernelForm.PADDED else 0
         return torch.tensor([self.table.data_ptr(), len(self.segments), padded_rank], dtype=torch.int64)
 
@@ -215,15 +353,15 @@ class LoraBatch:
         *,
         is_aligned: bool,
     ) -> "LoraBatch":
-        """Make one for kernels that read nothing but the table, whose content may change from one replay to another.
+        """Make a batch for a graph, whose kernels read only the table; its content may change between replays.
 
         Args:
-            table: as :meth:`on` returns it; segments without rows are none.
-            form: how mixed ranks are computed, but not ``EINSUM``.
-            modules: those that any adapter which ever stands in the table touches.
-            largest_rank: of any of these adapters; of ``PADDED`` ones, that to which all are padded.
-            segment_rows: of any segment that ever stands in the table, at most.
-            is_aligned: whether all weights that they name lie at multiples of 16 bytes.
+            table: as returned by :meth:`on`; unused segments have no rows.
+            form: how mixed ranks are computed; not ``EINSUM``.
+            modules: modules that any adapter in the table may change.
+            largest_rank: largest rank of any adapter in the table; with ``PADDED`` the rank to which all are padded.
+            segment_rows: most rows of a segment in the table.
+            is_aligned: whether all weights start at multiples of 16 bytes.
         """
         made = cls((), form)
         made.segment_rows, made.is_aligned = segment_rows, is_aligned
@@ -232,31 +370,31 @@ class LoraBatch:
 
     @cached_property
     def is_aligned(self) -> bool:
-        """Whether all weights lie at multiples of 16 bytes."""
+        """Whether all weights start at multiples of 16 bytes."""
         return all(segment.weights.is_aligned for segment in self.segments)
 
-    def touches(self, targets: LoraTargets) -> bool:
-        """Whether any of the adapters changes any of these modules, on any layer."""
+    def changes(self, targets: LoraTargets) -> bool:
+        """Return whether any of the adapters changes any of these modules on any layer."""
         return not self.modules.isdisjoint(targets.modules)
 
     def on(self, device: torch.device) -> Tensor:
-        """Return :attr:`table` where kernels on a device can read it and what it names; cut and copied once."""
+        """Return :attr:`table` on a device, with addresses on that device and long segments split; copied once."""
         if self._on_device is None:
-            rows = cut_segments(self.rows_on(device), MOST_ROWS)
+            rows = split_segments(self.rows_on(device), MAX_SEGMENT_ROWS)
             self._on_device = to_device(torch.tensor(rows, dtype=torch.int64).view(-1, 4), device)
         return self._on_device
 
     def rows_on(self, device: torch.device) -> list[Segment]:
-        """Return the rows of :attr:`table`; what they name can be read on the device."""
+        """Return the rows of :attr:`table` with addresses on a device."""
         found = [(segment, *segment.weights.on(device)) for segment in self.segments]
         return [(s.start, s.stop, table.data_ptr(), index.data_ptr()) for s, table, index in found]
 
-    def of_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
-        """Return the adapters of a batch that consists of ``presets`` of this one, None if none of them has any."""
+    def select_rows(self, rows: Sequence[int]) -> "LoraBatch | None":
+        """Return the adapters of a batch that consists of ``rows`` of this one; None if none of the rows has one."""
         segments: list[LoraSegment] = []
-        for row, was in enumerate(rows):
-            place = bisect_right(self.segments, was, key=lambda segment: segment.start) - 1
-            if place < 0 or was >= (own := self.segments[place]).stop:
+        for row, old_row in enumerate(rows):
+            index = bisect_right(self.segments, old_row, key=lambda segment: segment.start) - 1
+            if index < 0 or old_row >= (own := self.segments[index]).stop:
                 continue
             if segments and segments[-1].weights is own.weights and segments[-1].stop == row:
                 segments[-1] = segments[-1]._replace(stop=row + 1)
@@ -266,7 +404,7 @@ class LoraBatch:
 
 
 class LoraDelta(NamedTuple):
-    """What the adapters of a batch do to some modules of a layer."""
+    """The LoRA delta of a batch for the modules of one fused product on one layer."""
 
     lora: LoraBatch
     layer: int
@@ -274,24 +412,24 @@ class LoraDelta(NamedTuple):
 
 
 class Assist(Protocol):
-    """What the executor does while q, k and v are computed, for adapters that are not all on the device."""
+    """Host LoRA for q, k and v, for adapters of which not all layers are on the device."""
 
     def begin(self, layer: int, x: Tensor) -> LoraBatch | None:
-        """Begin to compute what some adapters add, elsewhere; return the others, None if there are none.
+        """Start host LoRA for some adapters; return the other adapters, None if there are none.
 
         Args:
-            layer: of the model; called for each in turn.
-            x: ``[T, hidden]``, what q, k and v are computed of.
+            layer: of the model; called for each layer in order.
+            x: ``[T, hidden]``, the input of q, k and v.
         """
         ...
 
     def finish(self, qkv: Tensor) -> None:
-        """Add what was computed elsewhere to ``qkv [T, (heads + 2 * kv_heads) * head_dim]``, changed in place."""
+        """Add the host's delta to ``qkv [T, (heads + 2 * kv_heads) * head_dim]`` in place."""
         ...
 
 
-class HostFacts(NamedTuple):
-    """What the host knows of a batch, so that nobody has to ask the device: the same as in ``Batch``."""
+class HostMetadata(NamedTuple):
+    """Copies on the host of fields of ``Batch``, so that they need not be read from the device."""
 
     row_starts: Tensor
     contexts: Tensor
@@ -306,15 +444,15 @@ class Batch:
     Attributes:
         token_ids: int64 ``[T]``.
         positions: int64 ``[T]``.
-        slot_blocks: int64 ``[T]``, block that receives the row's KV. Kernels that fit graphs store nothing for -1.
+        slot_blocks: int64 ``[T]``, block that receives the row's KV; -1 for padding rows of graphs, which store none.
         slot_offsets: int64 ``[T]``, token index inside that block.
         row_starts: int64 ``[n + 1]``; sequence i computes rows ``row_starts[i]`` to ``row_starts[i + 1]``.
-        contexts: int64 ``[n]``, tokens in a sequence's KV with the step's own; its last row is at ``contexts[i] - 1``.
+        contexts: int64 ``[n]``, tokens in a sequence's KV including the step's; its last row is at ``contexts[i] - 1``.
         block_tables: int64 ``[n, N]``, padded with block 0.
-        sample_rows: int64 ``[S]``, rows whose logits are wanted, each once; in row order if it is all of them.
+        sample_rows: int64 ``[S]``, rows that need logits, each once; in row order if these are all rows.
         lora: the adapters, None if no row has one.
-        assist: for adapters of ``lora`` that change q, k and v alone and are not all on the device; None if all are.
-        host: what the host knows of it; None for a step of a graph.
+        assist: host LoRA, if adapters of ``lora`` are in flight; these change q, k and v only. None if all are loaded.
+        host: copies on the host; None in a graph.
     """
 
     token_ids: Tensor
@@ -327,22 +465,22 @@ class Batch:
     sample_rows: Tensor
     lora: LoraBatch | None = None
     assist: Assist | None = None
-    host: HostFacts | None = None
+    host: HostMetadata | None = None
 
     @cached_property
     def parts(self) -> tuple[BatchPart, ...]:
-        """Its sequences of one row, and those of more; of a graph's step all of them, as the host knows nothing."""
+        """Its decodes and its prefills; in a graph one part with all sequences, as the host has no metadata."""
         if self.host is None:
             return (BatchPart(None, len(self.contexts), len(self.token_ids) - len(self.contexts) + 1, None),)
         return split_batch(self.host.row_starts, self.host.contexts, self.contexts.device)
 
     @cached_property
     def sample_lora(self) -> LoraBatch | None:
-        """The adapters of the sample rows alone."""
+        """The adapters of the sample rows only."""
         if self.lora is None or len(self.sample_rows) == len(self.token_ids):
             return self.lora
         rows = self.sample_rows if self.host is None else self.host.sample_rows
-        return self.lora.of_rows(rows.tolist())
+        return self.lora.select_rows(rows.tolist())
 
 
 class PackedWeight(Protocol):
@@ -355,39 +493,39 @@ class PackedWeight(Protocol):
 
 
 Weight = Tensor | PackedWeight
-"""What ``Kernels.pack`` returns."""
+"""A linear weight as returned by ``Kernels.pack``."""
 
 
 class Kernels(Protocol):
-    """One backend. Arguments are never changed unless the docstring says so."""
+    """A kernel backend. Arguments are not changed unless the docstring says so."""
 
     name: str
     threads: int
-    """Of every call; whoever owns the backend may change it between calls."""
+    """Number of threads of each call. The owner may change it between calls."""
     fits_graphs: bool
-    """Whether calls can be captured once and replayed: none waits for the device, but for adapters as einsums."""
+    """Whether calls can be captured in a CUDA graph: no call waits for the device, except LoRA by einsum."""
 
-    def apart(self, cores: Sequence[int]) -> AbstractContextManager[None]:
-        """Return what, while entered, keeps each of the threads on one of as many cores; later all may run on any."""
+    def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
+        """Return a context in which each thread is pinned to one of ``cores``, which are as many as threads."""
         ...
 
     def pack(self, weight: Tensor) -> Weight:
-        """Return ``weight [out, in]`` in the layout that :meth:`linear` wants, the tensor itself if that is plain."""
+        """Return ``weight [out, in]`` in the layout of :meth:`linear`; the tensor itself if the layout is plain."""
         ...
 
     def repack(self, weight: Tensor, packed: Weight) -> None:
-        """Let ``packed`` hold ``weight``, of the shape and dtype that it was packed from, where it lies."""
+        """Overwrite ``packed`` with ``weight``, of the same shape and dtype, in place."""
         ...
 
     def layers_in_one_call(self, weights: Sequence["LayerWeights"], shape: "LayersShape") -> "Layers | None":
-        """Return what computes a decoder's layers in one call, to the same bits as kernel by kernel, or None."""
+        """Return a function that computes all layers in one call, with the same bits as single kernels, or None."""
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """``x [T, in] @ weight [out, in]ᵀ + bias [out]``; rows of ``x`` are contiguous.
 
         With a ``delta``, ``x[rows] @ Aᵀ @ Bᵀ`` is added in columns ``[column, column + outputs)`` for each segment and
-        target. Segments whose adapter leaves (layer, module) alone are skipped. Ranks may differ.
+        target. Segments whose adapter does not change (layer, module) are skipped. Ranks may differ.
         """
         ...
 
@@ -404,16 +542,16 @@ class Kernels(Protocol):
         """Rotate the queries in ``qkv`` in place; write rotated keys, and values, into ``kv`` at the batch's slots.
 
         Args:
-            qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, changed; its keys are of no use afterwards.
+            qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, changed; its keys are undefined afterwards.
             cos, sin: ``[T, head_dim]`` (halves, as in Llama).
             kv: this layer's view of the arena, ``[blocks, 2, block_size, kv_heads, head_dim]``, changed.
             batch: the step.
-            norms: RMS norms over each head before it is rotated, or None.
+            norms: RMS norms of each head before the rotation, or None.
         """
         ...
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-        """Causal attention of the queries in ``qkv`` over the paged ``kv``; grouped heads.
+        """Causal attention of the queries in ``qkv`` over the paged ``kv``, with grouped heads.
 
         ``window`` limits a token to the ``window`` latest positions, its own included.
         Returns ``[T, heads * head_dim]``.
@@ -425,7 +563,7 @@ class Kernels(Protocol):
         ...
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-        """Choose one token per row of ``logits [S, vocab]``; see ``kernels.choose.choose``."""
+        """Sample one token per row of ``logits [S, vocab]``, as ``kernels.sampling.choose``."""
         ...
 
 
@@ -438,24 +576,24 @@ class HeadNorms(NamedTuple):
 
 
 def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int) -> Tensor:
-    """See ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_size, kv_heads, head_dim]`` without a copy."""
+    """View ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_size, kv_heads, head_dim]``, without a copy."""
     blocks = arena.shape[0]
     return arena.view(blocks, layers, 2, block_size, kv_heads, head_dim).transpose(0, 1)
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One decoder layer; ``None`` where the model has no such tensor.
+    """Weights of one decoder layer; ``None`` where the model has no such tensor.
 
-    Linear weights are ``[out, in]``, plain as they are loaded or packed by ``Kernels.pack``.
+    Linear weights are ``[out, in]``, as loaded or packed by ``Kernels.pack``.
 
     Attributes:
         input_norm, post_norm: ``[hidden]``, before attention and before the MLP.
-        qkv, qkv_bias: queries, keys and values, one below the other.
+        qkv, qkv_bias: queries, keys and values, stacked.
         q_norm, k_norm: ``[head_dim]``.
-        o, o_bias: split by input; the bias is held by rank 0 alone, since partial products are summed.
-        gate_up, gate_up_bias: gate, and up below it.
-        down, down_bias: as ``o``.
+        o, o_bias: split by input over ranks. Only rank 0 has the bias, since partial products are summed.
+        gate_up, gate_up_bias: gate and up, stacked.
+        down, down_bias: split like ``o``.
     """
 
     input_norm: Tensor
@@ -473,14 +611,14 @@ class LayerWeights:
 
 
 class LayersShape(NamedTuple):
-    """What the weights of layers do not tell.
+    """Parameters of layers beside their weights.
 
     Attributes:
         heads, kv_heads, head_dim: of attention.
         eps: of all norms.
-        scale: of attention's scores.
-        windows: of each layer; None where a token sees all before it.
-        targets: what adapters change, of q, k and v, of o, of gate and up, and of down.
+        scale: of attention scores.
+        windows: sliding window of each layer; None for full attention.
+        targets: LoRA targets of the four fused products: qkv, o, gate_up, down.
     """
 
     heads: int
@@ -493,14 +631,14 @@ class LayersShape(NamedTuple):
 
 
 Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Batch], tuple[Tensor, Tensor]]
-"""Computes the layers of a batch that :func:`fits_one_call`.
+"""Computes all layers of a batch for which :func:`fits_one_call` holds.
 
-Arguments are x ``[T, hidden]``, changed, cos and sin ``[T, head_dim]``, the arena as ``kernels.base.kv_view`` shows it,
-changed, and the batch. Of its sample rows it returns x before the last layer's MLP is added, and what that adds, both
-``[S, hidden]``.
+Arguments are x ``[T, hidden]``, changed; cos and sin ``[T, head_dim]``; the arena as viewed by :func:`kv_view`,
+changed; and the batch. It returns, for the sample rows, x before the last layer's MLP is added, and the MLP's output,
+both ``[S, hidden]``.
 """
 
 
 def fits_one_call(batch: Batch) -> bool:
-    """Whether nothing in the batch has to be done between kernels."""
+    """Whether a batch needs nothing between kernels: neither host LoRA nor einsums."""
     return batch.assist is None and (batch.lora is None or batch.lora.form is not KernelForm.EINSUM)

@@ -1,4 +1,4 @@
-"""Large tensors in the machine's memory, on huge pages where the system grants them."""
+"""Allocates large tensors in host memory, on huge pages where the system provides them."""
 
 import mmap
 from contextlib import suppress
@@ -11,20 +11,20 @@ _ALIGNMENT_BYTES = 64
 
 
 def allocate(elements: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros ``[elements]`` that take memory only as they are touched.
+    """Return zeros ``[elements]``. The system provides their memory when they are first written.
 
-    Huge pages make first touches fewer and reading faster: the way to a page is looked up for 2 MiB at a time.
+    Huge pages of 2 MiB need fewer page faults and fewer address translations.
     """
-    # Private, since Linux grants shared anonymous memory no huge pages unless told to for the whole machine.
+    # Private: Linux gives shared anonymous memory no huge pages unless that is enabled for the whole machine.
     memory = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a kernel that was built without them
+        with suppress(OSError):  # a Linux kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=elements)
 
 
 class Slabs:
-    """Gives out pieces of large allocations; for tensors that live as long as the model and lie in the order of use."""
+    """Allocates from large slabs, for tensors that live as long as the model. Successive tensors are adjacent."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)

@@ -1,10 +1,9 @@
-"""The fast backend on CPUs: loads the C++ library for this machine and calls it with addresses of tensors."""
+"""The native backend for CPUs: loads the C++ library for this CPU and calls it with addresses of tensors."""
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +20,11 @@ from lorikeet.kernels.base import (
     LoraBatch,
     LoraDelta,
     LoraTargets,
+    SamplingTensors,
     Weight,
 )
 from lorikeet.kernels.huge_pages import Slabs
 from lorikeet.kernels.reference import add_lora_einsum
-from lorikeet.kernels.sampling import SamplingTensors
 
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2")
 """Best first."""
@@ -57,17 +56,15 @@ class NativeUnavailableError(RuntimeError):
 
 @cache
 def load_library(instruction_set: str) -> ctypes.CDLL:
-    """Return the library built for one of ``INSTRUCTION_SETS``, its functions ready to be called.
+    """Load the library built for one of ``INSTRUCTION_SETS`` and declare its functions.
 
     Raises:
         NativeUnavailableError: it was not built, does not load, or needs instructions that this CPU lacks.
     """
-    folder = Path(__file__).parent
-    paths = [folder / f"_cpu_{instruction_set}{suffix}" for suffix in EXTENSION_SUFFIXES]
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
+    path = Path(__file__).parent / f"_cpu_{instruction_set}.so"
+    if not path.is_file():
         raise NativeUnavailableError(f"the native module for {instruction_set} was not built with the package")
-    # The OpenMP functions that it calls are those of the runtime that torch has loaded by now, for everybody.
+    # The library uses the OpenMP runtime that torch has loaded into the process.
     assert torch.get_num_threads() > 0
     try:
         library = ctypes.CDLL(str(path))
@@ -83,7 +80,7 @@ def load_library(instruction_set: str) -> ctypes.CDLL:
 
 
 def supported_instruction_sets() -> list[str]:
-    """Return those of ``INSTRUCTION_SETS`` that this machine can run, best first."""
+    """Return the ``INSTRUCTION_SETS`` that this machine can run, best first."""
     found = []
     for name in INSTRUCTION_SETS:
         try:
@@ -98,7 +95,7 @@ def best_library() -> tuple[str, ctypes.CDLL]:
     """Return the best instruction set that this machine can run, and its library.
 
     Raises:
-        NativeUnavailableError: there is none; the message has the reason of each.
+        NativeUnavailableError: there is none; the message has the reason for each set.
     """
     reasons = []
     for name in INSTRUCTION_SETS:
@@ -110,13 +107,13 @@ def best_library() -> tuple[str, ctypes.CDLL]:
 
 
 class PanelWeight:
-    """A weight packed in panels (``native/linear_tiles.h``), which stay where they are when the weight changes.
+    """A weight packed in panels (``native/linear_tiles.h``). Its address stays the same when the weight changes.
 
     Attributes:
         shape: ``[out, in]``.
-        outputs: the first of them.
-        panels: their elements.
-        address: of int64 ``[4]``: address of the panels, inputs, outputs, bytes of an element.
+        outputs: number of outputs.
+        panels: the packed elements.
+        address: address of int64 ``[4]``: address of the panels, inputs, outputs, bytes of an element.
     """
 
     def __init__(self, panels: Tensor, shape: torch.Size) -> None:
@@ -136,16 +133,16 @@ def native_copy(
     target_blocks: Sequence[int],
     until_s: float,
 ) -> None:
-    """Copy blocks of an arena to those of another, past the caches: for what is not read again soon.
+    """Copy blocks of one arena to blocks of another, bypassing the caches, since they are not read again soon.
 
     Args:
-        library: see ``kernels.library``.
+        library: from :func:`load_library`.
         source, target: ``[blocks, elements]``, contiguous, on the CPU; they do not overlap.
-        source_blocks, target_blocks: which.
-        until_s: time of the monotonic clock until which it gives way to every other thread.
+        source_blocks, target_blocks: block indices, equally many.
+        until_s: time of the monotonic clock until which it yields to every other thread.
 
     Raises:
-        RuntimeError: the arenas or the blocks do not go together, or a block is not there; nothing is copied then.
+        RuntimeError: shapes, dtypes or numbers of blocks differ, or a block does not exist; nothing is copied then.
     """
     if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         raise RuntimeError(
@@ -158,7 +155,9 @@ def native_copy(
         raise RuntimeError(f"{len(source_blocks)} blocks cannot be copied to {len(target_blocks)}")
     blocks = np.array((source_blocks, target_blocks), dtype=np.int64)
     if blocks.size and (blocks.min() < 0 or (blocks.max(axis=1) >= (len(source), len(target))).any()):
-        raise RuntimeError(f"blocks of arenas of {len(source)} and {len(target)} cannot be copied: one is not there")
+        raise RuntimeError(
+            f"blocks cannot be copied: an index is outside of the arenas of {len(source)} and {len(target)} blocks"
+        )
     library.lorikeet_copy(
         source.data_ptr(),
         target.data_ptr(),
@@ -170,13 +169,13 @@ def native_copy(
 
 
 def native_choose(library: ctypes.CDLL, logits: Tensor, parameters: SamplingTensors, threads: int) -> Tensor:
-    """See ``kernels.choose.choose``; the same tokens but for roundings where a sum of probabilities meets top-p.
+    """Sample like ``kernels.sampling.choose``. Tokens are the same except for rounding at the top-p limit.
 
     Args:
-        library: see ``kernels.library``.
+        library: from :func:`load_library`.
         logits: bfloat16 or fp32 ``[S, vocab]`` on the CPU; rows are contiguous.
-        parameters: how each row's token is chosen.
-        threads: that share the rows.
+        parameters: sampling parameters of each row.
+        threads: number of threads that share the rows.
     """
     rows, vocab = logits.shape
     token_ids = torch.empty(rows, dtype=torch.int64)
@@ -199,13 +198,13 @@ def native_choose(library: ctypes.CDLL, logits: Tensor, parameters: SamplingTens
 
 
 class NativeLayers:
-    """See ``kernels.layers.Layers``.
+    """All layers of a decoder in one native call; implements ``kernels.base.Layers``.
 
     Args:
-        library: see ``kernels.library``.
+        library: from :func:`load_library`.
         weights: packed.
-        shape: what they do not tell.
-        threads: returns how many share a step.
+        shape: parameters beside the weights.
+        threads: returns the number of threads of a step.
     """
 
     def __init__(
@@ -224,7 +223,7 @@ class NativeLayers:
         self._widths = len(hidden), qkv, mixed, len(hidden), 2 * inner, inner
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute a step; intermediate results live as long as it."""
+        """Compute all layers of a step; arguments and results as of ``kernels.base.Layers``."""
         rows, samples = len(x), len(batch.sample_rows)
         normed, qkv, mixed, delta, gate_up, gated = [x.new_empty(rows, width) for width in self._widths]
         assert all(tensor.is_contiguous() for tensor in (x, cos, sin, kv[0, 0]))
@@ -236,7 +235,7 @@ class NativeLayers:
             batch.slot_blocks.data_ptr(), batch.slot_offsets.data_ptr(), batch.row_starts.data_ptr(),
             batch.contexts.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], len(batch.contexts),
             _numbers(batch.lora), _numbers(batch.sample_lora),
-            *(_touched(batch.lora, targets) for targets in self._shape.targets),
+            *(_changed(batch.lora, targets) for targets in self._shape.targets),
             *(tensor.data_ptr() for tensor in (normed, qkv, mixed, delta, gate_up, gated)),
         )  # fmt: skip
         self._library.lorikeet_layers(self._model, step, self._shape.eps, self._shape.scale, self._threads())
@@ -244,7 +243,7 @@ class NativeLayers:
 
 
 def _record(layer: LayerWeights, window: int) -> list[int]:
-    """Return a ``Layer`` of ``native/layers.cpp``."""
+    """Return the fields of a ``Layer`` of ``native/layers.cpp``."""
     return [
         _address(layer.input_norm), _packed(layer.qkv), _address(layer.qkv_bias), _address(layer.q_norm),
         _address(layer.k_norm), _packed(layer.o), _address(layer.o_bias), _address(layer.post_norm),
@@ -269,24 +268,24 @@ def _numbers(lora: LoraBatch | None) -> int:
     return 0 if lora is None else lora.numbers.data_ptr()
 
 
-def _touched(lora: LoraBatch | None, targets: LoraTargets) -> int:
-    """Return the address of targets that any adapter changes, else 0."""
-    return targets.numbers.data_ptr() if lora is not None and lora.touches(targets) else 0
+def _changed(lora: LoraBatch | None, targets: LoraTargets) -> int:
+    """Return the address of ``targets`` if any adapter changes one of them, else 0."""
+    return targets.numbers.data_ptr() if lora is not None and lora.changes(targets) else 0
 
 
 DTYPES = (torch.bfloat16, torch.float32)
-"""What the native functions compute in."""
+"""Dtypes that the native functions support."""
 
 _NO_LORA = (0, 0, 0)
-"""Instead of address of the adapters, layer and address of the targets."""
+"""Arguments without LoRA, for the address of the adapters, the layer and the address of the targets."""
 
 
 class NativeKernels:
-    """See ``kernels.base.Kernels`` for what each method computes.
+    """The native backend. ``kernels.base.Kernels`` documents what each method computes.
 
     Args:
-        instruction_set: what the library was built for; it becomes part of the name.
-        library: see ``kernels.library``.
+        instruction_set: of the library; part of the name.
+        library: from :func:`load_library`.
     """
 
     fits_graphs = False
@@ -299,7 +298,7 @@ class NativeKernels:
 
     @property
     def threads(self) -> int:
-        """Of the native functions, and of torch, which computes the little that is left."""
+        """Threads of the native functions, and of torch, which computes the rest."""
         return self._threads
 
     @threads.setter
@@ -308,8 +307,8 @@ class NativeKernels:
         torch.set_num_threads(threads)
 
     @contextmanager
-    def apart(self, cores: Sequence[int]) -> Iterator[None]:
-        """Where the system does not grant a core, the thread runs where it did."""
+    def pin_threads(self, cores: Sequence[int]) -> Iterator[None]:
+        """Pin the threads within the context. A thread whose core is not allowed stays where it runs."""
         threads = self._threads
         places = torch.tensor(cores, dtype=torch.int64)
         assert len(places) == threads
@@ -320,7 +319,7 @@ class NativeKernels:
             self._library.lorikeet_place(places.data_ptr(), threads, False)
 
     def pack(self, weight: Tensor) -> Weight:
-        """Reorder into panels, which one row reads at the speed of memory and many rows multiply without shuffles."""
+        """Pack into panels, which are read at memory bandwidth for one row and multiply many rows without shuffles."""
         outputs, inputs = weight.shape
         item_bytes = weight.element_size()
         elements = self._library.lorikeet_packed_elements(outputs, inputs, item_bytes)
@@ -329,21 +328,23 @@ class NativeKernels:
         return packed
 
     def repack(self, weight: Tensor, packed: Weight) -> None:
-        """Write the panels anew."""
+        """Overwrite the panels."""
         assert isinstance(packed, PanelWeight)
         panels, plain = packed.panels, weight.contiguous()
         if plain.shape != packed.shape or plain.dtype != panels.dtype:
-            raise ValueError(f"{list(plain.shape)} of {plain.dtype} in place of {list(packed.shape)} of {panels.dtype}")
+            raise ValueError(
+                f"cannot write {list(plain.shape)} of {plain.dtype} over {list(packed.shape)} of {panels.dtype}"
+            )
         self._library.lorikeet_pack(
             plain.data_ptr(), panels.data_ptr(), *plain.shape, plain.element_size(), self._threads
         )
 
     def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> Layers:
-        """All kernels of a step but its first and last, without the interpreter in between."""
+        """Return all layers as one call, without the interpreter between kernels."""
         return NativeLayers(self._library, weights, shape, lambda: self._threads)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
-        """One function for any number of rows, and for what adapters add, read in place; einsums are torch's."""
+        """The product and its LoRA delta, read in place, in one call; einsums run in torch."""
         assert isinstance(weight, PanelWeight)
         rows = x.shape[0]
         out = x.new_empty(rows, weight.outputs)
@@ -365,7 +366,7 @@ class NativeKernels:
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """One pass."""
+        """In one pass over memory."""
         rows, hidden = x.shape
         out = torch.empty_like(x)
         self._library.lorikeet_add_norm(
@@ -384,7 +385,7 @@ class NativeKernels:
     def rotary_store(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
     ) -> None:
-        """One pass."""
+        """In one pass over memory."""
         _, _, block_size, kv_heads, head_dim = kv.shape
         rows, columns = qkv.shape
         self._library.lorikeet_rotary_store(
@@ -438,7 +439,7 @@ class NativeKernels:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """One pass."""
+        """In one pass over memory."""
         rows, columns = gate_up.shape
         out = gate_up.new_empty((rows, columns // 2))
         self._library.lorikeet_silu_mul(
@@ -447,5 +448,5 @@ class NativeKernels:
         return out
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-        """Nothing is sorted; threads share the rows."""
+        """Sample without sorting; threads share the rows."""
         return native_choose(self._library, logits, parameters, self._threads)

@@ -1,6 +1,6 @@
-"""The readable backend: plain torch, on any device.
+"""The reference backend: plain torch, on any device. Other backends are tested against it.
 
-Other backends are checked against it. Also LoRA by einsum, as dLoRA computes it.
+It also has LoRA by einsum, as dLoRA computes it, which all backends use.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,17 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import Batch, HeadNorms, LayersShape, LayerWeights, LoraDelta, LoraSegment, Weight
-from lorikeet.kernels.sampling import SamplingTensors, choose
-from lorikeet.kernels.tensors import SLOW_HALVES
+from lorikeet.kernels.base import (
+    SLOW_HALVES,
+    Batch,
+    HeadNorms,
+    LayersShape,
+    LayerWeights,
+    LoraDelta,
+    LoraSegment,
+    SamplingTensors,
+    Weight,
+    choose,
+)
 
 
 def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
-    """Add to ``out`` what ``kernels.base.Kernels.linear`` adds for a delta; here every row meets every adapter.
+    """Add the LoRA delta of ``Kernels.linear`` to ``out``, by multiplying every row with every adapter.
 
     ``out[n] += Σ_m S[n, m] Σ_r (x[n] · A[m, r]) Bᵀ[m, r]``, where ``S [rows, adapters]`` is 1 at a row's own adapter
     and 0 elsewhere, and all adapters are padded with zeros to the largest rank of the batch. So the work is
-    rows x adapters x largest rank. Where products in half precision are slow, they are made in single.
+    rows x adapters x largest rank. On CPUs with slow half precision it computes in fp32.
     """
     lora, layer, targets = delta
     adapters = list(dict.fromkeys(segment.weights for segment in lora.segments))
@@ -41,20 +50,20 @@ def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
                     rows = torch.cat(parts)
                     padded[i, : len(rows)] = rows
         inner = (x @ a.flatten(0, 1).T).unflatten(1, a.shape[:2])
-        # Chosen, not multiplied by 0: an adapter on which another's row overflows would make that row NaN.
+        # Selected, not multiplied by 0: another adapter's product may overflow, and inf * 0 is NaN.
         inner = torch.where(types[:, :, None], inner, 0.0)
         out[:, column : column + outputs] += inner.flatten(1) @ bt.flatten(0, 1)
 
 
 GROUP_RANKS = 512
-"""Bounds the work of a group that is thrown away: a row meets at most so many ranks."""
+"""Most ranks of a group of segments. Each row is multiplied with all of them, so this bounds the wasted work."""
 
 
 class ReferenceKernels:
-    """See ``kernels.base.Kernels`` for what each method computes.
+    """The reference backend. ``kernels.base.Kernels`` documents what each method computes.
 
     Args:
-        instead_of_faster: why the fast backend does not compute, empty if it was not wanted; part of the name.
+        instead_of_faster: why the fast backend cannot be used, empty if it was not requested; part of the name.
     """
 
     fits_graphs = False
@@ -64,31 +73,31 @@ class ReferenceKernels:
 
     @property
     def threads(self) -> int:
-        """Torch's."""
+        """Torch's threads."""
         return torch.get_num_threads()
 
     @threads.setter
     def threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
 
-    def apart(self, cores: Sequence[int]) -> AbstractContextManager[None]:
-        """Torch's threads run where they like."""
+    def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
+        """Do nothing."""
         return nullcontext()
 
     def pack(self, weight: Tensor) -> Weight:
-        """Plain."""
+        """Return the weight itself."""
         return weight
 
     def repack(self, weight: Tensor, packed: Weight) -> None:
-        """A copy."""
+        """Copy the weight."""
         assert isinstance(packed, Tensor)
         packed.copy_(weight)
 
     def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
-        """Kernel by kernel."""
+        """Return None: layers run kernel by kernel."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
-        """``x @ weightᵀ + bias``, then what adapters add."""
+        """``x @ weightᵀ + bias``, then the LoRA delta."""
         assert isinstance(weight, Tensor)
         out = F.linear(x, weight, bias)
         if delta is not None:
@@ -97,7 +106,7 @@ class ReferenceKernels:
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Residual and norm."""
+        """Add the residual, then norm."""
         if delta is not None:
             x += delta
         return rms_norm(x, weight, eps)
@@ -105,7 +114,7 @@ class ReferenceKernels:
     def rotary_store(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
     ) -> None:
-        """Norm, rotate, scatter the rows to their slots."""
+        """Norm, rotate, and store keys and values in their slots."""
         q, k, v = split_heads(qkv, kv)
         if norms is not None:
             q[:], k[:] = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
@@ -114,7 +123,7 @@ class ReferenceKernels:
         kv[batch.slot_blocks, 1, batch.slot_offsets] = v
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-        """Decode rows together, prefills one by one."""
+        """Decodes together, prefills one by one."""
         q, _, _ = split_heads(qkv, kv)
         out = torch.empty_like(q)
         starts = batch.row_starts.tolist()
@@ -139,7 +148,7 @@ class ReferenceKernels:
         return F.silu(gate) * up
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-        """A module of its own."""
+        """Sample by ``kernels.sampling.choose``."""
         return choose(logits, parameters)
 
 
@@ -157,7 +166,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def split_heads(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``qkv`` as q ``[T, heads, head_dim]`` and k, v ``[T, kv_heads, head_dim]``; ``kv`` tells the sizes."""
+    """View ``qkv`` as q ``[T, heads, head_dim]`` and k, v ``[T, kv_heads, head_dim]``, with sizes from ``kv``."""
     kv_heads, head_dim = kv.shape[-2:]
     heads = qkv.unflatten(-1, (-1, head_dim))
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
@@ -165,11 +174,11 @@ def split_heads(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
-    """Add to ``out`` what adapters add, by two matrix products per group of segments.
+    """Add the LoRA delta to ``out``, by two matrix products per group of segments.
 
-    In eager torch a small product costs more than its arithmetic, so a group multiplies all its rows with all its ranks
-    and keeps what belongs together. Padding would change nothing but the time, so ``padded`` is computed as
-    ``unpadded`` is.
+    In eager torch launching a small product costs more than its arithmetic. So a group multiplies all its rows with all
+    its ranks and keeps the blocks that belong together. Padding would change only the time, so ``padded`` is computed
+    like ``unpadded``.
     """
     lora, layer, targets = delta
     for module, column, outputs in targets.each:
@@ -183,7 +192,7 @@ def add_lora(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
 
 
 class _Member(NamedTuple):
-    """A segment in a group, with the pieces of the (layer, module) at hand and the sum of their ranks."""
+    """A segment of a group, with its adapter's pieces for the (layer, module) and the sum of their ranks."""
 
     segment: LoraSegment
     pieces: tuple[tuple[Tensor, Tensor], ...]
@@ -191,7 +200,7 @@ class _Member(NamedTuple):
 
 
 def _groups(segments: Sequence[LoraSegment], layer: int, module: str) -> Iterator[list[_Member]]:
-    """Yield runs of segments that touch (layer, module), of at most ``GROUP_RANKS`` ranks together."""
+    """Yield groups of consecutive segments that change (layer, module), with at most ``GROUP_RANKS`` ranks in sum."""
     group: list[_Member] = []
     for segment in segments:
         if pieces := segment.weights.pieces.get((layer, module)):
@@ -209,7 +218,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _own_blocks(inner: Tensor, group: list[_Member]) -> Tensor:
-    """Keep each segment's rows under its own ranks, of ``[rows, ranks of the group]``; the rest becomes 0."""
+    """Zero ``inner [rows, ranks of the group]`` except for each segment's rows at its own ranks."""
     own, first, rank = torch.zeros_like(inner), group[0].segment.start, 0
     for member in group:
         rows, ranks = slice(member.segment.start - first, member.segment.stop - first), slice(rank, rank + member.rank)
@@ -219,13 +228,13 @@ def _own_blocks(inner: Tensor, group: list[_Member]) -> Tensor:
 
 
 def _decode(q: Tensor, kv: Tensor, tables: Tensor, at: Tensor, scale: float, window: int | None) -> Tensor:
-    """One query ``[D, heads, head_dim]`` per sequence. The heads of a group stand in for query positions."""
+    """One query ``[D, heads, head_dim]`` per sequence. The heads of a group take the place of query positions."""
     block_size, kv_heads = kv.shape[2], kv.shape[3]
-    # index_select copies whole blocks, ten times as fast as indexing does.
+    # index_select copies whole blocks and is ten times as fast as indexing.
     gathered = kv.index_select(0, tables.flatten()).unflatten(0, tables.shape)
     position = torch.arange(tables.shape[1] * block_size, device=q.device)
     contexts = at[:, None]
-    # Slots past the context hold other sequences' numbers, and a NaN among them would survive a weight of zero.
+    # Slots past the context hold stale values, and a NaN among them would survive a weight of zero.
     row, stale = (position >= contexts).nonzero(as_tuple=True)
     gathered[row, stale // block_size, :, stale % block_size] = 0
     k, v = (gathered[:, :, part].flatten(1, 2).transpose(1, 2) for part in (0, 1))

@@ -1,1 +1,1 @@
-"""Who lives where: blocks, adapters and KV on the device, and what leaves when space is needed."""
+"""Memory of one engine: blocks of KV and adapters on device and host, the dependency tree, eviction and prefetch."""

@@ -1,4 +1,4 @@
-"""Adapters inside arena blocks, as the kernels see them."""
+"""Views of packed adapters in arena blocks, as the kernels use them."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,16 +13,16 @@ from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.kernels.base import LoraPieces, LoraWeights
 from lorikeet.memory.packing import AdapterPacking, PackedRows, module_of, pack
 
-_MOST_LAYOUTS = 128
-"""Fleets have adapters of a few shapes; of all modules on 80 layers one layout takes some 100 KB."""
+_MAX_LAYOUTS = 128
+"""Cached layouts. Deployments have adapters of few shapes; a layout of all modules on 80 layers takes about 100 KB."""
 
 
 class AdapterLayout:
-    """What is the same wherever an adapter lies: made once, it finds the weights in any blocks with little work.
+    """The part of an adapter's layout that does not depend on its blocks, computed once per shape.
 
     Args:
-        packing: where each row lies.
-        geometry: sizes that the packing was made for.
+        packing: where each row is.
+        geometry: sizes that the packing was computed for.
 
     Attributes:
         packing, geometry: as above.
@@ -40,14 +40,14 @@ class AdapterLayout:
         self._modules = frozenset(piece.module for piece in packing.pieces)
 
     def weights(self, blocks: Sequence[int], arena: Tensor) -> LoraWeights:
-        """See an adapter where it lies; nothing is copied.
+        """Return the weights of an adapter as views of the arena; nothing is copied.
 
         Args:
-            blocks: the arena's blocks, in packing order.
+            blocks: blocks of the arena, in packing order.
             arena: ``[blocks, elements]``.
 
         Raises:
-            ValueError: they are not as many as it takes.
+            ValueError: the number of blocks is not that of the packing.
         """
         if len(blocks) != self.packing.blocks:
             raise ValueError(f"the adapter takes {self.packing.blocks} blocks, not {len(blocks)}")
@@ -65,15 +65,15 @@ class AdapterLayout:
 
 
 class AdapterLayouts:
-    """The layouts of adapters, one for all that have the same ranks.
+    """A cache of layouts; adapters of equal ranks share one.
 
     Args:
-        geometry: of a rank's share of the model.
-        block_elements: elements of a block.
+        geometry: sizes of one tensor-parallel rank's share of the model.
+        block_elements: number of elements of a block.
     """
 
     def __init__(self, geometry: ModelGeometry, block_elements: int) -> None:
-        @lru_cache(_MOST_LAYOUTS)
+        @lru_cache(_MAX_LAYOUTS)
         def layout(ranks: tuple[tuple[str, tuple[int, ...]], ...]) -> AdapterLayout:
             return AdapterLayout(pack(dict(ranks), geometry, block_elements), geometry)
 

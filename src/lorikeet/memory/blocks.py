@@ -1,7 +1,7 @@
-"""Blocks of one tier, and what sequences lease of them.
+"""Block pool of one tier, and the lease of a sequence.
 
-A pool hands out block numbers and checks their return. A sequence lease holds a request's block table and the transfers
-that it waits for.
+A pool hands out block numbers and checks that each is released once. The lease of a sequence holds its block table and
+the transfers that it waits for.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -14,14 +14,17 @@ from lorikeet.core.plan import TransferDone
 
 
 class BlockError(RuntimeError):
-    """A block was used against the rules (double release, stale generation): a bug, never load."""
+    """A block was used wrongly (double release, stale generation). Always a bug, never caused by load."""
 
 
 class BlockPool:
     """Equal blocks, each free or leased to exactly one owner.
 
-    A block's generation rises whenever it is freed, so that whoever remembers a block can tell whether
-    it still holds what it held (``rivals`` confuse tenants exactly here: vLLM issue 47724).
+    The generation of a block rises whenever it is freed. A remembered block number with an old generation is therefore
+    recognised as stale, and the block of another tenant is never read (compare vLLM issue 47724).
+
+    Args:
+        total: number of blocks.
     """
 
     def __init__(self, total: int) -> None:
@@ -32,27 +35,27 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks nobody leases."""
+        """Number of blocks that are not leased."""
         return len(self._free)
 
     def lease(self, count: int) -> list[BlockId]:
         """Lease ``count`` blocks.
 
         Raises:
-            BlockError: fewer are free; callers look at ``free`` first.
+            BlockError: fewer are free; callers check ``free`` first.
         """
         if count > len(self._free):
-            raise BlockError(f"{count} blocks asked for, {len(self._free)} free")
+            raise BlockError(f"{count} blocks requested, {len(self._free)} free")
         at = len(self._free) - count
         blocks = self._free[at:]
         del self._free[at:]
-        blocks.reverse()  # what was freed last comes first
+        blocks.reverse()  # the block freed last comes first
         for block in blocks:
             self._leased[block] = 1
         return blocks
 
     def release(self, blocks: Iterable[BlockId]) -> None:
-        """Give blocks back.
+        """Free blocks.
 
         Raises:
             BlockError: one of them is not leased.
@@ -65,11 +68,11 @@ class BlockPool:
             self._free.append(block)
 
     def generation(self, block: BlockId) -> int:
-        """Return how often the block was freed so far."""
+        """Return how often the block has been freed."""
         return self._generation[block]
 
     def checked(self, blocks: Sequence[int], generations: Sequence[int]) -> list[BlockId]:
-        """Return blocks, having made sure that each is leased and still of its generation.
+        """Return ``blocks`` after checking that each is leased and still of its generation.
 
         Raises:
             BlockError: one is not.
@@ -83,31 +86,31 @@ class BlockPool:
 class WaitReason(Enum):
     """Why a request cannot be admitted now."""
 
-    ROOM = auto()
-    """Blocks for its KV are lacking."""
-    ADAPTER_ROOM = auto()
-    """There is room for its KV, but not for its adapter beside it."""
+    KV_BLOCKS = auto()
+    """There are too few blocks for its KV."""
+    ADAPTER_BLOCKS = auto()
+    """There are enough blocks for its KV, but not for its adapter as well."""
     SLOT = auto()
-    """Blocks set aside for adapters are lacking, or the step may use no further adapter; requests of other adapters may
-    be admitted."""
+    """There are too few blocks in the share reserved for adapters, or the step may use no further adapter; requests for
+    other adapters may be admitted."""
     TRANSFER = auto()
-    """Its adapter is being read into the host tier; others may be admitted."""
+    """Its adapter is being read into the host tier; other requests may be admitted."""
 
 
 @dataclass(eq=False, slots=True)
 class SequenceLease:
-    """What one admitted sequence holds.
+    """Blocks and pins of one admitted sequence.
 
     Attributes:
-        adapter: node of the version it runs under; pinned.
+        adapter: node of its adapter version; pinned.
         blocks: its block table.
-        path: tree nodes of its leading blocks; pinned. A node may lie in another block than the sequence's own, if
-            two sequences computed the same tokens at the same time.
-        keys: of its whole blocks, as far as they were needed.
-        private: those of ``blocks`` that the tree does not know.
-        adapter_transfers, kv_transfers: ids of those it waits for.
-        cached_blocks: blocks found for it.
-        assisted: while its adapter is on its way, the host computes what that adds to a prefill.
+        path: tree nodes of its leading blocks; pinned. A node may have another block than the sequence, if two
+            sequences computed the same tokens at the same time.
+        keys: keys of its whole blocks, as far as they were needed.
+        private: those of ``blocks`` that are not in the tree.
+        adapter_transfers, kv_transfers: ids of the transfers that it waits for.
+        cached_blocks: number of leading blocks that were found in the cache at admission.
+        assisted: whether host cores compute its adapter's part of a prefill while the adapter is in flight.
     """
 
     adapter: int
@@ -122,25 +125,25 @@ class SequenceLease:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all it waited for has arrived."""
+        """Whether all transfers that it waited for have ended."""
         return not (self.adapter_transfers or self.kv_transfers)
 
     @property
     def is_cold(self) -> bool:
-        """Whether only its adapter has not arrived, and a prefill can do without."""
+        """Whether only its adapter is missing, and host cores can assist its prefill."""
         return self.assisted and bool(self.adapter_transfers) and not self.kv_transfers
 
 
 class TransferOutcome(NamedTuple):
-    """What the end of a transfer means for leases.
+    """The leases that the end of a transfer concerns.
 
     Attributes:
         adapter: leases whose adapter has arrived.
         kv: leases whose KV has arrived.
-        error: why it failed, None if it did not.
-        without_adapter: then, leases whose adapter did not arrive.
-        without_kv: then, leases whose KV did not arrive; it has to be computed again.
-        began_s: when the transfer was decided.
+        error: why the transfer failed, None if it did not.
+        without_adapter: leases whose adapter did not arrive, if it failed.
+        without_kv: leases whose KV did not arrive, if it failed; it must be computed again.
+        began_s: when a failed transfer was decided.
     """
 
     adapter: tuple[SequenceLease, ...]
@@ -152,10 +155,10 @@ class TransferOutcome(NamedTuple):
 
 
 def arrived(leases: Collection[SequenceLease], done: TransferDone, began_s: float) -> TransferOutcome:
-    """Take the end of a transfer in for those who waited for it, and return what it means for them.
+    """Remove a finished transfer from the leases that waited for it, and return which of them are affected how.
 
     Args:
-        leases: who waited.
+        leases: those that waited for it.
         done: how it ended.
         began_s: when it was decided.
     """

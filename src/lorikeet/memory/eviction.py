@@ -1,8 +1,8 @@
 """Frees blocks on both tiers by evicting adapters and KV that no request needs.
 
-The eviction policy scores nodes of the tree. A heap per kind of node keeps the lowest scores without sorting all of
-them, the queues of a tier say which nodes may be evicted, and the evictor evicts the lowest until enough blocks are
-free.
+The eviction policy scores the nodes of the tree, and the lowest score is evicted first. ``EvictionHeap`` finds the
+lowest scores of one kind of node without sorting all nodes. ``EvictionQueues`` holds the heaps of one tier and knows
+which nodes may be evicted from it. ``Evictor`` evicts the lowest until enough blocks are free.
 """
 
 import heapq
@@ -23,21 +23,21 @@ from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.tree import DependencyTree, NodeKind, Nodes, NodeTransfer
 
 _HEAP_NODES = 256
-"""So many of the lowest are put in order at a time."""
+"""Number of lowest-scored nodes that are put into a heap at a time."""
 _MAX_ENTRIES = 8 * _HEAP_NODES
-"""Notes that are kept before all are thrown away and the lowest looked for anew; more where more are equal."""
+"""Entries after which a heap is rebuilt, as most are stale by then; the limit is higher where many scores are equal."""
 
 
 class EvictionHeap:
-    """A queue of one kind of nodes by ``tree.score``, the deeper of equals first.
+    """A queue of evictable nodes of one kind by ``tree.score``, the deeper of equals first.
 
-    Most nodes never come near its head, so only the lowest few are ever sorted. Nodes that change are offered anew;
-    notes about them that are no longer true are thrown away when they come up.
+    Most nodes are never among the lowest, so only the lowest few are ever sorted. A node that changes is offered
+    again. Its old entry is stale then (``tree.touched`` differs) and is dropped when it reaches the top.
 
     Args:
         tree: holds the scores.
-        candidates: returns all nodes that may leave now.
-        is_candidate: whether one may.
+        candidates: returns all nodes that may be evicted now.
+        is_candidate: returns whether a node may be evicted now.
     """
 
     def __init__(
@@ -48,24 +48,24 @@ class EvictionHeap:
         self._is_candidate = is_candidate
         self._heap: list[tuple[float, int, int, int]] = []
         self._highest = -np.inf
-        self._most = 0
+        self._max_entries = 0
 
-    def forget(self) -> None:
-        """All scores have changed."""
+    def invalidate(self) -> None:
+        """Drop all entries, because all scores have changed."""
         self._heap, self._highest = [], -np.inf
 
     def offer(self, node: int) -> None:
-        """A node's score has changed, or it may leave since now."""
+        """Add a node whose score has changed or which has become evictable; others are ignored."""
         tree = self._tree
         score = float(tree.score[node])
         if score <= self._highest and self._is_candidate(node):
-            if len(self._heap) >= self._most:  # of notes that are no longer true: nothing here grows with use
-                self.forget()
+            if len(self._heap) >= self._max_entries:  # mostly stale entries; the heap must not grow for ever
+                self.invalidate()
                 return
             heapq.heappush(self._heap, (score, -int(tree.depth[node]), node, int(tree.touched[node])))
 
     def first(self, count: int = 1) -> list[int]:
-        """Return up to ``count`` nodes that leave first, the very first first; they stay in the queue."""
+        """Return up to ``count`` nodes with the lowest scores, the lowest first; they stay in the queue."""
         tree = self._tree
         found: dict[int, tuple[float, int, int, int]] = {}
         while len(found) < count:
@@ -83,7 +83,7 @@ class EvictionHeap:
     def _refill(self) -> bool:
         tree, nodes = self._tree, self._candidates()
         if not len(nodes):
-            self._highest, self._most = np.inf, _MAX_ENTRIES  # whoever may leave from now on is offered
+            self._highest, self._max_entries = np.inf, _MAX_ENTRIES  # every node that becomes evictable is offered
             return False
         scores = tree.score[nodes]
         if len(nodes) > _HEAP_NODES:
@@ -94,11 +94,11 @@ class EvictionHeap:
         scores, depths, touched = tree.score[nodes], -tree.depth[nodes], tree.touched[nodes]
         self._heap = list(zip(scores.tolist(), depths.tolist(), nodes.tolist(), touched.tolist(), strict=True))
         heapq.heapify(self._heap)
-        self._most = max(_MAX_ENTRIES, 2 * len(self._heap))
+        self._max_entries = max(_MAX_ENTRIES, 2 * len(self._heap))
         return True
 
     def missing(self) -> list[int]:
-        """Return the nodes that should be in the queue and are not; for checks."""
+        """Return evictable nodes that should have an entry and have none; for checks."""
         tree, nodes = self._tree, self._candidates()
         known = {(node, touched, score) for score, _, node, touched in self._heap}
         lowest = nodes[tree.score[nodes] <= self._highest]
@@ -106,119 +106,121 @@ class EvictionHeap:
 
 
 _NodeIndex = int | slice | Nodes
-"""One node or several; what is asked about them is a bool, or an array of them."""
+"""One node or several; a predicate of them is a bool, or an array of bools."""
 _ChildCount = int | npt.NDArray[np.bool_]
-"""How many nodes are to be below each: 0, as a rule."""
+"""Number of children that each node has: 0 for leaves."""
 
 
 class EvictionQueues:
-    """See the module.
+    """The nodes that may be evicted from one tier, by kind and score.
 
     Args:
-        tree: has everybody's score: the lowest leaves first.
-        may_leave: whether nodes may, with so many below them.
+        tree: holds the scores: the lowest is evicted first.
+        evictable: returns whether nodes may be evicted that have this many children on the tier.
     """
 
-    def __init__(self, tree: DependencyTree, may_leave: Callable[[_NodeIndex, _ChildCount], Any]) -> None:
+    def __init__(self, tree: DependencyTree, evictable: Callable[[_NodeIndex, _ChildCount], Any]) -> None:
         self._tree = tree
-        self._may_leave = may_leave
+        self._evictable = evictable
         self._queues = {
             kind: EvictionHeap(tree, partial(self.candidates, kind), self.allows)
             for kind in (NodeKind.KV, NodeKind.ADAPTER)
         }
 
     def allows(self, at: _NodeIndex) -> Any:
-        """Whether nodes may leave."""
-        return self._may_leave(at, 0)
+        """Whether nodes may be evicted now."""
+        return self._evictable(at, 0)
 
     def candidates(self, kind: int) -> Nodes:
-        """Return all of a kind that may leave."""
+        """Return all nodes of a kind that may be evicted now."""
         every = slice(self._tree.end)
         return np.flatnonzero((self._tree.kind[every] == kind) & self.allows(every))
 
     def offer(self, node: int) -> None:
-        """A node may have become one that can leave, or its score has changed."""
+        """Add a node that may have become evictable, or whose score has changed."""
         kind = int(self._tree.kind[node])
         if kind in self._queues:
             self._queues[kind].offer(node)
 
-    def forget(self, kind: int) -> None:
-        """All scores of a kind have changed."""
-        self._queues[kind].forget()
+    def invalidate(self, kind: int) -> None:
+        """Drop all entries of a kind, because all its scores have changed."""
+        self._queues[kind].invalidate()
 
     def first(self, kind: int, count: int) -> list[int]:
-        """Return up to ``count`` of a kind that leave first, the very first first."""
+        """Return up to ``count`` nodes of a kind with the lowest scores, the lowest first."""
         return self._queues[kind].first(count)
 
     def run(self, node: int, most: int) -> list[int]:
-        """Return KV that leaves first, with what it was last used together with: its equals by score before it.
+        """Return ``node`` and its ancestors of equal score, as far as they can be evicted after it.
+
+        KV of equal score was last used together, so it is evicted in one go.
 
         Args:
-            node: who leaves first of all that may.
-            most: nodes.
+            node: the KV node that is evicted first.
+            most: largest number of nodes to return.
 
         Returns:
-            KV of one branch, later KV first; each may leave when the one below it has.
+            KV of one branch, later KV first; each becomes evictable when the one before it in the list is gone.
         """
         tree, run = self._tree, [node]
         parent, kind = tree.parent.item, tree.kind.item
         while len(run) < most and kind(above := parent(run[-1])) == NodeKind.KV:
             run.append(above)
         at = np.asarray(run)
-        leaves = (self._may_leave(at, np.arange(len(at)) > 0) & (tree.score[at] == tree.score[node])).tolist()
-        return run[: leaves.index(False)] if False in leaves else run
+        follows = (self._evictable(at, np.arange(len(at)) > 0) & (tree.score[at] == tree.score[node])).tolist()
+        return run[: follows.index(False)] if False in follows else run
 
-    def overlooked(self) -> list[int]:
-        """Return nodes that may leave and that nobody would ask to; for checks."""
+    def missing(self) -> list[int]:
+        """Return evictable nodes that the heaps would never return; for checks."""
         return [node for queue in self._queues.values() for node in queue.missing()]
 
 
 def device_queues(tree: DependencyTree, *, dependent: bool) -> EvictionQueues:
-    """Return who may leave the device: who rests there unneeded; where KV depends on what is above it, leaves only."""
+    """Return the queues of the device: nodes there that are not pinned or in flight; if ``dependent``, only leaves."""
 
-    def may_leave(at: _NodeIndex, below: _ChildCount) -> Any:
-        may = (
+    def evictable(at: _NodeIndex, children: _ChildCount) -> Any:
+        idle = (
             tree.on_device[at]
             & (tree.moving[at] == NodeTransfer.NO)
             & (tree.pins[at] == 0)
             & (tree.kind[at] != NodeKind.BASE)
         )
-        return may & (tree.children_on_device[at] == below) if dependent else may
+        return idle & (tree.children_on_device[at] == children) if dependent else idle
 
-    return EvictionQueues(tree, may_leave)
+    return EvictionQueues(tree, evictable)
 
 
 def host_queues(tree: DependencyTree) -> EvictionQueues:
-    """Return who may leave the host: who rests there unneeded, and of KV only what nothing is below."""
+    """Return the queues of the host: nodes there that are not pinned or in flight; of KV only leaves."""
 
-    def may_leave(at: _NodeIndex, below: _ChildCount) -> Any:
-        may = tree.on_host[at] & (tree.moving[at] == NodeTransfer.NO) & (tree.pins[at] == 0)
-        return may & ((tree.kind[at] == NodeKind.ADAPTER) | (tree.children[at] == below))
+    def evictable(at: _NodeIndex, children: _ChildCount) -> Any:
+        idle = tree.on_host[at] & (tree.moving[at] == NodeTransfer.NO) & (tree.pins[at] == 0)
+        return idle & ((tree.kind[at] == NodeKind.ADAPTER) | (tree.children[at] == children))
 
-    return EvictionQueues(tree, may_leave)
+    return EvictionQueues(tree, evictable)
 
 
-def is_nowhere(tree: DependencyTree, at: _NodeIndex) -> Any:
-    """Whether nodes are KV that nobody needs and whose bytes are nowhere."""
+def has_no_bytes(tree: DependencyTree, at: _NodeIndex) -> Any:
+    """Whether nodes are unpinned KV that is on no tier and in no transfer."""
     somewhere = tree.on_device[at] | tree.on_host[at] | (tree.moving[at] != NodeTransfer.NO) | (tree.pins[at] > 0)
     return (tree.kind[at] == NodeKind.KV) & ~somewhere
 
 
 def evictable_host_blocks(tree: DependencyTree) -> int:
-    """Return the host blocks of all who rest there unneeded, KV with what is below it and adapters."""
+    """Return the number of host blocks of all nodes that are not pinned or in flight."""
     every = slice(tree.end)
-    rests = tree.on_host[every] & (tree.moving[every] == NodeTransfer.NO) & (tree.pins[every] == 0)
-    adapters = np.flatnonzero(rests & (tree.kind[every] == NodeKind.ADAPTER)).tolist()
-    kv = int((rests & (tree.kind[every] == NodeKind.KV)).sum())
+    idle = tree.on_host[every] & (tree.moving[every] == NodeTransfer.NO) & (tree.pins[every] == 0)
+    adapters = np.flatnonzero(idle & (tree.kind[every] == NodeKind.ADAPTER)).tolist()
+    kv = int((idle & (tree.kind[every] == NodeKind.KV)).sum())
     return kv + sum(len(tree.adapters[node].host_blocks) for node in adapters)
 
 
 class _DeviceShare(NamedTuple):
-    """A part of the device within which blocks are lent.
+    """A part of the device with a limit of its own.
 
     Attributes:
-        kinds: what it is for.
-        limit: its blocks.
+        kinds: kinds of nodes whose blocks count towards it.
+        limit: most blocks.
     """
 
     kinds: tuple[int, ...]
@@ -226,20 +228,20 @@ class _DeviceShare(NamedTuple):
 
 
 class Evictor:
-    """See the module.
+    """Evicts the lowest-scored nodes until enough blocks are free, on the device and on the host.
 
     Args:
-        tiers: carries the moves out.
-        eviction: scores nodes.
-        prefetch: is told of nodes that are gone.
-        rules: of the row.
-        counters: are told who left.
-        block_bytes: for reports.
+        tiers: frees and copies the blocks.
+        eviction: scores the nodes.
+        prefetch: is notified of nodes that are removed from the tree.
+        rules: of the preset.
+        counters: count evictions.
+        block_bytes: bytes of a block, for events.
 
     Attributes:
-        demand_failed: somebody waited for blocks that were not free, since a tick last asked.
-        evicted: versions that have left the device, for the executor.
-        events: for whoever listens.
+        allocation_failed: whether a request found too few free blocks since the swapper last reset it.
+        evicted: adapter versions evicted from the device; ``Memory.take_evictions`` passes them to the executor.
+        events: adapter events; ``Memory.take_events`` takes them.
     """
 
     def __init__(
@@ -260,24 +262,24 @@ class Evictor:
         self._block_bytes = block_bytes
         total = tiers.device.total
         if rules.adapter_share is None:
-            self._areas: tuple[_DeviceShare, ...] = (_DeviceShare((NodeKind.KV, NodeKind.ADAPTER), total),)
+            self._shares: tuple[_DeviceShare, ...] = (_DeviceShare((NodeKind.KV, NodeKind.ADAPTER), total),)
         else:
             adapters = int(rules.adapter_share * total)
-            self._areas = (_DeviceShare((NodeKind.ADAPTER,), adapters), _DeviceShare((NodeKind.KV,), total - adapters))
+            self._shares = (_DeviceShare((NodeKind.ADAPTER,), adapters), _DeviceShare((NodeKind.KV,), total - adapters))
         self._device_queues = device_queues(self._tree, dependent=rules.dependent)
         self._host_queues = host_queues(self._tree)
-        self.demand_failed = False
+        self.allocation_failed = False
         self.evicted: list[AdapterDigest] = []
         self.events: list[AdapterEvent] = []
 
     # --- the device ----------------------------------------------------------------------------------
 
     def limit(self, kind: int) -> int:
-        """Return the most device blocks that a kind may ever take."""
-        return next(area.limit for area in self._areas if kind in area.kinds)
+        """Return the largest number of device blocks that a kind of node may take."""
+        return next(share.limit for share in self._shares if kind in share.kinds)
 
     def why_impossible(self, kv: int, adapter: int) -> str | None:
-        """Return why so many blocks for KV and for an adapter could never be there at once, None if they could."""
+        """Return why this many blocks of KV and of an adapter can never be on the device together, None if they can."""
         limits, total = (self.limit(NodeKind.KV), self.limit(NodeKind.ADAPTER)), self._tiers.device.total
         if kv <= limits[0] and adapter <= limits[1] and kv + adapter <= total:
             return None
@@ -285,57 +287,60 @@ class Evictor:
         return f"need {kv + adapter} blocks of {self._block_bytes} bytes, there are {total}{split}"
 
     def unused(self) -> int:
-        """Return the device blocks that are free, or will be without evicting anybody else."""
-        return sum(self._unused(area) for area in self._areas)
+        """Return the number of device blocks that are free, or will be when transfers in flight have ended."""
+        return sum(self._unused(share) for share in self._shares)
 
-    def make(self, kv: int, adapter: int, now: float, below: float = np.inf) -> bool:
-        """See to it that so many blocks for KV and for adapters can be leased now.
+    def ensure_free(self, kv: int, adapter: int, now: float, below: float = np.inf) -> bool:
+        """Evict until this many device blocks are free for KV and for adapters.
 
-        Nobody is evicted if that would not suffice. KV that is on its way to the host is not waited for here: False,
-        and its room comes with the end of its transfer.
+        Nothing is evicted if that would not suffice.
 
         Args:
-            kv, adapter: blocks.
+            kv, adapter: number of blocks.
             now: the time.
-            below: only adapters that score less may be evicted; ``inf``: anybody.
+            below: only adapters with a lower score may be evicted; ``inf``: any node.
+
+        Returns:
+            Whether the blocks can be leased now. False as well if they become free only when transfers to the host
+            have ended.
         """
         needs = [
-            (area, sum({NodeKind.KV: kv, NodeKind.ADAPTER: adapter}[kind] for kind in area.kinds))
-            for area in self._areas
+            (share, sum({NodeKind.KV: kv, NodeKind.ADAPTER: adapter}[kind] for kind in share.kinds))
+            for share in self._shares
         ]
-        self.demand_failed |= below == np.inf and any(need > self._unused(area) for area, need in needs)
-        for area, need in needs:
-            if not self._could_clear(area, need, now, below):
+        self.allocation_failed |= below == np.inf and any(need > self._unused(share) for share, need in needs)
+        for share, need in needs:
+            if not self._can_free(share, need, now, below):
                 return False
-        cleared = [self._clear(area, need, now, below) for area, need in needs if need]
-        return all(cleared)
+        freed = [self._free_blocks(share, need, now, below) for share, need in needs if need]
+        return all(freed)
 
     def lacks_slot(self, adapter: int) -> bool:
-        """Whether others keep so many blocks of an adapter out of the share that is for adapters, if there is one.
+        """Whether an adapter of this many blocks does not fit the share reserved for adapters, if there is one.
 
-        As where ``make`` finds no room, that is a demand that failed.
+        If so it counts as a failed allocation.
         """
         lacks = bool(adapter) and self._rules.adapter_share is not None and adapter > self.available(NodeKind.ADAPTER)
-        self.demand_failed |= lacks
+        self.allocation_failed |= lacks
         return lacks
 
-    def what_lacks(self, kv: int, adapter: int) -> WaitReason:
-        """Return why room cannot be made for so many blocks of a request's KV and of its adapter, which has a slot."""
-        return WaitReason.ADAPTER_ROOM if adapter and kv <= self.available(NodeKind.KV) else WaitReason.ROOM
+    def wait_reason(self, kv: int, adapter: int) -> WaitReason:
+        """Return why :meth:`ensure_free` failed for a request; its adapter does not lack a slot."""
+        return WaitReason.ADAPTER_BLOCKS if adapter and kv <= self.available(NodeKind.KV) else WaitReason.KV_BLOCKS
 
     def available(self, kind: int) -> int:
-        """Return the device blocks of a kind that could be leased if everything that may leave left."""
-        area = next(area for area in self._areas if kind in area.kinds)
-        return self._unused(area) + sum(self._tiers.cached_blocks[kind] for kind in area.kinds)
+        """Return the number of device blocks that a kind could get if everything evictable were evicted."""
+        share = next(share for share in self._shares if kind in share.kinds)
+        return self._unused(share) + sum(self._tiers.cached_blocks[kind] for kind in share.kinds)
 
-    def clear(self, blocks: int, now: float, most: int) -> None:
-        """Evict until so many device blocks are free or on their way to be, or ``most`` more than there were."""
+    def evict_until_free(self, blocks: int, now: float, most: int) -> None:
+        """Evict until ``blocks`` device blocks are unused, but no more than ``most`` further blocks."""
         blocks = min(blocks, self.unused() + most)
-        for area in self._areas:
-            self._clear(area, blocks * area.limit // self._tiers.device.total, now, np.inf)
+        for share in self._shares:
+            self._free_blocks(share, blocks * share.limit // self._tiers.device.total, now, np.inf)
 
     def rescore(self, nodes: Nodes, now: float) -> None:
-        """Ask for the scores of nodes that were used, or came; not of adapters if all are asked for at an eviction."""
+        """Score nodes that were used or inserted; not adapters if the policy scores all of them at each eviction."""
         tree, is_adapter = self._tree, self._tree.kind[nodes] == NodeKind.ADAPTER
         scored = nodes[~is_adapter] if self._eviction.rescored_at_eviction else nodes
         if len(scored):
@@ -343,74 +348,74 @@ class Evictor:
         self.offer_all(nodes)
 
     def rescore_all(self, now: float) -> None:
-        """Ask for all scores anew."""
+        """Score all nodes again."""
         tree = self._tree
         nodes = np.flatnonzero(tree.kind[: tree.end] >= NodeKind.ADAPTER)
         tree.score[nodes] = self._eviction.scores(nodes, now)
         for kind in (NodeKind.KV, NodeKind.ADAPTER):
-            self._device_queues.forget(kind)
-            self._host_queues.forget(kind)
+            self._device_queues.invalidate(kind)
+            self._host_queues.invalidate(kind)
 
     def offer(self, node: int) -> None:
-        """A node may have become one that can leave."""
+        """Add a node to the queues of both tiers if it has become evictable there."""
         self._device_queues.offer(node)
         self._host_queues.offer(node)
 
     def offer_all(self, nodes: Nodes) -> None:
-        """The same for many, of whom few can."""
+        """Do the same for many nodes, of which few are evictable."""
         for node in nodes[self._device_queues.allows(nodes) | self._host_queues.allows(nodes)].tolist():
             self.offer(node)
 
     def evict_kv(self, nodes: Sequence[int], now: float) -> None:
-        """Let KV leave the device that may; it goes to the host as far as that has room, for earlier KV first.
+        """Evict KV from the device. It is copied to the host as far as blocks can be freed there, earlier KV first.
 
         Args:
-            nodes: later KV first.
+            nodes: evictable KV, later KV first.
             now: the time.
         """
         tree, tiers = self._tree, self._tiers
         parents = set(tree.parent[nodes].tolist())
         self._eviction.removed(nodes, now)
-        self._counters.left(nodes)
-        away = [node for node in nodes if not tree.on_host[node]] if self._rules.host_kv and tiers.host.total else []
-        places = self.make_host_room_for_kv(len(away), before=nodes[0]) if away else 0
-        stored = away[len(away) - places :]
-        goes = set(stored)
-        dropped = [node for node in nodes if node not in goes]
+        self._counters.removed(nodes)
+        uncopied = [n for n in nodes if not tree.on_host[n]] if self._rules.host_kv and tiers.host.total else []
+        free = self.free_host_for_kv(len(uncopied), before=nodes[0]) if uncopied else 0
+        stored = uncopied[len(uncopied) - free :]
+        is_stored = set(stored)
+        dropped = [node for node in nodes if node not in is_stored]
         tiers.drop_kv(dropped)
         tiers.store_kv(stored, tiers.host.lease(len(stored)), now)
-        self.forget_if_empty(dropped)
-        self.offer_all(np.array([*nodes, *(parents - set(nodes))], np.int64))  # may leave now, or the host, too
+        self.remove_empty(dropped)
+        self.offer_all(np.array([*nodes, *(parents - set(nodes))], np.int64))  # now evictable, or from the host
 
     def evict_adapter(self, node: int, now: float, *, other_blocks: int = 0, dropped: bool = False) -> None:
-        """Free an adapter's device blocks.
+        """Free the device blocks of an adapter, and append an ``AdapterEvicted`` event.
 
         Args:
-            node: at rest there.
+            node: an adapter on the device, in no transfer.
             now: the time.
-            other_blocks: freed with it, for the report.
-            dropped: because it was asked for, not to make room.
+            other_blocks: blocks freed together with it, for the event.
+            dropped: whether the adapter was unloaded on request rather than evicted for its blocks.
         """
         entry = self._tree.adapters[node]
         blocks = len(entry.device_blocks) + other_blocks
         self._eviction.removed([node], now)
-        self._counters.left([node])
+        self._counters.removed([node])
         self._tiers.drop_adapter(node)
         self.evicted.append(entry.ref.digest)
         self.events.append(AdapterEvicted(entry.ref.digest, now, blocks * self._block_bytes, dropped))
         self.offer(node)
 
-    def forget_if_empty(self, nodes: Sequence[int]) -> None:
-        """Take KV out of the tree whose bytes are nowhere and that nothing is below, and earlier KV likewise."""
+    def remove_empty(self, nodes: Sequence[int]) -> None:
+        """Remove KV leaves from the tree that are on no tier, and then ancestors that have become such leaves."""
         tree, at = self._tree, np.asarray(nodes, np.int64)
-        empty = dict.fromkeys(at[is_nowhere(tree, at)].tolist())
+        empty = dict.fromkeys(at[has_no_bytes(tree, at)].tolist())
         if not empty:
             return
         gone: dict[int, None] = {}
         below: dict[int, int] = {}
         children, parents = tree.children.item, tree.parent.item
         for node in empty:
-            while not (node in gone or below.get(node, children(node))) and (node in empty or is_nowhere(tree, node)):
+            while not (node in gone or below.get(node, children(node))) and (node in empty or has_no_bytes(tree, node)):
                 gone[node] = None
                 parent = parents(node)
                 below[parent] = below.get(parent, children(parent)) - 1
@@ -421,16 +426,19 @@ class Evictor:
                 self.offer(node)
 
     def free_kv(self, nodes: Sequence[int], now: float) -> int:
-        """Free the blocks of resting KV on both tiers, take it out of the tree, and return how many they were.
+        """Free the blocks of KV on both tiers and remove it from the tree.
 
         Args:
-            nodes: later KV first, with all that is below.
+            nodes: KV in no transfer, later KV first, with all its descendants.
             now: the time.
+
+        Returns:
+            The number of blocks freed.
         """
         tree = self._tree
         on_device = [node for node in nodes if tree.on_device[node]]
         self._eviction.removed(on_device, now)
-        self._counters.left(on_device)
+        self._counters.removed(on_device)
         self._tiers.drop_kv(on_device)
         on_host = [node for node in nodes if tree.on_host[node]]
         self._tiers.drop_kv_from_host(on_host)
@@ -438,15 +446,15 @@ class Evictor:
         return len(on_device) + len(on_host)
 
     def discard(self, node: int, now: float) -> None:
-        """Free KV that nobody needs and nothing is below, and earlier KV that is empty then."""
+        """Free an unpinned KV leaf on both tiers, and remove ancestors that are empty then."""
         tree, parent = self._tree, int(self._tree.parent[node])
         if tree.kind[node] == NodeKind.KV and not (tree.pins[node] or tree.children[node] or tree.moving[node]):
             self.free_kv([node], now)
             self.offer(parent)
-            self.forget_if_empty([parent])
+            self.remove_empty([parent])
 
     def forget_adapter(self, node: int) -> None:
-        """Take an adapter out of the tree."""
+        """Remove an adapter from the tree."""
         self._tree.remove_adapter(node)
         self._eviction.forgotten([node])
         self._prefetch.forgotten([node])
@@ -458,10 +466,10 @@ class Evictor:
 
     # --- the host ------------------------------------------------------------------------------------
 
-    def make_host_room(self, blocks: int, now: float) -> bool:
-        """See to it that so many host blocks can be leased for an adapter: KV leaves first, then other adapters.
+    def ensure_host_free(self, blocks: int, now: float) -> bool:
+        """Evict from the host until an adapter of this many blocks fits: KV first, then other adapters.
 
-        Nobody leaves if that would not suffice.
+        Nothing is evicted, and False returned, if that would not suffice.
         """
         tiers = self._tiers
         if tiers.host.free < blocks:
@@ -469,7 +477,7 @@ class Evictor:
                 return False
             self._score_adapters(self._host_queues, now)
         while tiers.host.free < blocks:
-            if self._clear_host_of_kv(blocks):
+            if self._evict_host_kv(blocks):
                 continue
             others = self._host_queues.first(NodeKind.ADAPTER, 1)
             if not others:
@@ -477,85 +485,85 @@ class Evictor:
             tiers.drop_adapter_from_host(others[0])
         return True
 
-    def make_host_room_for_kv(self, blocks: int = 1, before: int | None = None) -> int:
-        """Let other KV leave the host; return how many of ``blocks`` blocks can be leased for KV then.
+    def free_host_for_kv(self, blocks: int = 1, before: int | None = None) -> int:
+        """Evict other KV from the host; return how many of ``blocks`` blocks can be leased for KV then.
 
         Args:
             blocks: wanted.
-            before: only KV leaves that scores less than this node, or lies deeper.
+            before: only KV that scores lower than this node is evicted, or as low and lies deeper; None: any KV.
         """
-        while self._tiers.host.free < blocks and self._clear_host_of_kv(blocks, before):
+        while self._tiers.host.free < blocks and self._evict_host_kv(blocks, before):
             pass
         return min(blocks, self._tiers.host.free)
 
     def copy_to_host(self, nodes: Sequence[int], now: float) -> None:
-        """Begin to copy KV that is needed on the device to the host, too: of ``nodes`` the first that find room."""
-        stored = nodes[: self.make_host_room_for_kv(len(nodes))] if self._rules.host_kv else ()
+        """Begin to copy pinned KV to the host as well: the first of ``nodes`` for which host blocks can be freed."""
+        stored = nodes[: self.free_host_for_kv(len(nodes))] if self._rules.host_kv else ()
         if stored:
-            self._eviction.removed(stored, now)  # so far; it is told when the copy has ended that they are there
+            self._eviction.removed(stored, now)  # until the copy ends: then ``inserted`` reports them again
             self._tiers.store_kv(stored[::-1], self._tiers.host.lease(len(stored)), now)
 
-    def _clear_host_of_kv(self, blocks: int, before: int | None = None) -> bool:
-        """Let KV of one branch leave the host towards so many free blocks; whether there was any that may leave."""
+    def _evict_host_kv(self, blocks: int, before: int | None = None) -> bool:
+        """Evict KV of one branch from the host towards ``blocks`` free blocks; return whether there was any."""
         tree, most = self._tree, blocks - self._tiers.host.free
         first = self._host_queues.first(NodeKind.KV, 1)
         if not first:
             return False
         if before is not None:
             score, limit = tree.score[[first[0], before]]
-            if score == limit:  # then only what lies deeper
+            if score == limit:  # then only what is deeper
                 most = min(most, int(tree.depth[first[0]] - tree.depth[before]))
             if score > limit or most <= 0:
                 return False
         run = self._host_queues.run(first[0], most)
         self._tiers.drop_kv_from_host(run)
-        self.forget_if_empty(run)
+        self.remove_empty(run)
         return True
 
-    # --- the inside ----------------------------------------------------------------------------------
+    # --- internals -----------------------------------------------------------------------------------
 
     def check_queues(self) -> None:
-        """See that nobody who may leave is overlooked; for tests and idle moments.
+        """Check that the queues contain every evictable node; for tests and idle moments.
 
         Raises:
-            BlockError: somebody is.
+            BlockError: they do not.
         """
-        if overlooked := self._device_queues.overlooked() + self._host_queues.overlooked():
-            raise BlockError(f"nodes {overlooked} may leave, and nobody would ask them to")
+        if missing := self._device_queues.missing() + self._host_queues.missing():
+            raise BlockError(f"nodes {missing} are evictable, but in no eviction queue")
 
-    def _free(self, area: _DeviceShare) -> int:
-        return area.limit - sum(self._tiers.used_blocks[kind] for kind in area.kinds)
+    def _free(self, share: _DeviceShare) -> int:
+        return share.limit - sum(self._tiers.used_blocks[kind] for kind in share.kinds)
 
-    def _unused(self, area: _DeviceShare) -> int:
-        """Return what is free, or will be without evicting anybody else."""
-        return self._free(area) + (self._tiers.blocks_being_freed if NodeKind.KV in area.kinds else 0)
+    def _unused(self, share: _DeviceShare) -> int:
+        """Return the blocks that are free, or will be when transfers in flight have ended."""
+        return self._free(share) + (self._tiers.blocks_being_freed if NodeKind.KV in share.kinds else 0)
 
-    def _could_clear(self, area: _DeviceShare, blocks: int, now: float, below: float) -> bool:
-        have = self._unused(area)
+    def _can_free(self, share: _DeviceShare, blocks: int, now: float, below: float) -> bool:
+        have = self._unused(share)
         if blocks <= have:
             return True
-        if below == np.inf or blocks > self.available(area.kinds[0]):
-            return blocks <= self.available(area.kinds[0])
+        if below == np.inf or blocks > self.available(share.kinds[0]):
+            return blocks <= self.available(share.kinds[0])
         adapters = self._device_queues.candidates(NodeKind.ADAPTER)
         scores = self._eviction.scores(adapters, now)
         return blocks <= have + int(self._tree.size[adapters[scores < below]].sum())
 
-    def _clear(self, area: _DeviceShare, blocks: int, now: float, below: float) -> bool:
-        kinds = area.kinds if below == np.inf else (NodeKind.ADAPTER,)
-        while (missing := blocks - self._unused(area)) > 0:
-            nodes = self._first(kinds, missing, now)
+    def _free_blocks(self, share: _DeviceShare, blocks: int, now: float, below: float) -> bool:
+        kinds = share.kinds if below == np.inf else (NodeKind.ADAPTER,)
+        while (missing := blocks - self._unused(share)) > 0:
+            nodes = self._next_victims(kinds, missing, now)
             if not nodes or self._tree.score[nodes[0]] >= below:
                 return False
             top = int(self._tree.top[nodes[0]])
             self._evict(nodes, now)
             if self._eviction.whole_branches:
-                self._evict_branch(top, area, now)
-        return self._free(area) >= blocks
+                self._evict_branch(top, share, now)
+        return self._free(share) >= blocks
 
-    def _first(self, kinds: tuple[int, ...], most: int, now: float) -> list[int]:
-        """Return who leaves first: an adapter, or up to ``most`` blocks of KV of one branch, later KV first.
+    def _next_victims(self, kinds: tuple[int, ...], most: int, now: float) -> list[int]:
+        """Return what to evict next: an adapter, or up to ``most`` blocks of KV of one branch, later KV first.
 
-        Adapters are compared with KV by what the policy adds to their scores.
+        Before adapters are compared with KV, the policy's ``adapter_offset`` is added to their scores.
         """
         tree, eviction = self._tree, self._eviction
         if NodeKind.ADAPTER in kinds:
@@ -570,13 +578,13 @@ class Evictor:
         is_alone = eviction.proposals > 1 or eviction.whole_branches or tree.kind[node] == NodeKind.ADAPTER
         return [node] if is_alone else self._device_queues.run(node, most)
 
-    def _score_adapters(self, leaving: EvictionQueues, now: float) -> None:
-        """Ask for the scores of all adapters that may leave a tier, where they depend on who else is there."""
+    def _score_adapters(self, queues: EvictionQueues, now: float) -> None:
+        """Score all evictable adapters of a tier again, if the policy's scores depend on what else is resident."""
         if self._eviction.rescored_at_eviction:
-            adapters = leaving.candidates(NodeKind.ADAPTER)
+            adapters = queues.candidates(NodeKind.ADAPTER)
             self._tree.score[adapters] = self._eviction.scores(adapters, now)
-            self._device_queues.forget(NodeKind.ADAPTER)
-            self._host_queues.forget(NodeKind.ADAPTER)
+            self._device_queues.invalidate(NodeKind.ADAPTER)
+            self._host_queues.invalidate(NodeKind.ADAPTER)
 
     def _evict(self, nodes: list[int], now: float) -> None:
         if self._tree.kind[nodes[0]] == NodeKind.ADAPTER:
@@ -584,10 +592,10 @@ class Evictor:
         else:
             self.evict_kv(nodes, now)
 
-    def _evict_branch(self, top: int, area: _DeviceShare, now: float) -> None:
-        """Let everything leave that may below an adapter, and the adapter."""
+    def _evict_branch(self, top: int, share: _DeviceShare, now: float) -> None:
+        """Evict everything evictable below an adapter, and then the adapter."""
         tree = self._tree
         branch = np.flatnonzero((tree.top[: tree.end] == top) & tree.on_device[: tree.end])
         for node in branch[np.argsort(-tree.depth[branch], kind="stable")].tolist():
-            if tree.kind[node] in area.kinds and self._device_queues.allows(node):
+            if tree.kind[node] in share.kinds and self._device_queues.allows(node):
                 self._evict([node], now)

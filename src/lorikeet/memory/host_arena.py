@@ -1,4 +1,4 @@
-"""The host tier's memory: equal blocks that other processes can map."""
+"""Memory of the host tier: equal blocks that other processes can map."""
 
 import fcntl
 import mmap
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 
 class HostArena:
-    """Blocks in shared memory, zero at first, that take memory only as they are touched.
+    """Blocks in shared memory, initially zero, whose pages are allocated when first touched.
 
-    Another process that is given ``fd`` sees the same bytes through :meth:`attached`. The memory lives until the last
-    of them lets go of it, and its size is sealed: a file that shrank would end whoever reads behind its end.
+    Another process that receives ``fd`` maps the same bytes with :meth:`attached`. The memory is freed when the last
+    process has closed it. Its size is sealed, since a process that reads behind the end of a shrunk file is killed.
 
     Args:
         fd: an anonymous file of the right size; owned by this object.
-        blocks: how many; 0 is allowed.
-        block_bytes: size of each.
+        blocks: number of blocks; 0 is allowed.
+        block_bytes: bytes of a block.
 
     Attributes:
         fd: file descriptor.
@@ -27,13 +27,13 @@ class HostArena:
     def __init__(self, fd: int, blocks: int, block_bytes: int) -> None:
         self.fd = fd
         self.bytes: NDArray[np.uint8] = np.empty((0, block_bytes), np.uint8)
-        if blocks:  # nothing cannot be mapped
+        if blocks:  # an empty file cannot be mapped
             memory = mmap.mmap(fd, blocks * block_bytes)
             self.bytes = np.frombuffer(memory, np.uint8).reshape(blocks, block_bytes)
 
     @classmethod
     def create(cls, blocks: int, block_bytes: int) -> "HostArena":
-        """Take memory from the system."""
+        """Create an arena in new shared memory."""
         fd = os.memfd_create("lorikeet-host-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, blocks * block_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -41,10 +41,10 @@ class HostArena:
 
     @classmethod
     def attached(cls, fd: int, block_bytes: int) -> "HostArena":
-        """Map the arena behind a file descriptor; its size says how many blocks it has."""
+        """Map the arena of a file descriptor; the number of blocks follows from its size."""
         return cls(fd, os.fstat(fd).st_size // block_bytes, block_bytes)
 
     def close(self) -> None:
-        """Close the file, and let go of the memory; other arrays of it that are in use keep it."""
+        """Close the file and unmap the memory, unless other arrays still refer to it."""
         self.bytes = self.bytes[:0].copy()
         os.close(self.fd)

@@ -1,4 +1,4 @@
-"""Counts everything anew and compares it with the books."""
+"""Consistency checks of the memory: recounts all blocks and pins, and compares them with the accounts."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ from lorikeet.memory.tree import NO_BLOCK, DependencyTree, NodeKind, NodeTransfe
 
 
 def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
-    """Count all blocks anew and compare.
+    """Recount all blocks and compare them with the accounts of the tiers.
 
     Args:
-        tiers: the books.
-        private: blocks of leases that no node stands for.
+        tiers: holds the accounts.
+        private: blocks of leases that are not in the tree.
 
     Raises:
         BlockError: the accounts are wrong, a block has two owners, or the tree contradicts itself.
@@ -40,7 +40,7 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
         hosts = [BlockId(int(tree.host[node]))] if entry is None else list(entry.host_blocks)
         hosts = [block for block in hosts if block != NO_BLOCK]
         if (moving != NodeTransfer.NO) != (node in tiers.transfer_of):
-            raise BlockError(f"node {node} moves as {moving}, its transfer is not known")
+            raise BlockError(f"node {node} is in transfer state {moving}, but belongs to no transfer")
         if bool(mine) != bool(tree.on_device[node] or moving == NodeTransfer.IN):
             raise BlockError(f"node {node} has device blocks {mine}, on_device {tree.on_device[node]}")
         if mine:
@@ -62,7 +62,7 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
         if is_kv:
             parent = int(tree.parent[node])
             if tree.kind[parent] == NodeKind.UNUSED:
-                raise BlockError(f"node {node} hangs below nothing")
+                raise BlockError(f"the parent of node {node} is not in the tree")
             children[parent] += 1
             on_device[parent] += bool(mine) and moving != NodeTransfer.OUT
     if len(set(owners)) != len(owners) or len(set(host_owners)) != len(host_owners):
@@ -80,25 +80,25 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
 
 
 def check_tree(tree: DependencyTree, pinned: Sequence[Sequence[int]], *, dependent: bool) -> None:
-    """Compare the tree's pins with those of all leases, and see that nothing stands for nothing.
+    """Compare the pins of the tree with those of all leases, and check that no node is empty or misplaced.
 
     Args:
         tree: all nodes.
         pinned: the nodes of each lease.
-        dependent: whether KV may be on the device only below what it depends on.
+        dependent: whether KV may be on the device only if its parent is.
 
     Raises:
-        BlockError: a pin is nobody's or was lost, or a node is where it may not be.
+        BlockError: a pin belongs to no lease or was lost, or a node is where it may not be.
     """
     pins = np.zeros(len(tree.pins), np.int64)
     for nodes in pinned:
         np.add.at(pins, nodes, 1)
     if (pins != tree.pins).any():
-        raise BlockError("a node is pinned by nobody, or a pin was lost")
+        raise BlockError("a pin belongs to no lease, or a pin was lost")
     for node in np.flatnonzero(tree.kind == NodeKind.KV).tolist():
         parent = int(tree.parent[node])
         there = tree.on_device[node] and tree.moving[node] != NodeTransfer.OUT
         if dependent and there and not (tree.on_device[parent] or tree.moving[parent] == NodeTransfer.IN):
             raise BlockError(f"KV node {node} is on the device, what it depends on is not")
         if not (tree.on_device[node] or tree.on_host[node] or tree.moving[node] or tree.children[node]):
-            raise BlockError(f"node {node} stands for nothing")
+            raise BlockError(f"KV node {node} is on no tier and has no children")

@@ -1,8 +1,8 @@
-"""KV that goes from one engine to another: it leaves from the host tier, and comes to the host tier.
+"""Export of KV to another engine and import from it, from host tier to host tier.
 
-What a sequence has computed is in the tree once its lease was given back (``Memory.suspend``). Here it is held where it
-is until the host has all of it; at its new engine it hangs in the tree as if it had been displaced from the device
-there, so that the sequence finds it by its keys like any other.
+The KV of a sequence is in the tree once its lease was released with ``Memory.suspend``. An export pins it and copies
+what is missing to the host. At the importing engine it is added to the tree on the host tier, as if it had been evicted
+from the device there, so that the sequence finds it by its keys.
 """
 
 from collections.abc import Sequence
@@ -18,38 +18,39 @@ from lorikeet.memory.tree import NodeTransfer
 
 
 class KvMigration:
-    """See the module.
+    """Exports and imports the KV of sequences.
 
     Args:
-        tiers: where everything is.
-        room: finds room on the host.
-        leases: of the memory.
+        tiers: holds blocks and transfers.
+        evictor: frees host blocks.
+        leases: the leases of the memory, changed in place.
     """
 
-    def __init__(self, tiers: Tiers, room: Evictor, leases: set[SequenceLease]) -> None:
+    def __init__(self, tiers: Tiers, evictor: Evictor, leases: set[SequenceLease]) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
-        self._evictor = room
+        self._evictor = evictor
         self._leases = leases
         self._exporting: dict[int, list[SequenceLease]] = {}
 
     def begin_export(self, adapter: int, keys: Sequence[bytes], now: float) -> SequenceLease:
-        """Hold the KV that is found for a sequence, and begin to copy to the host what is not there.
-
-        The lease has no block table. When it is ready :meth:`exported_blocks` says what can be read; ``Memory.release``
-        gives it back.
+        """Pin the cached KV of a sequence, and begin to copy to the host what is not there.
 
         Args:
-            adapter: node of the version.
-            keys: of the whole blocks of the sequence.
+            adapter: node of the adapter version.
+            keys: keys of the whole blocks of the sequence.
             now: the time.
+
+        Returns:
+            A lease without a block table. Once it is ready, :meth:`exported_blocks` returns the blocks to read;
+            ``Memory.release`` releases it.
         """
         lease = SequenceLease(adapter, path=self._tree.match(keys), keys=list(keys))
         self._leases.add(lease)
         self._tiers.pin([adapter, *lease.path])
-        away = [node for node in lease.path if not self._tree.on_host[node]]
-        self._evictor.copy_to_host([node for node in away if node not in self._tiers.transfer_of], now)
-        for node in away:
+        uncopied = [node for node in lease.path if not self._tree.on_host[node]]
+        self._evictor.copy_to_host([node for node in uncopied if node not in self._tiers.transfer_of], now)
+        for node in uncopied:
             inflight = self._tiers.transfer_of.get(node)
             if inflight is None:
                 break
@@ -59,29 +60,29 @@ class KvMigration:
         return lease
 
     def transfer_ended(self, transfer_id: int) -> None:
-        """A transfer has ended."""
+        """Record that a transfer has ended, for the exports that wait for it."""
         for lease in self._exporting.pop(transfer_id, ()):
             lease.kv_transfers.discard(transfer_id)
 
     def exported_blocks(self, lease: SequenceLease) -> list[BlockId]:
-        """Return the host blocks of what has been gathered: of a sequence's first blocks, up to one that has failed."""
+        """Return the host blocks of an export: those of the leading blocks, up to one whose copy has failed."""
         there = takewhile(lambda node: self._tree.on_host[node], lease.path)
         return self._tiers.host_blocks(list(there))
 
     def import_kv(self, adapter: int, keys: Sequence[bytes], now: float) -> list[tuple[int, BlockId]]:
-        """Find room on the host for KV that comes from elsewhere; whoever calls writes it before anything else happens.
+        """Lease host blocks for KV that another engine has computed; the caller writes them before anything else runs.
 
-        What is known here stays as it is, and what lies behind the first block that finds no room is left out.
+        Blocks that are cached here already stay as they are. If the host is full, the rest of the sequence is left out.
 
         Args:
-            adapter: node of the version.
-            keys: of the first blocks of a sequence.
+            adapter: node of the adapter version.
+            keys: keys of the leading blocks of a sequence.
             now: the time.
 
         Returns:
-            Which of ``keys`` to write, and where.
+            For each block to write, its index in ``keys`` and its host block.
         """
-        tree, room = self._tree, self._evictor
+        tree, evictor = self._tree, self._evictor
         path, places = [adapter, *tree.match(keys)], []
         self._tiers.pin(path)
         for index in range(len(path) - 1, len(keys)):
@@ -89,16 +90,16 @@ class KvMigration:
             if node is None:
                 ((node,),) = tree.add_kv([path[-1]], [[keys[index]]], now)
             is_known = tree.on_host[node] or tree.on_device[node] or tree.moving[node] != NodeTransfer.NO
-            self._tiers.pin([node])  # or it would be forgotten with what is below it when that makes room
-            if not is_known:  # what is, lies behind a block that was lost
-                if not room.make_host_room_for_kv():
+            self._tiers.pin([node])  # so that freeing host blocks does not remove it from the tree
+            if not is_known:  # a known one lies behind a block that was lost
+                if not evictor.free_host_for_kv():
                     self._tiers.unpin([node])
-                    room.forget_if_empty([node])
+                    evictor.remove_empty([node])
                     break
                 block = self._tiers.host.lease(1)[0]
                 self._tiers.adopt_on_host(node, block)
                 places.append((index, block))
             path.append(node)
         self._tiers.unpin(path)
-        room.rescore(np.asarray(path), now)
+        evictor.rescore(np.asarray(path), now)
         return places

@@ -1,8 +1,7 @@
-"""Packs an adapter into equal blocks: which block holds which rank rows, and in which order layers load.
+"""Packs an adapter into equal blocks: which block holds which rank rows, and in which order layers are loaded.
 
-Packing is layer-major. Neighbouring layers share a block where one ends and the next begins, so a group of layers
-is not a set of blocks of its own: a shared block is transferred with the group that is loaded first (TOPPINGS,
-section 4.1).
+Packing is layer-major. Where one layer ends and the next begins in the same block, both share it. So a group of layers
+has no blocks of its own: a shared block is transferred with the group that is loaded first (TOPPINGS, section 4.1).
 """
 
 from bisect import bisect_left
@@ -25,7 +24,7 @@ class PackedRows(NamedTuple):
         module: one of ``LORA_MODULES``.
         block: index in the adapter's list of blocks.
         offset: first element inside the block.
-        first_row: first rank row of the module that the piece holds.
+        first_row: index of its first rank row in the module.
         rows: number of rank rows.
     """
 
@@ -43,7 +42,7 @@ class AdapterPacking(NamedTuple):
     Attributes:
         pieces: ordered by layer, then module, then row.
         blocks: number of blocks the adapter takes.
-        used_elements: elements that hold weights; the rest of the blocks is waste.
+        used_elements: elements of the blocks that hold weights; the rest is waste.
     """
 
     pieces: tuple[PackedRows, ...]
@@ -52,12 +51,12 @@ class AdapterPacking(NamedTuple):
 
 
 def pack(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, block_elements: int) -> AdapterPacking:
-    """Lay an adapter out over equal blocks.
+    """Compute the packing of an adapter.
 
     Args:
         ranks: per module the rank on every layer, as in ``AdapterRef.ranks``.
         geometry: sizes of the model (of one rank's share under tensor parallelism).
-        block_elements: elements of a block.
+        block_elements: number of elements of a block.
 
     Raises:
         ValueError: one rank row is larger than a block.
@@ -86,7 +85,7 @@ def pack(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, block_el
 
 
 def packing_for(ref: AdapterRef, geometry: ModelGeometry, block_elements: int, blocks: int) -> AdapterPacking:
-    """Return the packing of an adapter for which somebody has set ``blocks`` blocks aside.
+    """Return the packing of an adapter for which ``blocks`` blocks were leased.
 
     Raises:
         ValueError: it takes another number of blocks.
@@ -98,14 +97,15 @@ def packing_for(ref: AdapterRef, geometry: ModelGeometry, block_elements: int, b
 
 
 def module_of(piece: PackedRows) -> tuple[int, str]:
-    """Return the layer and module that a piece belongs to; those of one module follow each other in a packing."""
+    """Return the layer and module of a piece; pieces of one module are consecutive in a packing."""
     return piece.layer, piece.module
 
 
 def layer_blocks(packing: AdapterPacking, layers: int) -> tuple[range, ...]:
-    """Return for each of ``layers`` layers the blocks that hold its weights; none where the adapter changes nothing.
+    """Return for each of ``layers`` layers the range of blocks that holds its weights.
 
-    They are neighbours, as packings are layer-major.
+    The range is empty for layers that the adapter does not change. Since packings are layer-major, the blocks of a
+    layer are consecutive.
     """
     bounds = [(0, 0)] * layers
     for piece in packing.pieces:  # ordered by layer, and within it by block
@@ -115,18 +115,18 @@ def layer_blocks(packing: AdapterPacking, layers: int) -> tuple[range, ...]:
 
 
 def block_runs(packing: AdapterPacking, groups: Sequence[tuple[int, int]]) -> Groups:
-    """Return the ``groups`` of a transfer that brings an adapter group of layers by group of layers.
+    """Return the ``groups`` of a transfer that loads an adapter by groups of layers.
 
     Args:
-        packing: of the adapter.
-        groups: (first layer, layer after the last) in the order in which they are to arrive; together every layer once.
+        packing: packing of the adapter.
+        groups: (first layer, layer after the last) in loading order; together they contain every layer once.
 
     Returns:
-        Half-open runs of blocks in that order, every block in one of them. A group whose blocks all travel with earlier
-        groups has none.
+        Half-open runs of blocks in loading order; every block is in exactly one. A group whose blocks are all loaded
+        with earlier groups has no run.
 
     Raises:
-        ValueError: the groups leave a layer out, or name one twice.
+        ValueError: the groups miss a layer, or contain one twice.
     """
     covered = 0
     for first, stop in sorted(groups):
@@ -139,7 +139,7 @@ def block_runs(packing: AdapterPacking, groups: Sequence[tuple[int, int]]) -> Gr
     taken: set[int] = set()
     runs = []
     for first, stop in groups:
-        # What remains is one run: other groups share at most its blocks at either end.
+        # The remaining blocks are one run, since other groups share only its first and last block.
         own = [block for layer in range(first, stop) for block in blocks[layer] if block not in taken]
         if own:
             runs.append((own[0], own[-1] + 1))
@@ -148,14 +148,14 @@ def block_runs(packing: AdapterPacking, groups: Sequence[tuple[int, int]]) -> Gr
 
 
 def blocks_needed(packing: AdapterPacking, layers: int, runs: Groups) -> tuple[int, ...]:
-    """Return for each layer how many blocks must have arrived before all of its own have.
+    """Return for each layer how many blocks must have arrived until all blocks of the layer have.
 
-    Under tensor parallelism a layer is ready when the rank with the fewest arrived blocks has as many.
+    Under tensor parallelism a layer is ready when every rank has received that many blocks.
 
     Args:
-        packing: of the adapter.
-        layers: of the model.
-        runs: ``groups`` of its transfer, whose blocks arrive one after the other; empty: as they lie.
+        packing: packing of the adapter.
+        layers: number of layers of the model.
+        runs: ``groups`` of its transfer, in which the blocks arrive; empty for packing order.
     """
     order = (block for run in runs or ((0, packing.blocks),) for block in range(*run))
     arrival = {block: number for number, block in enumerate(order, start=1)}
@@ -163,7 +163,10 @@ def blocks_needed(packing: AdapterPacking, layers: int, runs: Groups) -> tuple[i
 
 
 def runs_needed(packing: AdapterPacking, layers: int, runs: Groups) -> tuple[int, ...]:
-    """Return for each layer how many of ``runs`` must have arrived; arguments as for :func:`blocks_needed`."""
+    """Return for each layer how many of ``runs`` must have arrived until the layer is complete.
+
+    The arguments are those of :func:`blocks_needed`.
+    """
     ends = list(accumulate(stop - first for first, stop in runs or ((0, packing.blocks),)))
     return tuple(bisect_left(ends, blocks) + 1 if blocks else 0 for blocks in blocks_needed(packing, layers, runs))
 
@@ -180,15 +183,15 @@ def write_pieces(
         weights: layer, module, A ``[rank, in_features]`` and Bᵀ ``[rank, out_features]``, in packing order, as
             ``adapters.weights.load_weights`` yields them.
         packing: where each row goes.
-        blocks: the arena's blocks, in packing order.
+        blocks: blocks of the arena, in packing order.
         arena: ``[blocks, elements]``, changed in place.
 
     Yields:
-        Before each block, how many are complete. The block is not touched before the caller asks on, who may so wait
-        until a block of the arena can be used again.
+        The number of complete blocks, before each block is written. The next block is not touched until the caller
+        resumes the iterator, so the caller can wait until that block of the arena is free.
 
     Raises:
-        ValueError: the weights are not those that were packed, in their order.
+        ValueError: the weights do not match the packing or its order.
     """
     modules = groupby(packing.pieces, key=module_of)
     block = -1

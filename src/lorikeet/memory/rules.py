@@ -1,22 +1,22 @@
-"""How one row's memory behaves, beside its eviction and prefetch policies."""
+"""Memory options of a preset, beside its eviction and prefetch policies."""
 
 import msgspec
 
 
 class MemoryRules(msgspec.Struct, frozen=True):
-    """See the module.
+    """What the memory keeps, and when the swapper moves it.
 
     Attributes:
-        keep_kv: KV stays after its request has finished.
-        host_kv: KV that leaves the device goes to the host while there is room; else it is gone.
-        dependent: only leaves leave the device, and KV is there only below its adapter and earlier KV (ELORA's
-            tree). Else any unneeded node may leave, and KV can stay behind without its adapter.
-        adapter_share: part of the device set aside for adapters, the rest for KV; None: both share all of it.
-        padded_slots: an adapter takes as many device blocks as the largest known one.
-        keep_adapters: an adapter stays when its last running request has ended, while nobody needs its room.
-        tick_s: time between the swapper's ticks; 0 for none.
-        prefetch_below: it prefetches while less than this share of the device is in use, and up to it.
-        evict_to: share of the device in use that it leaves when it finds the device full.
+        keep_kv: KV stays cached after its request has finished.
+        host_kv: evicted KV is copied to the host while the host has free blocks; False drops it.
+        dependent: only leaves of the tree are evicted, so KV is on the device only below its adapter and earlier KV
+            (ELORA). False: any unneeded node may be evicted, and KV can stay without its adapter.
+        adapter_share: share of the device reserved for adapters, the rest for KV; None: both use the whole device.
+        padded_slots: an adapter takes as many device blocks as the largest registered one.
+        keep_adapters: an adapter stays cached after its last running request, until its blocks are needed.
+        tick_s: seconds between ticks of the swapper; 0 for none.
+        prefetch_below: the swapper prefetches while less than this share of the device is in use, up to it.
+        evict_to: share of the device that stays in use when the swapper evicts from a full device.
     """
 
     keep_kv: bool = True

@@ -1,4 +1,4 @@
-"""What the memory can tell about itself: bytes by kind and tier, hits, waste, traffic, and time spent deciding."""
+"""Statistics of the memory: bytes by kind and tier, cache hits, packing waste, transfers, and time spent in ticks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ _OBSERVE_EVERY_S = 0.1
 
 @dataclass
 class _Shares:
-    """Integrals over time of bytes that one looks at every now and then."""
+    """Integrals over time of block counts that are sampled every ``_OBSERVE_EVERY_S``, in block seconds."""
 
     invalid: float = 0.0
     unpinned: float = 0.0
 
 
 class MemoryCounters:
-    """Counts what happens. See ``MemoryStats`` for what each number means.
+    """Counts cache hits, prefetches and tick times. ``MemoryStats`` defines each number.
 
     Args:
-        tiers: where everything is.
-        rules: of the row.
+        tiers: holds the block accounts.
+        rules: of the preset.
     """
 
     def __init__(self, tiers: Tiers, rules: MemoryRules) -> None:
@@ -41,9 +41,10 @@ class MemoryCounters:
         self._observed_s: float | None = None
 
     def arrived(self, adapter: int, path: Sequence[int], block_size: int, query_tokens: int) -> None:
-        """A request arrived: what of what it needs is on the device?
+        """Count how much of what a new request needs is on the device.
 
-        A host hit is a miss, and so is KV there whose adapter or earlier KV is not (ELORA spec, R14 and R17).
+        A hit on the host counts as a miss, and so does KV on the device whose adapter or earlier KV is not there
+        (ELORA spec, R14 and R17).
         """
         tree = self._tiers.tree
         if adapter != BASE:
@@ -56,29 +57,29 @@ class MemoryCounters:
         self._kv_host_hits_tokens += (len(path) - on_device) * block_size
 
     def admitted(self, adapter: int, path: Sequence[int]) -> None:
-        """A request received its blocks: what was brought before it was wanted has been of use."""
+        """Count the prefetched nodes that an admitted request uses."""
         tree = self._tiers.tree
         for node in (adapter, *path):
             if node in self._unused and self._unused.pop(node) == tree.key_of(node):
                 self._prefetched_used += 1
 
     def prefetched(self, node: int) -> None:
-        """A node is brought to the device that nobody waits for."""
+        """Count the start of a prefetch to the device."""
         self._prefetched += 1
         self._unused[node] = self._tiers.tree.key_of(node)
 
-    def left(self, nodes: Sequence[int]) -> None:
-        """Nodes left the device."""
+    def removed(self, nodes: Sequence[int]) -> None:
+        """Record that nodes were evicted from the device, or failed to arrive."""
         for node in nodes if self._unused else ():
             self._unused.pop(node, None)
 
-    def decided(self, seconds: float) -> None:
-        """A tick that did something took so long on this machine."""
+    def ticked(self, seconds: float) -> None:
+        """Record the wall time of a tick of the swapper."""
         old = self._decisions
         self._decisions = DecisionTimes(old.count + 1, old.total_s + seconds, max(old.worst_s, seconds))
 
     def observe(self, now: float) -> None:
-        """Look at the device every now and then, for averages over time."""
+        """Sample the device at intervals, for averages over time."""
         if self._observed_s is None:
             self._observed_s = now
         passed_s = now - self._observed_s
@@ -90,11 +91,11 @@ class MemoryCounters:
         self._shares.unpinned += unpinned * passed_s
 
     def stats(self, block_bytes: int, waste_bytes: int) -> MemoryStats:
-        """Return everything as it is now.
+        """Return the present statistics.
 
         Args:
-            block_bytes: of a block.
-            waste_bytes: of the blocks of adapters on the device, those that hold nothing.
+            block_bytes: bytes of a block.
+            waste_bytes: bytes in blocks of adapters on the device that hold no weights.
         """
         device, host = self._tiers.counts(), self._tiers.host_counts()
         cached = self._tiers.cached_blocks
@@ -140,7 +141,7 @@ class MemoryCounters:
         )
 
     def _invalid_blocks(self) -> tuple[int, int]:
-        """Return unneeded KV blocks on the device whose adapter or earlier KV is not there, and all unneeded ones."""
+        """Return the number of unpinned KV blocks on the device without adapter or earlier KV, and of all unpinned."""
         tree, end = self._tiers.tree, self._tiers.tree.end
         is_kv, there = tree.kind[:end] == NodeKind.KV, tree.on_device[:end]
         rests = is_kv & there & (tree.pins[:end] == 0) & (tree.moving[:end] == NodeTransfer.NO)
@@ -149,7 +150,7 @@ class MemoryCounters:
             valid = there[tree.top[unpinned]]
         else:
             valid_everywhere, above = there.copy(), np.where(is_kv, tree.parent[:end], np.arange(end))
-            for _ in range(int(tree.depth[:end].max()).bit_length()):  # each time so are twice as many nodes above
+            for _ in range(int(tree.depth[:end].max()).bit_length()):  # each round covers twice as many ancestors
                 valid_everywhere &= valid_everywhere[above]
                 above = above[above]
             valid = valid_everywhere[unpinned]

@@ -1,8 +1,8 @@
-"""Decides what moves without anybody waiting for it: every tick, and what is read into the host tier.
+"""Moves adapters and KV ahead of demand: periodic eviction and prefetch, and reads into the host tier.
 
-A tick (ELORA §VI-C) rescores all nodes. If the device is full, or somebody has found too few free blocks since the
-last tick, it lets the lowest leave until ``evict_to`` of it is in use; if less than ``prefetch_below`` is, it brings
-what scores highest. In between it does nothing. Nothing here waits: transfers end on their own.
+A tick (ELORA §VI-C) rescores all nodes. If the device is full, or an allocation has failed since the last tick, it
+evicts the lowest scores until ``evict_to`` of the device is in use. If less than ``prefetch_below`` is in use, it
+prefetches the highest scores. In between it does nothing. Nothing here waits for a transfer.
 """
 
 import math
@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from itertools import islice
 
-from lorikeet.core.plan import AS_THEY_LIE, Order, Tier
+from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier
 from lorikeet.memory.eviction import Evictor
 from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy, is_prefetchable
 from lorikeet.memory.rules import MemoryRules
@@ -20,35 +20,35 @@ from lorikeet.memory.transfers import KV_BLOCKS_PER_TRANSFER, InflightTransfer
 from lorikeet.memory.tree import NodeKind
 
 _MAX_HOST_READS = 2
-"""Reads into the host tier that nobody waits for, at a time."""
+"""Most prefetching reads into the host tier in flight."""
 _MAX_PREFETCH_LOADS = 8
-"""The same of those to the device: enough for readers until the next tick. More would take blocks long before their
-bytes come, and what is wanted may have changed by then."""
+"""Most prefetching reads to the device in flight: enough to keep the readers busy until the next tick. More would lease
+blocks long before they are filled, when other adapters may be wanted."""
 _HOST_PREFETCH_SHARE = 0.5
-"""What nobody waits for leaves the rest of the host tier to KV, where KV goes there."""
+"""Share of the host tier that prefetched adapters may use; the rest is for KV, where the preset stores KV there."""
 _EVICTIONS_PER_TICK = 64
 _PREFETCHES_PER_TICK = 256
-"""A tick takes its time from the steps; what is left to do, the next one does."""
+"""Limits of one tick, which delays the next step; the next tick continues."""
 _RETRY_S = 5.0
-"""After a transfer of an adapter has failed it is not prefetched for so long. Nor is any read into the host tier after
-one of those reads has failed, unless another succeeds: all files may be out of reach."""
+"""Seconds for which an adapter is not prefetched after a transfer of it has failed. After a failed read into the host
+tier no other one starts for as long, unless one succeeds, since all files may be unreachable."""
 
 
 class Swapper:
-    """See the module.
+    """Evicts and prefetches between steps, as the policies and rules of the preset say.
 
     Args:
-        tiers: carries the moves out.
-        room: finds room.
-        eviction, prefetch: the row's policies.
-        rules: of the row.
-        counters: are told what it did.
+        tiers: starts the transfers.
+        evictor: frees blocks.
+        eviction, prefetch: policies of the preset.
+        rules: of the preset.
+        counters: count prefetches and ticks.
     """
 
     def __init__(
         self,
         tiers: Tiers,
-        room: Evictor,
+        evictor: Evictor,
         eviction: EvictionPolicy,
         prefetch: PrefetchPolicy,
         rules: MemoryRules,
@@ -56,120 +56,129 @@ class Swapper:
     ) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
-        self._evictor = room
+        self._evictor = evictor
         self._eviction = eviction
         self._prefetch = prefetch
         self._rules = rules
         self._counters = counters
-        self._most_unasked = (_HOST_PREFETCH_SHARE if rules.host_kv and rules.keep_kv else 1.0) * tiers.host.total
-        self._unread: OrderedDict[int, None] = OrderedDict()
+        prefetch_share = _HOST_PREFETCH_SHARE if rules.host_kv and rules.keep_kv else 1.0
+        self._max_prefetched_host_blocks = prefetch_share * tiers.host.total
+        self._to_read: OrderedDict[int, None] = OrderedDict()
         self._reads = 0
-        self._read_again_s = -math.inf
+        self._reads_paused_until_s = -math.inf
         self._retry_s: dict[int, float] = {}
         self._due_s = 0.0 if rules.tick_s else math.inf
-        self._resting = True
-        self._clearing = False
-        self._expected_s = math.inf
+        self._is_idle = True
+        self._is_evicting = False
+        self._next_prefetch_s = math.inf
 
     @property
     def due_s(self) -> float:
         """When the next tick or prefetch is due; ``inf`` if none is."""
-        return min(self._due_s, self._expected_s)
+        return min(self._due_s, self._next_prefetch_s)
 
     @property
-    def rests_until_s(self) -> float:
-        """The same, if nothing happens: a tick does nothing after one that has moved nothing."""
-        return self._expected_s if self._resting else self.due_s
+    def idle_until_s(self) -> float:
+        """When something is due in an idle engine; after a tick that moved nothing, further ticks are not needed."""
+        return self._next_prefetch_s if self._is_idle else self.due_s
 
-    def stir(self) -> None:
-        """Something has happened that may let the next tick move something."""
-        self._resting = False
+    def wake(self) -> None:
+        """Note that something has changed, so the next tick may have work."""
+        self._is_idle = False
 
     def tick(self, now: float) -> None:
-        """Do what is due. Called by the loop between steps; the clock's time, never the machine's, decides."""
+        """Evict and prefetch if a tick is due. The engine loop calls it between steps, with the time of its clock."""
         self._counters.observe(now)
         if now < self._due_s:
             return
         self._due_s = now + self._rules.tick_s
         started_s = time.perf_counter()
         self._evictor.rescore_all(now)
-        under_way = len(self._tiers.transfers)
+        in_flight = len(self._tiers.transfers)
         total, unused = self._tiers.device.total, self._evictor.unused()
         wanted = round((1 - self._rules.evict_to) * total)
-        is_full = unused == 0 or self._evictor.demand_failed
-        self._evictor.demand_failed = False
-        self._clearing = (is_full or self._clearing) and unused < wanted
-        if self._clearing:
-            self._evictor.clear(wanted, now, _EVICTIONS_PER_TICK)
-        elif self._prefetch.fills and total - unused < self._rules.prefetch_below * total:
-            self._fill(round((1 - self._rules.prefetch_below) * total), now)
-        self._resting = len(self._tiers.transfers) == under_way and not self._clearing
-        self._counters.decided(time.perf_counter() - started_s)
+        is_full = unused == 0 or self._evictor.allocation_failed
+        self._evictor.allocation_failed = False
+        self._is_evicting = (is_full or self._is_evicting) and unused < wanted
+        if self._is_evicting:
+            self._evictor.evict_until_free(wanted, now, _EVICTIONS_PER_TICK)
+        elif self._prefetch.below_watermark_only and total - unused < self._rules.prefetch_below * total:
+            self._prefetch_nodes(round((1 - self._rules.prefetch_below) * total), now)
+        self._is_idle = len(self._tiers.transfers) == in_flight and not self._is_evicting
+        self._counters.ticked(time.perf_counter() - started_s)
 
     def after_admission(self, now: float) -> None:
-        """Read known adapters into the host tier, and prefetch by policies that use whatever memory is free.
+        """Read registered adapters into the host tier, and run prefetch policies that use any free memory.
 
-        Called once the waiting requests have had their turn.
+        The scheduler calls it after admission, so that waiting requests get blocks first.
         """
-        self._read_ahead(now)
-        self._expected_s = self._read_again_s if self._unread and now < self._read_again_s else math.inf
-        if not self._prefetch.fills:
-            self._fill(0, now)
-            self._expected_s = min(self._expected_s, self._prefetch.due_s(now))
+        self._start_host_reads(now)
+        is_paused = self._to_read and now < self._reads_paused_until_s
+        self._next_prefetch_s = self._reads_paused_until_s if is_paused else math.inf
+        if not self._prefetch.below_watermark_only:
+            self._prefetch_nodes(0, now)
+            self._next_prefetch_s = min(self._next_prefetch_s, self._prefetch.due_s(now))
 
-    def load(self, node: int, now: float, *, demand: bool, order: Order = AS_THEY_LIE) -> InflightTransfer:
-        """Begin to bring an adapter to the device, its blocks in an ``order``; its room has been made.
+    def load(self, node: int, now: float, *, demand: bool, order: LoadOrder = PACKING_ORDER) -> InflightTransfer:
+        """Begin to load an adapter to the device, whose blocks must be free there.
 
-        It is read through the host tier, and stays there, too, as far as there is room: on ``demand`` that is made.
+        An adapter that is not on the host is read through the host tier and stays there, if blocks are free. On
+        ``demand`` other nodes are evicted from the host for it.
+
+        Args:
+            node: the adapter; not on the device, in no transfer.
+            now: the time.
+            demand: whether a sequence waits for it.
+            order: in which its blocks arrive.
         """
         tiers, entry, host_blocks = self._tiers, self._tree.adapters[node], []
         if not self._tree.on_host[node]:
             size = entry.host_size
-            has_room = self._evictor.make_host_room(size, now) if demand else self._has_room_unasked(size)
-            host_blocks = tiers.host.lease(size) if has_room else []
+            fits = self._evictor.ensure_host_free(size, now) if demand else self._fits_prefetch_share(size)
+            host_blocks = tiers.host.lease(size) if fits else []
         blocks = tiers.device.lease(int(self._tree.size[node]))
         return tiers.fetch_adapter(node, blocks, host_blocks, now, demand=demand, order=order)
 
-    def note_known(self, node: int) -> None:
-        """A new adapter is to be read into the host tier when there is room."""
-        self.stir()
-        self._await_read(node)
+    def adapter_registered(self, node: int) -> None:
+        """Queue a new adapter to be read into the host tier."""
+        self.wake()
+        self._queue_host_read(node)
 
     def forget(self, node: int) -> None:
-        """An adapter was taken out of the tree."""
-        self._unread.pop(node, None)
+        """Drop an adapter that was removed from the tree."""
+        self._to_read.pop(node, None)
         self._retry_s.pop(node, None)
 
     def note_transfer_end(self, inflight: InflightTransfer, error: str | None, now: float) -> None:
-        """A transfer has ended."""
-        self.stir()
+        """Record the end of a transfer; an adapter whose transfer failed is queued for a host read again."""
+        self.wake()
         if error is not None:
-            self._counters.left(inflight.nodes)
+            self._counters.removed(inflight.nodes)
         if inflight.transfer.adapter is None:
             return
         node = inflight.nodes[0]
         if inflight.transfer.target is Tier.HOST:
             self._reads -= 1
-            self._read_again_s = -math.inf if error is None else now + _RETRY_S
+            self._reads_paused_until_s = -math.inf if error is None else now + _RETRY_S
         if error is not None:
             self._retry_s[node] = now + _RETRY_S
-            self._await_read(node)
+            self._queue_host_read(node)
 
-    def reads_ahead(self, now: float) -> bool:
-        """Whether adapters are still to be read into the host tier, and can be."""
-        return bool(self._reads or self._next_unread(now) is not None)
+    def has_host_reads(self, now: float) -> bool:
+        """Whether reads into the host tier are in flight, or can be started now."""
+        return bool(self._reads or self._next_to_read(now) is not None)
 
-    def _await_read(self, node: int) -> None:
-        """Let an adapter be read into the host tier after all others."""
+    def _queue_host_read(self, node: int) -> None:
+        """Queue an adapter to be read into the host tier, behind all others."""
         if self._tiers.host.total:
-            self._unread[node] = None
-            self._unread.move_to_end(node)
+            self._to_read[node] = None
+            self._to_read.move_to_end(node)
 
-    def _fill(self, leave_free: int, now: float) -> None:
-        """Bring nodes to the device as long as more than ``leave_free`` blocks stay unused."""
+    def _prefetch_nodes(self, leave_free: int, now: float) -> None:
+        """Prefetch what the policy names, while more than ``leave_free`` device blocks stay free."""
         tree = self._tree
         batch: list[int] = []
-        refused: dict[float, int] = {}  # by what may be evicted, the least room that could not be made so
+        refused: dict[float, int] = {}  # by score limit, the smallest size for which eviction did not suffice
         loads = sum(
             inflight.transfer.source is Tier.SOURCE and inflight.transfer.target is Tier.DEVICE and not inflight.demand
             for inflight in self._tiers.transfers.values()
@@ -188,49 +197,50 @@ class Swapper:
             if tree.kind[node] == NodeKind.KV:
                 batch.append(node)
                 continue
-            if size >= refused.get(below, math.inf):  # room only becomes less meanwhile
+            if size >= refused.get(below, math.inf):  # free memory only shrinks in this loop
                 continue
-            self._fetch(batch, now)  # first, as it was named first
+            self._fetch_kv(batch, now)  # first, as it was named first
             batch = []
-            if self._evictor.make(0, size, now, below):
-                self._note(self.load(node, now, demand=False), now)
+            if self._evictor.ensure_free(0, size, now, below):
+                self._note_prefetch(self.load(node, now, demand=False), now)
                 loads += is_read
             else:
                 refused[below] = size
-        self._fetch(batch, now)
+        self._fetch_kv(batch, now)
 
-    def _fetch(self, batch: list[int], now: float) -> None:
-        """Begin to bring KV to the device, some blocks to a transfer."""
+    def _fetch_kv(self, batch: list[int], now: float) -> None:
+        """Begin to copy KV to the device, ``KV_BLOCKS_PER_TRANSFER`` blocks to a transfer."""
         for begin in range(0, len(batch), KV_BLOCKS_PER_TRANSFER):
             nodes = batch[begin : begin + KV_BLOCKS_PER_TRANSFER]
             blocks = self._tiers.device.lease(len(nodes))
-            self._note(self._tiers.fetch_kv(nodes, blocks, now, demand=False), now)
+            self._note_prefetch(self._tiers.fetch_kv(nodes, blocks, now, demand=False), now)
 
-    def _note(self, inflight: InflightTransfer, now: float) -> None:
+    def _note_prefetch(self, inflight: InflightTransfer, now: float) -> None:
         for node in inflight.nodes:
             self._prefetch.fetched(node, now)
             self._counters.prefetched(node)
 
-    def _read_ahead(self, now: float) -> None:
-        while self._reads < _MAX_HOST_READS and (node := self._next_unread(now)) is not None:
-            del self._unread[node]
+    def _start_host_reads(self, now: float) -> None:
+        while self._reads < _MAX_HOST_READS and (node := self._next_to_read(now)) is not None:
+            del self._to_read[node]
             self._reads += 1
             blocks = self._tiers.host.lease(self._tree.adapters[node].host_size)
             self._tiers.read_to_host(node, blocks, now)
 
-    def _next_unread(self, now: float) -> int | None:
-        """Return the next adapter to read into the host tier, None if there is none or no room, or it is too early."""
-        tree, most = self._tree, self._most_unasked  # one that is larger by itself must not keep others from being read
-        while self._unread and now >= self._read_again_s:
-            node = next(iter(self._unread))
+    def _next_to_read(self, now: float) -> int | None:
+        """Return the next adapter to read into the host tier; None if none is queued or fits, or reads are paused."""
+        tree, limit = self._tree, self._max_prefetched_host_blocks
+        while self._to_read and now >= self._reads_paused_until_s:
+            node = next(iter(self._to_read))
             entry = tree.adapters[node]
-            if entry.retired or tree.on_host[node] or tree.moving[node] or entry.host_size > most:
-                del self._unread[node]
+            # An adapter larger than the limit is skipped, so that it does not block those behind it.
+            if entry.retired or tree.on_host[node] or tree.moving[node] or entry.host_size > limit:
+                del self._to_read[node]
                 continue
-            return node if self._has_room_unasked(entry.host_size) else None
+            return node if self._fits_prefetch_share(entry.host_size) else None
         return None
 
-    def _has_room_unasked(self, blocks: int) -> bool:
-        """Whether the host tier has so many blocks for an adapter that nobody asks for: nothing leaves it for that."""
+    def _fits_prefetch_share(self, blocks: int) -> bool:
+        """Whether a prefetched adapter of this many blocks fits the host tier without evicting anything."""
         host = self._tiers.host
-        return host.total - host.free + blocks <= self._most_unasked
+        return host.total - host.free + blocks <= self._max_prefetched_host_blocks

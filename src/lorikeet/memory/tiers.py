@@ -1,7 +1,7 @@
-"""The two tiers: which node has which blocks, what is on its way, and exact accounts of all blocks.
+"""The device and host tiers: the blocks of each node, transfers in flight, and exact accounts of all blocks.
 
-Every block is in exactly one state of ``BlockCounts`` or ``HostCounts``, and the counts add up to the arenas after
-every step.
+Every block is in exactly one state of ``BlockCounts`` or ``HostCounts``, and the counts add up to the sizes of the
+arenas after every step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from lorikeet.core.ids import BlockId
-from lorikeet.core.plan import AS_THEY_LIE, Order, Tier, Transfer, TransferDone
+from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier, Transfer, TransferDone
 from lorikeet.memory.blocks import BlockError, BlockPool
 from lorikeet.memory.transfers import (
     KV_BLOCKS_PER_TRANSFER,
@@ -25,20 +25,20 @@ from lorikeet.memory.tree import NO_BLOCK, NO_NODE, DependencyTree, NodeKind, No
 
 
 class Tiers:
-    """Moves nodes between the tiers, and keeps the books. Decides nothing: whoever calls has found the room.
+    """Moves nodes between the tiers and counts blocks by state. The caller has made sure that blocks are free.
 
     Args:
-        tree: is told where everything is.
+        tree: records where the bytes of each node are.
         device, host: the blocks.
-        dependent: whether KV may be on the device only below KV that is there.
+        dependent: whether KV may be on the device only if its parent is.
 
     Attributes:
-        transfers, transfer_of: transfers under way by id, and by node.
-        totals: what went so far, by source and target.
-        used_blocks: device blocks leased by kind, on their way in or out too.
-        cached_blocks: those of nodes that rest there and that nobody needs there.
-        blocks_being_freed: those of KV that are free when transfers to the host have ended, if nobody needs them again.
-        resident_adapters: on the device or on their way to it.
+        transfers, transfer_of: transfers in flight by id, and by node.
+        totals: finished transfers by source and target.
+        used_blocks: leased device blocks by kind of node, those in flight included.
+        cached_blocks: device blocks of nodes that are not pinned or in flight, by kind.
+        blocks_being_freed: device blocks of KV that are free when its copy to the host ends, unless it is pinned again.
+        resident_adapters: number of adapters on the device or in flight to it.
     """
 
     def __init__(self, tree: DependencyTree, device: BlockPool, host: BlockPool, *, dependent: bool) -> None:
@@ -71,19 +71,19 @@ class Tiers:
         return HostCounts(self.host.free, self._host_kv, self._host_adapter, self._host_inflight)
 
     def lease_private(self, blocks: int) -> list[BlockId]:
-        """Lease device blocks for KV that no node stands for yet."""
+        """Lease device blocks for KV that is not in the tree."""
         self._kv += blocks
         self.used_blocks[NodeKind.KV] += blocks
         return self.device.lease(blocks)
 
     def release_private(self, blocks: Sequence[BlockId]) -> None:
-        """Give such blocks back."""
+        """Release blocks of :meth:`lease_private`."""
         self.device.release(blocks)
         self._kv -= len(blocks)
         self.used_blocks[NodeKind.KV] -= len(blocks)
 
     def adopt(self, nodes: Sequence[int], blocks: Sequence[BlockId]) -> None:
-        """Let nodes of KV, which nobody needs yet, stand for leased blocks."""
+        """Give leased private blocks to new KV nodes, which are not pinned yet."""
         tree, at = self.tree, np.asarray(nodes, np.int64)
         tree.device[at], tree.device_generation[at] = blocks, [self.device.generation(block) for block in blocks]
         tree.on_device[at] = True
@@ -92,19 +92,19 @@ class Tiers:
         self.cached_blocks[NodeKind.KV] += len(nodes)
 
     def device_blocks(self, path: Sequence[int]) -> list[BlockId]:
-        """Return the device blocks of KV that is there or on its way.
+        """Return the device blocks of KV nodes that are on the device or in flight to it.
 
         Raises:
-            BlockError: one of them was freed since it became the node's.
+            BlockError: a block was freed since the node got it.
         """
         return self.device.checked(self.tree.device[path].tolist(), self.tree.device_generation[path].tolist())
 
     def host_blocks(self, path: Sequence[int]) -> list[BlockId]:
-        """The same on the host."""
+        """Return the host blocks of KV nodes; raises as :meth:`device_blocks`."""
         return self.host.checked(self.tree.host[path].tolist(), self.tree.host_generation[path].tolist())
 
     def pin(self, nodes: Sequence[int]) -> None:
-        """Keep nodes where they are. Each counts; see :meth:`unpin`."""
+        """Keep nodes where they are until each pin is taken back with :meth:`unpin`. Pins are counted."""
         self._change_pins(nodes, 1)
 
     def unpin(self, nodes: Sequence[int]) -> None:
@@ -127,11 +127,11 @@ class Tiers:
         self.cached_blocks[NodeKind.ADAPTER] -= adapter
 
     def copy_s(self, source: Tier, target: Tier, blocks: int) -> float:
-        """Return what moving so many blocks should take, by what such transfers took so far; 0 before the first."""
+        """Return the expected seconds of a transfer of this many blocks, by past transfers; 0 before the first."""
         totals = self.totals.get((source, target))
         return totals.busy_s / totals.blocks * blocks if totals and totals.blocks else 0.0
 
-    # --- moves ---------------------------------------------------------------------------------------
+    # --- transfers -----------------------------------------------------------------------------------
 
     def fetch_adapter(
         self,
@@ -141,17 +141,17 @@ class Tiers:
         now: float,
         *,
         demand: bool,
-        order: Order = AS_THEY_LIE,
+        order: LoadOrder = PACKING_ORDER,
     ) -> InflightTransfer:
-        """Begin to bring an adapter to the device: from the host if it is there, else from its source.
+        """Begin to load an adapter to the device: from the host if it is there, else from its source.
 
         Args:
-            node: the adapter; at rest, not on the device.
+            node: the adapter; not on the device, in no transfer.
             device_blocks: leased for it.
-            host_blocks: leased for it, to read its source by way of; empty if it is on the host, or to read directly.
+            host_blocks: leased for it, to keep a copy on the host; empty if it is on the host or is to skip it.
             now: the time.
-            demand: whether somebody waits.
-            order: of its blocks.
+            demand: whether a sequence waits for it; False for a prefetch.
+            order: in which its blocks arrive.
         """
         tree, entry = self.tree, self.tree.adapters[node]
         from_host = bool(tree.on_host[node])
@@ -170,13 +170,13 @@ class Tiers:
     def fetch_kv(
         self, nodes: Sequence[int], device_blocks: Sequence[BlockId], now: float, *, demand: bool
     ) -> InflightTransfer:
-        """Begin to bring KV from the host to the device.
+        """Begin to copy KV from the host to the device.
 
         Args:
-            nodes: on the host only, at rest; parents before children.
+            nodes: on the host only, in no transfer; parents before children.
             device_blocks: leased for them, one each.
             now: the time.
-            demand: whether somebody waits.
+            demand: whether a sequence waits for it; False for a prefetch.
         """
         tree = self.tree
         for node, block in zip(nodes, device_blocks, strict=True):
@@ -188,12 +188,12 @@ class Tiers:
         return self._begin(Transfer(next(self._ids), Tier.HOST, Tier.DEVICE, demand=demand), nodes, now)
 
     def store_kv(self, nodes: Sequence[int], host_blocks: Sequence[BlockId], now: float) -> None:
-        """Begin to move KV to the host. Its device blocks are free when the copy has ended, unless needed again.
+        """Begin to copy KV to the host. When the copy ends its device blocks are freed, unless it was pinned again.
 
-        It goes with what has begun to leave since the executor was last told.
+        Calls between two plans share transfers, of ``KV_BLOCKS_PER_TRANSFER`` blocks each.
 
         Args:
-            nodes: on the device only, at rest; later KV first, as what stays in the end keeps what it depends on.
+            nodes: on the device only, in no transfer; later KV first, so that a node which stays keeps its ancestors.
             host_blocks: leased for them, one each.
             now: the time.
         """
@@ -203,18 +203,18 @@ class Tiers:
         self.blocks_being_freed += len(nodes)
         self._inflight += len(nodes)
         self._host_inflight += len(nodes)
-        np.subtract.at(tree.children_on_device, tree.parent[at], 1)  # so that what is above can follow at once
+        np.subtract.at(tree.children_on_device, tree.parent[at], 1)  # so that the parents are evictable immediately
         tree.moving[at] = NodeTransfer.OUT
         tree.host[at], tree.host_generation[at] = host_blocks, [self.host.generation(block) for block in host_blocks]
         while nodes:
             if self._storing is None or len(self._storing.nodes) == KV_BLOCKS_PER_TRANSFER:
                 self._storing = self._begin(Transfer(next(self._ids), Tier.DEVICE, Tier.HOST), (), now)
-            room = KV_BLOCKS_PER_TRANSFER - len(self._storing.nodes)
-            self._join(self._storing, nodes[:room])
-            nodes = nodes[room:]
+            space = KV_BLOCKS_PER_TRANSFER - len(self._storing.nodes)
+            self._join(self._storing, nodes[:space])
+            nodes = nodes[space:]
 
     def read_to_host(self, node: int, host_blocks: Sequence[BlockId], now: float) -> InflightTransfer:
-        """Begin to read an adapter's source into the host tier; nobody waits for it."""
+        """Begin to read an adapter from its source into the host tier, as a prefetch."""
         entry = self.tree.adapters[node]
         entry.host_blocks = tuple(host_blocks)
         self._host_inflight += len(host_blocks)
@@ -223,13 +223,13 @@ class Tiers:
         return self._begin(transfer, (node,), now)
 
     def adopt_on_host(self, node: int, block: BlockId) -> None:
-        """Let a node of KV that is nowhere stand for a leased host block, which is about to be written."""
+        """Give a leased host block to a KV node that is on no tier; the caller writes the block."""
         self.tree.host[node], self.tree.host_generation[node] = block, self.host.generation(block)
         self.tree.on_host[node] = True
         self._host_kv += 1
 
     def drop_adapter(self, node: int) -> None:
-        """Free the device blocks of an adapter that nobody needs there."""
+        """Free the device blocks of an unpinned adapter."""
         self._count(node, -1)
         self.resident_adapters -= 1
         self._free_device(node)
@@ -237,7 +237,7 @@ class Tiers:
         self.tree.touched[node] += 1
 
     def drop_kv(self, nodes: Sequence[int]) -> None:
-        """Free the device blocks of KV that nobody needs. Its bytes are lost, unless the host has them."""
+        """Free the device blocks of unpinned KV. The KV is lost, unless it is on the host."""
         tree, at = self.tree, np.asarray(nodes, np.int64)
         self.device.release(self.device_blocks(nodes))
         np.subtract.at(tree.children_on_device, tree.parent[at], 1)
@@ -247,7 +247,7 @@ class Tiers:
         self.cached_blocks[NodeKind.KV] -= len(nodes)
 
     def drop_adapter_from_host(self, node: int) -> None:
-        """Free a resting adapter's host blocks."""
+        """Free the host blocks of an adapter that is in no transfer."""
         entry = self.tree.adapters[node]
         self.host.release(entry.host_blocks)
         self._host_adapter -= len(entry.host_blocks)
@@ -255,28 +255,28 @@ class Tiers:
         self.tree.on_host[node] = False
 
     def drop_kv_from_host(self, nodes: Sequence[int]) -> None:
-        """Free the host blocks of resting KV."""
+        """Free the host blocks of KV that is in no transfer."""
         self.host.release(self.host_blocks(nodes))
         self._host_kv -= len(nodes)
         self.tree.host[nodes], self.tree.on_host[nodes] = NO_BLOCK, False
 
     def want(self, nodes: Iterable[int]) -> list[InflightTransfer]:
-        """Return the transfers to the device that ``nodes`` are part of; somebody waits for them from now on."""
-        flights = {}
+        """Mark the transfers to the device that ``nodes`` are part of as waited for, and return them."""
+        wanted = {}
         for node in nodes:
             inflight = self.transfer_of.get(node)
             if inflight is None or (inflight.transfer.target is Tier.HOST and inflight.transfer.source is Tier.DEVICE):
                 continue
-            flights[inflight.transfer.transfer_id] = inflight
+            wanted[inflight.transfer.transfer_id] = inflight
             if not inflight.demand:
                 inflight.demand = True
                 self._urgent.append(inflight.transfer.transfer_id)
-        return list(flights.values())
+        return list(wanted.values())
 
-    def take_begun(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-        """Return the transfers begun since the last call, and the ids of earlier ones that have become urgent.
+    def take_started(self) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
+        """Return the transfers begun since the last call, and the ids of earlier ones that a sequence now waits for.
 
-        From now on it is settled which nodes of KV are part of a transfer.
+        No further KV joins a transfer once it has been returned.
         """
         replaced = msgspec.structs.replace
         for inflight in self._begun:
@@ -291,14 +291,14 @@ class Tiers:
         return begun, urgent
 
     def finish(self, done: TransferDone) -> TransferResult:
-        """Take the end of a transfer in.
+        """Apply the end of a transfer to its nodes and to the accounts.
 
         Raises:
-            BlockError: it was not under way.
+            BlockError: it was not in flight.
         """
         inflight = self.transfers.pop(done.transfer_id, None)
         if inflight is None:
-            raise BlockError(f"transfer {done.transfer_id} was not under way")
+            raise BlockError(f"transfer {done.transfer_id} was not in flight")
         transfer = inflight.transfer
         blocks = len(transfer.device_blocks or transfer.host_blocks)
         self.totals.setdefault((transfer.source, transfer.target), RouteTotals()).note(blocks, done)
@@ -315,10 +315,10 @@ class Tiers:
                 case NodeTransfer.READ:
                     self._finish_host_adapter(node, result.error)
                 case NodeTransfer.NO:
-                    raise BlockError(f"node {node} of transfer {done.transfer_id} was at rest")
+                    raise BlockError(f"node {node} of transfer {done.transfer_id} was not being moved")
         return result
 
-    # --- the inside ----------------------------------------------------------------------------------
+    # --- internals -----------------------------------------------------------------------------------
 
     def _begin(self, transfer: Transfer, nodes: Sequence[int], now: float) -> InflightTransfer:
         inflight = self.transfers[transfer.transfer_id] = InflightTransfer(transfer, (), now, transfer.demand)
@@ -338,15 +338,15 @@ class Tiers:
         if tree.kind[node] == NodeKind.ADAPTER and result.inflight.transfer.source is Tier.SOURCE:
             self._finish_host_adapter(node, result.error)
         parent = int(tree.parent[node])
-        # KV whose parent did not arrive (its copy failed, or was given up) is of no use here.
-        belongs = (
+        # KV is useless on the device if its parent is not: that copy failed, or the parent was evicted.
+        is_reachable = (
             not self._dependent or parent == NO_NODE or tree.on_device[parent] or tree.moving[parent] == NodeTransfer.IN
         )
         self.used_blocks[int(tree.kind[node])] -= int(tree.size[node])
-        if result.error is None and belongs:
+        if result.error is None and is_reachable:
             tree.on_device[node] = True
             self._count(node, 1)
-            result.came.append(node)
+            result.arrived.append(node)
             return
         if tree.kind[node] == NodeKind.ADAPTER:
             self.resident_adapters -= 1
@@ -354,7 +354,7 @@ class Tiers:
             tree.children_on_device[tree.parent[node]] -= 1
         self._free_device(node)
         if tree.kind[node] == NodeKind.KV and result.error is not None:
-            self.drop_kv_from_host([node])  # what could not be copied is not trusted again
+            self.drop_kv_from_host([node])  # a block that could not be copied is not trusted again
 
     def _finish_out(self, node: int, result: TransferResult) -> None:
         tree = self.tree
@@ -369,8 +369,8 @@ class Tiers:
             self.host.release(self.host_blocks([node]))
             tree.host[node] = NO_BLOCK
         if tree.pins[node] or (self._dependent and tree.children_on_device[node]):
-            self._count(node, 1)  # it was needed again meanwhile, or what depends on it was
-            result.came.append(node)
+            self._count(node, 1)  # it was pinned again meanwhile, or one of its children was
+            result.arrived.append(node)
             tree.children_on_device[tree.parent[node]] += 1
         else:
             self._free_device(node)
@@ -389,7 +389,7 @@ class Tiers:
             entry.host_blocks = ()
 
     def _count(self, node: int, sign: int) -> None:
-        """Add a node that rests on the device to the accounts, or take it out."""
+        """Add (``sign`` 1) or subtract (-1) a node on the device in the accounts."""
         tree = self.tree
         kind, blocks = int(tree.kind[node]), int(tree.size[node]) * sign
         self.used_blocks[kind] += blocks

@@ -1,4 +1,4 @@
-"""Values of the tiers: counts of blocks, and transfers under way."""
+"""Values of the tiers: counts of blocks, and transfers in flight."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -6,18 +6,19 @@ from typing import NamedTuple
 from lorikeet.core.plan import Transfer, TransferDone
 
 KV_BLOCKS_PER_TRANSFER = 32
-"""So many blocks of KV are moved at once where nobody waits for more: fewer take longer, more come later."""
+"""Most blocks of KV in one transfer that no sequence waits for. Smaller transfers have more overhead; larger ones delay
+their first blocks."""
 
 
 class BlockCounts(NamedTuple):
-    """Device blocks by state; their sum is the arena.
+    """Device blocks by state; they add up to the size of the arena.
 
     Attributes:
-        free: nobody leases them.
-        cached: they hold an adapter or KV that nobody needs where it is.
+        free: not leased.
+        cached: an adapter or KV that is not pinned, so evictable.
         kv: KV of running sequences.
-        adapter: weights that running sequences use.
-        inflight: part of a transfer that writes them, or that ends with their release.
+        adapter: adapters of running sequences.
+        inflight: part of a transfer that writes them, or after which they are freed.
     """
 
     free: int
@@ -28,7 +29,7 @@ class BlockCounts(NamedTuple):
 
 
 class HostCounts(NamedTuple):
-    """Host blocks by state; their sum is the arena. See ``BlockCounts``; who needs them makes no difference here."""
+    """Host blocks by state, as in ``BlockCounts``; pinned and cached blocks are not told apart here."""
 
     free: int
     kv: int
@@ -38,13 +39,13 @@ class HostCounts(NamedTuple):
 
 @dataclass(eq=False)
 class InflightTransfer:
-    """A transfer under way.
+    """A transfer in flight.
 
     Attributes:
-        transfer: as the executor was told; before that KV has no blocks in it, and more may join.
-        nodes: whose bytes move: one adapter, or nodes of KV in the order of the blocks.
+        transfer: as it is sent to the executor. Until then a transfer of KV names no blocks, and more nodes may join.
+        nodes: the nodes that it moves: one adapter, or KV in the order of the blocks.
         began_s: when it was decided.
-        demand: whether somebody waits for it by now.
+        demand: whether a sequence waits for it.
     """
 
     transfer: Transfer
@@ -55,12 +56,12 @@ class InflightTransfer:
 
 @dataclass
 class RouteTotals:
-    """What went one way so far.
+    """Finished transfers from one tier to another.
 
     Attributes:
-        transfers: that have ended.
-        failed: of these.
-        blocks, busy_s: of the others: how many, and the time that they were read or copied.
+        transfers: number of transfers.
+        failed: those of them that failed.
+        blocks, busy_s: blocks of the others, and the seconds in which they were read or copied.
     """
 
     transfers: int = 0
@@ -69,7 +70,7 @@ class RouteTotals:
     busy_s: float = 0.0
 
     def note(self, blocks: int, done: TransferDone) -> None:
-        """Count a transfer that has ended."""
+        """Count a finished transfer."""
         self.transfers += 1
         if done.error is None:
             self.blocks += blocks
@@ -80,14 +81,14 @@ class RouteTotals:
 
 @dataclass(eq=False)
 class TransferResult:
-    """The end of a transfer.
+    """How a transfer ended.
 
     Attributes:
-        inflight: what it was.
+        inflight: the transfer.
         error: why it failed, None if it did not.
-        came: nodes that are on the device now and were not, or were to leave it.
+        arrived: nodes that are on the device now, and were not there or were about to be freed.
     """
 
     inflight: InflightTransfer
     error: str | None
-    came: list[int] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)

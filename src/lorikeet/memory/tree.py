@@ -1,12 +1,12 @@
-"""The usage-dependency tree: adapters below the root, their KV below them (ELORA §V-A), with all it knows in arrays.
+"""The usage-dependency tree: adapters below the root, and below each adapter its KV (ELORA §V-A).
 
-KV is useful only with the adapter version that made it, so it hangs below that version's node. A node of KV is one
-block; its key is a hash chained from the adapter's digest over all tokens up to its end, so it can be found neither
-under another adapter or version nor behind other tokens. The base model counts as an adapter without weights.
+KV is useful only with the adapter version that computed it, so it is in the subtree of that version. A KV node is one
+block. Its key is a hash chained from the adapter's digest over all tokens up to the end of the block, so it matches
+only the same tokens with the same version. The base model counts as an adapter without weights.
 
-A node says where its bytes are (device, host, both, on their way); whoever moves them writes it down here. Numbers lie
-in arrays by node, so that policies can score a hundred thousand nodes at once. Arrays are replaced when they grow: read
-them through the tree.
+A node records where its bytes are: on the device, on the host, on both, or in flight. ``Tiers`` updates it. The fields
+of nodes are numpy arrays indexed by node, so that policies can score a hundred thousand nodes in one call. The arrays
+are replaced when the tree grows, so always read them through the tree.
 """
 
 from array import array
@@ -24,7 +24,7 @@ from lorikeet.core.ids import AdapterDigest, BlockId
 NO_BLOCK = -1
 NO_NODE = -1
 BASE = 0
-"""The base model's node. It has no weights, and counts as being on the device."""
+"""Node of the base model. It has no weights, and counts as on the device."""
 
 _KEY_BYTES = 16
 _FIRST_NODES = 1024
@@ -34,21 +34,21 @@ Scores = npt.NDArray[np.float64]
 
 
 class NodeKind:
-    """What a node stands for. Plain numbers, as they are compared with arrays and one by one, very often."""
+    """What a node is. Plain integers, since they are compared with arrays and in hot loops."""
 
     UNUSED: Final = 0
-    """Nothing: the place is free."""
+    """A free index."""
     BASE: Final = 1
     ADAPTER: Final = 2
     KV: Final = 3
 
 
 class NodeTransfer:
-    """Which transfer a node is part of."""
+    """The transfer that a node is part of."""
 
     NO: Final = 0
     IN: Final = 1
-    """To the device; it has device blocks, which hold nothing yet."""
+    """To the device; its device blocks are leased and not filled yet."""
     OUT: Final = 2
     """From the device to the host; the device copy can still be read."""
     READ: Final = 3
@@ -57,14 +57,14 @@ class NodeTransfer:
 
 @dataclass(slots=True)
 class AdapterNode:
-    """What only adapters have.
+    """Fields that only adapters have.
 
     Attributes:
-        ref: the version.
-        host_size: blocks of its weights, in packing order.
-        device_blocks: those leased for it on the device; more than ``host_size`` where slots are padded.
-        host_blocks: those on the host.
-        retired: it is to be freed; nothing may bring it back.
+        ref: the adapter version.
+        host_size: number of blocks of its packed weights.
+        device_blocks: its blocks on the device, in packing order; more than ``host_size`` where slots are padded.
+        host_blocks: its blocks on the host, in packing order.
+        retired: whether it is to be freed, and must not be prefetched.
     """
 
     ref: AdapterRef
@@ -75,26 +75,26 @@ class AdapterNode:
 
 
 class DependencyTree:
-    """See the module.
+    """Nodes of the base model, of adapters and of KV blocks, with their fields as arrays.
 
     Attributes:
         kind: :class:`NodeKind` of each node.
-        parent: the node before it; ``NO_NODE`` for the base and adapters.
-        top: the adapter (or the base) that it hangs below; of an adapter, itself.
+        parent: node of the block before it, or of the adapter for its first block; ``NO_NODE`` for base and adapters.
+        top: node of the adapter or base whose KV it is; the node itself for these.
         depth: 0 for adapters, 1 for their first blocks.
         size: blocks that it takes on the device: 1 for KV.
         device, host: block of KV on either tier, ``NO_BLOCK`` if it has none.
-        device_generation, host_generation: of those blocks.
-        on_device, on_host: whether what it stands for can be read there.
+        device_generation, host_generation: generations of those blocks (see ``BlockPool``).
+        on_device, on_host: whether its bytes can be read there.
         moving: its :class:`NodeTransfer`.
-        pins: sequences and transfers that need it where it is.
-        children: nodes below it.
-        children_on_device: those of them on the device, or on their way to it.
-        last_use_s: when a request last matched or used it (moves do not count: ELORA spec, R19).
-        visits: requests that matched it on arrival; a new node begins with 1.
-        score: what the eviction policy last thought of it.
-        touched: rises when something happens to it, so that older notes about it can be told.
-        adapters: entries of adapters by node.
+        pins: number of leases and transfers that need it where it is.
+        children: number of its children.
+        children_on_device: number of its children on the device, or in flight to it.
+        last_use_s: when a request last matched or used it; transfers do not count (ELORA spec, R19).
+        visits: number of requests that matched it on arrival; 1 for a new node.
+        score: last score of the eviction policy.
+        touched: counter that rises with each change of the node, so that outdated heap entries can be recognised.
+        adapters: adapter fields by node.
     """
 
     _FIELDS = (
@@ -150,10 +150,10 @@ class DependencyTree:
         self.kind[BASE], self.top[BASE], self.on_device[BASE] = NodeKind.BASE, BASE, True
         self._end = BASE + 1
 
-    # --- looking -------------------------------------------------------------------------------------
+    # --- queries -------------------------------------------------------------------------------------
 
     def adapter(self, digest: AdapterDigest | None) -> int | None:
-        """Return the node of a version (None: the base), or None if it is not known."""
+        """Return the node of a version (None: the base), or None if it is not in the tree."""
         return self._by_digest.get(digest)
 
     def digest(self, node: int) -> AdapterDigest | None:
@@ -162,20 +162,20 @@ class DependencyTree:
         return None if top == BASE else self.adapters[top].ref.digest
 
     def adapters_on_device(self) -> list[int]:
-        """Return the adapters whose weights are on the device; few of all that are known."""
+        """Return the adapters whose weights are on the device."""
         return np.flatnonzero(self.on_device[: self._end] & (self.kind[: self._end] == NodeKind.ADAPTER)).tolist()
 
     def find(self, key: bytes) -> int | None:
-        """Return the node of KV with this key, wherever its bytes are, if anywhere."""
+        """Return the KV node with this key, whether its bytes are on a tier or not; None if there is none."""
         return self._by_key.get(key)
 
     def key_of(self, node: int) -> bytes:
-        """Return what tells a node from others that had or will have its place."""
+        """Return the key that identifies the content of a node, since node indices are reused."""
         entry = self.adapters.get(node)
         return self._keys[node] if entry is None else entry.ref.digest.encode()
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the nodes of the longest prefix of ``keys`` whose KV is on a tier, or on its way to the device."""
+        """Return the nodes of the longest prefix of ``keys`` whose KV is on a tier or in flight to the device."""
         path: list[int] = []
         for key in keys:
             node = self._by_key.get(key)
@@ -183,14 +183,14 @@ class DependencyTree:
                 break
             path.append(node)
         if path:
-            there = self.on_device[path] | self.on_host[path] | (self.moving[path] == NodeTransfer.IN)
-            if not there.all():
-                del path[int(np.argmin(there)) :]
+            has_bytes = self.on_device[path] | self.on_host[path] | (self.moving[path] == NodeTransfer.IN)
+            if not has_bytes.all():
+                del path[int(np.argmin(has_bytes)) :]
         return path
 
     @property
     def end(self) -> int:
-        """No node has this index or a larger one."""
+        """One more than the largest node index in use so far."""
         return self._end
 
     def __len__(self) -> int:
@@ -198,14 +198,14 @@ class DependencyTree:
         return len(self._by_key) + len(self.adapters)
 
     def below(self, node: int) -> Iterator[int]:
-        """Yield all nodes below an adapter or the base, parents before children."""
-        mine = np.flatnonzero((self.top[: self._end] == node) & (self.kind[: self._end] == NodeKind.KV))
-        yield from mine[np.argsort(self.depth[mine], kind="stable")].tolist()
+        """Yield all KV of an adapter or the base, parents before children."""
+        kv = np.flatnonzero((self.top[: self._end] == node) & (self.kind[: self._end] == NodeKind.KV))
+        yield from kv[np.argsort(self.depth[kv], kind="stable")].tolist()
 
-    # --- growing and shrinking -----------------------------------------------------------------------
+    # --- changes -------------------------------------------------------------------------------------
 
     def add_adapter(self, ref: AdapterRef, device_size: int, host_size: int) -> int:
-        """Add a version that is on no tier yet."""
+        """Add an adapter version that is on no tier yet, and return its node; sizes in blocks."""
         (node,) = self._new(1)
         self.kind[node], self.top[node], self.size[node] = NodeKind.ADAPTER, node, device_size
         self.adapters[node] = AdapterNode(ref, host_size)
@@ -213,22 +213,22 @@ class DependencyTree:
         return node
 
     def add_kv(self, above: Sequence[int], keys: Sequence[Sequence[bytes]], now: float) -> list[list[int]]:
-        """Add blocks of KV that are on no tier yet, in branches that do not fork.
+        """Add chains of KV blocks that are on no tier yet.
 
         Args:
-            above: what each branch begins below.
-            keys: of each branch, one or more, each below the one before it.
+            above: parent of the first block of each chain.
+            keys: the keys of each chain, at least one; each block is the parent of the next.
             now: the time.
 
         Returns:
-            The nodes of each branch.
+            The nodes of each chain.
         """
-        flat = [key for mine in keys for key in mine]
+        flat = [key for chain in keys for key in chain]
         nodes = self._new(len(flat))
         self._by_key.update(zip(flat, nodes, strict=True))
         for node, key in zip(nodes, flat, strict=True):
             self._keys[node] = key
-        counts = [len(mine) for mine in keys]
+        counts = [len(chain) for chain in keys]
         ends = np.cumsum(counts)
         firsts, at = ends - counts, np.array(nodes, np.int64)
         parents = np.empty_like(at)
@@ -241,17 +241,17 @@ class DependencyTree:
         return [nodes[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
 
     def remove_adapter(self, node: int) -> None:
-        """Take an adapter out that nothing is below and whose bytes are nowhere."""
+        """Remove an adapter that has no children and is on no tier."""
         del self._by_digest[self.adapters.pop(node).ref.digest]
-        self._unused([node])
+        self._release([node])
 
     def remove_kv(self, nodes: Sequence[int]) -> None:
-        """Take blocks of KV out whose bytes are nowhere; nothing is below them but what is taken out with them."""
+        """Remove KV nodes that are on no tier and whose children are all among ``nodes``."""
         np.subtract.at(self.children, self.parent[np.asarray(nodes, np.int64)], 1)
         for node in nodes:
             del self._by_key[self._keys[node]]
             self._keys[node] = b""
-        self._unused(nodes)
+        self._release(nodes)
 
     def _new(self, count: int) -> list[int]:
         while len(self._free) < count:
@@ -263,12 +263,12 @@ class DependencyTree:
         self._end = max(self._end, max(nodes) + 1)
         return nodes
 
-    def _unused(self, nodes: Sequence[int]) -> None:
+    def _release(self, nodes: Sequence[int]) -> None:
         at = np.asarray(nodes, np.int64)
         touched = self.touched[at] + 1
         for name, _, empty in self._FIELDS:
             getattr(self, name)[at] = empty
-        self.touched[at] = touched  # so that notes about what was there are told from those about what will be
+        self.touched[at] = touched  # so that heap entries of the removed nodes are recognised as outdated
         self._free.extend(nodes)
 
     def _grow(self) -> None:
@@ -281,7 +281,7 @@ class DependencyTree:
         self._free = array("i", range(2 * old - 1, old - 1, -1)) + self._free
 
     def metadata_bytes(self) -> int:
-        """Return what the tree takes itself: arrays, keys and their table (estimated per entry)."""
+        """Return the bytes of the tree itself: arrays, keys, and the key table (estimated per entry)."""
         arrays: int = sum(getattr(self, name).nbytes for name, _, _ in self._FIELDS)
         keys = len(self._by_key) * (_KEY_BYTES + 33)
         return arrays + keys + self._by_key.__sizeof__() + len(self._keys) * 8 + len(self._by_key) * 28
@@ -290,13 +290,13 @@ class DependencyTree:
 def block_keys(
     digest: AdapterDigest | None, token_ids: Sequence[int], block_size: int, known: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """Return the keys of all whole blocks of ``token_ids``, going on from those that are known.
+    """Return the keys of all whole blocks of ``token_ids``.
 
     Args:
         digest: the adapter version, None for the base.
-        token_ids: of one sequence.
+        token_ids: tokens of one sequence.
         block_size: tokens in a block.
-        known: keys of its first blocks.
+        known: keys of its first blocks, which are not computed again.
     """
     keys = list(known)
     before = keys[-1] if keys else (digest or "").encode()

@@ -1,1 +1,1 @@
-"""Decoder architectures, weight loading, tensor parallelism."""
+"""Model configuration, the decoder, weight loading and tensor parallelism."""

@@ -1,7 +1,7 @@
-"""Reads a checkpoint's JSON files: model configuration, RoPE scaling and end-of-sequence tokens.
+"""Reads the JSON files of a checkpoint: model configuration, RoPE scaling and end-of-sequence tokens.
 
-Every value is checked as it is read; an error names the file and the key. Imports no torch, so the API process can use
-it.
+Every value is checked when it is read, and an error names the file and the key. Does not import torch, so that the API
+process can use it.
 """
 
 import json
@@ -15,22 +15,22 @@ from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 
 
 class ModelConfigError(ValueError):
-    """A checkpoint cannot be served; the message names file and key, and the reason."""
+    """A checkpoint cannot be served; the message names the file, the key and the reason."""
 
 
 class JsonSection:
-    """A JSON object whose values are checked as they are read. A key that is null counts as missing."""
+    """A JSON object whose values are checked when they are read. A null value counts as missing."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self._values = values
         self._where = where
 
     def error(self, key: str, problem: str) -> ModelConfigError:
-        """Return an error about ``key``, to be raised."""
+        """Return an error about ``key``, for the caller to raise."""
         return ModelConfigError(f"{self._where}: {key}: {problem}")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the raw value; here null is not missing."""
+        """Return the raw value; null is returned as None, not as missing."""
         return self._values.get(key, default)
 
     def section(self, key: str) -> "JsonSection | None":
@@ -47,14 +47,14 @@ class JsonSection:
         return JsonSection(value, f"{self._where}: {key}")
 
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer from ``least`` on (a whole float counts).
+        """Return an integer of at least ``least``; a float without fraction is accepted.
 
         Raises:
             ModelConfigError: another value, or missing without a default.
         """
         number = self.number(key, default)
         if number < least or number != int(number):
-            raise self.error(key, f"must be an integer from {least} on, not {number!r}")
+            raise self.error(key, f"must be an integer of at least {least}, not {number!r}")
         return int(number)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -106,7 +106,11 @@ def read_json_section(path: Path) -> JsonSection:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object as plain values; errors as of ``read_json_section``."""
+    """Return a JSON object as plain values.
+
+    Raises:
+        ModelConfigError: the file is missing or is not a JSON object.
+    """
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -117,7 +121,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_eos_token_ids(folder: Path, settings: JsonSection) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those of ``generation_config.json``, else those of ``config.json``.
+    """Return the end-of-sequence tokens of ``generation_config.json``, else those of ``config.json``.
 
     Raises:
         ModelConfigError: they are not token ids.
@@ -144,12 +148,12 @@ class RopeScaling(msgspec.Struct, frozen=True):
     Attributes:
         theta: base of the wavelengths.
         kind: one of ``SCALINGS``.
-        factor: how many times longer sequences may become.
+        factor: factor by which the context is extended.
         original_tokens: context before scaling (llama3, yarn).
-        low_freq_factor, high_freq_factor: band that llama3 blends between scaled and unscaled.
+        low_freq_factor, high_freq_factor: band in which llama3 blends scaled and unscaled frequencies.
         beta_fast, beta_slow: rotations over the original context between which yarn blends.
-        truncate: yarn rounds that band outwards to whole dimensions.
-        attention_factor: multiplies cos and sin (yarn).
+        truncate: whether yarn rounds that band outwards to whole dimensions.
+        attention_factor: factor of cos and sin (yarn).
     """
 
     theta: float
@@ -165,13 +169,13 @@ class RopeScaling(msgspec.Struct, frozen=True):
 
 
 def read_rope(settings: JsonSection) -> tuple[RopeScaling, int]:
-    """Return the rotary embedding and the context in tokens that a ``config.json`` asks for.
+    """Return the rotary embedding and the context in tokens of a ``config.json``.
 
-    Understands ``rope_theta`` beside ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
+    Reads ``rope_theta`` with ``rope_scaling`` (transformers 4) and ``rope_parameters`` (transformers 5).
 
     Raises:
-        ModelConfigError: a kind of scaling that is not supported, one of its values is missing, or two places say
-            different things.
+        ModelConfigError: the kind of scaling is not supported, a value is missing, or the two forms contradict each
+            other.
     """
     sections = {name: settings.section(name) for name in ("rope_parameters", "rope_scaling")}
     if (partial := settings.number("partial_rotary_factor", 1.0)) != 1.0:
@@ -180,7 +184,7 @@ def read_rope(settings: JsonSection) -> tuple[RopeScaling, int]:
     theta = next((each for each in thetas if each is not None), settings.number("rope_theta", 10_000.0))
     found = [_read_section(settings, name, section, theta) for name, section in sections.items() if section is not None]
     if len(found) > 1 and found[0] != found[1]:
-        raise settings.error("rope_scaling", "says something else than rope_parameters; remove one of them")
+        raise settings.error("rope_scaling", "differs from rope_parameters; remove one of them")
     return found[0] if found else (RopeScaling(theta), _context(settings))
 
 
@@ -189,10 +193,10 @@ def _context(settings: JsonSection) -> int:
 
 
 def _read_section(settings: JsonSection, name: str, section: JsonSection, base: float) -> tuple[RopeScaling, int]:
-    """See ``read_rope``; ``base`` is what holds if the section names none."""
+    """Return embedding and context of one section, for :func:`read_rope`; ``base`` is theta if the section has none."""
     context = _context(settings)
     if any(isinstance(value, dict) for value in settings.get(name).values()):
-        raise settings.error(name, "embeddings of their own for some layers are not supported")
+        raise settings.error(name, "different embeddings for different layers are not supported")
     theta = section.number("rope_theta", base)
     kind = section.string("rope_type", section.string("type", "default"))
     if kind not in SCALINGS:
@@ -221,12 +225,12 @@ def _read_section(settings: JsonSection, name: str, section: JsonSection, base: 
         truncate=section.flag("truncate", default=True),
         attention_factor=_yarn_attention_factor(section, factor),
     )
-    # Checkpoints that are to be stretched keep their old length in max_position_embeddings.
+    # Some checkpoints with yarn keep the original context in max_position_embeddings.
     return scaling, max(context, round(original * factor))
 
 
 def _yarn_attention_factor(section: JsonSection, factor: float) -> float:
-    """Return what cos and sin are multiplied by: named, or from the paper's 0.1 ln(factor) + 1."""
+    """Return the factor of cos and sin: as configured, or the paper's 0.1 ln(factor) + 1."""
     if section.get("attention_factor") is not None:
         return section.number("attention_factor")
 
@@ -238,7 +242,7 @@ def _yarn_attention_factor(section: JsonSection, factor: float) -> float:
 
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Llama 2 and 3 and SmolLM2 share the first."""
+"""Supported architectures. Llama 2 and 3 and SmolLM2 all use the first."""
 
 ROW_PARALLEL = frozenset({"o", "down"})
 """Modules split by input under tensor parallelism (their outputs are partial sums); the others split by output."""
@@ -254,19 +258,19 @@ class ModuleShard(NamedTuple):
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
-    """One decoder, as its checkpoint describes it.
+    """Configuration of a decoder, as in its checkpoint.
 
     Attributes:
         architecture: one of ``ARCHITECTURES``.
         vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim: sizes.
-        rms_norm_eps: added to the mean square.
+        rms_norm_eps: epsilon added to the mean square.
         rope: base and scaling of the rotary embedding.
-        tie_word_embeddings: the output layer is the embedding.
+        tie_word_embeddings: whether the output layer shares the weights of the embedding.
         qkv_bias, o_bias, mlp_bias: which linear modules have a bias.
-        qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
-        windows: for each layer the number of latest positions a token sees, its own included; None for all.
-        context_tokens: longest sequence the model was made for.
-        eos_token_ids: tokens that end an answer; empty if the checkpoint names none.
+        qk_norm: whether queries and keys are RMS-normalised per head before rotation (Qwen3).
+        windows: sliding window of each layer in tokens, the token itself included; None for full attention.
+        context_tokens: longest sequence that the model supports.
+        eos_token_ids: end-of-sequence tokens; empty if the checkpoint has none.
         dtype: the checkpoint's dtype, e.g. ``bfloat16``.
     """
 
@@ -304,9 +308,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
         }
 
     def module_shard(self, module: str, rank: int, tensor_parallel: int) -> ModuleShard:
-        """Return which features of ``module`` (one of ``LORA_MODULES``) rank ``rank`` of ``tensor_parallel`` holds.
+        """Return the features of ``module`` (one of ``LORA_MODULES``) that rank ``rank`` of ``tensor_parallel`` holds.
 
-        Where there are fewer KV heads than ranks, neighbouring ranks hold copies of the same head.
+        If there are fewer KV heads than ranks, neighbouring ranks hold copies of the same head.
 
         Raises:
             ModelConfigError: the sizes do not divide by the number of ranks.
@@ -325,10 +329,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return ModuleShard(slice(0, shape.in_features), slice(rank * share, (rank + 1) * share))
 
     def check_divides(self, tensor_parallel: int) -> None:
-        """Do nothing if the model splits over ``tensor_parallel`` ranks.
+        """Check that the model can be split over ``tensor_parallel`` ranks.
 
         Raises:
-            ModelConfigError: it does not; the message names the size.
+            ModelConfigError: it cannot; the message names the size.
         """
         if tensor_parallel < 1:
             raise ModelConfigError(f"tensor parallelism needs at least one rank, not {tensor_parallel}")
@@ -341,7 +345,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
             raise ModelConfigError(f"the intermediate size {self.intermediate_size} {over}")
 
     def geometry(self, dtype_bytes: int, tensor_parallel: int = 1) -> ModelGeometry:
-        """Return the sizes of one rank's share (the same for every rank).
+        """Return the sizes of one rank's share, which are the same for every rank.
 
         Args:
             dtype_bytes: bytes of one element of KV and adapter weights.
@@ -359,12 +363,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Read ``config.json`` (and ``generation_config.json`` for the end tokens) of a checkpoint.
+    """Read ``config.json`` of a checkpoint, and ``generation_config.json`` for the end-of-sequence tokens.
 
-    Both spellings of rope and dtype settings are understood: those of transformers 4 and 5.
+    RoPE and dtype settings are read in the forms of transformers 4 and 5.
 
     Raises:
-        ModelConfigError: a file is missing or broken, or the model needs what Lorikeet lacks; names file and key.
+        ModelConfigError: a file is missing or broken, or the model needs a feature that is not supported.
     """
     settings = read_json_section(folder / "config.json")
     architecture = _architecture(settings)
@@ -380,7 +384,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     layers = settings.integer("num_hidden_layers")
     head_dim = settings.integer("head_dim", 128 if architecture.startswith("Qwen3") else hidden_size // heads)
     if head_dim % 2:
-        raise settings.error("head_dim", f"must be even, since rotary embeddings turn pairs, not {head_dim}")
+        raise settings.error("head_dim", f"must be even, since rotary embeddings rotate pairs, not {head_dim}")
     biased = settings.flag("attention_bias") if architecture.startswith(("Llama", "Qwen3")) else False
     rope, context_tokens = read_rope(settings)
     return ModelConfig(
@@ -414,11 +418,11 @@ def _architecture(settings: JsonSection) -> str:
 
 
 def _windows(settings: JsonSection, architecture: str, layers: int) -> tuple[int | None, ...]:
-    """Mistral: every layer has the window. Qwen: the upper ones do, if it is switched on. Llama: none."""
+    """Return the sliding windows: Mistral has one on every layer, Qwen on the upper layers if enabled, Llama none."""
     if architecture.startswith("Llama"):
         return (None,) * layers
     if architecture.startswith("Mistral"):
-        # A missing key means 4,096 and null means no window, as in transformers.
+        # As in transformers, a missing key means 4,096, and null means no window.
         present = settings.get("sliding_window", 4096) is not None
         return (settings.integer("sliding_window", 4096) if present else None,) * layers
     if not settings.flag("use_sliding_window") or settings.get("sliding_window", 4096) is None:

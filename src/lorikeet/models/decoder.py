@@ -1,8 +1,4 @@
-"""Rotary position embeddings (https://arxiv.org/abs/2104.09864) with the scalings of ``rope.SCALINGS``.
-
-All of it is fp32 in the order of operations that checkpoints were trained with: at position 8,000 one unit in
-the last place of a frequency already turns a head by a thousandth.
-"""
+"""The decoder: a Llama-shaped transformer over paged KV, composed of kernels, with rotary position embeddings."""
 
 import math
 from dataclasses import replace
@@ -28,7 +24,17 @@ from lorikeet.models.weights import DecoderWeights, lora_targets
 
 
 class Rotary:
-    """Cos and sin for given positions. Computed for each step, so no table limits the context."""
+    """Cos and sin of the rotary position embedding (https://arxiv.org/abs/2104.09864), for given positions.
+
+    They are computed for each step, so no table limits the context. All of it is fp32, in the order of operations that
+    checkpoints were trained with: at position 8,000 an error of one unit in the last place of a frequency already
+    rotates a head by a thousandth.
+
+    Args:
+        rope: base and scaling.
+        head_dim: size of a head.
+        device: where cos and sin are computed.
+    """
 
     def __init__(self, rope: RopeScaling, head_dim: int, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim).repeat(2).to(device)
@@ -56,7 +62,7 @@ def inverse_frequencies(rope: RopeScaling, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeScaling, plain: Tensor) -> Tensor:
-    """Keep short wavelengths, divide long ones by the factor, blend by the rotations in between."""
+    """Keep high frequencies, divide low ones by the factor, and blend between, by rotations over the old context."""
     rotations = rope.original_tokens / (2 * math.pi / plain)
     kept = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
@@ -64,9 +70,9 @@ def _llama3(rope: RopeScaling, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeScaling, plain: Tensor, head_dim: int) -> Tensor:
-    """Keep the pairs below a band, divide those above by the factor, blend inside (https://arxiv.org/abs/2309.00071).
+    """Keep the pairs below a band, divide those above by the factor, and blend inside (https://arxiv.org/abs/2309.00071).
 
-    The band lies between the pairs that rotate ``beta_fast`` and ``beta_slow`` times over the original context.
+    The band is between the pairs that rotate ``beta_fast`` and ``beta_slow`` times over the original context.
     """
 
     def pair_of(rotations: float) -> float:
@@ -82,16 +88,16 @@ def _yarn(rope: RopeScaling, plain: Tensor, head_dim: int) -> Tensor:
 
 
 class Decoder:
-    """A decoder-only transformer, whole or one tensor-parallel rank of it."""
+    """A decoder-only transformer, or one tensor-parallel rank of it."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, group: RankGroup) -> None:
-        """Compose a decoder.
+        """Create a decoder.
 
         Args:
-            config: the whole model's.
-            weights: this rank's, of one dtype and device.
-            kernels: what computes.
-            group: the ranks that hold the other shares.
+            config: configuration of the whole model.
+            weights: weights of this rank, of one dtype and on one device.
+            kernels: kernel backend.
+            group: the ranks of the model, for all-reduce.
         """
         geometry = config.geometry(dtype_bytes=weights.embedding.element_size(), tensor_parallel=group.size)
         self._config = config
@@ -112,10 +118,9 @@ class Decoder:
         self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if group.size == 1 else None
 
     def cut(self, layers: int) -> "Decoder":
-        """Return a decoder of the same tensors, but of the first layers alone: by it a layer's time can be measured.
+        """Return a decoder of the first ``layers`` layers with the same tensors, to measure the time of a layer.
 
-        It computes kernel by kernel, as a step in which something is done in between, and needs no other ranks: under
-        tensor parallelism that is without the sums over them.
+        It launches kernel by kernel, and without all-reduce, so it needs no other ranks.
         """
         weights = replace(self._weights, layers=self._weights.layers[:layers])
         cut = Decoder(self._config, weights, self._kernels, NoReduceGroup(self._group))
@@ -124,14 +129,15 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
-        """Compute one step and store its keys and values.
+        """Compute one step, and store its keys and values.
 
-        What the last layer does after attention is needed, and done, for the sample rows alone.
+        After the attention of the last layer only the sample rows are needed, so only these are computed.
 
         Args:
-            batch: what to compute.
-            kv: ``[layers, blocks, 2, block_size, kv_heads, head_dim]`` (see ``kernels.base.kv_view``), changed.
-            logits: False leaves the output layer out, for ranks that do not sample.
+            batch: tokens, positions and block tables of the step.
+            kv: ``[layers, blocks, 2, block_size, kv_heads, head_dim]`` (see ``kernels.base.kv_view``), changed in
+                place.
+            logits: False skips the output layer, for ranks that do not sample.
 
         Returns:
             Logits ``[S, vocab]`` of ``batch.sample_rows``, in the weights' dtype; ``[0, vocab]`` without ``logits``.
@@ -145,7 +151,11 @@ class Decoder:
         return kernels.linear(normed if logits else normed[:0], weights.lm_head, None)
 
     def _by_kernels(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """See ``kernels.layers.Layers``."""
+        """Compute all layers kernel by kernel; arguments and result are those of ``kernels.base.Layers``.
+
+        Returns:
+            The residual stream and the output of the last MLP, which is not added to it yet; both ``[rows, hidden]``.
+        """
         weights, kernels, eps = self._weights, self._kernels, self._shape.eps
         lora, delta = batch.lora, None
         for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
@@ -153,7 +163,7 @@ class Decoder:
             mixed = self._attention(index, layer, normed, cos, sin, batch, layer_kv)
             if layer is weights.layers[-1] and len(batch.sample_rows) < len(x):
                 x, mixed, lora = x[batch.sample_rows], mixed[batch.sample_rows], batch.sample_lora
-            # A is split by input as the weight is, so each rank adds its part before the parts are summed.
+            # LoRA's A is split by input features like the weight, so each rank adds its part before the all-reduce.
             delta = self._group.all_reduce(self._adapted(mixed, layer.o, layer.o_bias, lora, index, self._o))
             normed = kernels.add_norm(x, delta, layer.post_norm, eps)
             delta = self._mlp(index, layer, normed, lora)
@@ -190,6 +200,6 @@ class Decoder:
         index: int,
         targets: LoraTargets,
     ) -> Tensor:
-        """Return a product, with what the adapters of the batch add to it if any of them touches its modules."""
-        delta = LoraDelta(lora, index, targets) if lora is not None and lora.touches(targets) else None
+        """Return ``x`` times the weight, plus the LoRA delta if an adapter of the batch has one of the modules."""
+        delta = LoraDelta(lora, index, targets) if lora is not None and lora.changes(targets) else None
         return self._kernels.linear(x, weight, bias, delta)

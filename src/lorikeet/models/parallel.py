@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class RankGroup(Protocol):
-    """The ranks of one replica. Every rank makes the same calls in the same order."""
+    """The tensor-parallel ranks of one engine. Every rank must make the same calls in the same order."""
 
     rank: int
     size: int
@@ -18,12 +18,12 @@ class RankGroup(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
-        """Overwrite ``tensor`` with that of rank ``src`` and return it."""
+        """Overwrite ``tensor`` with that of rank ``src``, and return it."""
         ...
 
 
 class SingleRankGroup:
-    """One rank that holds the whole model."""
+    """A group of one rank, which holds the whole model."""
 
     rank = 0
     size = 1
@@ -38,10 +38,10 @@ class SingleRankGroup:
 
 
 class NoReduceGroup:
-    """A rank of several that computes its share without the others, to measure it; what comes of that means nothing.
+    """A rank of several that computes without the others, for measurements; its results are meaningless.
 
     Args:
-        group: that it belongs to.
+        group: the group of the rank.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -57,17 +57,17 @@ class NoReduceGroup:
 
 
 class DistributedRankGroup:
-    """Ranks in processes of their own, joined by ``torch.distributed`` (gloo on CPU, nccl on CUDA)."""
+    """Ranks in separate processes, connected by ``torch.distributed`` (gloo on CPU, nccl on CUDA)."""
 
     def __init__(self, rank: int, size: int, init_method: str, backend: str = "gloo", timeout_s: float = 300.0) -> None:
-        """Join; returns once all ranks have.
+        """Join the group; returns when all ranks have joined.
 
         Args:
-            rank: this process, from 0.
+            rank: rank of this process, from 0.
             size: number of ranks.
-            init_method: where they meet, e.g. ``tcp://127.0.0.1:29500`` or ``file:///...``.
+            init_method: rendezvous address, e.g. ``tcp://127.0.0.1:29500`` or ``file:///...``.
             backend: ``gloo`` or ``nccl``.
-            timeout_s: a call that the other ranks have not joined by then fails.
+            timeout_s: time after which a call fails if other ranks have not made it.
         """
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timeout)
@@ -75,8 +75,8 @@ class DistributedRankGroup:
         self.size = size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum ``x`` over all ranks in place and return it. All ranks get the same bits."""
-        if x.numel():  # a step that samples nothing has no rows left in the end
+        """Sum ``x`` over all ranks in place, and return it. All ranks get the same bits."""
+        if x.numel():  # a step without sample rows has none left after the last attention
             dist.all_reduce(x)
         return x
 

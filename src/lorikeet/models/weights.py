@@ -1,4 +1,4 @@
-"""The tensors of one decoder, as one rank holds them."""
+"""The weights of a decoder on one tensor-parallel rank."""
 
 from dataclasses import dataclass, replace
 
@@ -10,13 +10,13 @@ from lorikeet.kernels.base import Kernels, LayerWeights, LoraTarget, LoraTargets
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All of one rank's tensors.
+    """All weights of one rank.
 
     Attributes:
         embedding: ``[vocab, hidden]``, whole on every rank.
         layers: the decoder layers.
         final_norm: ``[hidden]``.
-        lm_head: ``[vocab, hidden]``, whole on every rank; the embedding itself where they are tied.
+        lm_head: ``[vocab, hidden]``, whole on every rank; the same tensor as ``embedding`` if they are tied.
     """
 
     embedding: Tensor
@@ -26,7 +26,7 @@ class DecoderWeights:
 
 
 def lora_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
-    """Return where the modules of each of ``PRODUCTS`` write, on a rank of this geometry."""
+    """Return the output columns of the modules of each of ``PRODUCTS``, on a rank of this geometry."""
     found = {}
     for product, modules in PRODUCTS.items():
         targets: list[LoraTarget] = []
@@ -38,10 +38,10 @@ def lora_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
 
 
 def pack_weights(weights: DecoderWeights, kernels: Kernels, *, keep_plain: bool = False) -> DecoderWeights:
-    """Return ``weights`` in the kernels' layout.
+    """Return ``weights`` in the layout of the kernels.
 
-    Plain copies are given up one by one, so that they never lie twice, unless they are to be kept. A backend whose
-    layout is plain packs nothing: the tensors are then the same.
+    Unless ``keep_plain``, each plain tensor is freed as soon as it is packed, so that never all weights exist twice. A
+    backend that needs no packing returns the same tensors.
     """
     layers = tuple(
         replace(
@@ -53,7 +53,7 @@ def pack_weights(weights: DecoderWeights, kernels: Kernels, *, keep_plain: bool 
         )
         for layer in weights.layers
     )
-    # A tied output layer is packed beside the embedding, whose rows are looked up.
+    # A tied embedding is kept plain as well, since its rows are looked up.
     tied = weights.lm_head is weights.embedding
     lm_head = _pack(weights.lm_head, kernels, keep=keep_plain or tied)
     return replace(weights, layers=layers, lm_head=lm_head)

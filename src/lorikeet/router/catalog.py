@@ -129,7 +129,9 @@ class ModelCatalog:
         self._placer.answered(adapter.digest, output_tokens)
 
     async def _register(self, adapters: Iterable[RoutedAdapter]) -> None:
-        await self._placer.know([AdapterInfo(adapter.digest, adapter.rank, adapter.size_bytes) for adapter in adapters])
+        await self._placer.register(
+            [AdapterInfo(adapter.digest, adapter.rank, adapter.size_bytes) for adapter in adapters]
+        )
 
     async def _retire(self, adapter: RoutedAdapter) -> None:
         self._backend_router.retire_adapter(adapter)

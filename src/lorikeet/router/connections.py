@@ -1,6 +1,6 @@
 """HTTP to one backend over kept-alive connections; a response is passed on as it arrives.
 
-Why aiohttp's client: docs/decisions/the-gateway-speaks-http.md.
+Why aiohttp's client: docs/decisions/the-router-speaks-http.md.
 """
 
 import asyncio

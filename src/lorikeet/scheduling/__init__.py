@@ -1,1 +1,1 @@
-"""Who runs next: admission queues and the planner. Plain objects over plain data and a clock."""
+"""Scheduling of one engine: admission queues, batching modes, and the scheduler that plans each step."""

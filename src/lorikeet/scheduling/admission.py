@@ -1,7 +1,7 @@
-"""The contract between the scheduler and an admission policy: who of the waiting requests is tried next.
+"""Interface of admission policies: which of the waiting requests is tried next.
 
-A policy is a queue of requests and what it must remember of the running ones; it never touches the memory. Each lies
-in a file of its own in ``policies/``, and has a name in the table there.
+A policy is a queue of requests, with the state that it needs about running ones; it never touches the memory. Each
+policy is one file in ``policies/``, with an entry in ``policies.ADMISSION``.
 """
 
 from abc import ABC, abstractmethod
@@ -15,10 +15,10 @@ from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import QueueStats
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import StepTimeEstimator
 
 Admission = Generator[Request, WaitReason | None, None]
-"""Requests to try, one by one; each time what became of it is sent back: None if it was admitted."""
+"""Yields requests to try, one by one. The outcome is sent back: None if it was admitted, else why it must wait."""
 
 
 class RunningRequest(NamedTuple):
@@ -26,8 +26,8 @@ class RunningRequest(NamedTuple):
 
     Attributes:
         request: as it was admitted.
-        output_tokens: generated so far, earlier attempts included.
-        kv_tokens: room for tokens of KV that it holds; others may share some of it.
+        output_tokens: number of tokens generated so far, earlier attempts included.
+        kv_tokens: size of its blocks in tokens of KV; some may be shared with other requests.
     """
 
     request: Request
@@ -36,127 +36,128 @@ class RunningRequest(NamedTuple):
 
 
 class AdmissionView(Protocol):
-    """What an admission policy may ask. Sizes are in tokens of KV: an adapter takes the room of so many."""
+    """State of the engine that an admission policy may read. All sizes are in tokens of KV, those of adapters too."""
 
     @property
     def total_tokens(self) -> int:
-        """Room of the whole pool."""
+        """Size of the whole device memory."""
         ...
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence."""
+        """Most tokens of a sequence."""
         ...
 
     @property
     def step_times(self) -> StepTimeEstimator:
-        """How long steps take."""
+        """Estimates how long steps take."""
         ...
 
     def free_tokens(self) -> int:
-        """Return the room that could be lent now, if all left that may leave."""
+        """Return the tokens of KV that could be leased now if everything evictable were evicted."""
         ...
 
     def adapter_tokens(self, adapter: AdapterRef | None) -> int:
-        """Return the room that an adapter takes; 0 for the base model."""
+        """Return the size of an adapter; 0 for the base model."""
         ...
 
     def is_resident(self, adapter: AdapterRef | None) -> bool:
-        """Whether it is on the device or on its way there. The base model is."""
+        """Whether an adapter is on the device or in flight to it; True for the base model."""
         ...
 
     def may_run(self, request: Request) -> bool:
-        """Whether the batching mode lets a request run now that waits."""
+        """Whether the batching mode lets a waiting request run now."""
         ...
 
     def running(self) -> Sequence[RunningRequest]:
-        """Return the admitted requests, in the order in which they would keep their room."""
+        """Return the running requests; the last is preempted first."""
         ...
 
 
 class AdmissionQueue(ABC):
-    """Holds the waiting requests, and decides who is tried next.
+    """Holds the waiting requests, and decides which is tried next.
 
     Args:
         view: of the engine.
     """
 
     due_s = float("inf")
-    """When it may decide otherwise though nothing has come or ended; a plan on a virtual clock holds no longer."""
+    """Time at which it may decide otherwise without any event. A plan ends then at the latest."""
 
     def __init__(self, view: AdmissionView) -> None:
         self.view = view
 
     @abstractmethod
     def add(self, request: Request, now: float) -> None:
-        """Take a new request in, or one that was admitted before and goes on."""
+        """Add a new request, or one that was preempted or moved here and resumes."""
 
     @abstractmethod
     def remove(self, request: Request, now: float) -> None:
-        """Take a waiting request out that was aborted or has moved."""
+        """Remove a waiting request that was aborted or moved to another engine."""
 
     @abstractmethod
     def admit(self, now: float) -> Admission:
-        """Yield whom to try next, and take in what became of it.
+        """Yield the requests to try, and receive the outcome of each.
 
-        Whoever was admitted (None is sent) no longer waits. The scheduler may stop asking at any ``yield``, when the
-        step is full; the request that was yielded last has then not been tried.
+        A request that was admitted (None is sent) must leave the queue. The scheduler may stop at any ``yield``, when
+        the step is full; the request yielded last has then not been tried.
         """
 
     @abstractmethod
     def waiting(self) -> Iterable[Request]:
-        """Return the waiting requests about in the order in which they will be admitted; for prefetching."""
+        """Return the waiting requests, roughly in the order in which they will be admitted; used for prefetch."""
 
     def wanted(self) -> Counter[AdapterDigest]:
-        """Return the adapters of the waiting requests, in the order of :meth:`waiting`, and how many want each."""
+        """Return the adapters of the waiting requests, in the order of :meth:`waiting`, with the number of requests."""
         return Counter(request.digest for request in self.waiting() if request.digest is not None)
 
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of waiting requests."""
 
-    def ended(self, request: Request, now: float, *, goes_on: bool = False) -> None:  # noqa: B027  # few need to know
-        """An admitted request has finished, or gave its blocks back to go on later, here or elsewhere."""
+    def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:  # noqa: B027  # optional
+        """Handle the end of a running request, or with ``will_resume`` its preemption or export."""
 
     def review(self, now: float) -> Iterable[Request]:
-        """Look at the running requests before a step; return those that must give their blocks back and wait again."""
+        """Return the running requests to preempt before the next step."""
         return ()
 
     def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:
-        """Return how many more tokens each may generate before :meth:`review` must see one of them.
+        """Return how many more tokens each request may generate before :meth:`review` must be called.
 
         Args:
-            running: requests, and how many tokens they have generated.
+            running: requests, each with its number of generated tokens.
         """
         return float("inf")
 
     def precedence(self, request: Request) -> Any:
-        """Return a key by which admitted requests keep their room: the largest gives way first. Never changes."""
+        """Return the key by which running requests keep their blocks; the largest is preempted first. Never changes."""
         return request.arrival_s
 
     def urgency(self, request: Request) -> Any:
-        """Return by what a batching mode looks at requests, waiting and running ones: the smallest first."""
+        """Return the key by which requests, waiting or running, are passed to the batching mode, smallest first."""
         return request.arrival_s
 
     def stats(self) -> QueueStats | None:
-        """Return what there is to tell of classes; None where there are none."""
+        """Return statistics of the queue's classes; None if it has none."""
         return None
 
 
 def tokens_needed(request: Request, view: AdmissionView) -> int:
-    """Return the tokens of room that a request needs to be admitted now."""
+    """Return the tokens of KV that a request needs to be admitted now; an adapter that is not resident counts too."""
     adapter = 0 if view.is_resident(request.adapter) else view.adapter_tokens(request.adapter)
     return len(request.prompt_token_ids) + len(request.output_token_ids) + adapter
 
 
 AdmissionPolicy = Callable[[AdmissionView], AdmissionQueue]
-"""What a name in the table of policies stands for."""
+"""Creates the queue of an admission policy."""
 
 
 class OrderedQueue(AdmissionQueue):
-    """By a rank that a request keeps for as long as it lives, so one that was admitted before gets its place again.
+    """Admits by a rank that never changes, so that a preempted request gets its place back.
 
-    Whoever finds no room ends admission: no later one can starve it. Whoever waits for something else is passed over.
+    A request for which blocks are lacking ends admission, so that later ones cannot starve it. One that waits for
+    something else is passed over.
     """
 
     def __init__(self, view: AdmissionView) -> None:
@@ -165,31 +166,31 @@ class OrderedQueue(AdmissionQueue):
 
     @abstractmethod
     def rank(self, request: Request) -> Any:
-        """Return its place in the order, the smallest first."""
+        """Return the rank of a request; the smallest is admitted first."""
 
     def urgency(self, request: Request) -> Any:
-        """Return its rank."""
+        """Return the rank."""
         return self.rank(request)
 
     def add(self, request: Request, now: float) -> None:
-        """Insert by rank; those of equal rank keep the order in which they were added."""
+        """Insert a request by rank, behind those of equal rank."""
         insort(self._waiting, request, key=self.rank)
 
     def remove(self, request: Request, now: float) -> None:
-        """Take it out."""
+        """Remove a waiting request."""
         self._waiting.remove(request)
 
     def admit(self, now: float) -> Admission:
-        """Yield by rank."""
+        """Yield requests by rank."""
         for request in tuple(self._waiting):
             match (yield request):
                 case None:
                     self._waiting.remove(request)
-                case WaitReason.ROOM | WaitReason.ADAPTER_ROOM:
+                case WaitReason.KV_BLOCKS | WaitReason.ADAPTER_BLOCKS:
                     return
 
     def waiting(self) -> Iterable[Request]:
-        """Return them by rank."""
+        """Return the waiting requests by rank."""
         return tuple(self._waiting)
 
     def __len__(self) -> int:

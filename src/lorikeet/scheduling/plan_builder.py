@@ -1,7 +1,8 @@
 """Builds the plan of one step: which sequences run, and how many tokens each computes.
 
-Within what admission and memory allow, the batching mode chooses who runs and which adapter is merged. Prefills that
-host cores assist join the step, or get a step of their own.
+``PlanBuilder`` collects the sequences of a step within its token budget, and ``build_plan`` turns it into a plan.
+``BatchSelector`` asks the batching mode which requests may run and which adapter is merged, and places prefills that
+host cores assist.
 """
 
 from collections import Counter
@@ -20,60 +21,59 @@ from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.batching.mode import ALL_REQUESTS, BatchingPolicy, BatchingSetup, BatchWork, LiveRequest
-from lorikeet.scheduling.state import SchedulerLimits, Sequence
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import SchedulerLimits, Sequence, StepTimeEstimator
 
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """Who gets how many tokens, and what is left of the step's budget.
+    """The sequences of a step with their token counts, and the rest of the token budget.
 
     Attributes:
-        budget_tokens: not given to anybody yet.
-        tokens: by sequence.
-        cold: the same of prefills that the host assists.
-        preempted: whether a sequence lost its blocks for want of room.
-        without_slot: adapters that others are in the way of; their requests need not be tried again in this step.
+        budget_tokens: tokens of the budget that are left.
+        tokens: number of tokens to compute, by sequence.
+        assisted: the same for prefills that host cores assist.
+        preempted: whether a sequence was preempted for lack of blocks.
+        adapters_without_slot: adapters for which there is no slot in this step; their requests are not tried again.
     """
 
     budget_tokens: int
     tokens: dict[Sequence, int] = field(default_factory=dict)
-    cold: dict[Sequence, int] = field(default_factory=dict)
+    assisted: dict[Sequence, int] = field(default_factory=dict)
     preempted: bool = False
-    without_slot: set[AdapterDigest | None] = field(default_factory=set)
+    adapters_without_slot: set[AdapterDigest | None] = field(default_factory=set)
 
-    def give(self, sequence: Sequence) -> None:
-        """Give a sequence what it can use of the budget."""
+    def add(self, sequence: Sequence) -> None:
+        """Add a sequence with as many of its remaining tokens as the budget allows."""
         tokens = min(sequence.remaining_tokens, self.budget_tokens)
         if tokens:
-            (self.cold if sequence.is_cold else self.tokens)[sequence] = tokens
+            (self.assisted if sequence.is_cold else self.tokens)[sequence] = tokens
             self.budget_tokens -= tokens
 
-    def take_back(self, sequence: Sequence) -> None:
-        """Take from a sequence what it was given."""
-        self.budget_tokens += self.tokens.pop(sequence, 0) + self.cold.pop(sequence, 0)
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence, and return its tokens to the budget."""
+        self.budget_tokens += self.tokens.pop(sequence, 0) + self.assisted.pop(sequence, 0)
 
     def lacks_slot(self, digest: AdapterDigest | None, running: Iterable[Sequence], most: int) -> bool:
-        """Whether an adapter beside those of the running sequences makes more than ``most``; 0 is no limit."""
-        if digest is not None and most and digest not in self.without_slot:
+        """Whether one more adapter beside those of the running sequences would exceed ``most``; 0 is no limit."""
+        if digest is not None and most and digest not in self.adapters_without_slot:
             used = {sequence.digest for sequence in running} - {None}
             if digest not in used and len(used) >= most:
-                self.without_slot.add(digest)
-        return digest in self.without_slot
+                self.adapters_without_slot.add(digest)
+        return digest in self.adapters_without_slot
 
-    def refused(self, digest: AdapterDigest | None, why: WaitReason) -> WaitReason:
-        """A request was not admitted; note what that says of others under its adapter, and return the reason."""
+    def note_refusal(self, digest: AdapterDigest | None, why: WaitReason) -> WaitReason:
+        """Record why a request was not admitted, and return the reason; requests of its adapter may be skipped then."""
         if why is WaitReason.SLOT:
-            self.without_slot.add(digest)
+            self.adapters_without_slot.add(digest)
         return why
 
-    def by_adapter(self) -> list[tuple[Sequence, int]]:
-        """Return who gets what, sequences of one adapter side by side."""
+    def grouped_by_adapter(self) -> list[tuple[Sequence, int]]:
+        """Return sequences and their tokens, sequences of one adapter next to each other."""
         return sorted(self.tokens.items(), key=lambda item: item[0].digest or "")
 
 
 def build_plan(
-    draft: PlanBuilder,
+    builder: PlanBuilder,
     step: int,
     memory: Memory,
     kernel_form: KernelForm,
@@ -83,22 +83,22 @@ def build_plan(
     limit_s: float,
     overlapped: bool,
 ) -> StepPlan:
-    """Turn a draft into a value, with all that the memory has begun since the last one.
+    """Return the plan of a step, with the transfers and evictions that the memory has begun since the last plan.
 
     Args:
-        draft: who runs.
-        step: its number.
-        memory: tells of transfers and evictions.
-        kernel_form: of the row.
+        builder: the sequences of the step.
+        step: number of the step.
+        memory: returns transfers and evictions.
+        kernel_form: of the preset.
         drops: sequences that the executor may forget.
-        merged: the adapter that is merged meanwhile.
-        repeat, limit_s, overlapped: of the plan.
+        merged: the adapter that is merged for the step, None for none.
+        repeat, limit_s, overlapped: ``StepPlan.repeat``, ``max_duration_s`` and ``overlapped``.
     """
     starts: list[SequenceStart] = []
     steps: list[SequenceStep] = []
     adapters: dict[AdapterDigest, None] = {}
     assisted: dict[AdapterDigest, None] = {}
-    for sequence, tokens in draft.by_adapter():
+    for sequence, tokens in builder.grouped_by_adapter():
         if not sequence.started:
             starts.append(sequence.start())
             sequence.started = True
@@ -129,13 +129,16 @@ def build_plan(
 def continue_plan(
     plan: StepPlan, result: StepResult, step: int, sequences: Mapping[RequestId, Sequence], *, further: bool
 ) -> StepPlan | None:
-    """Return a plan for the step that runs since another returned; None if all of its sequences have left.
+    """Return the plan of a step that the executor has already started while ``result`` was returned (async scheduling).
 
     Args:
-        plan, result: that one, and what it brought.
-        step: its number.
-        sequences: of all requests.
-        further: whether it may have steps after that one, as many as are left of ``plan``.
+        plan, result: plan and result of the step before it.
+        step: number of the step.
+        sequences: all sequences by request.
+        further: whether the executor may run the remaining repeats of ``plan`` after it.
+
+    Returns:
+        The plan; None if none of the sequences is left.
     """
     found = (sequences.get(each.request_id) for each in plan.sequences)
     staying = [sequence for sequence in found if sequence is not None and sequence.is_ready and sequence.is_decoding]
@@ -152,28 +155,28 @@ def continue_plan(
         repeat=plan.repeat - result.steps_run if further else 1,
         max_duration_s=limit_s,
         overlapped=True,
-        goes_on=True,
+        continues=True,
     )
 
 
-_KNOWN_RANKS = 4096
-"""Ranks of so many adapters are remembered: to find one out is to look at all layers."""
+_CACHED_RANKS = 4096
+"""Adapters whose largest rank is cached, since it is computed over all layers."""
 
 
 class BatchSelector:
-    """See the module.
+    """Selects the requests that may run in a step, by the batching mode, and places assisted prefills.
 
     Args:
-        batching: makes the row's batching mode.
-        limits: of a plan.
+        batching: creates the preset's batching mode.
+        limits: bounds of a plan.
         kernel_form: how mixed ranks are computed.
         memory: knows which adapters are on the device.
-        sequences: the scheduler's, by request.
-        step_times: how long steps take.
-        assist: what assisted prefills cost; None if there are none.
+        sequences: the scheduler's sequences by request.
+        step_times: estimates how long steps take.
+        assist: costs of assisted prefills; None if host cores do not assist.
 
     Attributes:
-        merged: the adapter that the last plan with sequences ran merged, None if it ran unmerged.
+        merged: the adapter that was merged for the last plan with sequences, None if none was.
     """
 
     def __init__(
@@ -192,7 +195,7 @@ class BatchSelector:
             BatchingSetup(
                 limits.max_num_seqs,
                 kernel_form,
-                lru_cache(_KNOWN_RANKS)(self._rank),
+                lru_cache(_CACHED_RANKS)(self._rank),
                 lambda: len(memory.tree.adapters),
                 memory.total_blocks * memory.block_size,
             )
@@ -202,20 +205,20 @@ class BatchSelector:
         self._assist = assist
         self._refs: dict[AdapterDigest, AdapterRef] = {}
         self._choice = ALL_REQUESTS
-        self._had_cold_step = self._put_cold_off = False
+        self._last_step_was_assisted = self._assisted_postponed = False
         self._untried = 0
         self.merged: AdapterDigest | None = None
         self._switches = self._merged_steps = self._assisted_steps = 0
         self._switch_s = 0.0
 
     def stats(self) -> ModeStats:
-        """Return what there is to tell."""
+        """Return the statistics of the batching mode."""
         return ModeStats(self.merged, self._switches, self._switch_s, self._merged_steps, self._assisted_steps)
 
     # --- batching mode -------------------------------------------------------------------------------
 
     def choose(self, urgency: Callable[[Request], Any]) -> None:
-        """Let the batching mode look at all requests before a step, in the order of ``urgency``."""
+        """Let the batching mode choose among all requests before a step, in the order of ``urgency``."""
         if not self._mode.follows_requests:
             return
         tree, legal = self._memory.tree, dict[AdapterDigest | None, bool]()
@@ -233,48 +236,48 @@ class BatchSelector:
         self.count_untried()
 
     def count_untried(self) -> None:
-        """Count those who may run and wait, to be tried for admission."""
+        """Count the waiting requests that the batching mode has chosen, which are to be tried for admission."""
         chosen = self._choice.requests
         self._untried = 0 if chosen is None else sum(self._sequences[each].lease is None for each in chosen)
 
-    def tried(self) -> None:
-        """One of them is being tried."""
+    def note_tried(self) -> None:
+        """Record that one of the chosen waiting requests is being tried."""
         self._untried -= 1
 
-    def goes_on(self, running: Many[Sequence]) -> bool:
-        """Whether another sequence may be admitted, if need be in the place of one that may not run now."""
+    def can_admit_more(self, running: Many[Sequence]) -> bool:
+        """Whether another sequence may be admitted, in place of a running one that was not chosen if necessary."""
         if self._choice.requests is not None and self._untried <= 0:
             return False
-        return len(running) < self._limits.max_num_seqs or self.last_displaced(running) is not None
+        return len(running) < self._limits.max_num_seqs or self.last_not_allowed(running) is not None
 
     def allows(self, request_id: RequestId) -> bool:
-        """Whether the batching mode lets it run now."""
+        """Whether the batching mode lets a request run now."""
         return self._choice.requests is None or request_id in self._choice.requests
 
     def allowed(self, running: Many[Sequence]) -> Many[Sequence]:
-        """Return those of the running sequences that it lets run."""
+        """Return those of the running sequences that the batching mode lets run."""
         return running if self._choice.requests is None else [s for s in running if self.allows(s.request_id)]
 
-    def last_displaced(self, running: Many[Sequence]) -> Sequence | None:
-        """Return who of those that may not run now would be the first to give its blocks back."""
+    def last_not_allowed(self, running: Many[Sequence]) -> Sequence | None:
+        """Return the running sequence to preempt first of those that may not run now; None if all may."""
         if self._choice.requests is None:
             return None
         return next((sequence for sequence in reversed(running) if not self.allows(sequence.request_id)), None)
 
     @property
     def steps_until_review(self) -> float:
-        """Identical steps after which the batching mode may choose otherwise, or cold prefills have their turn."""
-        return 1 if self._put_cold_off else self._mode.steps_until_review()
+        """Identical steps until the batching mode may choose otherwise, or postponed assisted prefills are due."""
+        return 1 if self._assisted_postponed else self._mode.steps_until_review()
 
-    def merged_for(self, draft: PlanBuilder) -> AdapterDigest | None:
-        """Return which adapter a plan runs merged. One that runs nobody leaves it as it is."""
-        merged = self._choice.merged if draft.tokens else self.merged
+    def merged_adapter(self, builder: PlanBuilder) -> AdapterDigest | None:
+        """Return the adapter that is merged for a plan; a plan without sequences keeps the present one."""
+        merged = self._choice.merged if builder.tokens else self.merged
         self._switches += merged != self.merged
         self.merged = merged
         return merged
 
     def note(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
-        """Tell the batching mode how long a plan took, without its switch ``step_s`` for each of its steps."""
+        """Report a finished plan to the batching mode; ``step_s`` is the mean step time without the merge switch."""
         self._switch_s += result.switch_s
         self._merged_steps += result.steps_run if plan.merged is not None else 0
         self._assisted_steps += bool(plan.assisted)
@@ -297,33 +300,33 @@ class BatchSelector:
     def _rank(self, digest: AdapterDigest) -> int:
         return self._refs[digest].max_rank
 
-    # --- cold prefills -------------------------------------------------------------------------------
+    # --- assisted prefills ---------------------------------------------------------------------------
 
-    def place_cold(self, draft: PlanBuilder) -> None:
-        """Let assisted prefills join the step, or have one of their own.
+    def place_assisted_prefills(self, builder: PlanBuilder) -> None:
+        """Add assisted prefills to the step, or give them a step of their own.
 
-        They join unless they would delay its decodes by more than a decode step takes. Else they take turns with the
-        others, beginning with their own.
+        They join the step unless they would delay its decodes by more than a decode step takes. Otherwise steps
+        alternate between the assisted prefills, which come first, and the other sequences.
         """
-        self._put_cold_off = False
-        if not draft.cold:
-            self._had_cold_step = False
+        self._assisted_postponed = False
+        if not builder.assisted:
+            self._last_step_was_assisted = False
             return
-        decodes = sum(sequence.is_decoding for sequence in draft.tokens)
-        if decodes and self._cold_delay_s(draft) > self._step_times.step_s(0, decodes):
-            self._had_cold_step = not self._had_cold_step
-            if not self._had_cold_step:
-                self._put_cold_off = True
-                draft.cold.clear()
+        decodes = sum(sequence.is_decoding for sequence in builder.tokens)
+        if decodes and self._assist_delay_s(builder) > self._step_times.step_s(0, decodes):
+            self._last_step_was_assisted = not self._last_step_was_assisted
+            if not self._last_step_was_assisted:
+                self._assisted_postponed = True
+                builder.assisted.clear()
                 return
-            draft.tokens.clear()
-        draft.tokens.update(draft.cold)
+            builder.tokens.clear()
+        builder.tokens.update(builder.assisted)
 
-    def _cold_delay_s(self, draft: PlanBuilder) -> float:
-        """Return by how much longer a step takes at most since host workers take part in it."""
+    def _assist_delay_s(self, builder: PlanBuilder) -> float:
+        """Return by how many seconds at most host workers prolong a step."""
         assist, delay_s = self._assist, 0.0
-        assert assist is not None, "prefills are assisted at costs that nobody knows"
-        for sequence, tokens in draft.cold.items():
+        assert assist is not None, "a prefill is assisted, but its costs are not known"
+        for sequence, tokens in builder.assisted.items():
             ref = sequence.request.adapter
             assert ref is not None
             device_s = assist.layers * assist.device_layer_s(tokens)

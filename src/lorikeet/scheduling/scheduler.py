@@ -1,4 +1,9 @@
-"""What becomes of the KV of a sequence that must give its blocks back and will go on later."""
+"""The scheduler of one engine: it queues requests, and plans one step after the other.
+
+``Scheduler.plan`` grows the running sequences by a block where needed, admits waiting requests, and returns a
+``StepPlan``. ``Scheduler.commit`` applies the tokens of the step. It is plain data with a clock passed in: it runs no
+kernels, and it touches blocks only through ``Memory``.
+"""
 
 import math
 from bisect import insort
@@ -28,102 +33,28 @@ from lorikeet.presets import ColdStart, PreemptedKv, Preset
 from lorikeet.scheduling.admission import AdmissionPolicy, RunningRequest
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_plan, continue_plan
-from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence, StepTimeEstimator
 
-KeepKvRule = Callable[[Memory, StepTimeEstimator, int], bool]
-"""Whether it is kept, by what it would cost: of so many computed tokens."""
-
-
-def _swap_is_cheaper(memory: Memory, step_times: StepTimeEstimator, tokens: int) -> bool:
-    """Keep what the link moves out and in again sooner than steps of its size compute it anew."""
-    blocks, tiers = memory.blocks_for(tokens), memory.tiers
-    swap_s = tiers.copy_s(Tier.DEVICE, Tier.HOST, blocks) + tiers.copy_s(Tier.HOST, Tier.DEVICE, blocks)
-    return swap_s <= step_times.step_s(tokens, 0)
-
-
-KEEPS_KV: Mapping[PreemptedKv, KeepKvRule] = {
-    PreemptedKv.KEPT: lambda memory, step_times, tokens: True,
-    PreemptedKv.DROPPED: lambda memory, step_times, tokens: False,
-    PreemptedKv.CHEAPER: _swap_is_cheaper,
-}
-
-
-class SchedulerView:
-    """See ``admission.EngineView``.
-
-    Args:
-        memory: of the engine.
-        max_model_len: longest sequence.
-        running: the scheduler's list of them.
-        selection: who may run.
-        step_times: of the steps.
-    """
-
-    def __init__(
-        self,
-        memory: Memory,
-        max_model_len: int,
-        running: Many[Sequence],
-        selection: BatchSelector,
-        step_times: StepTimeEstimator,
-    ) -> None:
-        self._memory = memory
-        self.max_model_len = max_model_len
-        self._running = running
-        self._selection = selection
-        self.step_times = step_times
-
-    @property
-    def total_tokens(self) -> int:
-        """Room of the whole pool."""
-        return self._memory.total_blocks * self._memory.block_size
-
-    def free_tokens(self) -> int:
-        """Return the room that could be lent for KV now, if all left that may leave."""
-        return self._memory.evictor.available(NodeKind.KV) * self._memory.block_size
-
-    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
-        """Return the room that an adapter takes; 0 for the base model."""
-        return 0 if adapter is None else self._memory.adapters.device_blocks(adapter) * self._memory.block_size
-
-    def is_resident(self, adapter: AdapterRef | None) -> bool:
-        """Whether it is on the device or on its way there. The base model is."""
-        tree, node = self._memory.tree, self._memory.tree.adapter(None if adapter is None else adapter.digest)
-        return node is not None and bool(tree.on_device[node] or tree.moving[node] == NodeTransfer.IN)
-
-    def may_run(self, request: Request) -> bool:
-        """Whether the batching mode lets a request run now that waits."""
-        return self._selection.allows(request.request_id)
-
-    def running(self) -> list[RunningRequest]:
-        """Return the admitted requests, in the order in which they would keep their room."""
-        block_size = self._memory.block_size
-        return [
-            RunningRequest(s.request, s.output_tokens, len(s.lease.blocks) * block_size)
-            for s in self._running
-            if s.lease
-        ]
-
-
-UNDISTURBED_STEPS = 32
-"""Most identical decode steps in one plan where nothing can come meanwhile, or what comes ends it."""
+MAX_UNINTERRUPTED_STEPS = 32
+"""Most identical decode steps in one plan if no request can arrive meanwhile, or an arrival ends the plan."""
 
 
 class Scheduler:
-    """Requests in, plans out.
+    """Decides which requests run in each step.
 
     Args:
-        memory: is asked for blocks; the scheduler never touches the pool itself.
-        admission: makes the queue of the waiting requests.
+        memory: leases blocks and starts transfers.
+        admission: creates the queue of waiting requests.
         limits: bounds of a plan.
-        preset: the system it belongs to.
-        batching: makes the batching mode.
-        assist: what prefills cost that the host assists; None if it cannot.
+        preset: options of the system.
+        batching: creates the batching mode.
+        assist: costs of prefills that host cores assist; None if they cannot.
 
     Attributes:
         queue: the waiting requests.
-        selection: who may run.
+        selector: selects the requests that may run.
+        preemptions: number of preemptions so far.
+        prefix_queries_tokens, prefix_hits_tokens: tokens of admitted sequences so far, and those of them found cached.
     """
 
     def __init__(
@@ -141,21 +72,21 @@ class Scheduler:
         self._sequences: dict[RequestId, Sequence] = {}
         self._running: list[Sequence] = []
         self._step_times = StepTimeEstimator()
-        self.selection = BatchSelector(
+        self.selector = BatchSelector(
             batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist
         )
-        view = SchedulerView(memory, limits.max_model_len, self._running, self.selection, self._step_times)
+        view = SchedulerView(memory, limits.max_model_len, self._running, self.selector, self._step_times)
         self.queue = admission(view)
         self._drops: list[RequestId] = []
         self._steps = 0
-        self._under_way: tuple[StepPlan, StepResult] | None = None
+        self._running_step: tuple[StepPlan, StepResult] | None = None
         self._outputs = OutputCollector()
         self.preemptions = self.prefix_queries_tokens = self.prefix_hits_tokens = 0
 
     # --- requests ------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue a new or a resumed request; one that can never run ends at once with an error."""
+        """Queue a new or resumed request; one that can never run ends immediately with an error event."""
         self._outputs.events.append(Queued(request.request_id, now, request.attempt))
         if request.request_id in self._sequences:
             self._outputs.events.append(Finished(request.request_id, now, FinishReason.ERROR, error="the id is in use"))
@@ -167,29 +98,29 @@ class Scheduler:
             )
             return
         sequence = self._enqueue(request, now)
-        # Not for those that give way: they are queued again, and have arrived before.
+        # Not in ``_enqueue``: preempted sequences are queued again, and have arrived before.
         self._memory.arrive(request.adapter, sequence.keys, len(sequence.token_ids), now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
-        """End a request; its blocks are free at once. Unknown ids are ignored: it may just have finished."""
+        """End a request and free its blocks. Unknown ids are ignored, since the request may just have finished."""
         if request_id in self._sequences:
             self._finish(self._sequences[request_id], now, FinishReason.ABORT)
 
     def export_request(self, request_id: RequestId, now: float, *, keep_kv: bool = False) -> Request:
-        """Take a request out as plain data that :meth:`submit` resumes, here or in another engine.
+        """Remove a request and return it as plain data that :meth:`submit` resumes, here or in another engine.
 
-        With ``keep_kv`` its KV stays, whatever the preset does with that of preempted sequences.
+        With ``keep_kv`` its KV stays cached, whatever the preset does with the KV of preempted sequences.
 
         Raises:
             KeyError: there is no such request.
         """
         sequence = self._sequences[request_id]
         request = sequence.export()
-        self._leave(sequence, now, goes_on=True, keep_kv=keep_kv)
+        self._remove(sequence, now, will_resume=True, keep_kv=keep_kv)
         return request
 
     def live_adapters(self) -> tuple[set[AdapterDigest], set[AdapterDigest]]:
-        """Return the versions of the running and of the waiting requests."""
+        """Return the adapter versions of the running and of the waiting requests."""
         running = {s.digest for s in self._running}
         waiting = {s.digest for s in self._sequences.values() if s.lease is None}
         return {d for d in running if d is not None}, {d for d in waiting if d is not None}
@@ -199,19 +130,20 @@ class Scheduler:
         """Whether there is any request."""
         return bool(self._sequences)
 
-    def gauges(self) -> SchedulerStats:
-        """Return how many requests are in which state."""
+    def stats(self) -> SchedulerStats:
+        """Return the numbers of requests by state."""
         return SchedulerStats.of(self._running, len(self._sequences))
 
     def take_outputs(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
-        """Return tokens and events since the last call."""
+        """Return the tokens and events since the last call."""
         return self._outputs.take()
 
     def finish_transfer(self, done: TransferDone, now: float) -> None:
-        """Take the end of a transfer in.
+        """Apply the end of a transfer.
 
-        If it failed, requests that waited for their adapter end with its error, but those that came after it had begun
-        are queued again: the files may have been replaced since. So are those that waited for KV, to compute it.
+        If it failed, requests that waited for the adapter end with its error. Requests queued after the transfer had
+        begun are queued again instead, since the files may have been replaced meanwhile. Requests that waited for KV
+        are queued again and compute it.
         """
         outcome = self._memory.finish_transfer(done, now)
         for sequence in self._owners(outcome.adapter):
@@ -233,83 +165,83 @@ class Scheduler:
     # --- plan ----------------------------------------------------------------------------------------
 
     def plan(self, now: float, until_s: float | None = None) -> StepPlan:
-        """Decide on the next step. Blocks are leased and loads are begun with it.
+        """Return the plan of the next step; leases its blocks and starts transfers.
 
         Args:
             now: the time.
-            until_s: on a virtual clock, until when nothing new arrives; see ``Engine.step``.
+            until_s: on a virtual clock, the time until which no request arrives (see ``Engine.step``); else None.
         """
-        draft = PlanBuilder(self._limits.max_num_batched_tokens)
+        builder = PlanBuilder(self._limits.max_num_batched_tokens)
         for request in self.queue.review(now):
             self._suspend(self._sequences[request.request_id], now)
-        self.selection.choose(self.queue.urgency)
+        self.selector.choose(self.queue.urgency)
         self._memory.note_waiting(len(self.queue), self.queue.wanted, now)
-        self._continue_running(draft, now)
-        if not draft.preempted:
-            self._admit_waiting(draft, now)
-            self._admit_instead(draft, now)
+        self._continue_running(builder, now)
+        if not builder.preempted:
+            self._admit_waiting(builder, now)
+            self._preempt_for_waiting(builder, now)
         self._memory.note_batch(len(self._running), now)
         self._memory.swapper.after_admission(now)
         if self._preset.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
-            draft.tokens.clear()  # everybody waits
-        self.selection.place_cold(draft)
-        limits, merged, form = self._limits, self.selection.merged_for(draft), self._preset.kernel_form
+            builder.tokens.clear()  # this preset runs nothing while a transfer is waited for
+        self.selector.place_assisted_prefills(builder)
+        limits, merged, form = self._limits, self.selector.merged_adapter(builder), self._preset.kernel_form
         async_scheduling = (
             limits.async_scheduling and limits.num_scheduler_steps > 1 and form.fits_graphs(merged) and until_s is None
         )
-        # Where nothing can come, or what comes ends the repeat, only what there is to do without it is a limit.
-        is_undisturbed = until_s is not None or (async_scheduling and not len(self.queue))
-        repeat = self._repeat(draft, now, async_scheduling=async_scheduling, is_undisturbed=is_undisturbed)
+        # If no request can arrive, or an arrival ends the plan, only work that is due anyway limits its length.
+        is_uninterrupted = until_s is not None or (async_scheduling and not len(self.queue))
+        repeat = self._repeat(builder, now, async_scheduling=async_scheduling, is_uninterrupted=is_uninterrupted)
         due_s = min(math.inf if until_s is None else until_s, self._memory.swapper.due_s)
-        limit_s = due_s - now if is_undisturbed else limits.multi_step_limit_s
+        limit_s = due_s - now if is_uninterrupted else limits.multi_step_limit_s
         limit_s = min(limit_s, self.queue.due_s - now if len(self.queue) else math.inf)
         drops, self._drops = tuple(self._drops), []
         plan = build_plan(
-            draft, self._steps, self._memory, form, drops, merged, repeat, limit_s, async_scheduling and repeat > 1
+            builder, self._steps, self._memory, form, drops, merged, repeat, limit_s, async_scheduling and repeat > 1
         )
         self._steps += not plan.is_empty
         return plan
 
     def continue_plan(self, *, further: bool) -> StepPlan | None:
-        """Return the plan of the step that runs already, the one to be made next; None if no step does.
+        """Return the plan of the step that the executor already runs (async scheduling); None if it runs none.
 
         Args:
-            further: whether steps may follow it by the same plan.
+            further: whether it may run the remaining repeats of the plan after that step.
         """
-        if self._under_way is None:
+        if self._running_step is None:
             return None
-        plan = continue_plan(*self._under_way, self._steps, self._sequences, further=further)
-        self._under_way = None
+        plan = continue_plan(*self._running_step, self._steps, self._sequences, further=further)
+        self._running_step = None
         self._steps += plan is not None
         return plan
 
-    def _continue_running(self, draft: PlanBuilder, now: float) -> None:
-        able = [s for s in self.selection.allowed(self._running) if s.can_run]
-        have_room = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
+    def _continue_running(self, builder: PlanBuilder, now: float) -> None:
+        able = [s for s in self.selector.allowed(self._running) if s.can_run]
+        all_grown = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
         for sequence in sorted(able, key=lambda s: s.remaining_tokens > 1):
-            can_go_on = sequence.lease is not None and draft.budget_tokens  # some are preempted for those before them
-            if can_go_on and (have_room or self._make_room(sequence, draft, now)):
-                draft.give(sequence)
+            can_run = sequence.lease is not None and builder.budget_tokens  # it may have been preempted in this loop
+            if can_run and (all_grown or self._grow_or_preempt(sequence, builder, now)):
+                builder.add(sequence)
 
-    def _make_room(self, sequence: Sequence, draft: PlanBuilder, now: float) -> bool:
-        """Lease the block that the next token needs, at the expense of whoever has the least precedence if need be."""
+    def _grow_or_preempt(self, sequence: Sequence, builder: PlanBuilder, now: float) -> bool:
+        """Lease the block for the next token of a sequence; preempt the last running sequences for it if necessary."""
         assert sequence.lease is not None
         while not self._memory.try_grow([(sequence.lease, len(sequence.token_ids))], now):
-            if self._memory.room_is_coming or (len(self._running) == 1 and self._memory.transfers_under_way):
-                return False  # left out until a transfer has ended
-            # Those who may not run now go first. The last may be the sequence itself: alone, it can only lack room
-            # because it holds copies of blocks that the tree has too (two sequences computed them at once);
-            # readmitted, it shares them.
-            last = self.selection.last_displaced(self._running) or self._running[-1]
-            draft.take_back(last)
-            draft.preempted = True
+            if self._memory.blocks_are_being_freed or (len(self._running) == 1 and self._memory.transfers_in_flight):
+                return False  # not part of the step until a transfer has ended
+            # Sequences that may not run now are preempted first. The last one may be this sequence itself. Alone it can
+            # lack blocks only if its own copies duplicate blocks in the tree (two sequences computed them at the same
+            # time); readmitted, it shares those.
+            last = self.selector.last_not_allowed(self._running) or self._running[-1]
+            builder.remove(last)
+            builder.preempted = True
             self._suspend(last, now)
             if last is sequence:
                 return False
         return True
 
     def _suspend(self, sequence: Sequence, now: float) -> None:
-        """Take a sequence's blocks, and queue it again."""
+        """Preempt a sequence: release its blocks, and queue it again."""
         assert sequence.lease is not None
         keys = sequence.lease.keys
         self.preemptions += 1
@@ -324,48 +256,48 @@ class Scheduler:
         self.queue.add(request, now)
         return sequence
 
-    def _admit_waiting(self, draft: PlanBuilder, now: float) -> None:
-        """Try whom the policy names, until it names nobody or the step is full."""
+    def _admit_waiting(self, builder: PlanBuilder, now: float) -> None:
+        """Try the requests that the admission policy names, until it names none or the step is full."""
         policy = self.queue.admit(now)
         request = next(policy, None)
-        while request is not None and draft.budget_tokens and self.selection.goes_on(self._running):
+        while request is not None and builder.budget_tokens and self.selector.can_admit_more(self._running):
             try:
-                request = policy.send(self._try_admit(self._sequences[request.request_id], draft, now))
+                request = policy.send(self._try_admit(self._sequences[request.request_id], builder, now))
             except StopIteration:
                 return
         policy.close()
 
-    def _admit_instead(self, draft: PlanBuilder, now: float) -> None:
-        """If nobody can run, and nothing is on its way that would let somebody, let those give way who may not run."""
-        while not (draft.tokens or draft.cold or self._memory.relief_is_coming):
-            displaced = self.selection.last_displaced(self._running)
-            if displaced is None:
+    def _preempt_for_waiting(self, builder: PlanBuilder, now: float) -> None:
+        """If no sequence can run and no transfer will change that, preempt sequences that may not run now."""
+        while not (builder.tokens or builder.assisted or self._memory.transfers_will_unblock):
+            victim = self.selector.last_not_allowed(self._running)
+            if victim is None:
                 return
-            self._suspend(displaced, now)
-            draft.without_slot.clear()
-            self.selection.count_untried()
-            self._admit_waiting(draft, now)
+            self._suspend(victim, now)
+            builder.adapters_without_slot.clear()
+            self.selector.count_untried()
+            self._admit_waiting(builder, now)
 
-    def _try_admit(self, sequence: Sequence, draft: PlanBuilder, now: float) -> WaitReason | None:
+    def _try_admit(self, sequence: Sequence, builder: PlanBuilder, now: float) -> WaitReason | None:
         request = sequence.request
-        if not self.selection.allows(sequence.request_id):
+        if not self.selector.allows(sequence.request_id):
             return WaitReason.SLOT
-        self.selection.tried()
-        if draft.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
+        self.selector.note_tried()
+        if builder.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
             return WaitReason.SLOT
         lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
-        while lease in (WaitReason.ROOM, WaitReason.ADAPTER_ROOM) and not self._memory.room_is_coming:
-            displaced = self.selection.last_displaced(self._running)
-            if displaced is None:
+        while lease in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS) and not self._memory.blocks_are_being_freed:
+            victim = self.selector.last_not_allowed(self._running)
+            if victim is None:
                 break
-            self._suspend(displaced, now)
+            self._suspend(victim, now)
             lease = self._memory.try_admit(request.adapter, sequence.keys, len(sequence.token_ids), now)
         if isinstance(lease, WaitReason):
-            return draft.refused(request.digest, lease)
+            return builder.note_refusal(request.digest, lease)
         if len(self._running) >= self._limits.max_num_seqs:
-            displaced = self.selection.last_displaced(self._running)
-            assert displaced is not None, "there was a slot"
-            self._suspend(displaced, now)
+            victim = self.selector.last_not_allowed(self._running)
+            assert victim is not None, "can_admit_more() allowed another sequence"
+            self._suspend(victim, now)
         sequence.lease = lease
         sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_size
         insort(self._running, sequence, key=lambda running: self.queue.precedence(running.request))
@@ -374,23 +306,24 @@ class Scheduler:
         waits = bool(lease.adapter_transfers) and not sequence.is_cold, bool(lease.kv_transfers)
         self._outputs.events.append(Admitted(request.request_id, now, cached, *waits))
         if sequence.can_run:
-            draft.give(sequence)
+            builder.add(sequence)
         return None
 
-    def _repeat(self, draft: PlanBuilder, now: float, *, async_scheduling: bool, is_undisturbed: bool) -> int:
-        """Return for how many identical decode steps the plan can hold, with their blocks leased, if there are so many.
+    def _repeat(self, builder: PlanBuilder, now: float, *, async_scheduling: bool, is_uninterrupted: bool) -> int:
+        """Return how many identical decode steps the plan may run, and lease the blocks for them.
 
-        Whoever waits may go on waiting: room comes only from a sequence that ends, which ends the repeat.
+        Waiting requests lose nothing by it: blocks become free only when a sequence ends, which ends the plan.
         """
-        sequences = list(draft.tokens)
-        if not sequences or draft.preempted or not all(s.is_decoding for s in reversed(sequences)):  # prefills are last
+        sequences = list(builder.tokens)
+        all_decode = all(s.is_decoding for s in reversed(sequences))  # prefills are last, so this usually ends early
+        if not sequences or builder.preempted or not all_decode:
             return 1
-        if self._memory.awaited_transfers and not (is_undisturbed or async_scheduling):
+        if self._memory.awaited_transfers and not (is_uninterrupted or async_scheduling):
             return 1
         until_review = self.queue.tokens_until_review((s.request, s.output_tokens) for s in sequences)
-        steps = min(self.selection.steps_until_review, until_review, min(s.tokens_left for s in sequences))
+        steps = min(self.selector.steps_until_review, until_review, min(s.tokens_left for s in sequences))
         few = min(steps, self._limits.num_scheduler_steps)
-        for repeat in dict.fromkeys((min(steps, UNDISTURBED_STEPS), few) if is_undisturbed else (few,)):
+        for repeat in dict.fromkeys((min(steps, MAX_UNINTERRUPTED_STEPS), few) if is_uninterrupted else (few,)):
             ahead = [(s.lease, len(s.token_ids) + int(repeat) - 1) for s in sequences if s.lease]
             if repeat > 1 and self._memory.try_grow(ahead, now):
                 return int(repeat)
@@ -399,27 +332,28 @@ class Scheduler:
     # --- commit --------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Take the tokens of a step in. KV is not found by others before its adapter is there."""
-        self._under_way = (plan, result) if result.next_runs else None
+        """Apply the tokens of a step. KV is inserted into the tree only if the adapter of its sequence has arrived."""
+        self._running_step = (plan, result) if result.next_runs else None
         if plan.sequences:
             step_s = (result.duration_s - result.switch_s) / result.steps_run
             self._memory.note_step(step_s)
             prefill = [step.tokens for step in plan.sequences if step.tokens > 1]
             if not plan.assisted:
                 self._step_times.note(sum(prefill), len(plan.sequences) - len(prefill), step_s)
-            self.selection.note(plan, result, step_s)
+            self.selector.note(plan, result, step_s)
         computed, ended = [], []
         for step, tokens in zip(plan.sequences, result.tokens, strict=True):
             sequence = self._sequences[step.request_id]
             assert sequence.lease is not None
-            if step.request_id in result.failed:  # nor is its KV worth keeping
+            if step.request_id in result.failed:  # its KV is not committed
                 self._finish(sequence, now, FinishReason.ERROR, error="the model's output is not finite")
                 continue
             finish = self._outputs.accept(sequence, tokens, now)
-            # A repeat may have run past a stop token: what lies beyond it belongs to no token of ours.
+            # A plan of several steps may have run past a stop token; KV beyond that is not counted as computed.
             run_tokens = step.start + step.tokens + result.steps_run - 1
             sequence.computed_tokens = min(run_tokens, len(sequence.token_ids))
-            if self._memory.is_behind(sequence.lease, sequence.computed_tokens) and sequence.lease.is_ready:
+            is_new = self._memory.has_uncommitted_blocks(sequence.lease, sequence.computed_tokens)
+            if is_new and sequence.lease.is_ready:
                 computed.append(ComputedTokens(sequence.lease, sequence.token_ids, sequence.computed_tokens))
             if finish is not None:
                 ended.append((sequence, *finish))
@@ -427,14 +361,14 @@ class Scheduler:
         for sequence, reason, stop_token_id in ended:
             self._finish(sequence, now, reason, stop_token_id)
 
-    # --- the inside ----------------------------------------------------------------------------------
+    # --- internals -----------------------------------------------------------------------------------
 
     def _why_impossible(self, request: Request) -> str | None:
         known, left = len(request.prompt_token_ids) + len(request.output_token_ids), request.sampling.max_tokens
         if not request.prompt_token_ids:
             return "the prompt has no tokens"
         if known >= self._limits.max_model_len:
-            return f"{known} tokens leave no room in a context of {self._limits.max_model_len}"
+            return f"{known} tokens leave no space for output in a context of {self._limits.max_model_len}"
         longest = min(len(request.prompt_token_ids) + left, self._limits.max_model_len)
         return self._memory.why_impossible(request.adapter, longest)
 
@@ -446,19 +380,19 @@ class Scheduler:
         stop_token_id: int | None = None,
         error: str | None = None,
     ) -> None:
-        self._leave(sequence, now)
+        self._remove(sequence, now)
         self._outputs.events.append(Finished(sequence.request_id, now, reason, stop_token_id, error))
 
-    def _leave(self, sequence: Sequence, now: float, *, goes_on: bool = False, keep_kv: bool = False) -> None:
-        """Take a sequence out of everything."""
+    def _remove(self, sequence: Sequence, now: float, *, will_resume: bool = False, keep_kv: bool = False) -> None:
+        """Remove a sequence from the queue or the running list, and release its blocks."""
         del self._sequences[sequence.request_id]
         if sequence.lease is None:
             self.queue.remove(sequence.request, now)
             return
-        self.queue.ended(sequence.request, now, goes_on=goes_on)
-        if goes_on:
+        self.queue.ended(sequence.request, now, will_resume=will_resume)
+        if will_resume:
             computed = sequence.computed_tokens if sequence.is_ready else 0
-            keep_kv = keep_kv or KEEPS_KV[self._preset.preempted_kv](self._memory, self._step_times, computed)
+            keep_kv = keep_kv or KEEP_KV_RULES[self._preset.preempted_kv](self._memory, self._step_times, computed)
             self._memory.suspend(sequence.lease, sequence.token_ids, computed, now, keep_kv=keep_kv)
         else:
             self._memory.release(sequence.lease, now)
@@ -466,3 +400,78 @@ class Scheduler:
         self._running.remove(sequence)
         if sequence.started:
             self._drops.append(sequence.request_id)
+
+
+KeepKvRule = Callable[[Memory, StepTimeEstimator, int], bool]
+"""Returns whether the KV of a preempted sequence is kept, given its number of computed tokens."""
+
+
+def _swap_is_cheaper(memory: Memory, step_times: StepTimeEstimator, tokens: int) -> bool:
+    """Whether copying KV to the host and back takes no longer than computing it again."""
+    blocks, tiers = memory.blocks_for(tokens), memory.tiers
+    swap_s = tiers.copy_s(Tier.DEVICE, Tier.HOST, blocks) + tiers.copy_s(Tier.HOST, Tier.DEVICE, blocks)
+    return swap_s <= step_times.step_s(tokens, 0)
+
+
+KEEP_KV_RULES: Mapping[PreemptedKv, KeepKvRule] = {
+    PreemptedKv.KEPT: lambda memory, step_times, tokens: True,
+    PreemptedKv.DROPPED: lambda memory, step_times, tokens: False,
+    PreemptedKv.CHEAPER: _swap_is_cheaper,
+}
+
+
+class SchedulerView:
+    """Implements ``AdmissionView`` on the state of the scheduler.
+
+    Args:
+        memory: of the engine.
+        max_model_len: most tokens of a sequence.
+        running: the scheduler's running sequences, read live.
+        selector: knows which requests may run.
+        step_times: estimates how long steps take.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        max_model_len: int,
+        running: Many[Sequence],
+        selector: BatchSelector,
+        step_times: StepTimeEstimator,
+    ) -> None:
+        self._memory = memory
+        self.max_model_len = max_model_len
+        self._running = running
+        self._selector = selector
+        self.step_times = step_times
+
+    @property
+    def total_tokens(self) -> int:
+        """Size of the whole device memory, in tokens of KV."""
+        return self._memory.total_blocks * self._memory.block_size
+
+    def free_tokens(self) -> int:
+        """Return the tokens of KV that could be leased now if everything evictable were evicted."""
+        return self._memory.evictor.available(NodeKind.KV) * self._memory.block_size
+
+    def adapter_tokens(self, adapter: AdapterRef | None) -> int:
+        """Return the size of an adapter in tokens of KV; 0 for the base model."""
+        return 0 if adapter is None else self._memory.adapters.device_blocks(adapter) * self._memory.block_size
+
+    def is_resident(self, adapter: AdapterRef | None) -> bool:
+        """Whether an adapter is on the device or in flight to it; True for the base model."""
+        tree, node = self._memory.tree, self._memory.tree.adapter(None if adapter is None else adapter.digest)
+        return node is not None and bool(tree.on_device[node] or tree.moving[node] == NodeTransfer.IN)
+
+    def may_run(self, request: Request) -> bool:
+        """Whether the batching mode lets a waiting request run now."""
+        return self._selector.allows(request.request_id)
+
+    def running(self) -> list[RunningRequest]:
+        """Return the running requests; the last is preempted first."""
+        block_size = self._memory.block_size
+        return [
+            RunningRequest(s.request, s.output_tokens, len(s.lease.blocks) * block_size)
+            for s in self._running
+            if s.lease
+        ]

@@ -1,10 +1,12 @@
-"""The scheduler's state: its limits, the sequences, how many are in which state, and the outputs not yet taken."""
+"""State of the scheduler: limits, sequences, statistics, and estimated step times."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from lorikeet.core.events import FinishReason, FirstToken, RequestEvent
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
@@ -13,6 +15,138 @@ from lorikeet.core.plan import SequenceStart, SequenceStep, Token
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import SequenceLease
 
+FORGET = 0.998
+"""Factor by which the weight of a sample falls with each later one: about the last 500 count."""
+_PRIOR = 1e-3
+_ROUNDS = 8
+"""Reweighting rounds of a robust fit."""
+_EXACT = 0.01
+"""Residual, as a share of the median value, below which a sample counts as exactly on the line."""
+
+Floats = NDArray[np.float64]
+
+
+def faded(old: Any, new: Any, times: int = 1) -> Any:
+    """Return a fading sum after ``new`` was added ``times`` times; see ``FORGET``."""
+    weight = FORGET**times
+    return weight * old + new * ((1 - weight) / (1 - FORGET))
+
+
+def _least_squares(squares: Floats, products: Floats) -> Floats:
+    """Solve normal equations without negative coefficients: the most negative one is dropped until none is left."""
+    parts, used = np.zeros(len(products)), list(range(len(products)))
+    while used:
+        parts[:] = 0.0
+        parts[used] = np.linalg.solve(squares[np.ix_(used, used)], products[used])
+        if parts.min() >= 0:
+            break
+        used.remove(int(parts.argmin()))
+    return parts
+
+
+class OnlineFit:
+    """Least squares with non-negative coefficients, in which old samples fade.
+
+    Args:
+        features: number of features of a sample; the first is always 1.
+    """
+
+    def __init__(self, features: int) -> None:
+        self._squares, self._products = _PRIOR * np.eye(features), np.zeros(features)
+        self._parts: Floats | None = np.zeros(features)
+
+    def note(self, sample: tuple[float, ...] | list[float], value: float) -> None:
+        """Add a sample."""
+        features = np.array(sample, np.float64)
+        self._squares = faded(self._squares, np.outer(features, features))
+        self._products = faded(self._products, features * value)
+        self._parts = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there have been samples with values above 0."""
+        return bool(self._products[0])
+
+    def parts(self) -> Floats:
+        """Return the coefficient of each feature; all 0 before the first sample."""
+        if self._parts is None:
+            self._parts = _least_squares(self._squares, self._products)
+        return self._parts
+
+
+class RobustFit:
+    """Least absolute deviations with non-negative coefficients, over the last samples of each kind.
+
+    An outlier has no more influence than a sample on the line, so a delayed step hardly matters. The method is
+    iteratively reweighted least squares: I. Daubechies et al., "Iteratively reweighted least squares minimization for
+    sparse recovery", CPAM 2010.
+
+    Args:
+        features: number of features of a sample; the first is always 1.
+        kinds: number of kinds of samples. New samples replace only old ones of their kind, so rare kinds are kept.
+        window: number of samples kept of each kind.
+        ridge: ridge penalty, as a share of each feature's own squares. Features that always occurred together then
+            share what they explain.
+    """
+
+    def __init__(self, features: int, kinds: int, window: int, ridge: float) -> None:
+        self._window, self._ridge = window, ridge
+        self._samples = np.zeros((kinds, window, features))
+        self._values, self._times = np.zeros((kinds, window)), np.zeros((kinds, window))
+        self._noted = [0] * kinds
+        self._parts: Floats | None = np.zeros(features)
+
+    def note(self, sample: Floats, value: float, times: int, kind: int) -> None:
+        """Add a sample that occurred ``times`` times."""
+        place = self._noted[kind] % self._window
+        self._noted[kind] += 1
+        self._samples[kind, place], self._values[kind, place], self._times[kind, place] = sample, value, times
+        self._parts = None
+
+    def parts(self) -> Floats:
+        """Return the coefficient of each feature; all 0 before the first sample."""
+        if self._parts is None:
+            used = self._times > 0
+            samples, values, times = self._samples[used], self._values[used], self._times[used]
+            near = _EXACT * float(np.median(values)) + 1e-12
+            weights = times
+            for _ in range(_ROUNDS):
+                weighted = samples.T * weights
+                squares = weighted @ samples
+                squares += self._ridge * np.diag(np.diag(squares)) + _PRIOR * np.eye(len(squares))
+                self._parts = _least_squares(squares, weighted @ values)
+                weights = times * near / np.maximum(np.abs(samples @ self._parts - values), near)
+        assert self._parts is not None
+        return self._parts
+
+
+class StepTimeEstimator:
+    """A linear fit of recent step times: a cost per step, per prefill token, and per decode.
+
+    It returns 0 before the first step.
+    """
+
+    def __init__(self) -> None:
+        self._fit = OnlineFit(features=3)
+
+    def note(self, prefill_tokens: int, decodes: int, duration_s: float) -> None:
+        """Add the duration of a step."""
+        self._fit.note((1.0, prefill_tokens, decodes), duration_s)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there have been steps."""
+        return self._fit.is_known
+
+    def step_s(self, prefill_tokens: float, decodes: float) -> float:
+        """Return the expected seconds of a step."""
+        base_s, prefill_s, decode_s = self._fit.parts().tolist()
+        return float(base_s + prefill_s * prefill_tokens + decode_s * decodes)
+
+    def alone_s(self, input_tokens: float, output_tokens: float) -> float:
+        """Return the expected seconds of a request that runs alone."""
+        return self.step_s(input_tokens, 0) + (output_tokens - 1) * self.step_s(0, 1)
+
 
 class SchedulerLimits(msgspec.Struct, frozen=True):
     """Bounds of a plan.
@@ -20,12 +154,12 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
     Attributes:
         max_num_seqs: most sequences that hold blocks.
         max_num_batched_tokens: most tokens in a step.
-        max_model_len: longest sequence.
+        max_model_len: most tokens of a sequence.
         num_scheduler_steps: most identical decode steps in one plan.
-        multi_step_limit_s: a repeat ends after this time.
-        async_scheduling: whether the executor returns after each step of a repeat, if it can with the next one under
-            way. Then the two above hold while requests wait; plans for whom nobody waits are longer, unless
-            ``num_scheduler_steps`` is 1.
+        multi_step_limit_s: time after which a plan of several steps ends, in seconds.
+        async_scheduling: whether the executor returns each step of such a plan while the next one is running. The two
+            limits above then apply only while requests wait; otherwise plans are longer, unless ``num_scheduler_steps``
+            is 1.
     """
 
     max_num_seqs: int
@@ -38,39 +172,39 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """What the engine knows of a request.
+    """A request in the scheduler, waiting or running.
 
-    There are no phases: prefill, chunk, decode and recompute all fall out of ``computed_tokens`` and
+    There are no phases: prefill, chunked prefill, decode and recompute all follow from ``computed_tokens`` and
     ``len(token_ids)``.
 
     Attributes:
         request: as submitted or resumed.
-        queued_s: when the scheduler took it in.
-        most_tokens: that it may have, prompt and output.
+        queued_s: when it was queued.
+        max_total_tokens: most tokens of prompt and output together.
         digest: of the request's adapter, None for the base model.
         token_ids: prompt and output so far.
-        prompt_tokens: tokens of the prompt.
-        computed_tokens: tokens whose KV is in its blocks.
+        prompt_tokens: number of tokens of the prompt.
+        computed_tokens: number of tokens whose KV is in its blocks.
         lease: its blocks, None while it waits.
-        known_blocks: blocks of the lease that the executor has been told of.
-        started: whether the executor knows it.
-        keys: of its whole blocks in the memory's tree, when it was queued.
+        sent_blocks: number of blocks of the lease that were sent to the executor.
+        started: whether it was sent to the executor.
+        keys: keys of its whole blocks, as of when it was queued.
     """
 
     request: Request
     queued_s: float
-    most_tokens: int
+    max_total_tokens: int
     digest: AdapterDigest | None = field(init=False)
     token_ids: list[int] = field(init=False)
     prompt_tokens: int = field(init=False)
     computed_tokens: int = 0
     lease: SequenceLease | None = None
-    known_blocks: int = 0
+    sent_blocks: int = 0
     started: bool = False
     keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin where it ended before."""
+        """Set the token lists from the request, with the output of earlier attempts."""
         self.digest = self.request.digest
         self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
         self.prompt_tokens = len(self.request.prompt_token_ids)
@@ -93,11 +227,11 @@ class Sequence:
     @property
     def tokens_left(self) -> int:
         """Tokens that it may still generate."""
-        return self.most_tokens - len(self.token_ids)
+        return self.max_total_tokens - len(self.token_ids)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has its blocks, and all that it waited for has arrived."""
+        """Whether it has its blocks, and all transfers that it waited for have ended."""
         return self.lease is not None and self.lease.is_ready
 
     @property
@@ -107,42 +241,42 @@ class Sequence:
 
     @property
     def is_cold(self) -> bool:
-        """Whether it can prefill with the host's assistance, its adapter being on its way."""
+        """Whether it can prefill with the assistance of host cores while its adapter is in flight."""
         return self.lease is not None and self.lease.is_cold and not self.is_decoding
 
     @property
-    def is_ahead(self) -> bool:
-        """Whether its prefill is done and its adapter is still on its way, so that its first decode must wait."""
+    def waits_to_decode(self) -> bool:
+        """Whether its assisted prefill is done and its adapter is still in flight, so that its decode must wait."""
         return self.lease is not None and self.lease.is_cold and self.is_decoding
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the next token computed brings one more; its first token is always a step of its own."""
+        """Whether one more token is to be computed, after the first output token."""
         return self.remaining_tokens == 1 and self.output_tokens > 0
 
     def start(self) -> SequenceStart:
-        """Return what the executor must know of it."""
+        """Return the data that the executor needs to start it."""
         request = self.request
         return SequenceStart(
             request.request_id, list(self.token_ids), self.prompt_tokens, request.sampling, self.digest
         )
 
     def step(self, tokens: int) -> SequenceStep:
-        """Return its share of a plan; the executor knows all its blocks from then on.
+        """Return its part of a plan, which sends all its new blocks to the executor.
 
         Args:
-            tokens: that are computed.
+            tokens: number of tokens to compute.
         """
         assert self.lease is not None
-        blocks, known = self.lease.blocks, self.known_blocks
+        blocks, known = self.lease.blocks, self.sent_blocks
         new_blocks: tuple[BlockId, ...] = ()
         if known < len(blocks):
-            new_blocks, self.known_blocks = tuple(blocks[known:]), len(blocks)
+            new_blocks, self.sent_blocks = tuple(blocks[known:]), len(blocks)
         samples = tokens == self.remaining_tokens
         return SequenceStep(self.request.request_id, self.computed_tokens, tokens, new_blocks, samples)
 
     def export(self) -> Request:
-        """Return it as plain data that continues here or elsewhere."""
+        """Return a request that resumes it, in this or another engine."""
         return msgspec.structs.replace(
             self.request,
             exports=self.request.exports + 1,
@@ -151,14 +285,14 @@ class Sequence:
 
 
 class SchedulerStats(NamedTuple):
-    """Of one moment.
+    """Numbers of requests by state at one moment.
 
     Attributes:
         running: sequences that hold blocks and can run.
         waiting: all other requests.
         waiting_for_adapter: sequences that hold blocks and wait for their adapter.
-        waiting_for_kv: those that hold blocks and wait for nothing but KV.
-        ahead_of_adapter: those that wait for their adapter, and whose prefill is done all the same.
+        waiting_for_kv: sequences that hold blocks and wait only for KV.
+        ahead_of_adapter: sequences whose assisted prefill is done and which wait for their adapter to decode.
     """
 
     running: int
@@ -169,11 +303,11 @@ class SchedulerStats(NamedTuple):
 
     @classmethod
     def of(cls, admitted: Seq[Sequence], requests: int) -> "SchedulerStats":
-        """Count them.
+        """Count requests by state.
 
         Args:
             admitted: sequences that hold blocks.
-            requests: in all.
+            requests: number of all requests.
         """
         running = sum(s.can_run for s in admitted)
         leases = [(s, s.lease) for s in admitted if s.lease is not None]
@@ -182,12 +316,12 @@ class SchedulerStats(NamedTuple):
             waiting=requests - running,
             waiting_for_adapter=sum(bool(lease.adapter_transfers) and not s.is_cold for s, lease in leases),
             waiting_for_kv=sum(bool(lease.kv_transfers) and not lease.adapter_transfers for _, lease in leases),
-            ahead_of_adapter=sum(s.is_ahead for s in admitted),
+            ahead_of_adapter=sum(s.waits_to_decode for s in admitted),
         )
 
 
 class OutputCollector:
-    """Collects them.
+    """Collects tokens and events until the engine takes them.
 
     Attributes:
         events: in the order in which they happened.
@@ -198,7 +332,7 @@ class OutputCollector:
         self.events: list[RequestEvent] = []
 
     def take(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
-        """Return tokens and events since the last call."""
+        """Return the tokens and events since the last call."""
         taken = tuple(self._tokens), tuple(self.events)
         self._tokens, self.events = [], []
         return taken
@@ -206,12 +340,15 @@ class OutputCollector:
     def accept(
         self, sequence: Sequence, tokens: tuple[Token, ...], now: float
     ) -> tuple[FinishReason, int | None] | None:
-        """Append sampled tokens until one ends the request; return how it ended, and by which token, if it did.
+        """Append sampled tokens to a sequence until one ends it.
 
         Args:
-            sequence: which gets them.
-            tokens: in their order.
+            sequence: the sequence, changed in place.
+            tokens: sampled tokens, in order.
             now: the time.
+
+        Returns:
+            Why the sequence has ended and by which stop token, None if it has not.
         """
         if not tokens:
             return None

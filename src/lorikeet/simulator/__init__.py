@@ -1,1 +1,1 @@
-"""Scenarios in, engines on a virtual clock, figures out. Defines no scheduler, cache or router of its own."""
+"""Simulates engines and clusters on a virtual clock, with the scheduling, memory and routing of a live server."""

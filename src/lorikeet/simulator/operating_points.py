@@ -1,6 +1,6 @@
 """Operating points: the highest load that one replica serves under an SLO, searched rank by rank on a virtual clock.
 
-Source: LoRAServe, section IV-A, for what they are; how they are found is ours: the paper does not say.
+Source: LoRAServe, section IV-A, for the idea; the paper does not say how they are found, so the search is ours.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,10 @@ from lorikeet.presets import for_one_replica, resolve_preset
 from lorikeet.simulator.run import simulate
 
 ATTAINMENT = 0.95
-"""Share of requests that must meet the SLO: with a limit on TTFT alone, its 95th percentile must."""
+"""Share of requests that must meet the SLO; with a limit on TTFT alone, its 95th percentile must."""
 
 _LEFT_OUT = 0.1
-"""Of a run's requests, the first: the replica is not busy yet."""
+"""Share of a run's first requests that are not counted, because the replica is not busy yet."""
 _FIRST_RATE = 1.0
 _LOWEST_RATE = 2.0**-10
 """Requests per second where a search begins, and below which nothing is a load."""
@@ -39,7 +39,7 @@ Show = Callable[[str, int, int], None]
 
 
 class OperatingPointError(ValueError):
-    """There is no operating point; the message says of which rank and why."""
+    """There is no operating point. The message says at which rank and why."""
 
 
 class MeanTokens(NamedTuple):
@@ -53,11 +53,11 @@ class OperatingPointSearch(msgspec.Struct, frozen=True):
     """How operating points are searched.
 
     Attributes:
-        ranks: at which.
-        adapters: all of one rank, asked for at random.
-        requests: the fewest of one probe.
-        limits: see ``probe_requests``; less than one part in so many beyond what a replica can do is not seen.
-        precision: met and missed rates are at most so far apart, relative to the met one.
+        ranks: to search.
+        adapters: number of adapters, all of one rank, requested at random.
+        requests: fewest of one probe.
+        limits: see ``probe_requests``. An overload of less than one part in ``limits`` goes unnoticed.
+        precision: largest distance of the met and the missed rate, relative to the met one.
     """
 
     ranks: tuple[int, ...] = PAPER_RANKS
@@ -69,10 +69,10 @@ class OperatingPointSearch(msgspec.Struct, frozen=True):
 
 THOROUGH = OperatingPointSearch()
 BRIEF = OperatingPointSearch(requests=1000, limits=10.0, precision=0.05)
-"""Less exact, for simulations whose profile has no operating points that fit."""
+"""Less precise, for simulations whose profile has no operating points that fit."""
 
 _found: dict[bytes, OperatingLoads] = {}
-"""What :func:`operating_points_for` has searched in this process."""
+"""Results of :func:`operating_points_for` in this process."""
 
 
 def operating_points_for(
@@ -86,17 +86,17 @@ def operating_points_for(
     search: OperatingPointSearch = BRIEF,
     show: Show = lambda stage, done, total: None,
 ) -> OperatingPoints:
-    """Return the profile's own operating points of exactly this setting, or search them: once in a process.
+    """Return the profile's own operating points for exactly this setting, or search them, once per process.
 
     Args:
         profile: of the replica.
-        preset: its name; only what a single replica looks at counts.
-        slo: to be kept.
-        lengths: prompt and answer of every request.
+        preset: its name; only what a single replica uses counts.
+        slo: to meet.
+        lengths: prompt and answer of every request, tokens.
         seed: of the requests.
-        engine: settings of the replica, whose preset does not count; None for the defaults, with a plan for each step.
-        search: how, if they must be searched.
-        show: called with (stage, requests that have ended, requests) while they are.
+        engine: settings of the replica, whose preset is ignored; None for the defaults, with a plan for each step.
+        search: how they are searched, if they must be.
+        show: called with (stage, requests that have ended, requests) during a search.
 
     Raises:
         OperatingPointError: there is none.
@@ -127,16 +127,16 @@ def find_operating_loads(
 ) -> OperatingLoads:
     """Search for each rank the highest rate of Poisson arrivals at which enough requests meet the SLO.
 
-    All probes of a rank begin with the same requests, only closer together or further apart. A load is that rate times
-    the tokens of a request, so it is what arrives, as demand is.
+    All probes of a rank begin with the same requests, closer together or further apart. A load is that rate times the
+    tokens of a request, so it is offered load, like demand.
 
     Args:
         profile: of the replica.
-        engine: its settings; with ``num_scheduler_steps`` 1 it decides anew after each step, and is simulated sooner.
-        slo: to be kept.
-        lengths: prompt and answer of every request.
+        engine: its settings. With ``num_scheduler_steps`` 1 it decides after each step, and the simulation is faster.
+        slo: to meet.
+        lengths: prompt and answer of every request, tokens.
         seed: of the requests.
-        search: how thoroughly.
+        search: precision and size of the search.
         show: called with (stage, requests of a probe that have ended, requests).
 
     Raises:
@@ -167,20 +167,20 @@ def find_operating_loads(
     )
 
 
-def host_room_bytes(geometry: ModelGeometry, search: OperatingPointSearch) -> int:
-    """Return host memory in which all adapters of a search have room, twice: KV may take half of it."""
+def search_host_bytes(geometry: ModelGeometry, search: OperatingPointSearch) -> int:
+    """Return the host memory that holds all adapters of a search twice, because KV may take half of it."""
     (largest,) = synthetic_adapters(1, (max(search.ranks),), geometry)
     return 2 * search.adapters * largest.weight_bytes
 
 
 def with_operating_loads(profile: CostProfile, loads: OperatingLoads) -> CostProfile:
-    """Return the profile with these operating points, in the place of others of the same setting."""
+    """Return the profile with these operating points, which replace others of the same setting."""
     others = tuple(each for each in profile.operating_points if _setting(each) != _setting(loads))
     return msgspec.structs.replace(profile, operating_points=(*others, loads))
 
 
 def _setting(loads: OperatingLoads) -> tuple[object, ...]:
-    """Return what operating points depend on beside the profile."""
+    """Return what operating points depend on besides the profile."""
     return (
         loads.kernel_form,
         loads.slo,
@@ -231,7 +231,7 @@ class _Probe(NamedTuple):
 
 
 def _peak(probe: _Probe, start: float) -> float:
-    """Return the highest rate of requests per second that meets the SLO."""
+    """Return the highest request rate, per second, that meets the SLO."""
     peak = find_peak(
         probe.attainment,
         ATTAINMENT,

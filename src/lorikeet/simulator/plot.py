@@ -1,4 +1,4 @@
-"""Distributions of a run, as SVG."""
+"""Plots distributions of a run as SVG."""
 
 from collections.abc import Sequence
 from html import escape
@@ -15,12 +15,12 @@ _COLOUR = "#2a9d5c"
 
 
 def distribution_panels(title: str, panels: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Return one panel for each (name, seconds): which share of the values (up) is at most so long (right).
+    """Return one panel for each (name, seconds): the cumulative distribution of the values.
 
     The axis of seconds is logarithmic and ends at the largest value.
 
     Args:
-        title: above all.
+        title: above all panels.
         panels: those without values above 0 stay empty.
     """
     shapes = [f'<text x="{_LEFT}" y="20" font-weight="bold">{escape(title)}</text>']

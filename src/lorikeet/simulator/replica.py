@@ -1,4 +1,4 @@
-"""One engine of a simulated cluster, on a clock of its own."""
+"""One engine of a simulated cluster, on its own clock."""
 
 import math
 from typing import NamedTuple
@@ -14,44 +14,44 @@ from lorikeet.core.request import Request
 from lorikeet.engine.process import STATS_EVERY_S
 
 _MARGIN = 1.1
-"""A step is taken to be longer than the last one by so much at most: contexts grow."""
+"""A step is assumed to be at most this many times as long as the last one: contexts grow."""
 
 EPOCH = 0
-"""Incarnation of every simulated engine: none is ever started again."""
+"""Incarnation of every simulated engine: none is ever restarted."""
 
 
 EngineMessage = Submit | ImportKv | RegisterAdapters | DropAdapter
-"""What an engine is sent."""
+"""Messages to an engine."""
 
 
 class PendingMove(NamedTuple):
-    """A request that is to go elsewhere.
+    """A request that is to be moved.
 
     Attributes:
-        seen: as it was when that was decided.
-        target: where to.
+        request: as it was at the review.
+        target: replica to move it to.
     """
 
-    seen: MovableRequest
+    request: MovableRequest
     target: ReplicaId
 
 
 class SimulatedReplica:
-    """A modelled engine, and what it was sent and has not received.
+    """A modelled engine, with an inbox of messages that it has not received yet.
 
-    Its clock stands where its last turn ended. While that is ahead of everybody else's time, the turn is under way:
-    what is sent to it then it receives with its next turn, as an engine process does.
+    Its clock is at the end of its last turn. While that is ahead of the simulation's time, the turn is running:
+    messages sent meanwhile are received with the next turn, as an engine process does.
 
     Args:
-        replica_id: its name.
+        replica_id: its id.
         made: the engine.
         max_batch: most requests in a step.
 
     Attributes:
         engine, sizes, notes: of the replica.
-        is_turning: a turn is under way.
-        turn_s: when its next turn begins, infinity if nothing is known that would begin one.
-        leaving: requests that are to go elsewhere when the turn under way has ended.
+        is_turning: whether a turn is running.
+        turn_s: when its next turn begins; infinity if none is scheduled.
+        leaving: requests to move when the running turn has ended.
         busy_s: time of its turns that ran something.
     """
 
@@ -81,19 +81,19 @@ class SimulatedReplica:
             kv_token_bytes=sizes.block_bytes / sizes.block_size,
         )
 
-    def tell(self, message: EngineMessage) -> None:
-        """Send a message. A replica that rests must be given a turn."""
+    def send(self, message: EngineMessage) -> None:
+        """Send a message. An idle replica must be given a turn."""
         self._inbox.append(message)
 
     def turn(self, now: float, until_s: float) -> tuple[StepOutputs, float]:
-        """Receive and run a turn that begins now; return what it has to tell, and when it ends.
+        """Receive messages and run a turn that begins now. Return its outputs, and when it ends.
 
-        Steps that would be planned alike are run together as long as they end by ``until_s``, to judge by the last one:
-        a step that goes on beyond it is a turn of its own, so that all tokens before it have been told by then.
+        Identical steps are run together as long as they are expected to end by ``until_s``, judging by the last step. A
+        step that ends later is its own turn, so that all tokens before ``until_s`` have been reported by then.
 
         Args:
             now: at or after the end of the last turn.
-            until_s: nothing reaches the engine before (see ``Engine.step``); without effect if it repeats steps as a
+            until_s: nothing reaches the engine before (see ``Engine.step``). Ignored if the engine repeats steps as a
                 live one does.
 
         Raises:
@@ -125,7 +125,7 @@ class SimulatedReplica:
         return outputs, end_s
 
     def next_turn_s(self, now: float) -> float:
-        """Return when the next turn begins if nothing is sent before; the last one has ended (see ``driver.drive``)."""
+        """Return when the next turn begins if no message is sent before. The last turn has ended."""
         if self._inbox:
             return now
         if not self.engine.has_requests and not self.engine.has_chores:
@@ -136,10 +136,10 @@ class SimulatedReplica:
         return max(now, min(self.engine.due_s, math.inf if transfer_s is None else transfer_s))
 
     def withdraw(self, request_id: RequestId, now: float) -> Request:
-        """Take a request back that was sent here; no turn is under way. The replica must be given a turn.
+        """Take back a request that was sent here. No turn is running. The replica must be given a turn.
 
         Raises:
-            KeyError: it is not here.
+            KeyError: unknown request.
         """
         for message in self._inbox:
             if isinstance(message, Submit) and message.request.request_id == request_id:
@@ -149,6 +149,6 @@ class SimulatedReplica:
         return self.engine.export_request(request_id)
 
     def export_with_kv(self, request_id: RequestId, now: float) -> Request | None:
-        """Have a request depart with its KV, and return it; None if the engine has not received it yet."""
+        """Export a request with its KV, and return it; None if the engine has not received it yet."""
         self._clock.wait_until(now)
         return self.engine.export_with_kv(request_id)

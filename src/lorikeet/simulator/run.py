@@ -22,14 +22,14 @@ from lorikeet.costs.profile import CostProfile
 
 
 class TimeWeightedLevel:
-    """A number that changes over time.
+    """A number that changes over time, with its mean over time and its maximum.
 
     Args:
-        now: since when it counts.
+        now: start of the measurement.
 
     Attributes:
-        value: at present.
-        most: largest so far.
+        value: current value.
+        most: largest value so far.
     """
 
     def __init__(self, now: float) -> None:
@@ -38,31 +38,31 @@ class TimeWeightedLevel:
         self._area = 0.0
 
     def add(self, change: int, now: float) -> None:
-        """Change it by so much."""
+        """Change the value."""
         self._area += self.value * (now - self._since_s)
         self._since_s = now
         self.value += change
         self.most = max(self.most, self.value)
 
     def mean(self, now: float) -> float:
-        """Return its mean over the time until ``now``; its value if no time has passed."""
+        """Return the mean over the time until ``now``; the value if no time has passed."""
         length_s = now - self._start_s
         return (self._area + self.value * (now - self._since_s)) / length_s if length_s else self.value
 
 
 class ReplicaFigures(msgspec.Struct, frozen=True):
-    """One replica's part. Means are over the time of the run.
+    """The figures of one replica. Means are over the time of the run.
 
     Attributes:
         replica: which.
-        requests: sent to it, those that left it again included.
+        requests: sent to it, including those that were moved away.
         output_tokens: that it generated.
         busy_share: of the time.
-        routed_mean, routed_most: adapters that placements sent to it.
+        routed_mean, routed_most: adapters that placements assigned to it.
         held_mean, held_most: adapters of which it had a copy.
         held_bytes_mean, held_bytes_most: weights of those.
-        fetches, fetched_bytes: copies that it got from other replicas.
-        provisions, provided_bytes: copies that it got from adapters' own files.
+        fetches, fetched_bytes: copies from other replicas.
+        provisions, provided_bytes: copies from source files.
     """
 
     replica: ReplicaId
@@ -82,17 +82,17 @@ class ReplicaFigures(msgspec.Struct, frozen=True):
 
 
 class ClusterFigures(msgspec.Struct, frozen=True):
-    """All replicas.
+    """The figures of all replicas.
 
     Attributes:
         duration_s: of the run.
-        adapters, adapter_bytes: that there are, and their weights: what each replica would hold under full
+        adapters, adapter_bytes: number of adapters, and their weights: what each replica would hold under full
             replication.
         held_share: mean of ``held_bytes_mean`` over the replicas, as a share of that; None without adapters.
-        placements: made since the start, each of which changed something.
+        placements: that changed the table since the start.
         fetches, fetched_bytes, provisions, provided_bytes: sums over the replicas.
         deletes: copies deleted.
-        moves: requests that co-migration took from one replica to another.
+        moves: requests that co-migration moved.
         replicas: one by one.
     """
 
@@ -111,7 +111,7 @@ class ClusterFigures(msgspec.Struct, frozen=True):
 
 
 class ReplicaTally:
-    """What is counted of one replica; see :class:`ReplicaFigures`.
+    """Counters of one replica; see :class:`ReplicaFigures`.
 
     Args:
         now: start of the run.
@@ -123,12 +123,12 @@ class ReplicaTally:
         self.routed, self.held, self.held_bytes = TimeWeightedLevel(now), TimeWeightedLevel(now), TimeWeightedLevel(now)
 
     def hold(self, copies: int, size_bytes: int, now: float) -> None:
-        """It has so many copies more, of an adapter of that size; -1: one less."""
+        """Add ``copies`` copies (-1 to remove one) of an adapter of that size."""
         self.held.add(copies, now)
         self.held_bytes.add(copies * size_bytes, now)
 
     def figures(self, replica: ReplicaId, busy_s: float, duration_s: float, now: float) -> ReplicaFigures:
-        """Return its figures at the end of the run."""
+        """Return the figures at the end of the run."""
         return ReplicaFigures(
             replica=replica,
             requests=self.requests,
@@ -151,12 +151,12 @@ class ClusterTally:
     """Counts what happens in a simulated cluster.
 
     Args:
-        replicas: that there are.
+        replicas: all replicas.
         sizes_bytes: of all adapters' weights.
         now: start of the run.
 
     Attributes:
-        of: what is counted of each replica.
+        of: counters of each replica.
         placements, deletes, moves: see :class:`ClusterFigures`.
     """
 
@@ -167,36 +167,36 @@ class ClusterTally:
         self.placements = self.deletes = self.moves = 0
 
     def routed(self, table: RoutingTable, now: float) -> None:
-        """A placement counts from now on."""
+        """Record a new placement."""
         there = Counter(replica for _, replica in table.pairs())
         for replica, tally in self.of.items():
             tally.routed.add(there[replica] - tally.routed.value, now)
 
     def seeded(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
-        """A replica has a copy from the start."""
+        """Record a copy that is there from the start."""
         self.of[replica].hold(1, self._sizes_bytes[adapter], now)
 
     def fetched(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
-        """A replica has got a copy from another one."""
+        """Record a copy from another replica."""
         tally, size_bytes = self.of[replica], self._sizes_bytes[adapter]
         tally.fetches += 1
         tally.fetched_bytes += size_bytes
         tally.hold(1, size_bytes, now)
 
     def provided(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
-        """A replica has got a copy from the adapter's own files."""
+        """Record a copy from source files."""
         tally, size_bytes = self.of[replica], self._sizes_bytes[adapter]
         tally.provisions += 1
         tally.provided_bytes += size_bytes
         tally.hold(1, size_bytes, now)
 
     def deleted(self, adapter: AdapterDigest, replica: ReplicaId, now: float) -> None:
-        """A replica's copy is gone."""
+        """Record that a copy was deleted."""
         self.deletes += 1
         self.of[replica].hold(-1, self._sizes_bytes[adapter], now)
 
     def figures(self, busy_s: Mapping[ReplicaId, float], now: float) -> ClusterFigures:
-        """Return all figures of a run that has ended now, with the time for which each replica was busy."""
+        """Return the figures of a run that has ended now; ``busy_s`` is the busy time of each replica."""
         duration_s, adapter_bytes = now - self._start_s, sum(self._sizes_bytes.values())
         replicas = tuple(tally.figures(replica, busy_s[replica], duration_s, now) for replica, tally in self.of.items())
         held_bytes = fmean(each.held_bytes_mean for each in replicas)
@@ -220,10 +220,10 @@ class Simulated(NamedTuple):
     """A simulated run.
 
     Attributes:
-        run: what became of the requests.
-        stats: gauges and counters of each engine after it.
-        notes: what was chosen, in words.
-        cluster: what several replicas did; None for one engine alone.
+        run: records of the requests.
+        stats: gauges and counters of each engine at the end.
+        notes: settings that were chosen automatically, in words.
+        cluster: figures of several replicas; None for a single engine.
     """
 
     run: WorkloadRun
@@ -240,27 +240,27 @@ def simulate(
     adapters: Mapping[str, AdapterRef],
     prompts: Prompts,
     *,
-    predict: Predictor | None = None,
+    predictor: Predictor | None = None,
     on_finished: Callable[[int], None] = lambda finished: None,
 ) -> Simulated:
     """Run ``workload`` on one modelled replica (see ``modelled_replica``).
 
     Args:
         settings: of the engine.
-        profile: what things cost.
+        profile: cost profile.
         workload: by arrival.
         adapters: by the names in the workload.
         prompts: makes the prompts.
-        predict: predicts the lengths of answers, see ``run_workload``.
+        predictor: predicts the lengths of answers, see ``run_workload``.
         on_finished: called with the number of requests that have ended.
 
     Raises:
         ConfigError: a setting does not fit the profile.
         ProfileError: the profile lacks something that the workload needs.
-        UnknownAdapter: the workload names an adapter that there is not.
+        WorkloadAdapterUnknown: the workload names an unknown adapter.
     """
     (engine, _, notes), clock, coalesced = modelled_replica(settings, profile)
     run = run_workload(
-        engine, clock, workload, adapters, prompts, coalesced=coalesced, on_finished=on_finished, predict=predict
+        engine, clock, workload, adapters, prompts, coalesced=coalesced, on_finished=on_finished, predictor=predictor
     )
     return Simulated(run, (engine.stats(),), notes)

@@ -25,39 +25,39 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.request import Slo
 
 _WITHOUT_EFFECT = frozenset({"executor", "profile", "tensor_parallel", "device", "kernels", "enforce_eager", "threads"})
-"""Settings of an engine that computes: a modelled one takes all of that from its profile."""
+"""Settings of an engine that computes; a modelled one takes these from its profile."""
 
 
 class ScenarioError(ValueError):
-    """A scenario cannot be read or has no meaning; the message names file and key."""
+    """A scenario cannot be read or has no meaning. The message names file and key."""
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One simulation.
 
     Attributes:
-        profile: name or file of the profile.
+        profile: name or file of the cost profile.
         preset: the system, a preset's name.
-        replicas: engines, all alike; with several, the preset's placement and routing count.
-        fetch: how adapters come from one replica to another: ``pipelined`` or ``store-and-forward``.
-        provisioned: at the start adapters are where the first placement has them; else each is read from its files when
-            it is first asked for.
-        trace: workload, Azure's CSV or Mooncake's JSONL to begin with; empty to make requests.
+        replicas: number of engines, all alike; with several, the preset's placement and routing apply.
+        fetch: how adapters are copied between replicas: ``pipelined`` or ``store-and-forward``.
+        provisioned: at the start adapters are where the first placement puts them; otherwise each is read from its
+            source files for its first request.
+        trace: workload, Azure's CSV or Mooncake's JSONL to start from; empty to generate requests.
         shape, arrivals, cv, count, duration_s, adapter_choice, length_scale, block_size, most_tokens: as in
             :class:`Recipe`.
         rate: requests per second, or points ``0:2,400:8``; empty for the trace's own, or 1. A file may have a number
             here, and for ``ranks``, ``prompt_tokens`` and ``output_tokens``.
-        adapters: how many there are, without files, beside those that ``trace`` names.
+        adapters: number of adapters, without files, besides those that ``trace`` names.
         ranks: of the adapters in turn, such as ``8-128``; those of a trace in the order of their names.
-        modules: that the adapters change; assisted are those of q, k and v alone.
-        prompt_tokens, output_tokens: numbers or ranges, of requests that are made.
+        modules: target modules of the adapters. Only adapters of q, k and v alone are assisted.
+        prompt_tokens, output_tokens: numbers or ranges, of generated requests.
         max_model_len: longest sequence; 0 for the profile's.
-        engine: engine settings other than their defaults. ``num_scheduler_steps`` is 1 here if it is not given. The
-            preset is ``preset``, and what the profile stands for (device, kernels, threads, ranks) cannot be set.
+        engine: engine settings other than their defaults. ``num_scheduler_steps`` is 1 here by default. The preset is
+            ``preset``, and what the profile determines (device, kernels, threads, ranks) cannot be set.
         slo: limits such as ``ttft=0.5,tpot=0.1``.
-        predictor: of the lengths of answers, for policies that look at them: ``oracle:0.8`` is right four times in
-            five, ``history`` learns from the answers as they end, ``none`` leaves them the true lengths.
-        seed: of all that is drawn.
+        predictor: of the lengths of answers, for policies that use them: ``oracle:0.8`` is right four times in five,
+            ``history`` learns from finished answers, ``none`` uses the true lengths.
+        seed: of all random draws.
     """
 
     profile: str
@@ -91,12 +91,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Return the settings of the engine.
 
         Raises:
-            ScenarioError: one is unknown, wrong, or without effect on a simulation.
+            ScenarioError: a setting is unknown, wrong, or has no effect on a simulation.
         """
         if "preset" in self.engine:
-            raise ScenarioError("engine.preset: the system is the scenario's preset")
+            raise ScenarioError("engine.preset: set the preset of the scenario instead")
         if useless := sorted(_WITHOUT_EFFECT & self.engine.keys()):
-            raise ScenarioError(f"engine.{useless[0]}: without effect here, the profile decides it")
+            raise ScenarioError(f"engine.{useless[0]}: has no effect in a simulation, where the profile determines it")
         given = {"num_scheduler_steps": 1, **self.engine, "preset": self.preset}
         try:
             engine = msgspec.convert(given, EngineSettings, strict=False)
@@ -105,7 +105,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Settings(ModelSettings(max_model_len=self.max_model_len), engine)
 
     def recipe(self, rate: float | None = None) -> Recipe:
-        """Return what the workload is made of; ``rate`` takes the place of the scenario's own.
+        """Return the recipe of the workload; ``rate`` replaces the scenario's own.
 
         Raises:
             ScenarioError: a value has no meaning.
@@ -142,20 +142,20 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ScenarioError(str(error)) from error
 
     def adapter_refs(self, geometry: ModelGeometry, workload: Sequence[WorkloadRequest]) -> dict[str, AdapterRef]:
-        """Return the adapters by name: those that there are, and those that the workload names.
+        """Return the adapters by name: the generated ones, and those that the workload names.
 
         Raises:
-            ScenarioError: they change a module that there is not.
+            ScenarioError: unknown target module.
         """
         named = sorted({request.adapter for request in workload if request.adapter is not None})
         names = tuple(dict.fromkeys((*adapter_names(self.adapters), *named)))
         return adapters_by_name(names, parse_ranks(self.ranks), geometry, modules=self.module_names())
 
     def module_names(self) -> tuple[str, ...]:
-        """Return what the adapters change.
+        """Return the target modules of the adapters.
 
         Raises:
-            ScenarioError: there is no such module, or one is named twice.
+            ScenarioError: a module is unknown, or is named twice.
         """
         try:
             return parse_modules(self.modules)
@@ -171,10 +171,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return parse_slo(self.slo)
 
     def _check_together(self) -> None:
-        """See that all that was given has an effect.
+        """Check that every given value has an effect.
 
         Raises:
-            ScenarioError: something has none.
+            ScenarioError: one has none.
         """
         given = [name for name, default in _DEFAULTS.items() if getattr(self, name) != default]
         useless = without_effect(given, self.shape, self.arrivals, has_trace=bool(self.trace))
@@ -182,18 +182,18 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ScenarioError(": ".join(useless))
         for name in ("fetch", "provisioned"):
             if name in given and self.replicas == 1:
-                raise ScenarioError(f"{name}: without effect on one replica")
+                raise ScenarioError(f"{name}: has no effect with one replica")
         if self.arrivals == "now" and self.rate:
-            raise ScenarioError(f"rate {self.rate!r}: arrivals 'now' have none")
+            raise ScenarioError(f"rate {self.rate!r}: arrivals 'now' have no rate")
 
 
 _NUMBERS = {"rate", "ranks", "prompt_tokens", "output_tokens"}
-"""Texts that may be a number alone."""
+"""Text values that may be given as a number."""
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Scenario)}
 
 
 def make_scenario(file: Path | None, flags: Mapping[str, Any]) -> Scenario:
-    """Merge a TOML file and flags; flags win, and those of None count as not given.
+    """Merge a TOML file and flags. Flags win; flags that are None are not given.
 
     Raises:
         ScenarioError: the file cannot be read, a key is unknown, or a value is wrong.

@@ -1,4 +1,4 @@
-"""A scenario simulated: once, or at rate after rate until its peak is found."""
+"""Simulates a scenario once, or at different rates until its peak is found."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,6 +14,7 @@ from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.recipe import DEFAULT_COUNT
 from lorikeet.bench.workload import WorkloadRequest, block_tokens_of
 from lorikeet.core.assist_costs import ASSISTED_MODULES
+from lorikeet.core.extras import install_command
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
@@ -25,12 +26,12 @@ Show = Callable[[str, int, int], None]
 
 
 class ScenarioResult(NamedTuple):
-    """What a simulation found.
+    """The result of a simulation.
 
     Attributes:
         scenario: what was simulated.
-        profile: by which.
-        rate: that took the place of the scenario's own, None if none did.
+        profile: cost profile.
+        rate: that replaced the scenario's own; None if none did.
         simulated: run, gauges and notes.
         figures: of the run.
     """
@@ -42,9 +43,9 @@ class ScenarioResult(NamedTuple):
     figures: LoadFigures
 
     def report(self) -> dict[str, Any]:
-        """Return everything but the single requests as plain values, the same for the same scenario."""
+        """Return everything except the single requests as plain values. The same scenario gives the same report."""
         simulated = self.simulated
-        told = {
+        report = {
             "scenario": msgspec.structs.asdict(self.scenario),
             "profile": {"name": self.profile.name, "origin": self.profile.origin, "made": self.profile.made},
             "executor": "modelled",
@@ -54,12 +55,12 @@ class ScenarioResult(NamedTuple):
             "engine": counters(simulated.stats),
         }
         if simulated.cluster is not None:
-            told["cluster"] = msgspec.to_builtins(simulated.cluster)
-        return told
+            report["cluster"] = msgspec.to_builtins(simulated.cluster)
+        return report
 
 
 def counters(stats: Sequence[EngineStats]) -> dict[str, int]:
-    """Return what the engines counted in a run, all together."""
+    """Return the sums of the counters of all engines."""
     return {
         "steps": sum(each.steps for each in stats),
         "preemptions": sum(each.preemptions for each in stats),
@@ -73,15 +74,16 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
     """Simulate a scenario.
 
     Args:
-        scenario: what.
+        scenario: what to simulate.
         show: called with (stage, requests that have ended, requests).
         rate: requests per second instead of the scenario's.
         stage: name for ``show``.
 
     Raises:
         ValueError: a part of the scenario has no meaning or does not fit another (``ScenarioError``, ``OptionError``,
-            ``WorkloadError``, ``ConfigError``, ``ProfileError``, ``OperatingPointError`` and ``UnknownAdapter``; each
-            says which).
+            ``WorkloadError``, ``ConfigError``, ``ProfileError``, ``OperatingPointError`` and
+            ``WorkloadAdapterUnknown``;
+            each message says which).
     """
     profile = load_profile(scenario.profile)
     workload = scenario.recipe(rate).requests()
@@ -95,7 +97,7 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
         workload,
         scenario.adapter_refs(profile.geometry, workload),
         Prompts(scenario.seed, 0, DEFAULT_IDS, block_size),
-        predict=make_predictor(scenario.predictor, workload, scenario.seed),
+        predictor=make_predictor(scenario.predictor, workload, scenario.seed),
         on_finished=lambda done: show(stage, done, len(workload)),
     )
     simulated = simulated._replace(notes=(*simulated.notes, *_notes(scenario, workload, block_size)))
@@ -103,19 +105,19 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
 
 
 def _notes(scenario: Scenario, workload: Sequence[WorkloadRequest], block_size: int) -> list[str]:
-    """Say what was taken for granted."""
+    """Return the assumptions, in words."""
     notes = []
     if any(request.prefix_blocks for request in workload):
         notes.append(f"prefix blocks of {block_size} tokens")
     _, preset = resolve_preset(scenario.preset)
     others = [name for name in scenario.module_names() if name not in ASSISTED_MODULES]
     if scenario.adapters and others and preset.cold_start in (ColdStart.ASSIST, ColdStart.AUTO):
-        notes.append(f"adapters change {', '.join(others)}, too: requests wait for them and are not assisted")
+        notes.append(f"adapters also target {', '.join(others)}: requests wait for their adapter and are not assisted")
     return notes
 
 
 def _cluster(scenario: Scenario, show: Show) -> Callable[..., Simulated]:
-    """Return what runs the scenario's cluster, to be called as ``simulate``.
+    """Return the function that runs the scenario's cluster, to be called as ``simulate``.
 
     Raises:
         ScenarioError: a package that clusters need is not installed.
@@ -123,7 +125,7 @@ def _cluster(scenario: Scenario, show: Show) -> Callable[..., Simulated]:
     try:
         from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
     except ModuleNotFoundError as error:
-        raise ScenarioError(f"several replicas need {error.name}: run `pip install 'lorikeet[cluster]'`") from error
+        raise ScenarioError(f"several replicas need {error.name}: run `{install_command('cluster')}`") from error
     choice = ClusterChoice(scenario.replicas, scenario.seed, scenario.limits(), scenario.fetch, scenario.provisioned)
     return partial(simulate_cluster, choice=choice, show=show)
 
@@ -131,18 +133,18 @@ def _cluster(scenario: Scenario, show: Show) -> Callable[..., Simulated]:
 def find_peak_rate(
     scenario: Scenario, show: Show, target: float, start: float, precision: float = 0.05
 ) -> tuple[Peak, list[ScenarioResult]]:
-    """Search the highest request rate at which the share ``target`` of the requests meets the SLO.
+    """Search for the highest request rate at which the share ``target`` of the requests meets the SLO.
 
-    Every probe begins with the same requests, only closer together or further apart. Where they are made, and no
-    duration says how many, those of a high rate are more, so that a queue that grows is long enough to be seen.
+    Every probe begins with the same requests, closer together or further apart. If requests are generated and no
+    duration is given, probes of a high rate have more of them, so that a growing queue becomes visible.
 
     Raises:
         ValueError: see :func:`run_scenario`; or there is no SLO, or no single rate.
     """
     if scenario.arrivals == "now" or ":" in scenario.rate:
-        raise ScenarioError("a peak is one rate: search it with arrivals that have one, and with no points of rates")
+        raise ScenarioError("a peak is a single rate: choose arrivals with a rate, and a rate without points")
     if not (math.isfinite(start) and start > 0):
-        raise ScenarioError(f"rate {start:g}: a search begins at a positive one")
+        raise ScenarioError(f"rate {start:g}: a search must begin at a positive rate")
     outcomes: list[ScenarioResult] = []
 
     def probe(rate: float) -> float:
@@ -156,7 +158,7 @@ def find_peak_rate(
     if start < lowest:
         raise ScenarioError(
             f"duration_s {scenario.duration_s:g}: at {start:g} requests/s fewer than {LEAST_PROBE_REQUESTS} arrive, "
-            "which tell nothing: begin at a higher rate, or make it longer"
+            "too few to judge: begin at a higher rate, or set a longer duration"
         )
     return find_peak(probe, target, start, lowest=lowest, precision=precision), outcomes
 

@@ -1,1 +1,1 @@
-"""What computes: executors, ranks, transfers between tiers, and LoRA on host cores."""
+"""The worker side of a replica: executors, tensor-parallel ranks, transfers, and host LoRA."""

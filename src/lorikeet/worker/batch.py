@@ -11,8 +11,7 @@ from torch import Tensor
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import Batch, HostFacts, LoraBatch, LoraSegment, LoraWeights
-from lorikeet.kernels.tensors import to_device
+from lorikeet.kernels.base import Batch, HostMetadata, LoraBatch, LoraSegment, LoraWeights, to_device
 
 Ints = npt.NDArray[np.int64]
 
@@ -43,7 +42,7 @@ class GrowingInts:
 
     @property
     def values(self) -> Ints:
-        """The present content, int64 ``[len]``, without a copy."""
+        """The content, int64 ``[len]``, as a view."""
         return self._buffer[: self._length]
 
     def _reserve(self, length: int) -> None:
@@ -54,14 +53,14 @@ class GrowingInts:
 
 
 class SequenceState:
-    """One sequence as its rank knows it.
+    """State of one sequence on a rank.
 
     Attributes:
         request_id: the sequence's request.
         sampling: how its tokens are chosen.
-        adapter: adapter version it runs under, None for the base model.
+        adapter: adapter version it runs with, None for the base model.
         prompt_tokens: how many of ``token_ids`` are prompt.
-        token_ids: prompt and outputs, of earlier attempts too.
+        token_ids: prompt and outputs, including those of earlier attempts.
         blocks: its block table.
     """
 
@@ -89,7 +88,7 @@ class BatchRow(NamedTuple):
         sequence: token ids and block table.
         start: position of the first token computed.
         tokens: how many tokens are computed.
-        samples: whether the logits of the last one are wanted.
+        samples: whether the last token's logits are sampled.
     """
 
     sequence: SequenceState
@@ -99,7 +98,7 @@ class BatchRow(NamedTuple):
 
 
 class AdapterRows(NamedTuple):
-    """Rows ``start`` to ``stop`` (half-open) of a batch that run under ``adapter``."""
+    """Rows ``start`` to ``stop`` (half-open) of a batch, which use ``adapter``."""
 
     adapter: AdapterDigest
     start: int
@@ -107,26 +106,26 @@ class AdapterRows(NamedTuple):
 
 
 def adapter_rows(adapters: Sequence[AdapterDigest | None], tokens: Sequence[int]) -> list[AdapterRows]:
-    """Merge neighbouring sequences of one adapter into runs of rows.
+    """Merge consecutive sequences of one adapter into ranges of rows.
 
     Args:
         adapters: adapter of each sequence in batch order, None for the base model.
         tokens: rows of each sequence, at least 1.
 
     Returns:
-        Runs in row order; no two touching runs have the same adapter, rows of the base are in none.
+        Ranges in row order. No two adjacent ranges have the same adapter; rows of the base model are in none.
     """
-    runs: list[AdapterRows] = []
+    ranges: list[AdapterRows] = []
     row = 0
     for adapter, count in zip(adapters, tokens, strict=True):
         stop = row + count
         if adapter is not None:
-            if runs and runs[-1].adapter == adapter and runs[-1].stop == row:
-                runs[-1] = runs[-1]._replace(stop=stop)
+            if ranges and ranges[-1].adapter == adapter and ranges[-1].stop == row:
+                ranges[-1] = ranges[-1]._replace(stop=stop)
             else:
-                runs.append(AdapterRows(adapter, row, stop))
+                ranges.append(AdapterRows(adapter, row, stop))
         row = stop
-    return runs
+    return ranges
 
 
 def build_batch(
@@ -140,15 +139,15 @@ def build_batch(
     """Build the metadata of one step.
 
     Args:
-        rows: sequences in batch order, equal adapters beside each other.
-        weights: where those of each adapter in use lie.
+        rows: sequences in batch order; those of one adapter are consecutive.
+        weights: of each adapter in use.
         block_size: tokens of KV in a block.
-        device: where the tensors go.
+        device: of the tensors.
         form: how mixed ranks are computed.
-        merged: adapter that is in the base weights already: its rows need nothing more.
+        merged: adapter that is merged into the base weights: its rows need no LoRA.
 
     Raises:
-        ValueError: a sequence has fewer tokens or blocks than it is asked to compute.
+        ValueError: a sequence has fewer tokens or blocks than the step computes.
     """
     check_rows(rows, block_size)
     counts = np.array([row.tokens for row in rows], dtype=np.int64)
@@ -161,7 +160,7 @@ def build_batch(
     def tensor(array: Ints) -> Tensor:
         return to_device(_tensor(array), device)
 
-    host = HostFacts(
+    host = HostMetadata(
         row_starts=_tensor(np.concatenate(([0], stops))),
         contexts=_tensor(starts + counts),
         block_tables=_tensor(_padded(tables)),
@@ -194,28 +193,28 @@ def lora_batch(
     form: KernelForm = KernelForm.UNPADDED,
     merged: AdapterDigest | None = None,
 ) -> LoraBatch | None:
-    """Return the adapters of a batch, None if no row needs any; arguments as of :func:`build_batch`."""
+    """Return the LoRA part of a batch, None if no row needs any; arguments as of :func:`build_batch`."""
     added = [None if row.sequence.adapter == merged else row.sequence.adapter for row in rows]
-    runs = adapter_rows(added, [row.tokens for row in rows])
-    return LoraBatch([LoraSegment(r.start, r.stop, weights[r.adapter]) for r in runs], form) if runs else None
+    ranges = adapter_rows(added, [row.tokens for row in rows])
+    return LoraBatch([LoraSegment(r.start, r.stop, weights[r.adapter]) for r in ranges], form) if ranges else None
 
 
 def check_rows(rows: Sequence[BatchRow], block_size: int, more: int = 0) -> None:
-    """Do nothing if every sequence has the tokens and blocks that it is asked to compute.
+    """Check that every sequence has the tokens and blocks that the step computes.
 
     Args:
         rows: sequences of a batch.
         block_size: tokens of KV in a block.
-        more: tokens for which there must be room beside those.
+        more: further tokens for which each sequence must have blocks.
 
     Raises:
-        ValueError: one has not; the message names its request.
+        ValueError: a sequence has too few; the message names its request.
     """
     for row in rows:
         context, sequence = row.start + row.tokens, row.sequence
         if row.tokens < 1 or row.start < 0 or context > len(sequence.token_ids):
             raise ValueError(
-                f"request {sequence.request_id}: tokens {row.start} to {context} were asked for, "
+                f"request {sequence.request_id}: tokens {row.start} to {context} are to be computed, "
                 f"it has {len(sequence.token_ids)}"
             )
         if _blocks(context + more, block_size) > len(sequence.blocks):

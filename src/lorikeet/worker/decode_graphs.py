@@ -1,8 +1,8 @@
-"""Decode steps as graphs: all that a step launches is captured once for so many rows, and replayed with one call.
+"""Decode steps as CUDA graphs: a step is captured once per number of rows and replayed with one call.
 
-What differs from one step to the next lies in tensors of the device at fixed places, the table of the batch's adapters
-among them, so that any mix of sequences and adapters replays the same graph (vLLM and SGLang replay theirs likewise).
-A step chooses its tokens and makes itself ready for the next one, so that the host is needed for neither.
+Inputs that change between steps, the table of the batch's adapters among them, are in device tensors at fixed
+addresses, so any mix of sequences and adapters replays the same graph (as in vLLM and SGLang). A graph also
+samples the tokens and prepares the inputs of the next step, which can so start without the host.
 """
 
 from collections import deque
@@ -16,36 +16,37 @@ from torch import Tensor
 
 from lorikeet.config import EngineSettings
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import LONG_TOKENS, Batch, LoraBatch, Segment, cut_segments, kv_view
-from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.base import LONG_TOKENS, Batch, LoraBatch, SamplingTensors, Segment, kv_view, split_segments
 from lorikeet.worker.batch import BatchRow
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.transfer.device import DeviceBackend, Graph, StreamEvent
 
-_SMALL = (1, 2, 4, 8)
-_STEPS = ((64, 16), (128, 32), (512, 64))
-"""Up to so many rows, a graph for every so many; above, for every 128."""
-_LEAST_RANKS = 64
+_SMALL_ROWS = (1, 2, 4, 8)
+_ROW_STEPS = ((64, 16), (128, 32), (512, 64))
+"""(limit, step): up to ``limit`` rows there is a graph for every multiple of ``step``; above, of 128."""
+_MIN_GRAPH_RANK = 64
 _SEGMENT_ROWS, _SEGMENTS = (1, 16), (8, 32, 128)
-"""Longer segments are cut, so that a kernel need not look for more rows in any of them; there is a faster one where all
-have one row. A graph has room for so many segments, or for as many as rows: what is launched for those that are empty
-ends at once, but all of it is launched.
+"""Most rows of a segment, and capacities of the segment table.
+
+Longer segments are split, so that a kernel handles a bounded number of rows per segment; the kernel for one row is
+faster. A graph has a table of one of these sizes, or of as many segments as rows. Programs of unused segments are
+launched too, and return immediately.
 """
-_STEPS_AT_ONCE = 2
-"""Whose tokens are on their way to the host."""
+_MAX_INFLIGHT = 2
+"""Most steps whose tokens have not been taken."""
 
 
 Array = TypeVar("Array", Tensor, npt.NDArray[Any])
 
 
 class _Inputs(NamedTuple, Generic[Array]):
-    """What the host gives to decode steps: tensors of the device, or numpy's arrays of the host.
+    """Inputs of decode steps, as device tensors or as numpy arrays of the host.
 
     Attributes:
-        token_ids: int64 ``[rows]``, newest token of each sequence.
-        contexts: int64 ``[rows]``, tokens with that one; 0 for rows that only fill a graph.
-        segments: int64 ``[rows, 4]``, see ``LoraBatch``.
-        temperature, top_k, top_p, min_p, seed: ``[rows]``, see ``SamplingTensors``.
+        token_ids: int64 ``[rows]``, the newest token of each sequence.
+        contexts: int64 ``[rows]``, number of tokens including that one; 0 for padding rows.
+        segments: int64 ``[rows, 4]``, the table of ``LoraBatch``.
+        temperature, top_k, top_p, min_p, seed: ``[rows]``, as of ``SamplingTensors``.
     """
 
     token_ids: Array
@@ -59,7 +60,7 @@ class _Inputs(NamedTuple, Generic[Array]):
 
 
 def _inputs_within(memory: Tensor, rows: int) -> _Inputs[Tensor]:
-    """See inputs at the beginning of int64 ``memory``, in ``10 * rows`` of its numbers."""
+    """Return inputs as views of the first ``10 * rows`` elements of int64 ``memory``."""
     token_ids, contexts, top_k, seed = memory[: 4 * rows].view(4, rows)
     temperature, top_p, min_p, _ = memory[8 * rows : 10 * rows].view(torch.float32).view(4, rows)
     segments = memory[4 * rows : 8 * rows].view(rows, 4)
@@ -67,17 +68,17 @@ def _inputs_within(memory: Tensor, rows: int) -> _Inputs[Tensor]:
 
 
 class _Variant(NamedTuple):
-    """Which graph.
+    """Key of a captured graph.
 
     Attributes:
-        rows: that it computes.
-        modules: which adapters may touch; none: the base model's exact path.
+        rows: number of rows, padding included.
+        modules: modules that adapters may change; empty for the base model without LoRA.
         form: how mixed ranks are computed.
-        ranks: of the largest adapter; of ``PADDED`` ones, that to which all are padded.
-        segments: at most.
-        segment_rows: of any segment, at most.
-        is_aligned: whether their weights all lie at multiples of 16 bytes.
-        is_long: whether any context may be.
+        ranks: largest rank of an adapter; with ``PADDED``, the rank to which all are padded.
+        segments: size of the segment table.
+        segment_rows: most rows of a segment.
+        is_aligned: whether all weights start at multiples of 16 bytes.
+        is_long: whether a context may be longer than ``LONG_TOKENS``.
     """
 
     rows: int
@@ -91,30 +92,30 @@ class _Variant(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, lora: LoraBatch | None, segments: int) -> "_Variant":
-        """Return that for a batch, whose segments are so many when they have been cut."""
+        """Return the variant for a batch with so many rows, and so many segments after splitting."""
         padded = padded_rows(rows)
         if lora is None:
             return cls(padded)
         ranks = lora.largest_rank
         if lora.form is not KernelForm.PADDED:
-            ranks = max(_LEAST_RANKS, 1 << (ranks - 1).bit_length())
+            ranks = max(_MIN_GRAPH_RANK, 1 << (ranks - 1).bit_length())
         most = next((most for most in _SEGMENTS if segments <= most), padded)
         segment_rows = _segment_rows(lora.segment_rows)
         return cls(padded, lora.modules, lora.form, ranks, min(most, padded), segment_rows, lora.is_aligned)
 
 
 class DecodeGraphs:
-    """One rank's decode steps. A graph is captured when it is first needed.
+    """One rank's decode graphs. Each is captured when it is first needed.
 
     Args:
-        device: computes.
-        model: the rank's, whose kernels fit graphs.
-        kv: see ``Decoder.forward``.
-        most_rows: sequences of a step at most.
-        sequence_blocks: blocks of a sequence at most.
+        device: captures and replays graphs.
+        model: the rank's model, whose kernels fit graphs.
+        kv: KV view of the arena, as for ``Decoder.forward``.
+        most_rows: most sequences of a step.
+        sequence_blocks: most blocks of a sequence.
 
     Attributes:
-        logits: ``[rows, vocab]``, of the last step; at least ``most_rows``.
+        logits: ``[>= most_rows, vocab]``, of the last step.
     """
 
     def __init__(
@@ -130,12 +131,12 @@ class DecodeGraphs:
         self._kv = kv
         place = model.device
         rows, zeros = padded_rows(most_rows), partial(torch.zeros, dtype=torch.int64, device=place)
-        # One piece of host memory, registered once: inputs, block tables as dense as may be, and tokens of two steps.
-        sent, told = (10 + sequence_blocks) * rows, _STEPS_AT_ONCE * rows
-        self._host = torch.zeros(sent + told, dtype=torch.int64)
+        # One registered piece of host memory: inputs, block tables without gaps, and the tokens of two steps.
+        sent, received = (10 + sequence_blocks) * rows, _MAX_INFLIGHT * rows
+        self._host = torch.zeros(sent + received, dtype=torch.int64)
         self._unregister = device.register(self._host)
-        self._given = _Inputs(*(each.numpy() for each in _inputs_within(self._host, rows)))
-        self._told = self._host[sent:].view(_STEPS_AT_ONCE, rows)
+        self._host_inputs = _Inputs(*(each.numpy() for each in _inputs_within(self._host, rows)))
+        self._received = self._host[sent:].view(_MAX_INFLIGHT, rows)
         self._sent = zeros(sent)
         self._inputs = _inputs_within(self._sent, rows)
         self._tables = zeros(rows, sequence_blocks)
@@ -148,74 +149,76 @@ class DecodeGraphs:
         self._lora: LoraBatch | None = None
         self._rows = 0
         self._launched = 0
-        self._begun: deque[StreamEvent] = deque()
+        self._inflight: deque[StreamEvent] = deque()
 
     def start(self, rows: Sequence[BatchRow], lora: LoraBatch | None, parameters: SamplingTensors) -> None:
-        """Make ready for steps of these sequences; all tokens of steps before have been taken.
+        """Prepare for steps of these sequences. All tokens of earlier steps must have been taken.
 
         Args:
             rows: sequences in batch order; each decodes.
-            lora: their adapters, None if none has any; not as einsums.
-            parameters: how their tokens are chosen; positions are known.
+            lora: their adapters, None if there are none; not in einsum form.
+            parameters: sampling parameters; positions are taken from the rows.
         """
-        assert not self._begun
+        assert not self._inflight
         self._rows = len(rows)
-        self._lora = lora  # the table names its weights: they are read until the last step has been taken
+        self._lora = lora  # keeps its weights alive: the device reads them through the table
         most = 0 if lora is None else _segment_rows(lora.segment_rows)
-        segments = [] if lora is None else cut_segments(lora.rows_on(self._model.device), most)
+        segments = [] if lora is None else split_segments(lora.rows_on(self._model.device), most)
         is_long = max(len(row.sequence.blocks) for row in rows) > self._short_blocks
         variant = _Variant.of(len(rows), lora, len(segments))._replace(is_long=is_long)
         if variant not in self._graphs:
             self._graphs[variant] = self._capture(variant)
         self._graph = self._graphs[variant]
-        self._give(rows, segments, parameters)
+        self._send_inputs(rows, segments, parameters)
 
     def launch(self) -> None:
-        """Begin the next step, and have its tokens sent. Does not wait for the device."""
+        """Queue the next step and the copy of its tokens to the host. Does not wait for the device."""
         assert self._graph is not None
-        assert len(self._begun) < _STEPS_AT_ONCE
+        assert len(self._inflight) < _MAX_INFLIGHT
         self._graph.replay()
-        told = self._told[self._launched % _STEPS_AT_ONCE]
-        self._device.steps.copy(self._chosen[: self._rows], told[: self._rows])
-        self._begun.append(self._device.steps.mark())
+        received = self._received[self._launched % _MAX_INFLIGHT]
+        self._device.steps.copy(self._chosen[: self._rows], received[: self._rows])
+        self._inflight.append(self._device.steps.record_event())
         self._launched += 1
 
     def take(self) -> list[int]:
-        """Wait for the oldest step that was launched and not taken; return its tokens, -1 where there is none.
+        """Wait for the oldest step that was launched and not taken; return its tokens.
+
+        A token is -1 if its logits were not finite.
 
         Raises:
             RuntimeError: the device has failed.
         """
-        at = (self._launched - len(self._begun)) % _STEPS_AT_ONCE
-        self._begun.popleft().wait()
-        return self._told[at, : self._rows].tolist()
+        at = (self._launched - len(self._inflight)) % _MAX_INFLIGHT
+        self._inflight.popleft().wait()
+        return self._received[at, : self._rows].tolist()
 
     def close(self) -> None:
-        """Let go of the host memory; nothing is under way."""
+        """Unregister the host memory. No step may be in flight."""
         self._unregister()
 
-    def _give(self, rows: Sequence[BatchRow], segments: Sequence[Segment], parameters: SamplingTensors) -> None:
-        """Write the inputs and send them. The device has read the last ones: tokens that it made of them were taken."""
-        given, count, host = self._given, len(rows), self._host.numpy()
-        inputs = 10 * len(given.token_ids)
-        host[:inputs] = 0
-        given.token_ids[:count] = [row.sequence.token_ids.values[row.start] for row in rows]
-        given.contexts[:count] = [row.start + 1 for row in rows]
+    def _send_inputs(self, rows: Sequence[BatchRow], segments: Sequence[Segment], parameters: SamplingTensors) -> None:
+        """Write the inputs and copy them to the device. It has read the last ones: their tokens were taken."""
+        inputs, count, host = self._host_inputs, len(rows), self._host.numpy()
+        input_words = 10 * len(inputs.token_ids)
+        host[:input_words] = 0
+        inputs.token_ids[:count] = [row.sequence.token_ids.values[row.start] for row in rows]
+        inputs.contexts[:count] = [row.start + 1 for row in rows]
         if segments:
-            given.segments[: len(segments)] = segments
+            inputs.segments[: len(segments)] = segments
         for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
-            getattr(given, name)[:count] = getattr(parameters, name).numpy()
+            getattr(inputs, name)[:count] = getattr(parameters, name).numpy()
         blocks = [row.sequence.blocks.values for row in rows]
         width = max(map(len, blocks))
-        used = inputs + count * width
-        for table, own in zip(host[inputs:used].reshape(count, width), blocks, strict=True):
+        used = input_words + count * width
+        for table, own in zip(host[input_words:used].reshape(count, width), blocks, strict=True):
             table[: len(own)] = own
         steps = self._device.steps
         steps.copy(self._host[:used], self._sent[:used])
-        steps.copy(self._sent[inputs:used].view(count, width), self._tables[:count, :width])
+        steps.copy(self._sent[input_words:used].view(count, width), self._tables[:count, :width])
 
     def _capture(self, variant: _Variant) -> Graph:
-        """Capture a step of rows that stand for no sequence: nothing is stored."""
+        """Capture a step of padding rows only, which store nothing."""
         self._sent.zero_()
         lora = None
         if variant.modules:
@@ -237,13 +240,13 @@ class DecodeGraphs:
         block_size = self._kv.shape[3]
 
         def step() -> None:
-            is_real = inputs.contexts.clamp(max=1)
-            positions = inputs.contexts - is_real
+            is_used = inputs.contexts.clamp(max=1)
+            positions = inputs.contexts - is_used
             blocks = tables.gather(1, (positions // block_size)[:, None])[:, 0]
             batch = Batch(
                 token_ids=inputs.token_ids,
                 positions=positions,
-                slot_blocks=blocks.masked_fill_(is_real == 0, -1),
+                slot_blocks=blocks.masked_fill_(is_used == 0, -1),
                 slot_offsets=positions % block_size,
                 row_starts=row_starts,
                 contexts=inputs.contexts,
@@ -259,20 +262,20 @@ class DecodeGraphs:
             self.logits[:rows].copy_(logits)
             self._chosen[:rows].copy_(chosen)
             torch.clamp(chosen, min=0, out=inputs.token_ids)
-            inputs.contexts.add_(is_real)
+            inputs.contexts.add_(is_used)
 
         return step
 
 
 def _segment_rows(longest: int) -> int:
-    """Return how many rows segments have at most, of which the longest would have so many."""
+    """Return the most rows of a segment after splitting, for segments of up to ``longest`` rows."""
     return next((most for most in _SEGMENT_ROWS if longest <= most), _SEGMENT_ROWS[-1])
 
 
 def build_graphs(
     engine: EngineSettings, model: RankModel, arena: Tensor, device: DeviceBackend, longest_tokens: int
 ) -> DecodeGraphs | None:
-    """Return a rank's graphs; None where device or kernels have none, several ranks compute, or none are wanted."""
+    """Return a rank's decode graphs; None if device or kernels do not support them, with several ranks, or if eager."""
     fits = device.has_graphs and model.kernels.fits_graphs and engine.tensor_parallel == 1
     if not fits or engine.enforce_eager:
         return None
@@ -282,9 +285,9 @@ def build_graphs(
 
 
 def padded_rows(rows: int) -> int:
-    """Return how many rows the graph has that computes so many."""
-    for small in _SMALL:
+    """Return the number of rows of the graph that is used for so many rows."""
+    for small in _SMALL_ROWS:
         if rows <= small:
             return small
-    size = next((size for most, size in _STEPS if rows <= most), 128)
+    size = next((size for most, size in _ROW_STEPS if rows <= most), 128)
     return -(-rows // size) * size

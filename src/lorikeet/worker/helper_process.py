@@ -1,4 +1,4 @@
-"""Helper processes of a rank: how they are started, set up, replaced when they end unasked, and ended."""
+"""Helper processes of a rank: starts them, sets them up, replaces them when they die, and stops them."""
 
 import logging
 import math
@@ -22,53 +22,52 @@ from lorikeet.core.executor import ExecutorError
 
 _LOG = logging.getLogger(__name__)
 
-STARTS_IN_A_ROW = 3
-"""So often a process is started that then ends without having done anything to the end."""
+MAX_FAILED_STARTS = 3
+"""After so many processes in a row that died without finishing any work, the next start is delayed."""
 
-REST_S = 10.0
-"""After that none is started for so long, lest starts keep the cores busy."""
+RESTART_DELAY_S = 10.0
+"""The delay, so that starts do not keep the cores busy."""
 
-START_S, SILENCE_S = 300.0, 60.0
-"""A process that is not up after the one, or that has owed something for the other, whatever else it says, is ended: it
-may wait for a disk or a file system that does not answer, and others' work waits for it.
+START_TIMEOUT_S, REPLY_TIMEOUT_S = 300.0, 60.0
+"""A process is killed if it is not ready after the first, or if a reply is overdue by the second. It may wait for a
+file system that does not answer, while other work waits for it.
 """
 
-SEND_S = 5.0
-"""A process that has taken in nothing for so long, though there is more than the system holds for it, is ended."""
+SEND_TIMEOUT_S = 5.0
+"""A process is killed if it does not read for so long while the send buffer is full."""
 
 
 class HelperProcess:
-    """A process that has been started and will work once it is set up; it ends when the connection is closed.
+    """A started process and the connection to it. The process ends when the connection is closed.
 
     Args:
-        module: what it runs.
+        module: the Python module that it runs.
         process: the process.
-        connection: to it.
+        connection: to the process.
 
     Attributes:
         module, process: as given.
-        up_s: since when it can work, by the monotonic clock; ``inf`` until then.
-        is_gone: set once it has ended, and writes to no memory any more.
+        ready_s: when it became ready, on the monotonic clock; ``inf`` until then.
+        has_ended: set once it has ended and cannot write to shared memory any more.
     """
 
     def __init__(self, module: str, process: "subprocess.Popen[bytes]", connection: Connection) -> None:
         self.module = module
         self.process = process
-        self.up_s = math.inf
-        self.is_gone = threading.Event()
+        self.ready_s = math.inf
+        self.has_ended = threading.Event()
         self._connection = connection
         self._sending = threading.Lock()
 
     @property
-    def can_work(self) -> bool:
-        """Whether it is up and has not ended."""
-        return self.up_s < math.inf and not self.is_gone.is_set()
+    def is_ready(self) -> bool:
+        """Whether it is ready and has not ended."""
+        return self.ready_s < math.inf and not self.has_ended.is_set()
 
     def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
         """Send a message and file descriptors.
 
-        A process that has ended gets none, and one that does not take them is ended. Whoever listens to it is about to
-        find out.
+        If the process has ended or does not read, it is killed, and the listener thread handles its end.
         """
         with self._sending:
             try:
@@ -79,50 +78,50 @@ class HelperProcess:
                 self.process.kill()
 
     def is_silent(self, for_s: float) -> bool:
-        """Wait until it says something or has ended, but no longer than that; return whether it has done neither."""
+        """Wait at most ``for_s`` seconds for a message or its end; return whether neither came."""
         with suppress(EOFError, OSError):
             return not self._connection.poll(for_s)
         return False
 
     def receive(self) -> bytes | None:
-        """Wait for what it says next and return that, None if it has ended."""
+        """Wait for the next message; return None if it has ended."""
         with suppress(EOFError, OSError):
             return self._connection.recv_bytes()
         return None
 
     def end(self) -> int:
-        """End it and return its exit status."""
+        """Kill it, wait for its end and return its exit status."""
         self.process.kill()
         status = self.process.wait()
-        self.is_gone.set()
+        self.has_ended.set()
         return status
 
-    def hang_up(self) -> None:
-        """Close the connection, but not under a message: its number may be that of the next one at once."""
+    def disconnect(self) -> None:
+        """Close the connection, but not during a send: the file descriptor may be reused immediately."""
         with self._sending:
             self._connection.close()
 
 
 def start_helper_process(module: str, name: str) -> HelperProcess:
-    """Start ``python -m module FD``, where FD is its end of a connection; it becomes ready beside the caller.
+    """Start ``python -m module FD``, where FD is its end of a connection. It becomes ready in the background.
 
     Args:
-        module: what it runs.
-        name: of the helper, for the error.
+        module: the Python module.
+        name: of the helper, for the error message.
 
     Raises:
-        ExecutorError: the system refuses.
+        ExecutorError: the process cannot be started.
     """
     ours, theirs = Pipe()
     with socket.fromfd(ours.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
-        seconds, rest = divmod(SEND_S, 1)
+        seconds, rest = divmod(SEND_TIMEOUT_S, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            # Or its libraries bring a thread for every core.
+            # Otherwise its libraries start a thread per core.
             env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         )
     except OSError as error:
@@ -134,20 +133,20 @@ def start_helper_process(module: str, name: str) -> HelperProcess:
 
 
 class Helper:
-    """Sets a process up, and starts another when it ends unasked.
+    """Keeps one helper process running: sets it up, and starts another when it dies.
 
-    The first thing that a process says is that it is up. Whoever wants to hear more, to have one ended that says
-    nothing though it should, or to know what one that has ended has left behind, overrides :meth:`_heard`,
-    :meth:`_owes` or :meth:`_gone`; all are called on a thread of this object.
+    The first message of a process says that it is ready. Subclasses override :meth:`_on_message` to handle further
+    messages, :meth:`_is_reply_overdue` to have a process killed that does not reply, and :meth:`_on_death` to clean up
+    after it. All are called on a thread of this object.
 
     Args:
-        process: the first one; owned by this object from now on.
-        name: of the helper, in messages.
-        setup: what every process must know.
-        fds: file descriptors that it is given after that.
+        process: the first process; owned by this object.
+        name: of the helper, for messages.
+        setup: sent to every process first.
+        fds: file descriptors that are sent after it.
 
     Attributes:
-        lost: how many have ended unasked.
+        lost: number of processes that died.
     """
 
     def __init__(self, process: HelperProcess, name: str, setup: msgspec.Struct, fds: Sequence[int]) -> None:
@@ -160,37 +159,37 @@ class Helper:
         self._running: HelperProcess | None = None
         self._listener: threading.Thread | None = None
         self._is_closing = False
-        self._ended_in_a_row = 0
+        self._failed_starts = 0
         self._reason = ""
-        self._rests_until_s = float("-inf")
+        self._next_start_s = float("-inf")
         with self._changed:
             self._set_up(process)
 
     @property
     def ready(self) -> HelperProcess | None:
-        """The process if it can work now, None if none can; in that case one is on its way or will be."""
+        """The process if it is ready, else None. Starts a process if there is none and the delay is over."""
         with self._changed:
-            running = self._wake()
-        return running if running is not None and running.can_work else None
+            running = self._ensure_started()
+        return running if running is not None and running.is_ready else None
 
     def wait_until_ready(self) -> None:
-        """Block until a process can work.
+        """Block until a process is ready.
 
         Raises:
-            ExecutorError: none could be started.
+            ExecutorError: no process could be started.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._running is None or self._running.can_work)
+            self._changed.wait_for(lambda: self._running is None or self._running.is_ready)
             if self._running is None:
                 raise ExecutorError(self._reason)
 
-    def worked(self) -> None:
-        """Note that the process has done something to the end."""
+    def note_success(self) -> None:
+        """Record that the process has finished some work, which resets the count of failed starts."""
         with self._changed:
-            self._ended_in_a_row = 0
+            self._failed_starts = 0
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         with self._changed:
             self._is_closing = True
             if self._running is not None:
@@ -198,23 +197,20 @@ class Helper:
         if self._listener is not None:
             self._listener.join()
 
-    def _heard(self, content: bytes) -> None:
-        """Take what the process has said after it was up."""
+    def _on_message(self, content: bytes) -> None:
+        """Handle a message of a ready process."""
 
-    def _owes(self, process: HelperProcess, since_s: float) -> bool:
-        """Whether a process that is up should have said something since a time."""
+    def _is_reply_overdue(self, process: HelperProcess, since_s: float) -> bool:
+        """Return whether a ready process has owed a reply since ``since_s`` or longer."""
         return False
 
-    def _gone(self, process: HelperProcess, reason: str) -> None:
-        """Note that a process has ended unasked; another may have been started since."""
+    def _on_death(self, process: HelperProcess, reason: str) -> None:
+        """Handle the death of a process. Another may have been started already."""
         _LOG.error("%s", reason)
 
-    def _wake(self) -> HelperProcess | None:
-        """Return the process, which may not be up yet; start one if there is none and the rest is over.
-
-        Under the lock.
-        """
-        if self._running is None and not self._is_closing and time.monotonic() >= self._rests_until_s:
+    def _ensure_started(self) -> HelperProcess | None:
+        """The process if it is ready, else None. Starts one if there is none and the delay is over."""
+        if self._running is None and not self._is_closing and time.monotonic() >= self._next_start_s:
             self._start()
         return self._running
 
@@ -223,10 +219,10 @@ class Helper:
         try:
             self._set_up(start_helper_process(self._module, self._name))
         except ExecutorError as error:
-            self._rest(str(error))
+            self._delay_start(str(error))
 
     def _set_up(self, process: HelperProcess) -> None:
-        """Tell a process what it must know, and listen to it from now on. Under the lock."""
+        """Send a process its setup and start its listener thread. Under the lock."""
         self._running = process
         process.send(self._setup, self._fds)
         self._listener = threading.Thread(target=self._listen, args=(process,), name="helper-listener", daemon=True)
@@ -235,43 +231,44 @@ class Helper:
     def _listen(self, process: HelperProcess) -> None:
         if self._next(process) is not None:
             with self._changed:
-                process.up_s = time.monotonic()
+                process.ready_s = time.monotonic()
                 self._changed.notify_all()
         while (content := self._next(process)) is not None:
-            self._heard(content)
+            self._on_message(content)
         self._replace(process)
 
     def _next(self, process: HelperProcess) -> bytes | None:
-        """Return what a process says next; None if it has ended, or is to be ended."""
-        is_up = process.up_s < math.inf
-        patience_s = SILENCE_S if is_up else START_S
-        while process.is_silent(0.0):  # all that it has said has been heard, be that of what it owes or of other things
-            since_s = time.monotonic() - patience_s
-            owes = process.up_s <= since_s and self._owes(process, since_s)
-            if owes or (process.is_silent(patience_s) and not is_up):
-                _LOG.error("%s has said nothing that it owes for %g s", self._name, patience_s)
+        """Return the next message of a process; None if it has ended or is to be killed."""
+        is_ready = process.ready_s < math.inf
+        timeout_s = REPLY_TIMEOUT_S if is_ready else START_TIMEOUT_S
+        while process.is_silent(0.0):  # nothing is left to read, so a reply that is due has not come
+            since_s = time.monotonic() - timeout_s
+            is_overdue = process.ready_s <= since_s and self._is_reply_overdue(process, since_s)
+            if is_overdue or (process.is_silent(timeout_s) and not is_ready):
+                _LOG.error("%s has not replied for %g s", self._name, timeout_s)
                 return None
         return process.receive()
 
     def _replace(self, process: HelperProcess) -> None:
-        """Start another process in place of one that has ended."""
+        """End a process and start another in its place."""
         status = process.end()
-        reason = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        reason = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         reason = f"{self._name} {reason}"
         with self._changed:
-            process.hang_up()
+            process.disconnect()
             self._running = None
             self._changed.notify_all()
             if self._is_closing:
                 return
             self.lost += 1
-            self._ended_in_a_row += 1
-            if self._ended_in_a_row < STARTS_IN_A_ROW:
+            self._failed_starts += 1
+            if self._failed_starts < MAX_FAILED_STARTS:
                 self._start()
             else:
-                self._rest(f"{reason}, {self._ended_in_a_row} times in a row")
-        self._gone(process, reason)
+                self._delay_start(f"{reason}, {self._failed_starts} times in a row")
+        self._on_death(process, reason)
 
-    def _rest(self, reason: str) -> None:
+    def _delay_start(self, reason: str) -> None:
+        """Start no process before ``RESTART_DELAY_S`` is over."""
         self._reason = reason
-        self._rests_until_s = time.monotonic() + REST_S
+        self._next_start_s = time.monotonic() + RESTART_DELAY_S

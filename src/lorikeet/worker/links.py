@@ -1,9 +1,9 @@
-"""Transfers without bytes: when each ends, by the time that its parts take.
+"""Models of the transfer link: when each transfer ends, from the times of its parts.
 
-In each direction (:class:`lorikeet.costs.transfers.LinkDirection`) one transfer goes at a time, the most urgent: those
-that somebody waits for in the order in which they began, then the others. A more urgent one that comes is let through,
-and the rest of what it interrupts goes on afterwards. Live copies give way between blocks; here they do at any time. No
-direction waits for another.
+Each direction (:class:`lorikeet.costs.transfers.LinkDirection`) carries one transfer at a time, the most urgent first:
+demanded transfers, then prefetches, each in the order of their start. A more urgent transfer preempts the running one,
+which continues afterwards. (Live copies are preempted between groups of blocks; here at any time.) The directions are
+independent of each other.
 """
 
 import threading
@@ -17,38 +17,38 @@ from lorikeet.costs.transfers import LinkDirection, TransferLeg, TransferPath
 
 
 class TransferLink(Protocol):
-    """Transfers that go on beside the steps."""
+    """Runs transfers in the background of the steps."""
 
     def begin(self, transfer: Transfer, now: float) -> None:
-        """Take a transfer on."""
+        """Start a transfer."""
         ...
 
     def promote(self, transfer_ids: Collection[int], now: float) -> None:
-        """Treat transfers as demanded from now on; those that have ended are ignored."""
+        """Make transfers demanded; those that have ended are ignored."""
         ...
 
     def next_s(self) -> float | None:
-        """Return when the next of its transfers ends, as things stand; None if it has none."""
+        """Return when the next transfer ends if nothing else starts; None if none is in flight."""
         ...
 
     def take_done(self, now: float) -> list[TransferDone]:
-        """Return the transfers that have ended since the last call, in the order of their ends."""
+        """Return the transfers that have ended by ``now`` since the last call, in the order of their ends."""
         ...
 
     def group_ends_s(self, transfer_id: int, now: float) -> Sequence[float]:
-        """Return when each group of a transfer's blocks has ended or will end, as things stand.
+        """Return when each group of a transfer's blocks has arrived or will arrive if nothing else starts.
 
-        The transfer has begun, and nobody has taken its end.
+        The transfer has been started, and :meth:`take_done` has not returned it.
         """
         ...
 
 
 class ModelledTransferLink:
-    """See the module.
+    """Computes the ends of transfers from a cost model. Implements ``TransferLink``.
 
     Args:
-        course: how a transfer goes.
-        on_done: on the real clock called, on another thread, when a transfer has ended.
+        course: returns the path of a transfer, with its times.
+        on_done: on the real clock, called on another thread when a transfer has ended.
     """
 
     def __init__(self, course: Callable[[Transfer], TransferPath], on_done: Callable[[], None] | None = None) -> None:
@@ -60,23 +60,23 @@ class ModelledTransferLink:
         self._alarm = None if on_done is None else _Alarm(on_done)
 
     def begin(self, transfer: Transfer, now: float) -> None:
-        """See ``TransferLink``.
+        """Start a transfer.
 
         Raises:
-            ProfileError: nobody knows how long it takes.
+            ProfileError: the profile lacks the times of this transfer.
         """
         self._settle(now)
         self._lanes.begin(transfer, self._course(transfer), now)
-        self._expect_another_end(now)
+        self._schedule_changed(now)
 
     def promote(self, transfer_ids: Collection[int], now: float) -> None:
-        """See ``TransferLink``."""
+        """Make transfers demanded; those that have ended are ignored."""
         self._settle(now)
         self._lanes.promote(frozenset(transfer_ids), now)
-        self._expect_another_end(now)
+        self._schedule_changed(now)
 
     def next_s(self) -> float | None:
-        """See ``TransferLink``. The time is past if a transfer has ended that nobody has taken."""
+        """Return when the next transfer ends, None if none is in flight. In the past if an end was not taken yet."""
         if self._ended:
             return self._ended[0][0]
         if not self._is_next_known:
@@ -84,7 +84,7 @@ class ModelledTransferLink:
         return self._next_s
 
     def take_done(self, now: float) -> list[TransferDone]:
-        """See ``TransferLink``."""
+        """Return the transfers that have ended by ``now`` since the last call."""
         self._settle(now)
         done = []
         while self._ended and self._ended[0][0] <= now:
@@ -94,19 +94,19 @@ class ModelledTransferLink:
         return done
 
     def group_ends_s(self, transfer_id: int, now: float) -> Sequence[float]:
-        """See ``TransferLink``."""
+        """Return when each group of a transfer has arrived, or will if nothing else starts."""
         self._settle(now)
         return self._lanes.group_ends_s(transfer_id)
 
     def _settle(self, now: float) -> None:
-        """Let everything end that has ended by ``now``."""
+        """Process all ends of parts up to ``now``."""
         while (end_s := self._lanes.next_end_s()) is not None and end_s <= now:
             done = self._lanes.end_next()
             if done is not None:
                 self._ended.append((end_s, done))
                 self._is_next_known = False
 
-    def _expect_another_end(self, now: float) -> None:
+    def _schedule_changed(self, now: float) -> None:
         self._is_next_known = False
         self._set_alarm(now)
 
@@ -116,13 +116,13 @@ class ModelledTransferLink:
 
 
 class _Job(NamedTuple):
-    """A part of a transfer. The least by the first three is the most urgent.
+    """A part of a transfer. The first three fields are its priority, lowest first.
 
     Attributes:
-        is_prefetch: whether nobody waits for it.
-        transfer_id, part: which.
-        legs: those it has still to go, the seconds of the first as they are left.
-        alone_s: seconds of its transfer.
+        is_prefetch: whether no request waits for it.
+        transfer_id, part: its transfer and its number within it.
+        legs: remaining legs; the first has its remaining seconds.
+        alone_s: duration of the whole transfer on an idle link.
     """
 
     is_prefetch: bool
@@ -133,61 +133,61 @@ class _Job(NamedTuple):
 
 
 class _Lane:
-    """One direction.
+    """One direction of the link.
 
     Attributes:
-        carried: the job that it carries, None if there is none at all.
-        end_s: when the leg of that one ends.
-        waiting: the others, the most urgent first.
+        running: the running job, None if the lane is idle.
+        end_s: when the running job's leg ends.
+        waiting: other jobs, most urgent first.
     """
 
-    __slots__ = ("carried", "end_s", "waiting")
+    __slots__ = ("end_s", "running", "waiting")
 
     def __init__(self) -> None:
-        self.carried: _Job | None = None
+        self.running: _Job | None = None
         self.end_s = 0.0
         self.waiting: list[_Job] = []
 
     def copy(self) -> "_Lane":
         copied = _Lane()
-        copied.carried, copied.end_s, copied.waiting = self.carried, self.end_s, self.waiting.copy()
+        copied.running, copied.end_s, copied.waiting = self.running, self.end_s, self.waiting.copy()
         return copied
 
     def add(self, job: _Job, now: float) -> None:
-        """Take a job, and let it through if it is more urgent than the one that is carried."""
-        carried = self.carried
-        if carried is None:
-            self._carry(job, now)
-        elif job < carried:
-            rest = carried.legs[0]._replace(seconds=self.end_s - now)
-            insort(self.waiting, carried._replace(legs=(rest, *carried.legs[1:])))
-            self._carry(job, now)
+        """Add a job; it preempts the running job if it is more urgent."""
+        running = self.running
+        if running is None:
+            self._run(job, now)
+        elif job < running:
+            rest = running.legs[0]._replace(seconds=self.end_s - now)
+            insort(self.waiting, running._replace(legs=(rest, *running.legs[1:])))
+            self._run(job, now)
         else:
             insort(self.waiting, job)
 
     def end(self) -> _Job:
-        """End the leg of the carried job, and go on with the next one."""
-        ended, self.carried = self.carried, None
+        """End the leg of the running job and start the next job."""
+        ended, self.running = self.running, None
         assert ended is not None
         if self.waiting:
-            self._carry(self.waiting.pop(0), self.end_s)
+            self._run(self.waiting.pop(0), self.end_s)
         return ended
 
     def promote(self, transfer_ids: frozenset[int], now: float) -> None:
-        """Treat jobs as demanded."""
-        if self.carried is not None and self.carried.transfer_id in transfer_ids:
-            self.carried = self.carried._replace(is_prefetch=False)
+        """Make the jobs of these transfers demanded."""
+        if self.running is not None and self.running.transfer_id in transfer_ids:
+            self.running = self.running._replace(is_prefetch=False)
         waiting, self.waiting = self.waiting, []
         for job in waiting:
             is_demanded = job.transfer_id in transfer_ids
             self.add(job._replace(is_prefetch=False) if is_demanded else job, now)
 
-    def _carry(self, job: _Job, now: float) -> None:
-        self.carried, self.end_s = job, now + job.legs[0].seconds
+    def _run(self, job: _Job, now: float) -> None:
+        self.running, self.end_s = job, now + job.legs[0].seconds
 
 
 class _Lanes:
-    """All directions, how many parts of each transfer have not ended, and when those ended that are groups."""
+    """All directions, the number of unfinished parts of each transfer, and the ends of groups."""
 
     def __init__(self) -> None:
         self._lanes = {way: _Lane() for way in LinkDirection}
@@ -196,7 +196,7 @@ class _Lanes:
 
     def begin(self, transfer: Transfer, course: TransferPath, now: float) -> None:
         """Let the parts of a transfer go their first leg."""
-        way, number = course.legs[0].way, transfer.transfer_id
+        way, number = course.legs[0].direction, transfer.transfer_id
         parts: list[tuple[TransferLeg, ...]] = [(TransferLeg(way, seconds),) for seconds in course.groups_s]
         parts = parts or [course.legs] * course.parts
         self._parts[number] = len(parts)
@@ -206,22 +206,22 @@ class _Lanes:
             self._lanes[way].add(_Job(not transfer.demand, number, part, legs, course.alone_s), now)
 
     def promote(self, transfer_ids: frozenset[int], now: float) -> None:
-        """Treat transfers as demanded, wherever their parts are."""
+        """Make transfers demanded in all lanes."""
         for lane in self._lanes.values():
             lane.promote(transfer_ids, now)
 
     def next_end_s(self) -> float | None:
-        """Return when the next leg ends."""
+        """Return when the next leg ends, None if all lanes are idle."""
         lane = self._next()
         return None if lane is None else lane.end_s
 
     def end_next(self) -> TransferDone | None:
-        """End the next leg; return the end of a transfer if it was its last one."""
+        """End the next leg; return the completion of its transfer if that was the last leg."""
         lane = self._next()
         assert lane is not None
         end_s, job = lane.end_s, lane.end()
         if len(job.legs) > 1:
-            self._lanes[job.legs[1].way].add(job._replace(legs=job.legs[1:]), end_s)
+            self._lanes[job.legs[1].direction].add(job._replace(legs=job.legs[1:]), end_s)
             return None
         if job.transfer_id in self._group_ends_s:
             self._group_ends_s[job.transfer_id] += (end_s,)
@@ -232,7 +232,7 @@ class _Lanes:
         return TransferDone(job.transfer_id, duration_s=job.alone_s)
 
     def next_done_s(self) -> float | None:
-        """Return when the next transfer ends if nothing else begins."""
+        """Return when the next transfer ends if nothing else starts, None if there is none."""
         ahead = self._copy()
         while (end_s := ahead.next_end_s()) is not None:
             if ahead.end_next() is not None:
@@ -240,19 +240,19 @@ class _Lanes:
         return None
 
     def group_ends_s(self, transfer_id: int) -> tuple[float, ...]:
-        """Return when each group of a transfer has ended, or ends if nothing else begins."""
+        """Return when each group of a transfer has ended, or will end if nothing else starts."""
         ahead = self._copy()
         while transfer_id in ahead._parts:
             ahead.end_next()
         return ahead._group_ends_s[transfer_id]
 
     def forget(self, transfer_id: int) -> None:
-        """A transfer's end has been taken."""
+        """Forget a transfer whose end was taken."""
         self._group_ends_s.pop(transfer_id, None)
 
     def _next(self) -> _Lane | None:
-        """Return the lane whose leg ends first; of several a copy's, which a read that ends now must not interrupt."""
-        busy = [lane for lane in self._lanes.values() if lane.carried is not None]
+        """Return the lane whose leg ends first. Ties go to a copy, so that a read that ends now does not preempt it."""
+        busy = [lane for lane in self._lanes.values() if lane.running is not None]
         return min(busy, key=lambda lane: lane.end_s, default=None)
 
     def _copy(self) -> "_Lanes":
@@ -264,7 +264,7 @@ class _Lanes:
 
 
 class _Alarm:
-    """Calls somebody at a time that may still change."""
+    """Calls a function at a time that can be changed."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -272,7 +272,7 @@ class _Alarm:
         self._due_s: float | None = None
 
     def set(self, due_s: float | None, now: float) -> None:
-        """Call at ``due_s`` (None: not at all) instead of when it was told before."""
+        """Call at ``due_s`` (None: not at all) instead of the time set before."""
         if due_s == self._due_s:
             return
         if self._timer is not None:
@@ -284,5 +284,5 @@ class _Alarm:
             self._timer.start()
 
     def _ring(self) -> None:
-        self._due_s = None  # before the call: whoever is called may set the same time again
+        self._due_s = None  # before the call, which may set the same time again
         self._call()

@@ -1,6 +1,6 @@
-"""How many blocks a rank's arenas get.
+"""Computes how many blocks a rank's arenas get.
 
-On a GPU, first steps compile kernels and measure what the largest step takes.
+On a GPU, profiling steps compile the kernels and measure the memory of the largest step.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,7 @@ from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, kv_view
-from lorikeet.kernels.sampling import SamplingTensors
+from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, SamplingTensors, kv_view
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
 from lorikeet.presets import resolve_preset
@@ -28,19 +27,19 @@ from lorikeet.worker.decode_graphs import build_graphs, padded_rows
 from lorikeet.worker.rank_setup import RankModel
 
 _RANKS = (16, 32, 64)
-"""There are tiles of these; of larger ranks there are several."""
+"""Rank tiles of the LoRA kernels. Larger ranks take several tiles."""
 _MANY_ROWS = 17
-"""Of one adapter: its tiles are larger then, for all that share the step, and their number tells how sums are split."""
+"""From so many rows of one adapter on, all LoRA kernels of the step use larger tiles."""
 
 
 def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> int:
-    """Return the most bytes that a step takes on the model's GPU. Steps of all kinds follow, for their kernels.
+    """Return the peak bytes of the largest step on the model's GPU. Then run steps of all kinds to compile kernels.
 
     Args:
-        model: computes.
-        engine: limits of a step.
+        model: runs the steps.
+        engine: has the limits of a step.
         rank: of adapters; 0 for none.
-        longest_tokens: of a sequence.
+        longest_tokens: tokens of the longest sequence.
     """
     torch.cuda.reset_peak_memory_stats(model.device)
     before_bytes = torch.cuda.memory_allocated(model.device)
@@ -54,7 +53,7 @@ def measure_step_bytes(model: RankModel, engine: EngineSettings, rank: int, long
 
 
 def largest_step(engine: EngineSettings, longest_tokens: int) -> list[int]:
-    """Return prompts of as many tokens and sequences as a step may have, the first as long as can be."""
+    """Return prompt lengths with the most tokens and sequences of a step; the first prompt is as long as possible."""
     lengths: list[int] = []
     tokens, sequences = engine.max_num_batched_tokens, engine.max_num_seqs
     while tokens and len(lengths) < sequences:
@@ -65,13 +64,13 @@ def largest_step(engine: EngineSettings, longest_tokens: int) -> list[int]:
 
 
 def compile_kernels(model: RankModel, engine: EngineSettings, rank: int, longest_tokens: int) -> None:
-    """Run steps for which kernels may differ: by tokens, by sequences, and by number and ranks of adapters.
+    """Run steps that need different kernels: by tokens, by sequences, and by number and ranks of adapters.
 
     Args:
-        model: computes.
-        engine: limits of a step.
+        model: runs the steps.
+        engine: has the limits of a step.
         rank: of the largest adapters; 0 for none.
-        longest_tokens: of a sequence.
+        longest_tokens: tokens of the longest sequence.
     """
     most_tokens = min(engine.max_num_batched_tokens, longest_tokens)
     most_rows = min(engine.max_num_seqs, engine.max_num_batched_tokens)
@@ -86,49 +85,49 @@ def compile_kernels(model: RankModel, engine: EngineSettings, rank: int, longest
         for each in ranks:
             run_decodes(model, engine, each, rows, longest_tokens)
     for rows in _multiples(1, 2, most_rows):
-        logits = torch.zeros(rows, model.config.vocab_size, device=model.device)  # as those that are edited are floats
-        model.kernels.choose(logits, _drawn(rows).on(model.device))
+        logits = torch.zeros(rows, model.config.vocab_size, device=model.device)  # edited logits are fp32
+        model.kernels.choose(logits, _sampling_tensors(rows).on(model.device))
 
 
 def _multiples(least: int, factor: int, most: int) -> list[int]:
-    """Return a number, what comes of multiplying it again and again, and the most."""
+    """Return ``least * factor**n`` below ``most`` for n = 0, 1, 2 ..., and ``most``."""
     return [*takewhile(lambda number: number < most, (least * factor**times for times in count())), most]
 
 
 def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Sequence[int]) -> int:
-    """Prefill sequences, each under an adapter of its own of all modules, and choose a token for each.
+    """Prefill sequences, each with its own adapter of all modules, and sample a token for each.
 
-    The adapters lie in the same blocks, but no kernel knows that: einsums pad and copy all of them.
+    The adapters share their blocks, but kernels treat them as different: einsums pad and copy each.
 
     Args:
-        model: computes.
+        model: runs the step.
         engine: settings.
         rank: of the adapters; 0 for none.
         lengths: tokens of each sequence.
 
     Returns:
-        Bytes of an arena of its own, which is gone again.
+        Bytes of the temporary arena that the step used.
     """
     arena, rows, adapters = _sequences(model, engine, rank, lengths)
     batch = build_batch(rows, adapters, engine.block_size, model.device, _form(engine))
     geometry = model.geometry
     kv = kv_view(arena, geometry.layers, engine.block_size, geometry.kv_heads, geometry.head_dim)
     logits = model.decoder.forward(batch, kv)
-    model.kernels.choose(logits, _drawn(len(lengths)).on(model.device))
+    model.kernels.choose(logits, _sampling_tensors(len(lengths)).on(model.device))
     return arena.nbytes
 
 
 def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: int, longest_tokens: int) -> None:
-    """Decode as graphs do, which have other tables: under one adapter, two, four and so on, the last one for the rest.
+    """Run decode steps as graphs do, with one, two, four ... adapters in the segment table.
 
-    Where no graphs are used, this is a step of :func:`run_step`.
+    Without graphs, run one eager decode step with :func:`run_step`.
 
     Args:
-        model: computes.
+        model: runs the steps.
         engine: settings.
         rank: of the adapters; 0 for none.
-        sequences: how many.
-        longest_tokens: of a sequence; if its decodes are graphs of their own, these follow.
+        sequences: number of sequences.
+        longest_tokens: tokens of the longest sequence. If long contexts have their own graphs, these are run too.
     """
     arena, rows, adapters = _sequences(model, engine, rank, [1] * sequences)
     device: Any = EagerDevice()
@@ -141,35 +140,35 @@ def run_decodes(model: RankModel, engine: EngineSettings, rank: int, sequences: 
     for adapters_used in sorted({*_multiples(1, 2, sequences), max(1, sequences - 1)} if rank else {sequences}):
         for i, row in enumerate(rows):
             row.sequence.adapter = names[min(i, adapters_used - 1)]
-        graphs.start(rows, lora_batch(rows, adapters, _form(engine)), _drawn(sequences))
+        graphs.start(rows, lora_batch(rows, adapters, _form(engine)), _sampling_tensors(sequences))
     if not rank and longest_tokens > LONG_TOKENS:
         rows[0].sequence.add_blocks(range(LONG_TOKENS // engine.block_size))  # type: ignore[arg-type]
-        graphs.start(rows, None, _drawn(sequences))
+        graphs.start(rows, None, _sampling_tensors(sequences))
     graphs.close()
 
 
 class EagerDevice:
-    """A device that does the work of a graph once instead of capturing it, and copies nothing.
+    """A device that runs the work of a graph once instead of capturing it, and copies nothing.
 
-    All that graphs read is zero: rows that stand for no sequence.
+    All inputs of graphs stay zero, which means padding rows.
     """
 
     has_graphs = True
 
     @property
     def steps(self) -> "EagerDevice":
-        """Itself."""
+        """This object."""
         return self
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Leave the target as it is."""
+        """Do nothing."""
 
     def register(self, memory: Tensor) -> Callable[[], None]:
-        """Return what does nothing."""
+        """Return a function that does nothing."""
         return lambda: None
 
     def capture(self, work: Callable[[], None]) -> "EagerDevice":
-        """Do the work; what is returned is not to be replayed."""
+        """Run the work; the returned object cannot be replayed."""
         work()
         return self
 
@@ -181,7 +180,7 @@ def _form(engine: EngineSettings) -> KernelForm:
 def _sequences(
     model: RankModel, engine: EngineSettings, rank: int, lengths: Sequence[int]
 ) -> tuple[Tensor, list[BatchRow], dict[AdapterDigest, LoraWeights]]:
-    """Return an arena, sequences with blocks in it that are prefilled, and their adapters, all in the same blocks."""
+    """Return an arena, sequences to prefill with blocks in it, and their adapters, which share their blocks."""
     geometry = model.geometry
     elements = geometry.block_elements(engine.block_size)
     packing = pack(dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers), geometry, elements)
@@ -200,28 +199,29 @@ def _sequences(
     return arena, rows, adapters
 
 
-def _drawn(rows: int) -> SamplingTensors:
-    """Return parameters for tokens that are drawn among few."""
+def _sampling_tensors(rows: int) -> SamplingTensors:
+    """Return parameters that exercise all sampling filters."""
     ones, numbers = torch.ones(rows), torch.ones(rows, dtype=torch.int64)
     return SamplingTensors(ones, 2 * numbers, ones / 2, ones / 2, numbers, numbers)
 
 
-_SHARE_OF_FREE = 0.4
-"""Of a CPU's memory."""
+_CPU_MEMORY_SHARE = 0.4
+"""Share of the free memory of a CPU that an arena may take."""
 _CPU_BYTES = 4 * 2**30
 _ADAPTER_BYTES = 4 * 2**30
 _SMALLEST_RANK, _LARGE_RANK = 8, 128
 
 
 def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> int:
-    """Return how many blocks this rank's arena gets.
+    """Return the number of blocks of this rank's device arena.
 
-    ``memory_bytes`` if given. Else a share of a CPU's free memory, or what weights and the largest step leave of
-    ``gpu_memory_utilization`` of a GPU, but no more than all running sequences could fill at full length beside some
-    adapters, and on a CPU, whose memory others want too, no more than 4 GiB or the least that works.
+    That is ``memory_bytes`` if given. Otherwise it is what weights and the largest step leave of
+    ``gpu_memory_utilization`` of a GPU, or a share of the free memory of a CPU. It is limited to what all running
+    sequences could fill at full length plus some adapters, and on a CPU, whose memory other programs use too, to 4 GiB
+    or the least that works.
 
     Raises:
-        ConfigError: that cannot hold the longest sequence and a small adapter.
+        ConfigError: the arena cannot hold the longest sequence and a small adapter.
         ExecutorError: the device cannot run the largest step.
     """
     engine = settings.engine
@@ -234,7 +234,7 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
     else:
         useful_bytes = engine.max_num_seqs * sequence_blocks * block_bytes + _ADAPTER_BYTES
         if model.device.type == "cpu":
-            free_bytes = int(psutil.virtual_memory().available / engine.tensor_parallel * _SHARE_OF_FREE)
+            free_bytes = int(psutil.virtual_memory().available / engine.tensor_parallel * _CPU_MEMORY_SHARE)
             useful_bytes = min(useful_bytes, max(_CPU_BYTES, least_blocks * block_bytes))
         else:
             free_bytes, total_bytes = torch.cuda.mem_get_info(model.device)
@@ -252,32 +252,32 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
 
 
 def host_arena_blocks(settings: Settings, model: RankModel) -> int:
-    """Return how many blocks this rank's host arena gets; none unless a size is given."""
+    """Return the number of blocks of this rank's host arena: ``host_memory_bytes``, by default none."""
     return settings.engine.host_memory_bytes // model.geometry.block_bytes(settings.engine.block_size)
 
 
 def share_left_bytes(share: float, total_bytes: int, free_bytes: int, step_bytes: int) -> int:
-    """Return what is left of a share of a GPU beside whatever is on it, this server's or not, and steps.
+    """Return the bytes that are left of ``share`` of a GPU after all present allocations, of any process, and steps.
 
-    Those that are called take ``step_bytes`` at most, and graphs as much again: theirs are smaller, but they keep it.
+    Eager steps take at most ``step_bytes``. Graphs are given as much again: they take less, but keep it.
     """
     return max(0, int(share * total_bytes) - (total_bytes - free_bytes) - 2 * step_bytes)
 
 
 def measured_step_bytes(settings: Settings, model: RankModel, longest_tokens: int) -> int:
-    """Run steps on this rank's GPU and return what the largest takes, 0 on a CPU. Every rank must call this.
+    """Run profiling steps on this rank's GPU and return the bytes of the largest; 0 on a CPU. All ranks must call this.
 
-    With them kernels are compiled and libraries loaded: what cannot be used says so before there are requests.
+    The steps also compile kernels and load libraries, so that failures show before there are requests.
 
     Raises:
-        ExecutorError: it cannot be run.
+        ExecutorError: a step cannot be run.
     """
     if model.device.type == "cpu":
         return 0
     rank = (settings.adapters.max_rank or _LARGE_RANK) if settings.adapters.enabled else 0
     try:
         return measure_step_bytes(model, settings.engine, rank, longest_tokens)
-    except Exception as error:  # of torch, of Triton's compiler or of a library's
+    except Exception as error:  # from torch, Triton's compiler or a library
         raise ExecutorError(
             f"a step of {settings.engine.max_num_batched_tokens} tokens in {settings.engine.max_num_seqs} sequences "
             f"cannot be run by the kernels {model.kernels.name!r}: {type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""One adapter merged into a rank's base weights (dLoRA, OSDI 2024, section 4.1), and the base weights as they were.
+"""Merges one adapter into a rank's base weights, and restores them (dLoRA, OSDI 2024, section 4.1).
 
-A merged weight is always computed from a pristine copy, ``W0 + Σ B·A``, rounded once, and a weight that is no longer
-merged is written from that copy: subtracting what was added would leave rounding errors, which add up.
+A merged weight is always computed from a pristine copy, ``W0 + Σ B·A``, rounded once, and unmerging writes the pristine
+copy back. Subtracting the delta instead would leave rounding errors, which accumulate.
 """
 
 from typing import NamedTuple
@@ -17,32 +17,33 @@ from lorikeet.presets import MergeBy
 
 
 class _Linear(NamedTuple):
-    """A linear weight: its layer, the modules whose weights lie one below the other in it, and its two copies."""
+    """A fused linear weight: its layer, the modules stacked in it, and its pristine and packed copies."""
 
     layer: int
     targets: LoraTargets
     pristine: Tensor
     packed: Weight
 
-    def is_touched_by(self, adapter: LoraWeights | None) -> bool:
+    def is_changed_by(self, adapter: LoraWeights | None) -> bool:
         return adapter is not None and any((self.layer, module) in adapter.pieces for module in self.targets.modules)
 
 
 class Merger:
-    """Changes the weights that one rank computes with, in place: whoever holds them need not know.
+    """Merges adapters into the weights that one rank's decoder reads, in place.
 
-    Every rank merges its own share: A is split by input and B by output as the weights are. Biases stay.
+    Every rank merges its own share: A is split by input and B by output like the weights. Biases are not changed.
 
     Args:
-        plain: the rank's weights as they were loaded. Not needed any more afterwards, but for what lies at ``place``.
-        packed: the same in the kernels' layout, from ``pack_weights`` with ``keep_plain``; what the decoder reads.
-        kernels: of ``packed``.
+        plain: the rank's weights as loaded. They can be freed afterwards, except copies that are at ``place`` already.
+        packed: the same weights in the kernels' layout, from ``pack_weights`` with ``keep_plain``; the decoder reads
+            these.
+        kernels: the backend of ``packed``.
         geometry: of the rank's share.
-        merge_by: which weights a change writes: those that one of the two adapters touches, or every linear one.
-        place: where pristine copies lie. The CPU's memory for weights of a CUDA device is pinned.
+        merge_by: which weights a switch writes: those that the old or the new adapter changes, or every linear weight.
+        place: device of the pristine copies. Copies in host memory for a CUDA device are pinned.
 
     Attributes:
-        merged: the adapter that is merged; None: the weights are pristine.
+        merged: the merged adapter; None if the weights are pristine.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class Merger:
         self._writes_all = merge_by is MergeBy.MODEL
         targets = lora_targets(geometry)
         self._linears = [
-            _linear(layer, targets[product], getattr(was, product), getattr(now, product), place)
-            for layer, (was, now) in enumerate(zip(plain.layers, packed.layers, strict=True))
+            _linear(layer, targets[product], getattr(plain_layer, product), getattr(packed_layer, product), place)
+            for layer, (plain_layer, packed_layer) in enumerate(zip(plain.layers, packed.layers, strict=True))
             for product in PRODUCTS
         ]
         if self._writes_all:
@@ -70,22 +71,22 @@ class Merger:
 
     @torch.inference_mode()
     def switch(self, digest: AdapterDigest | None, adapter: LoraWeights | None) -> None:
-        """Merge one adapter instead of another; returns when the weights can be used.
+        """Unmerge the merged adapter and merge another; return when the weights can be used.
 
         Args:
-            digest: the new one; None leaves the weights pristine.
-            adapter: where its weights lie. They are not needed any more afterwards.
+            digest: the new adapter; None restores the pristine weights.
+            adapter: its weights, read only during the call; None to unmerge.
         """
-        touched = frozenset(i for i, linear in enumerate(self._linears) if linear.is_touched_by(adapter))
-        written = range(len(self._linears)) if self._writes_all else sorted(self._changed | touched)
+        changed = frozenset(i for i, linear in enumerate(self._linears) if linear.is_changed_by(adapter))
+        written = range(len(self._linears)) if self._writes_all else sorted(self._changed | changed)
         for i in written:
             linear = self._linears[i]
             pristine = linear.pristine.to(self._device, non_blocking=True)
-            weight = _merged(pristine, linear, adapter) if adapter is not None and i in touched else pristine
+            weight = _merged(pristine, linear, adapter) if adapter is not None and i in changed else pristine
             self._kernels.repack(weight, linear.packed)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self.merged, self._changed = digest, touched
+        self.merged, self._changed = digest, changed
 
 
 def linear_bytes(weights: DecoderWeights) -> int:
@@ -103,7 +104,7 @@ def _linear(layer: int, targets: LoraTargets, plain: Weight, packed: Weight, pla
 
 
 def _merged(pristine: Tensor, linear: _Linear, adapter: LoraWeights) -> Tensor:
-    """Return what a weight is with an adapter in it, ``[out, in]``. Sums are of fp32, the result is rounded once."""
+    """Return a weight with an adapter merged, ``[out, in]``. Sums are in fp32; the result is rounded once."""
     wide = pristine.to(torch.float32, copy=True)
     for module, column, outputs in linear.targets.each:
         if pieces := adapter.pieces.get((linear.layer, module)):

@@ -1,6 +1,6 @@
-"""Executors without arithmetic: a cost model says how long steps and transfers take.
+"""Executors without arithmetic: a cost model gives the times of steps and transfers.
 
-The modelled executor runs on a virtual clock, the paced one in real time.
+The modelled executor runs on a virtual clock, the paced executor in real time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,18 +25,18 @@ from lorikeet.presets import Preset
 from lorikeet.worker.links import ModelledTransferLink, TransferLink
 
 GroupEnds = Callable[[int], Sequence[float]]
-"""When each group of a transfer under way ends, by its id, in seconds from the plan's begin."""
+"""Returns when each group of a transfer in flight arrives, by transfer id, in seconds from the plan's start."""
 
 
-class Times(NamedTuple):
-    """How long a plan takes.
+class PlanDuration(NamedTuple):
+    """Times of a plan.
 
     Attributes:
-        steps: that run; 0 of a plan without sequences, else at least one.
-        seconds: of the steps, and of the switch before them.
-        loop_s: that the engine's loop takes after them.
-        switch_s: of ``seconds``, until another adapter was merged.
-        next_runs: whether the next of the plan's steps runs by then.
+        steps: number of steps that run; 0 for a plan without sequences, else at least 1.
+        seconds: time of the steps and of the merge before them.
+        loop_s: time of the engine loop after them.
+        switch_s: the part of ``seconds`` spent in merging or unmerging.
+        next_runs: whether the next step of the plan runs already (async scheduling).
     """
 
     steps: int
@@ -47,42 +47,42 @@ class Times(NamedTuple):
 
 
 class PlanTimes(Protocol):
-    """How long plans take."""
+    """A source of the times of plans."""
 
-    def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> Times:
-        """Return how many of a plan's identical steps run until ``limit_s`` is over, and the seconds they take."""
+    def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> PlanDuration:
+        """Return how many of a plan's identical steps run until ``limit_s`` is over, and their times."""
         ...
 
 
 class TokenChoice(Protocol):
-    """Which tokens come out."""
+    """A source of output tokens."""
 
     def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...] | None:
-        """Return ``count`` tokens from ``position`` on; None if the output is not finite."""
+        """Return ``count`` tokens from ``position`` on; None for logits that are not finite."""
         ...
 
 
 class SeededTokens:
     """Ordinary tokens as a function of (seed, position).
 
-    They pass over a request's stop tokens, so that an answer has the length that it asks for.
+    They avoid a request's stop tokens, so that an answer has ``max_tokens``.
 
     Args:
-        low, high: the token ids to choose from, both included.
+        low, high: first and last token id to choose from.
     """
 
     def __init__(self, low: int, high: int) -> None:
         self._tokens = [Token(token_id) for token_id in range(low, high + 1)]
-        # Every answer goes round the same circle of tokens from a place of its own.
-        self._circle = tuple(self._tokens[at * 7_919 % len(self._tokens)] for at in range(len(self._tokens)))
+        # Every answer runs through the same cycle of tokens, from its own start.
+        self._cycle = tuple(self._tokens[at * 7_919 % len(self._tokens)] for at in range(len(self._tokens)))
 
     def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...]:
-        """See ``TokenChoice``."""
-        circle, stops = self._circle, start.sampling.stop_token_ids
-        first = (start.sampling.seed * 1_000_003 + 12_345 + position) % len(circle)
-        chosen = circle[first : first + count]
+        """Return ``count`` tokens from ``position`` on."""
+        cycle, stops = self._cycle, start.sampling.stop_token_ids
+        first = (start.sampling.seed * 1_000_003 + 12_345 + position) % len(cycle)
+        chosen = cycle[first : first + count]
         while len(chosen) < count:
-            chosen += circle[: count - len(chosen)]
+            chosen += cycle[: count - len(chosen)]
         return tuple(self._after(token, stops) for token in chosen) if stops else chosen
 
     def _after(self, token: Token, stops: tuple[int, ...]) -> Token:
@@ -93,16 +93,17 @@ class SeededTokens:
 
 
 class ModelledExecutor:
-    """See the module. Transfers go on beside the steps.
+    """Runs plans by waiting for their modelled time. Implements ``Executor``.
 
     Args:
         clock: virtual or real.
-        times: of plans.
-        link: of the transfers.
-        choice: of the tokens.
-        catch_up_s: how late, on a real clock, a step may begin and count as beginning with the last one's end.
-        coalesced: whether repeats stand for single steps, so that one ends when a transfer does and the engine may
-            decide anew. Live repeats do not look at transfers.
+        times: gives the times of plans.
+        link: runs the transfers.
+        choice: gives the tokens.
+        catch_up_s: on a real clock, a step that begins at most this late counts as beginning at the end of the last
+            step.
+        coalesced: whether a repeat stands for single steps. Then it ends at the end of a transfer, so that the engine
+            can plan again, which a live repeat does not.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class ModelledExecutor:
         self._ended_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Let the time of a plan pass."""
+        """Start the plan's transfers, wait for the time of its steps and return its tokens."""
         for request_id in plan.drops:
             del self._starts[request_id]
         for start in plan.starts:
@@ -154,58 +155,58 @@ class ModelledExecutor:
         return StepResult(plan.step, given, times.steps, times.seconds, failed, times.switch_s, times.next_runs)
 
     def assist_counters(self) -> None:
-        """Return nothing: there are no host workers."""
+        """Return None: there are no host workers."""
 
     def completed_transfers(self) -> list[TransferDone]:
-        """Return the transfers whose time has come."""
+        """Return the transfers that have ended since the last call."""
         return self._link.take_done(self._clock.now())
 
     def next_transfer_s(self) -> float | None:
-        """Return when the next transfer ends, as things stand; None if none is under way."""
+        """Return when the next transfer ends if nothing else starts; None if none is in flight."""
         return self._link.next_s()
 
     def wait_for_transfer(self, timeout_s: float | None) -> None:
         """Wait until the next transfer has ended, or for ``timeout_s``.
 
         Raises:
-            ExecutorError: neither will ever come.
+            ExecutorError: no transfer is in flight and there is no timeout.
         """
         next_end_s = self._link.next_s()
         due = [] if next_end_s is None else [next_end_s]
         if timeout_s is not None:
             due.append(self._clock.now() + timeout_s)
         if not due:
-            raise ExecutorError("a transfer is awaited, and none is under way")
+            raise ExecutorError("cannot wait for a transfer: no transfer is in flight")
         self._clock.wait_until(min(due))
 
     def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
-        """See ``Executor``: blocks hold nothing here."""
+        """Return empty contents: blocks hold no bytes here."""
         return (b"",) * len(blocks)
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
-        """See ``Executor``."""
+        """Do nothing: blocks hold no bytes here."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def _group_ends_s(self, now: float, transfer_id: int) -> list[float]:
         return [end_s - now for end_s in self._link.group_ends_s(transfer_id, now)]
 
 
-_NOBODY: frozenset[object] = frozenset()
+_NO_ADAPTERS: frozenset[object] = frozenset()
 
 
 class ModelledTimes:
-    """Times by a cost model.
+    """Times of plans by a cost model.
 
-    Steps on merged weights cost what the base model does. A plan with another adapter merged than the last one takes
-    the time of the switch first. See ``costs.assisted`` for plans whose prefills the host assists. Of a plan
-    that is overlapped one step runs, and the loop has the time of the next one.
+    Steps on merged weights cost the same as the base model. If the merged adapter changes, the plan starts with the
+    time of the merge. Assisted prefills are modelled by ``costs.cold_prefill``. With async scheduling one step of a
+    plan runs, and the loop overlaps with the next one.
 
     Args:
-        transfers: what moves cost; its profile has the constants.
+        transfers: costs of transfers; its profile has the other constants.
         preset: of the replica.
-        loop_each_step: whether a repeat stands for as many turns of the engine's loop, or is one turn of it.
+        loop_each_step: whether a repeat stands for as many turns of the engine loop, or is one turn.
     """
 
     def __init__(self, transfers: TransferModel, preset: Preset, *, loop_each_step: bool) -> None:
@@ -217,94 +218,94 @@ class ModelledTimes:
         self._loop_each_step = loop_each_step
         self._refs: dict[AdapterDigest, AdapterRef] = {}
         self._ranks: dict[AdapterDigest, float] = {}
-        self._last_moves: dict[AdapterDigest, Transfer] = {}
+        self._last_transfers: dict[AdapterDigest, Transfer] = {}
         self._adapters: dict[RequestId, AdapterDigest | None] = {}
         self._merged: AdapterRef | None = None
 
-    def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> Times:
-        """See ``PlanTimes``.
+    def steps_s(self, plan: StepPlan, limit_s: float, group_ends_s: GroupEnds) -> PlanDuration:
+        """Return how many of a plan's steps run until ``limit_s`` is over, and their times.
 
         Raises:
             ProfileError: the profile lacks something that the plan needs.
         """
         self.note(plan)
         if not plan.sequences:
-            return Times(0, 0.0, 0.0)
+            return PlanDuration(0, 0.0, 0.0)
         switch_s = self._switch_s(plan)
         loop_s = self._model.loop_s(len(plan.sequences))
         if plan.assisted:
-            return Times(1, switch_s + self._assisted_s(plan, group_ends_s), loop_s, switch_s)
+            return PlanDuration(1, switch_s + self._assisted_s(plan, group_ends_s), loop_s, switch_s)
         work = step_work(self._work(plan), plan.kernel_form)
         step_s, growth_s = self._model.step_s(work), self._model.growth_s(work)
         if plan.overlapped:
-            goes_on = plan.repeat > 1
-            step_s = max(step_s, loop_s) if plan.goes_on else step_s
-            return Times(1, switch_s + step_s, 0.0 if goes_on else loop_s, switch_s, goes_on)
+            next_runs = plan.repeat > 1
+            step_s = max(step_s, loop_s) if plan.continues else step_s
+            return PlanDuration(1, switch_s + step_s, 0.0 if next_runs else loop_s, switch_s, next_runs)
         between_s = loop_s if self._loop_each_step else 0.0
         ran, seconds = 1, switch_s + step_s
         while ran < plan.repeat and seconds + ran * between_s < limit_s:
             step_s += growth_s
             seconds += step_s
             ran += 1
-        return Times(ran, seconds, loop_s + (ran - 1) * between_s, switch_s)
+        return PlanDuration(ran, seconds, loop_s + (ran - 1) * between_s, switch_s)
 
     def note(self, plan: StepPlan) -> None:
-        """Take in who comes and goes with a plan."""
+        """Record the sequences, adapters and transfers of a plan, for the times of later plans."""
         for digest in plan.evictions:
             self._ranks.pop(digest, None)
             self._refs.pop(digest, None)
-            self._last_moves.pop(digest, None)
+            self._last_transfers.pop(digest, None)
         for transfer in plan.transfers:
             ref = transfer.adapter
             if ref is not None and transfer.target is Tier.DEVICE:
                 self._refs[ref.digest] = ref
                 self._ranks[ref.digest] = self._model.adapter_rank(ref)
-                self._last_moves[ref.digest] = transfer
+                self._last_transfers[ref.digest] = transfer
         for request_id in plan.drops:
             del self._adapters[request_id]
         for start in plan.starts:
             self._adapters[start.request_id] = start.adapter
 
     def _switch_s(self, plan: StepPlan) -> float:
-        """Return the time of the switch that a plan begins with."""
+        """Return the time of the merge or unmerge with which a plan starts, 0 without one."""
         old = self._merged
         if plan.merged == (None if old is None else old.digest):
             return 0.0
-        # Kept apart from the others: an adapter may leave its blocks and stay merged.
+        # Kept apart from _refs: an adapter may be evicted and stay merged.
         self._merged = None if plan.merged is None else self._refs[plan.merged]
         return self._merging.switch_s(old, self._merged)
 
-    def _work(self, plan: StepPlan, hosted: frozenset[object] = _NOBODY) -> Iterator[SequenceWork]:
-        """Yield what the device does; for the adapters in ``hosted`` the host adds theirs."""
+    def _work(self, plan: StepPlan, on_host: frozenset[object] = _NO_ADAPTERS) -> Iterator[SequenceWork]:
+        """Yield the device's work; it computes no LoRA for the adapters in ``on_host``."""
         for step in plan.sequences:
             adapter = self._adapters[step.request_id]
-            if adapter is None or adapter == plan.merged or adapter in hosted:
+            if adapter is None or adapter == plan.merged or adapter in on_host:
                 yield SequenceWork(step.start, step.tokens, step.samples, None, 0.0)
             else:
                 yield SequenceWork(step.start, step.tokens, step.samples, adapter, self._ranks[adapter])
 
     def _assisted_s(self, plan: StepPlan, group_ends_s: GroupEnds) -> float:
-        """Return the time of a step on some layers of which the host adds what cold adapters add."""
+        """Return the time of a step with assisted prefills."""
         costs, assisted = self._transfers.profile.need(self._assist, "host_lora"), frozenset(plan.assisted)
         cold: dict[AdapterDigest, ColdAdapter] = {}
         for digest in plan.assisted:
-            ref, move = self._refs[digest], self._last_moves[digest]
-            arrivals_s = layer_arrivals_s(ref, move.groups, group_ends_s(move.transfer_id), self._transfers)
+            ref, transfer = self._refs[digest], self._last_transfers[digest]
+            arrivals_s = layer_arrivals_s(ref, transfer.groups, group_ends_s(transfer.transfer_id), self._transfers)
             rows = tuple(step.tokens for step in plan.sequences if self._adapters[step.request_id] == digest)
-            cold[digest] = ColdAdapter(arrivals_s, rows, costs.rank(ref), range(*move.left_to_host))
+            cold[digest] = ColdAdapter(arrivals_s, rows, costs.rank(ref), range(*transfer.left_to_host))
         return prefill_s(
-            lambda there: self._model.step_s(step_work(self._work(plan, assisted - there), plan.kernel_form)),
+            lambda arrived: self._model.step_s(step_work(self._work(plan, assisted - arrived), plan.kernel_form)),
             cold,
             costs,
         )
 
 
 CATCH_UP_S = 0.01
-"""A step that begins so soon after the last one's end counts as beginning right then: the loop's own time between two
-steps is the model's, not this machine's."""
+"""A step that begins within this time after the last step's end counts as beginning at that end: the loop's time
+between two steps is the model's, not this machine's."""
 
 _ORDINARY_TOKENS = (300, 10_000)
-"""Ordinary tokens in the usual vocabularies: special and byte tokens lie below, or far above."""
+"""Range of ordinary tokens in common vocabularies. Special and byte tokens are below it, or far above."""
 
 
 def build_modelled_executor(
@@ -313,19 +314,18 @@ def build_modelled_executor(
     """Build the executor of a simulation.
 
     Args:
-        settings: of the engine; ``settings.model.max_model_len`` may exceed the profile's, since no time depends
-            on it.
-        profile: what things cost.
+        settings: of the engine. ``settings.model.max_model_len`` may exceed the profile's, since no time depends on it.
+        profile: costs.
         preset: of the replica.
-        clock: is moved by it.
-        coalesced: whether a repeat stands for as many turns of the engine's loop (see ``Engine.step``).
+        clock: the executor moves it forward.
+        coalesced: whether a repeat stands for as many turns of the engine loop (see ``Engine.step``).
 
     Raises:
         ConfigError: a setting does not fit the profile.
     """
     transfers = transfer_model(settings.engine, profile)
     times = ModelledTimes(transfers, preset, loop_each_step=coalesced)
-    link = ModelledTransferLink(transfers.course)
+    link = ModelledTransferLink(transfers.path)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), coalesced=coalesced)
     return executor, sizes_of(settings, profile, "modelled")._replace(assist=_assist(settings, transfers, preset))
 
@@ -333,11 +333,11 @@ def build_modelled_executor(
 def build_paced_executor(
     settings: Settings, preset: Preset, clock: WaitableClock, on_transfer_done: Callable[[], None]
 ) -> tuple[ModelledExecutor, EngineSizes]:
-    """Build the executor of a replica without arithmetic.
+    """Build the executor of a paced replica.
 
     Args:
         settings: all; ``engine.profile`` is a name or a file, ``model.model`` a folder with the same model's
-            ``config.json`` and tokenizer, whose weights nobody reads.
+            ``config.json`` and tokenizer. Weights are not read.
         preset: of the replica.
         clock: the real one.
         on_transfer_done: called, on another thread, when a transfer has ended.
@@ -348,11 +348,11 @@ def build_paced_executor(
         ValueError: the model's config cannot be read.
     """
     if not settings.engine.profile:
-        raise ConfigError("engine.profile: a paced executor needs the name or the file of a profile")
+        raise ConfigError("engine.profile: a paced executor needs the name or file of a profile")
     profile = load_profile(settings.engine.profile)
     geometry = read_model_config(Path(settings.model.model)).geometry(profile.geometry.dtype_bytes)
     if geometry != profile.geometry:
-        raise ConfigError(f"profile {profile.name} is of {profile.model}, {settings.model.model} is another model")
+        raise ConfigError(f"profile {profile.name} is of {profile.model}, but {settings.model.model} has other sizes")
     if settings.model.max_model_len > profile.max_model_len:
         raise ConfigError(
             f"max_model_len: {settings.model.max_model_len} is more than the {profile.max_model_len} of "
@@ -360,29 +360,29 @@ def build_paced_executor(
         )
     transfers = transfer_model(settings.engine, profile)
     times = ModelledTimes(transfers, preset, loop_each_step=False)
-    link = ModelledTransferLink(transfers.course, on_transfer_done)
+    link = ModelledTransferLink(transfers.path, on_transfer_done)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), CATCH_UP_S)
     return executor, sizes_of(settings, profile, "paced")._replace(assist=_assist(settings, transfers, preset))
 
 
 def _assist(settings: Settings, transfers: TransferModel, preset: Preset) -> AssistCosts | None:
-    """Return what assisted prefills cost, on as many cores as the profile says; None without workers or host memory."""
+    """Return the costs of assisted prefills; None without host workers or host memory."""
     engine = settings.engine
     return assist_costs(transfers, preset) if engine.host_lora_workers and engine.host_memory_bytes else None
 
 
 def transfer_model(engine: EngineSettings, profile: CostProfile) -> TransferModel:
-    """Return what transfers cost an engine with these settings, by ``profile`` or by the link that they declare."""
+    """Return the costs of transfers with these settings, by ``profile`` or by the declared link."""
     return TransferModel(profile, profile.geometry.block_bytes(engine.block_size), engine.link_bytes_per_s)
 
 
 def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineSizes:
-    """Return the sizes of a replica by ``profile``: ``engine.memory_bytes`` of device memory, or all that it has.
+    """Return the sizes of a replica: ``engine.memory_bytes`` of device memory, or all that the profile has.
 
-    A modelled replica is one rank however many the profile stands for: blocks are of the whole model.
+    A modelled replica has one rank even if the profile stands for several: blocks are of the whole model.
 
     Raises:
-        ConfigError: that cannot hold the longest sequence.
+        ConfigError: the memory cannot hold the longest sequence and an adapter.
     """
     engine, geometry = settings.engine, profile.geometry
     longest_tokens = settings.model.max_model_len or profile.max_model_len

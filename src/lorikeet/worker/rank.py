@@ -1,4 +1,4 @@
-"""What every tensor-parallel rank does with a plan: keep its sequences, run its share of the decoder."""
+"""One tensor-parallel rank: keeps sequences and runs its share of the decoder for each step of a plan."""
 
 import time
 from collections.abc import Sequence as Seq
@@ -25,11 +25,11 @@ class Rank:
 
     Args:
         model: this rank's share.
-        arena: ``[blocks, elements]``, for KV and adapters.
+        arena: the device arena, ``[blocks, elements]``, for KV and adapters.
         block_size: tokens of KV in a block.
-        transfers: move blocks beside the steps, and know which adapters are in the arena.
-        cores: says before every plan how many threads compute.
-        host_lora: computes for adapters that are on their way; None if plans never ask for it.
+        transfers: copies blocks in the background, and knows which adapters are in the arena.
+        cores: gives the number of compute threads before every plan.
+        host_lora: computes LoRA on the host for adapters in flight; None if no plan has assisted prefills.
     """
 
     def __init__(
@@ -44,22 +44,25 @@ class Rank:
         self.device: torch.device = arena.device
         self._decoder = model.decoder
         self._merger = model.merger
-        self._team = ThreadPinning(model.kernels, cores)
+        self._threads = ThreadPinning(model.kernels, cores)
         self._host_lora = host_lora
         geometry = model.geometry
         self._kv = kv_view(arena, geometry.layers, block_size, geometry.kv_heads, geometry.head_dim)
-        self._block_tokens = block_size
+        self._block_size = block_size
         self._transfers = transfers
         self._sequences: dict[RequestId, SequenceState] = {}
 
     def apply(self, plan: StepPlan) -> float:
-        """Do what the plan asks for before its first step, and return the seconds in which weights were merged.
+        """Apply a plan before its first step: drops, evictions, starts, transfers, new blocks, merging.
+
+        Returns:
+            The seconds spent in merging weights.
 
         Raises:
-            ExecutorError: it runs or drops a sequence that this rank does not know, or merges an adapter that is not
-                loaded, or any where the row never does.
+            ExecutorError: the plan runs or drops an unknown sequence, merges an adapter that is not loaded, or merges
+                though the preset never does.
         """
-        self._team.resize()
+        self._threads.resize()
         for request_id in plan.drops:
             if self._sequences.pop(request_id, None) is None:
                 raise ExecutorError(f"request {request_id} is dropped, but was never started")
@@ -75,65 +78,65 @@ class Rank:
             self._transfers.begin_copies()
         for step in plan.sequences:
             self.sequence(step.request_id).add_blocks(step.new_blocks)
-        return self._switch(plan) if plan.sequences else 0.0
+        return self._switch_merged(plan) if plan.sequences else 0.0
 
-    def at_work(self, plan: StepPlan) -> AbstractContextManager[None]:
-        """Return what is to be entered while the steps of an applied plan run."""
-        return self._team.at_work(plan)
+    def pin_threads(self, plan: StepPlan) -> AbstractContextManager[None]:
+        """Return a context for the steps of an applied plan, in which threads may be pinned to cores."""
+        return self._threads.pinned(plan)
 
     def forward(self, plan: StepPlan, ran: int, *, logits: bool = True) -> Tensor:
         """Run one step.
 
         Args:
             plan: an applied plan with sequences.
-            ran: how many of its identical steps have run.
-            logits: False leaves the output layer out, for ranks that do not sample.
+            ran: how many of its identical steps have run before.
+            logits: False skips the output layer, for ranks that do not sample.
 
         Returns:
             Logits ``[S, vocab]`` of the sequences that sample, in the model's dtype; ``S`` is 0 without ``logits``.
 
         Raises:
-            ExecutorError: an adapter, tokens or blocks that the plan counts on are not there.
+            ExecutorError: an adapter, tokens or blocks that the plan needs are missing.
         """
         rows = self._rows(plan, ran)
         try:
-            weights, arrivals = self._adapters(rows, plan)
-            batch = build_batch(rows, weights, self._block_tokens, self.device, plan.kernel_form, plan.merged)
+            weights, partial = self._adapters(rows, plan)
+            batch = build_batch(rows, weights, self._block_size, self.device, plan.kernel_form, plan.merged)
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
-        if not arrivals:
+        if not partial:
             return self._decoder.forward(batch, self._kv, logits=logits)
         if self._host_lora is None or batch.lora is None:
-            raise ExecutorError(f"step {plan.step}: prefills are to be assisted, but there are no host workers")
-        with self._host_lora.assisting(batch.lora, arrivals) as assist:
+            raise ExecutorError(f"step {plan.step} has assisted prefills, but there are no host workers")
+        with self._host_lora.assisting(batch.lora, partial) as assist:
             return self._decoder.forward(replace(batch, assist=assist), self._kv, logits=logits)
 
     def wait(self) -> None:
-        """Block until the device has done all steps so far.
+        """Block until the device has finished all steps so far.
 
         Raises:
             RuntimeError: the device has failed.
         """
-        self._transfers.device.steps.mark().wait()
+        self._transfers.device.steps.record_event().wait()
 
-    def decodes(self, plan: StepPlan, ran: int) -> tuple[list[BatchRow], LoraBatch | None]:
-        """Return the sequences of a step in which all decode, and their adapters; none is still on its way.
+    def decode_rows(self, plan: StepPlan, ran: int) -> tuple[list[BatchRow], LoraBatch | None]:
+        """Return the sequences of a step in which all decode, and their adapters, which must all be loaded.
 
-        They have the blocks of the plan's last step, too.
+        The sequences have blocks for all steps of the plan that are left.
 
         Raises:
-            ExecutorError: an adapter, tokens or blocks that the plan counts on are not there.
+            ExecutorError: an adapter, tokens or blocks that the plan needs are missing.
         """
         rows = self._rows(plan, ran)
         try:
-            check_rows(rows, self._block_tokens, plan.repeat - ran - 1)
+            check_rows(rows, self._block_size, plan.repeat - ran - 1)
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
         weights, _ = self._adapters(rows, plan)
         return rows, lora_batch(rows, weights, plan.kernel_form, plan.merged)
 
     def append(self, steps: Seq[SequenceStep], token_ids: Seq[int]) -> None:
-        """Append one sampled token to each of ``steps``, which are those that sample."""
+        """Append one sampled token to the sequence of each of ``steps``, which are the steps that sample."""
         for step, token_id in zip(steps, token_ids, strict=True):
             self.sequence(step.request_id).add_token(token_id)
 
@@ -141,14 +144,14 @@ class Rank:
         """Return a sequence.
 
         Raises:
-            ExecutorError: it was never started, or dropped.
+            ExecutorError: it was never started, or was dropped.
         """
         if request_id not in self._sequences:
             raise ExecutorError(f"request {request_id} runs, but was never started")
         return self._sequences[request_id]
 
     def _rows(self, plan: StepPlan, ran: int) -> list[BatchRow]:
-        """Return the sequences of a plan's step."""
+        """Return the batch rows of one step of a plan."""
         rows = [
             BatchRow(self.sequence(step.request_id), step.start + ran, step.tokens, step.samples)
             for step in plan.sequences
@@ -160,22 +163,22 @@ class Rank:
     def _adapters(
         self, rows: Seq[BatchRow], plan: StepPlan
     ) -> tuple[dict[AdapterDigest, LoraWeights], list[PartialAdapter]]:
-        """Return where the weights of each adapter lie, and of those that have not all arrived what has."""
+        """Return the weights of each adapter in the batch, and the adapters that have arrived in part only."""
         weights: dict[AdapterDigest, LoraWeights] = {}
-        arrivals = []
+        partial = []
         used = {row.sequence.adapter for row in rows} - {None, plan.merged}
-        for digest in sorted(digest for digest in used if digest is not None):  # on all ranks in the same order
-            arrival = self._transfers.arrival(digest) if digest in plan.assisted else None
-            if arrival is not None:
-                arrivals.append(arrival)
-            weights[digest] = self._transfers.adapters.weights(digest) if arrival is None else arrival.weights
-        return weights, arrivals
+        for digest in sorted(digest for digest in used if digest is not None):  # in the same order on all ranks
+            arriving = self._transfers.partial_adapter(digest) if digest in plan.assisted else None
+            if arriving is not None:
+                partial.append(arriving)
+            weights[digest] = self._transfers.adapters.weights(digest) if arriving is None else arriving.weights
+        return weights, partial
 
-    def _switch(self, plan: StepPlan) -> float:
-        """Have merged what the plan wants merged; return the seconds that took."""
+    def _switch_merged(self, plan: StepPlan) -> float:
+        """Merge the plan's adapter into the weights, or unmerge; return the seconds it took."""
         if self._merger is None:
             if plan.merged is not None:
-                raise ExecutorError(f"step {plan.step}: adapter {plan.merged} cannot be merged: this row never merges")
+                raise ExecutorError(f"step {plan.step}: cannot merge adapter {plan.merged}: this preset never merges")
             return 0.0
         if plan.merged == self._merger.merged:
             return 0.0

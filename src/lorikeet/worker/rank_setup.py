@@ -1,4 +1,4 @@
-"""What a rank needs before its first step: its share of the model, and an arena."""
+"""Loads a rank's share of the model and allocates its device arena."""
 
 import gc
 from collections.abc import Callable
@@ -13,8 +13,7 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.process_tuning import keep_freed_memory
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import Kernels
-from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.kernels.base import Kernels, torch_dtype
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
@@ -24,8 +23,8 @@ from lorikeet.presets import MERGING_MODES, MergeBy, resolve_preset
 from lorikeet.worker.merging import Merger, linear_bytes
 
 _DEVICES = ("cpu", "cuda")
-_PRISTINE_SHARE_OF_FREE = 0.5
-"""Of a CUDA device: pristine weights that would take more stay on the host, and leave the rest to the arena."""
+_MAX_PRISTINE_SHARE = 0.5
+"""Pristine weights that would take more than this share of a CUDA device's free memory are kept on the host."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,10 @@ class RankModel:
     Attributes:
         config: the whole model's.
         decoder: the rank's share.
-        kernels: the backend that computes.
+        kernels: the kernel backend.
         dtype, device: of weights, KV and adapters.
         geometry: sizes of the rank's share.
-        merger: changes the decoder's weights; None if the preset never merges.
+        merger: merges adapters into the decoder's weights; None if the preset never merges.
     """
 
     config: ModelConfig
@@ -64,8 +63,8 @@ def load_rank(
     config.check_divides(group.size)
     dtype, device = _dtype(settings, config), rank_device(settings, group.rank)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels that this thread launches run there, wherever their tensors are
-        gc.collect()  # engines of this process that were closed give their memory back
+        torch.cuda.set_device(device)  # kernels are launched on the thread's current device
+        gc.collect()  # free the memory of closed engines in this process
         torch.cuda.empty_cache()
     else:
         keep_freed_memory()
@@ -89,13 +88,13 @@ def load_rank(
     geometry = config.geometry(dtype.itemsize, group.size)
     merger = None
     if merges:
-        place = _pristine_place(weights, device, preset.merge_by)
+        place = _pristine_device(weights, device, preset.merge_by)
         merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
     return RankModel(config, Decoder(config, packed, kernels, group), kernels, dtype, device, geometry, merger)
 
 
 def rank_device(settings: Settings, rank: int) -> torch.device:
-    """Return where a rank computes.
+    """Return the device of a rank.
 
     Raises:
         ConfigError: there is no such device.
@@ -104,28 +103,29 @@ def rank_device(settings: Settings, rank: int) -> torch.device:
     if name not in _DEVICES:
         raise ConfigError(f"device: {name!r} is not one of {', '.join(_DEVICES)}")
     if name == "cuda" and torch.version.cuda is None:
-        raise ConfigError(f"device: torch {torch.__version__} is a build without CUDA; install one with it")
+        raise ConfigError(f"device: torch {torch.__version__} is built without CUDA; install a build with CUDA")
     if name == "cuda" and torch.cuda.device_count() <= rank:
         raise ConfigError(f"device: rank {rank} needs a CUDA device, torch sees {torch.cuda.device_count()}")
     return torch.device(name, rank) if name == "cuda" else torch.device(name)
 
 
 def max_model_len(settings: Settings, config: ModelConfig) -> int:
-    """Return the longest sequence to serve.
+    """Return the longest sequence to serve, in tokens.
 
     Raises:
-        ConfigError: more is asked for than the model was made for.
+        ConfigError: the setting is more than the model's context length.
     """
-    asked = settings.model.max_model_len
-    if asked > config.context_tokens:
-        raise ConfigError(f"max_model_len: {asked} is more than the model's {config.context_tokens}")
-    return asked or config.context_tokens
+    requested = settings.model.max_model_len
+    if requested > config.context_tokens:
+        raise ConfigError(f"max_model_len: {requested} is more than the model's {config.context_tokens}")
+    return requested or config.context_tokens
 
 
 def allocate_arena(model: RankModel, blocks: int, engine: EngineSettings) -> Tensor:
-    """Return the arena, ``[blocks, elements]``.
+    """Return a zeroed device arena, ``[blocks, elements]``.
 
-    On a CPU it is zero and page-aligned, and taken only as it is touched unless the settings say otherwise.
+    On a CPU it is page-aligned, and the system provides its pages when they are first written, unless
+    ``touch_memory`` is set.
     """
     elements = model.geometry.block_elements(engine.block_size)
     if model.device.type != "cpu":
@@ -142,9 +142,9 @@ def _dtype(settings: Settings, config: ModelConfig) -> torch.dtype:
         raise ConfigError(f"dtype: {error}") from error
 
 
-def _pristine_place(weights: DecoderWeights, device: torch.device, merge_by: MergeBy) -> torch.device:
-    """Return where pristine weights are kept: on the device if they fit, but models that are swapped on the host."""
+def _pristine_device(weights: DecoderWeights, device: torch.device, merge_by: MergeBy) -> torch.device:
+    """Return where pristine weights are kept: on the device if they fit and deltas are merged, else on the host."""
     if device.type == "cpu":
         return device
-    fits = linear_bytes(weights) <= _PRISTINE_SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0]
+    fits = linear_bytes(weights) <= _MAX_PRISTINE_SHARE * torch.cuda.mem_get_info(device)[0]
     return device if fits and merge_by is MergeBy.DELTA else torch.device("cpu")

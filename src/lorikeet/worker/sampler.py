@@ -1,6 +1,6 @@
-"""From logits to tokens: what each request asks for, around ``Kernels.choose``.
+"""Samples tokens from logits: edits logits on the host where a request needs it, and calls ``Kernels.choose``.
 
-Order of the steps: log probabilities to report (of the unmodified distribution), bias, penalties, ``min_tokens``, and
+The order is: log probabilities to report (of the unmodified distribution), bias, penalties, ``min_tokens``, and
 then, in ``kernels.choose``, temperature, min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there
 ``min_tokens`` comes before the penalties.
 """
@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lorikeet.core.plan import Token
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.sampling import SamplingTensors
-from lorikeet.kernels.tensors import to_device
+from lorikeet.kernels.base import SamplingTensors, to_device
 from lorikeet.worker.batch import GrowingInts, Ints
 
 Choose = Callable[[Tensor, SamplingTensors], Tensor]
@@ -26,11 +25,11 @@ Choose = Callable[[Tensor, SamplingTensors], Tensor]
 
 
 class Sampled(Protocol):
-    """What the sampler must know of a sequence.
+    """The part of a sequence that the sampler uses.
 
     Attributes:
-        sampling: how its token is chosen.
-        token_ids: prompt and outputs so far; their number is the new token's position.
+        sampling: its sampling parameters.
+        token_ids: prompt and outputs so far; their number is the position of the new token.
         prompt_tokens: how many of them are prompt.
     """
 
@@ -40,23 +39,23 @@ class Sampled(Protocol):
 
 
 class Bias(NamedTuple):
-    """What is added to logits: ``values`` (fp32) to those of ``token_ids`` (int64), which may repeat."""
+    """A logit bias: ``values`` (fp32) are added to the logits of ``token_ids`` (int64), which may repeat."""
 
     token_ids: Ints
     values: NDArray[np.float32]
 
 
-class _Rows(NamedTuple):
-    """What is known of the sequences of a batch, whichever tokens they have come to.
+class _Prepared(NamedTuple):
+    """What stays the same for the sequences of a batch from step to step.
 
     Attributes:
         sequences: in the order of their logits.
-        chosen: parameters of all rows; those that are edited are greedy here, to see whether they are finite.
+        chosen: parameters of all rows. Edited rows are greedy here; this call only checks that they are finite.
         edited: rows whose logits are edited, ascending.
-        chosen_edited: parameters of these, None if there are none.
-        biases: of these.
-        held: those of them that are edited only until they have ``min_tokens``.
-        reported: rows that want log probabilities.
+        chosen_edited: parameters of the edited rows, None if there are none.
+        biases: of the edited rows.
+        held: edited rows that need no edit once they have ``min_tokens``.
+        reported: rows that report log probabilities.
     """
 
     sequences: tuple[Sampled, ...]
@@ -69,10 +68,10 @@ class _Rows(NamedTuple):
 
 
 class Sampler:
-    """Chooses the tokens of one step after another.
+    """Samples the tokens of one step after another.
 
-    The same sequences decode together for many steps, so what they ask for is turned into tensors only when
-    others come.
+    The same sequences decode together for many steps, so tensors of their parameters are built only when the batch
+    changes.
 
     Args:
         choose: ``Kernels.choose``.
@@ -85,12 +84,12 @@ class Sampler:
     def sample(
         self, logits: Tensor, sequences: Sequence[Sampled], chosen: list[int] | None = None
     ) -> list[Token | None]:
-        """Choose one token per row; None for a row whose largest logit, as it is or as edited, is not finite.
+        """Sample one token per row; None for a row whose largest logit, before or after edits, is not finite.
 
         Args:
             logits: ``[S, vocab]`` of any floating dtype; not changed.
             sequences: in the order of the logits.
-            chosen: what ``choose`` with :meth:`parameters` has returned, where that has been asked already.
+            chosen: the result of ``choose`` with :meth:`parameters`, if it was called already.
         """
         if not sequences:
             return []
@@ -110,24 +109,24 @@ class Sampler:
                 token_ids[i] = -1 if token_ids[i] < 0 else token_id
         tokens = [Token(token_id) if token_id >= 0 else None for token_id in token_ids]
         reported = [i for i in rows.reported if tokens[i] is not None]
-        asked = [(token_ids[i], sequences[i].sampling.logprobs or 0) for i in reported]
-        for i, token in zip(reported, _with_logprobs(logits, reported, asked), strict=True):
+        wanted = [(token_ids[i], sequences[i].sampling.logprobs or 0) for i in reported]
+        for i, token in zip(reported, _with_logprobs(logits, reported, wanted), strict=True):
             tokens[i] = token
         return tokens
 
     def parameters(self, sequences: Sequence[Sampled]) -> SamplingTensors:
-        """Return how the tokens of sequences are chosen, positions aside; those that are edited are greedy in it."""
+        """Return the sampling parameters without positions. Rows whose logits are edited are greedy in it."""
         return self._rows_of(sequences).chosen
 
-    def needs_nothing_more(self, sequences: Sequence[Sampled]) -> bool:
-        """Whether ``choose`` with these parameters is all that these sequences want, now and later."""
+    def needs_only_choose(self, sequences: Sequence[Sampled]) -> bool:
+        """Whether these sequences need no edits and no log probabilities, so that ``choose`` alone samples them."""
         rows = self._rows_of(sequences)
         return not rows.edited and not rows.reported
 
-    def _rows_of(self, sequences: Sequence[Sampled]) -> _Rows:
-        known = self._rows
-        same = len(known.sequences) == len(sequences) and all(map(is_, known.sequences, sequences))
-        if not same or not all(_is_held(sequences[i]) for i in known.held):
+    def _rows_of(self, sequences: Sequence[Sampled]) -> _Prepared:
+        last = self._rows
+        is_same = len(last.sequences) == len(sequences) and all(map(is_, last.sequences, sequences))
+        if not is_same or not all(_is_held(sequences[i]) for i in last.held):
             self._rows = _prepare(sequences)
         return self._rows
 
@@ -141,7 +140,7 @@ def bias_of(params: SamplingParams) -> Bias:
 def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias) -> None:
     """Apply bias, penalties and ``min_tokens`` to one row's fp32 ``logits [vocab]``, in place.
 
-    Token ids outside of the vocabulary have no effect.
+    Token ids outside the vocabulary have no effect.
     """
     params = sequence.sampling
     token_ids = sequence.token_ids.values
@@ -161,34 +160,34 @@ def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias) -> None:
         logits[_indices(np.array(params.stop_token_ids, dtype=np.int64), logits)] = -torch.inf
 
 
-def _prepare(sequences: Sequence[Sampled]) -> _Rows:
-    asked = [sequence.sampling for sequence in sequences]
-    always = {i for i, params in enumerate(asked) if _edits(params)}
+def _prepare(sequences: Sequence[Sampled]) -> _Prepared:
+    all_params = [sequence.sampling for sequence in sequences]
+    always = {i for i, params in enumerate(all_params) if _edits(params)}
     held = {i for i, sequence in enumerate(sequences) if _is_held(sequence)} - always
     edited = tuple(sorted(always | held))
-    chosen, chosen_edited = _parameters(asked), None
+    chosen, chosen_edited = _parameters(all_params), None
     if edited:
         chosen_edited = SamplingTensors(*(values[list(edited)] for values in chosen))
         chosen.temperature[list(edited)] = 0.0
-    reported = tuple(i for i, params in enumerate(asked) if params.logprobs is not None)
-    biases = tuple(bias_of(asked[i]) for i in edited)
-    return _Rows(tuple(sequences), chosen, edited, chosen_edited, biases, tuple(held), reported)
+    reported = tuple(i for i, params in enumerate(all_params) if params.logprobs is not None)
+    biases = tuple(bias_of(all_params[i]) for i in edited)
+    return _Prepared(tuple(sequences), chosen, edited, chosen_edited, biases, tuple(held), reported)
 
 
-def _parameters(asked: Sequence[SamplingParams]) -> SamplingTensors:
-    seeds = np.array([params.seed & (2**64 - 1) for params in asked], dtype=np.uint64)
+def _parameters(all_params: Sequence[SamplingParams]) -> SamplingTensors:
+    seeds = np.array([params.seed & (2**64 - 1) for params in all_params], dtype=np.uint64)
     return SamplingTensors(
-        temperature=torch.tensor([params.temperature for params in asked], dtype=torch.float32),
-        top_k=torch.tensor([params.top_k for params in asked], dtype=torch.int64),
-        top_p=torch.tensor([params.top_p for params in asked], dtype=torch.float32),
-        min_p=torch.tensor([params.min_p for params in asked], dtype=torch.float32),
+        temperature=torch.tensor([params.temperature for params in all_params], dtype=torch.float32),
+        top_k=torch.tensor([params.top_k for params in all_params], dtype=torch.int64),
+        top_p=torch.tensor([params.top_p for params in all_params], dtype=torch.float32),
+        min_p=torch.tensor([params.min_p for params in all_params], dtype=torch.float32),
         seed=torch.from_numpy(seeds.view(np.int64)),
-        position=torch.zeros(len(asked), dtype=torch.int64),
+        position=torch.zeros(len(all_params), dtype=torch.int64),
     )
 
 
 def _edits(params: SamplingParams) -> bool:
-    """Whether the logits change, whatever came before."""
+    """Whether the logits are edited on every step."""
     return bool(
         params.logit_bias
         or params.repetition_penalty != 1.0
@@ -203,20 +202,20 @@ def _is_held(sequence: Sampled) -> bool:
     return bool(params.stop_token_ids) and len(sequence.token_ids) - sequence.prompt_tokens < params.min_tokens
 
 
-def _with_logprobs(logits: Tensor, rows: Sequence[int], asked: Sequence[tuple[int, int]]) -> list[Token]:
-    """Return tokens with log probabilities; a device is waited for once all have been computed.
+def _with_logprobs(logits: Tensor, rows: Sequence[int], wanted: Sequence[tuple[int, int]]) -> list[Token]:
+    """Return tokens with log probabilities. All rows are computed before the device is waited for.
 
-    Each row is computed alone, since torch sums a row of several in another order.
+    Each row is computed alone: torch sums the rows of a batch in another order, which changes the last digits.
 
     Args:
         logits: ``[S, vocab]``.
         rows: of the logits.
-        asked: for each of them the token that was chosen, and how many of the most likely ones to name.
+        wanted: for each row the sampled token, and how many of the most likely tokens to report.
     """
     if not rows:
         return []
     of_chosen, most_likely = [], []
-    for row, (token_id, alternatives) in zip(rows, asked, strict=True):
+    for row, (token_id, alternatives) in zip(rows, wanted, strict=True):
         logprobs = logits[row].float().log_softmax(dim=-1)
         of_chosen.append(logprobs[token_id])
         most_likely.append(logprobs.topk(min(alternatives, len(logprobs))))
@@ -224,7 +223,7 @@ def _with_logprobs(logits: Tensor, rows: Sequence[int], asked: Sequence[tuple[in
     values = iter(torch.cat([best.values for best in most_likely]).tolist())
     return [
         Token(token_id, logprob, tuple(islice(zip(ids, values, strict=True), len(best.values))))
-        for (token_id, _), logprob, best in zip(asked, torch.stack(of_chosen).tolist(), most_likely, strict=True)
+        for (token_id, _), logprob, best in zip(wanted, torch.stack(of_chosen).tolist(), most_likely, strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks above 0: the processes that follow rank 0 in lock-step, and rank 0's side of them."""
+"""Tensor-parallel ranks above 0: their processes, which follow rank 0 step by step, and rank 0's handle of them."""
 
 import logging
 import multiprocessing
@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ArenaSizes(msgspec.Struct, frozen=True, tag=True):
-    """To a rank: its arenas have so many blocks."""
+    """To a rank: allocate arenas with so many blocks."""
 
     device_blocks: int
     host_blocks: int
@@ -53,11 +53,11 @@ class RunPlan(msgspec.Struct, frozen=True, tag=True):
 
 
 class StopRank(msgspec.Struct, frozen=True, tag=True):
-    """To a rank: end."""
+    """To a rank: stop."""
 
 
 class RankReady(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: it has reached the next stage of its start."""
+    """From a rank: it has finished a stage of its start."""
 
 
 class TransferEnded(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +67,7 @@ class TransferEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """From a rank: its last words."""
+    """From a rank: it has failed and ends."""
 
     error: str
 
@@ -78,33 +78,33 @@ TO_RANK = msgspec.msgpack.Decoder(ToRank)
 FROM_RANK = msgspec.msgpack.Decoder(FromRank)
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""What joins the ranks, by device."""
+"""Backend of torch.distributed by device."""
 
 
-def run_rank(connection: Connection, settings: Settings, folder: Path, rank: int, meet_at: str) -> None:
-    """Be rank ``rank`` until told to stop, or until rank 0 is gone. The body of a process of its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches every process; rank 0 decides what it means
+def run_rank(connection: Connection, settings: Settings, folder: Path, rank: int, init_url: str) -> None:
+    """Run rank ``rank`` until ``StopRank``, or until rank 0 has ended. The main function of its process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches every process; rank 0 handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     report = _Reporter(connection)
     try:
-        _serve(connection, report, settings, folder, rank, meet_at)
+        _serve(connection, report, settings, folder, rank, init_url)
     except EOFError:
-        _LOG.info("rank %d: rank 0 has gone", rank)
+        _LOG.info("rank %d stops: rank 0 has ended", rank)
     except Exception as error:
-        _LOG.exception("rank %d", rank)
+        _LOG.exception("rank %d failed", rank)
         report(RankFailed(f"{type(error).__name__}: {error}"))
-        # Threads or collectives may hang by now; nothing is left here that could be saved.
+        # Threads or collectives may hang by now, so end without cleaning up.
         os._exit(1)
 
 
 def _serve(
-    connection: Connection, report: "_Reporter", settings: Settings, folder: Path, rank: int, meet_at: str
+    connection: Connection, report: "_Reporter", settings: Settings, folder: Path, rank: int, init_url: str
 ) -> None:
     engine = settings.engine
     cores = CpuBudget(requested_threads(engine.threads))
     loader = start_loader_process()
     report(RankReady())
-    group = DistributedRankGroup(rank, engine.tensor_parallel, meet_at, BACKENDS[engine.device])
+    group = DistributedRankGroup(rank, engine.tensor_parallel, init_url, BACKENDS[engine.device])
     model = load_rank(settings, folder, group)
     report(RankReady())
     measured_step_bytes(settings, model, max_model_len(settings, model.config))
@@ -139,7 +139,7 @@ def _serve(
 
 
 def _join_ring(connection: Connection, transfers: TransferManager, rank: int) -> HostLoraFollower:
-    """Give rank 0 this rank's host tier, and follow it in its ring from now on."""
+    """Send rank 0 the file descriptor of this rank's host tier, and attach to the ring of host workers."""
     send_handle(connection, transfers.host_arena.fd, os.getppid())
     shape = msgspec.msgpack.decode(connection.recv_bytes(), type=RingShape)
     ring = Ring.attached(recv_handle(connection), shape)
@@ -151,17 +151,17 @@ def follow(rank: Rank, plan: StepPlan, group: RankGroup) -> None:
     """Run a plan as rank 0 does, with the tokens that rank 0 samples."""
     rank.apply(plan)
     steps = sampling_steps(plan)
-    with rank.at_work(plan):
+    with rank.pin_threads(plan):
         for ran in range(plan.repeat if plan.sequences else 0):
             rank.forward(plan, ran, logits=False)
-            told = group.broadcast(torch.zeros(1 + len(steps), dtype=torch.int64, device=rank.device)).tolist()
-            rank.append(steps, told[1:])
-            if not told[0]:
+            received = group.broadcast(torch.zeros(1 + len(steps), dtype=torch.int64, device=rank.device)).tolist()
+            rank.append(steps, received[1:])
+            if not received[0]:
                 break
 
 
 class _Reporter:
-    """Sends messages to rank 0 from any thread; there may be nobody left to hear them."""
+    """Sends messages to rank 0 from any thread. Messages are dropped if rank 0 has ended."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -173,27 +173,27 @@ class _Reporter:
 
 
 def _end_with_parent() -> None:
-    """A rank must not outlive rank 0, and one that waits inside a collective would not notice."""
+    """End this process when rank 0 has ended; a rank that waits in a collective would not notice."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-_CLOSE_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 
 
 class RankProcesses:
-    """The ranks 1 and above, as rank 0 sees them. They end with this process, however it ends.
+    """Rank 0's handle of ranks 1 and above. They end with this process, even if it is killed.
 
     Args:
-        settings: as rank 0 has them.
-        folder: the model's.
-        finished: where the ranks' transfers are counted.
+        settings: the same as rank 0's.
+        folder: of the model.
+        finished: collects the ranks' finished transfers.
 
     Attributes:
-        size: ranks in all.
-        group: rank 0's place in the group; None once closed.
+        size: number of ranks, rank 0 included.
+        group: rank 0's process group; None once closed.
 
     Raises:
         ExecutorError: a rank did not start.
@@ -209,17 +209,17 @@ class RankProcesses:
         self._listener: threading.Thread | None = None
         self.group: DistributedRankGroup | None = None
         if sys.platform == "linux":
-            # All ranks are on this machine, and its name need not resolve.
+            # All ranks are on this machine, whose host name may not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._meeting = tempfile.TemporaryDirectory(prefix="lorikeet-ranks-")
-        meet_at = f"file://{self._meeting.name}/store"
+        self._store = tempfile.TemporaryDirectory(prefix="lorikeet-ranks-")
+        init_url = f"file://{self._store.name}/store"
         spawn = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(1, self.size):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(
-                target=run_rank, args=(theirs, settings, folder, rank, meet_at), name=f"rank-{rank}", daemon=True
+                target=run_rank, args=(theirs, settings, folder, rank, init_url), name=f"rank-{rank}", daemon=True
             )
             process.start()
             theirs.close()
@@ -228,9 +228,9 @@ class RankProcesses:
         try:
             self.wait_until_ready()
             try:
-                self.group = DistributedRankGroup(0, self.size, meet_at, BACKENDS[settings.engine.device])
-            except RuntimeError:  # a rank may have met the others, failed and gone before they had all met
-                if wait(self._connections, _CLOSE_S):
+                self.group = DistributedRankGroup(0, self.size, init_url, BACKENDS[settings.engine.device])
+            except RuntimeError:  # a rank may have failed during the rendezvous; then raise its error
+                if wait(self._connections, _CLOSE_TIMEOUT_S):
                     self.wait_until_ready()
                 raise
         except BaseException:
@@ -238,10 +238,10 @@ class RankProcesses:
             raise
 
     def wait_until_ready(self) -> None:
-        """Block until every rank has reached the next stage of its start.
+        """Block until every rank has finished the next stage of its start.
 
         Raises:
-            ExecutorError: one has died; the message has its reason.
+            ExecutorError: a rank has died; the message has its error.
         """
         pending = self._ranks()
         while pending:
@@ -251,17 +251,17 @@ class RankProcesses:
                     raise ExecutorError(f"rank {rank} did not start: {message.error}")
 
     def allocate(self, device_blocks: int, host_blocks: int) -> None:
-        """Let the ranks allocate their arenas.
+        """Let the ranks allocate their arenas, and wait until they have.
 
         Raises:
-            ExecutorError: one could not.
+            ExecutorError: a rank could not.
         """
-        with suppress(OSError):  # one that has ended has said why
+        with suppress(OSError):  # a rank that has ended has sent its error
             self._send(ArenaSizes(device_blocks, host_blocks))
         self.wait_until_ready()
 
     def host_arenas(self, block_bytes: int) -> list[HostArena]:
-        """Return the memory of the ranks' host tiers, of such blocks; they offer it where prefills are assisted.
+        """Return the ranks' host tiers, in blocks of ``block_bytes``. Ranks send them if prefills are assisted.
 
         Raises:
             ExecutorError: a rank has died.
@@ -276,8 +276,8 @@ class RankProcesses:
             raise ExecutorError(f"rank {len(found) + 1} did not start: {error}") from error
         return found
 
-    def lead(self, ring: Ring) -> None:
-        """Give the ranks the ring in which rank 0 says who computes what, once they have offered their memory.
+    def send_ring(self, ring: Ring) -> None:
+        """Send the ranks the ring of host workers, in which rank 0 publishes its decisions; after :meth:`host_arenas`.
 
         Raises:
             ExecutorError: a rank has died.
@@ -291,38 +291,38 @@ class RankProcesses:
             raise ExecutorError(f"a rank did not start: {error}") from error
 
     def watch(self) -> None:
-        """Let the ranks serve, and watch them from now on."""
+        """Start to listen to the ranks, which now serve."""
         self._listener = threading.Thread(target=self._listen, name="rank-listener", daemon=True)
         self._listener.start()
 
     def send(self, plan: StepPlan) -> None:
-        """Let every rank begin the plan."""
+        """Send the plan to every rank, which starts it."""
         self._send(RunPlan(plan))
 
-    def tell(self, token_ids: Sequence[int], *, go_on: bool) -> None:
-        """Give every rank the tokens of a step, and whether another step follows."""
+    def broadcast(self, token_ids: Sequence[int], *, has_more: bool) -> None:
+        """Send the tokens of a step to every rank, and whether another step of the plan follows."""
         assert self.group is not None
-        self.group.broadcast(torch.tensor([int(go_on), *token_ids], device=self._device))
+        self.group.broadcast(torch.tensor([int(has_more), *token_ids], device=self._device))
 
     def check(self, grace_s: float = 0.0) -> None:
-        """Do nothing if all ranks are well, and still are after ``grace_s``.
+        """Return if no rank has died, nor dies within ``grace_s`` seconds.
 
         Raises:
-            ExecutorError: one has died; the message says which and why.
+            ExecutorError: a rank has died; the message says which and why.
         """
         if self._failed.wait(grace_s) if grace_s else self._failed.is_set():
             raise ExecutorError(self._failure)
 
     def close(self) -> None:
-        """End the ranks; those that do not listen are killed."""
+        """Stop the ranks; those that do not stop in time are killed."""
         self._closing = True
         if self._listener is not None:
             stop = msgspec.msgpack.encode(StopRank())
             for connection in self._connections:
-                with suppress(OSError):  # a rank that has ended need not be told to
+                with suppress(OSError):  # the rank has ended already
                     connection.send_bytes(stop)
         for process in self._processes:
-            process.join(_CLOSE_S if self._listener is not None else 0.0)
+            process.join(_CLOSE_TIMEOUT_S if self._listener is not None else 0.0)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -333,7 +333,7 @@ class RankProcesses:
         if self.group is not None:
             self.group.close()
             self.group = None
-        self._meeting.cleanup()
+        self._store.cleanup()
 
     def _ranks(self) -> dict[Connection, int]:
         return {connection: rank for rank, connection in enumerate(self._connections, start=1)}
@@ -344,7 +344,7 @@ class RankProcesses:
             connection.send_bytes(encoded)
 
     def _listen(self) -> None:
-        """Count transfers until every rank has said its last words or ended."""
+        """Report the ranks' transfers until every rank has failed or ended. Runs on its own thread."""
         ranks = self._ranks()
         while ranks:
             for connection in cast("list[Connection]", wait(list(ranks))):
@@ -363,8 +363,8 @@ class RankProcesses:
 
 
 def _receive(connection: Connection) -> FromRank:
-    """Return a rank's next message; the end of its process counts as one."""
+    """Return a rank's next message; ``RankFailed`` if its process has ended."""
     try:
         return FROM_RANK.decode(connection.recv_bytes())
     except (EOFError, OSError):
-        return RankFailed("it ended without a word")
+        return RankFailed("it ended without an error message")

@@ -1,4 +1,4 @@
-"""How many threads a rank computes with, and on which cores they run."""
+"""How many threads a rank computes with, and on which cores they are pinned."""
 
 import contextlib
 import ctypes
@@ -19,106 +19,108 @@ from lorikeet.kernels.base import Kernels
 
 _LOG = logging.getLogger(__name__)
 
-REFRESH_S = 0.25
-"""How old a rank's own sign of life, and its count of the others, may be."""
+HEARTBEAT_S = 0.25
+"""Interval at which a rank renews its file and counts the files of other ranks."""
 
 BUSY_WITHIN_S = 2.0
-"""A rank whose file is older than this idles, or has ended."""
+"""A rank whose file is older than this is idle or has ended."""
 
-_FORGOTTEN_S = 3600.0
+_STALE_AFTER_S = 3600.0
+"""Files older than this are deleted."""
 
 
 class _RankCores(msgspec.Struct, frozen=True):
-    """The cores that a rank may run on, and its threads if it insists on them, else 0."""
+    """Content of a rank's file: the cores it may run on, and its fixed number of threads, 0 for a fair share."""
 
     cores: list[int]
     threads: int
 
 
 class CpuBudget:
-    """One rank's part of the cores.
+    """One rank's share of the machine's cores.
+
+    The busy ranks of a user's processes see each other through files in a folder, and divide the cores fairly.
 
     Args:
-        asked: threads to insist on; 0 takes a fair part.
-        folder: where ranks meet; the default is one per user.
+        threads: fixed number of threads; 0 takes a fair share.
+        folder: of the files; the default is one folder per user.
 
     Attributes:
         all: the cores that the rank may run on.
     """
 
-    def __init__(self, asked: int = 0, folder: Path | None = None) -> None:
-        self._asked = asked
+    def __init__(self, threads: int = 0, folder: Path | None = None) -> None:
+        self._fixed = threads
         self.all = sorted(usable_cores())
         self._folder = folder or Path(tempfile.gettempdir()) / f"lorikeet-cores-{os.getuid()}"
         self._path = self._folder / f"{os.getpid()}-{uuid.uuid4().hex}"
-        self._announcement = msgspec.json.encode(_RankCores(self.all, asked))
+        self._content = msgspec.json.encode(_RankCores(self.all, threads))
         self._due_s = float("-inf")
-        self._threads = asked or len(self.all)
-        self._told = False
+        self._threads = threads or len(self.all)
+        self._warned = False
 
     def threads(self, now: float) -> int:
-        """Return how many threads to compute with; to be asked before every step.
+        """Return how many threads to compute with. Called before every step.
 
         Args:
             now: seconds of a monotonic clock.
         """
         if now >= self._due_s:
             try:
-                self._meet()
-            except OSError as error:  # a disk that is full, perhaps: it costs time and must not cost the engine
-                if not self._told:
+                self._update()
+            except OSError as error:  # such as a full disk: the engine must run on
+                if not self._warned:
                     _LOG.warning("ranks on this machine cannot share its cores: %s", error)
-                self._told = True
-            self._due_s = now + REFRESH_S
+                self._warned = True
+            self._due_s = now + HEARTBEAT_S
         return self._threads
 
-    def _meet(self) -> None:
-        """Give a sign of life, and count the others'."""
+    def _update(self) -> None:
+        """Renew this rank's file and recompute its share."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path.write_bytes(self._announcement)
-        if not self._asked:
+        self._path.write_bytes(self._content)
+        if not self._fixed:
             self._threads = self._fair_threads()
 
     def close(self) -> None:
-        """Leave the cores to the others."""
+        """Delete this rank's file, which leaves its share to the others."""
         self._path.unlink(missing_ok=True)
 
     def _fair_threads(self) -> int:
-        """Divide what is left by those that insist on nothing, this rank included."""
+        """Divide the cores that fixed numbers of threads leave by the ranks with a fair share, this one included."""
         left, sharing = len(self.all), 1
-        for team in self._busy_others():
-            if not set(team.cores).isdisjoint(self.all):
-                left -= team.threads
-                sharing += team.threads == 0
+        for rank in self._busy_others():
+            if not set(rank.cores).isdisjoint(self.all):
+                left -= rank.threads
+                sharing += rank.threads == 0
         return max(1, left // sharing)
 
     def _busy_others(self) -> list[_RankCores]:
-        teams = []
+        ranks = []
         for path in self._folder.iterdir():
-            # Others come and go, and a file may be read while it is written.
+            # Another rank may delete its file, or be writing it, meanwhile.
             with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
                 age_s = time.time() - path.stat().st_mtime
                 if path != self._path and age_s < BUSY_WITHIN_S:
-                    teams.append(msgspec.json.decode(path.read_bytes(), type=_RankCores))
-                elif age_s > _FORGOTTEN_S:
+                    ranks.append(msgspec.json.decode(path.read_bytes(), type=_RankCores))
+                elif age_s > _STALE_AFTER_S:
                     path.unlink()
-        return teams
+        return ranks
 
 
 def requested_threads(setting: int) -> int:
-    """Return the threads that a rank insists on, 0 for none: the setting, else what OpenMP was told."""
-    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return setting or (int(told) if told.isdecimal() else 0)
+    """Return a rank's fixed number of threads, 0 for a fair share: the setting, else ``OMP_NUM_THREADS``."""
+    omp_threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return setting or (int(omp_threads) if omp_threads.isdecimal() else 0)
 
 
 def use_one_thread() -> None:
-    """Let torch use no further threads in the calling thread, from now on.
+    """Let torch compute with one thread in the calling thread from now on.
 
-    Each thread that computes in parallel gets an OpenMP team of its own. Once a process has more threads in teams than
-    cores, libgomp's wait for work hardly spins any more, and every step of the engine's own team gets slower by
-    a third.
+    Each thread that computes in parallel gets its own OpenMP team. Once a process has more threads in teams than cores,
+    libgomp's threads hardly spin while they wait for work, and every step of the engine becomes a third slower.
     """
-    torch.get_num_threads()  # a thread takes over torch's setting when it first asks, and must not do so later
+    torch.get_num_threads()  # a thread copies torch's setting on first use, which must happen before
     omp_set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if omp_set_num_threads is not None:
         omp_set_num_threads(1)
@@ -132,19 +134,19 @@ def usable_cores() -> set[int]:
 
 
 PAUSE_S = 0.03
-"""How long a rank must have computed nothing for its threads to be told where to run; telling takes time, too."""
+"""Threads are pinned only after the rank was idle for this long, since pinning takes time."""
 
 
 class ThreadPinning:
-    """One rank's threads, which are those of its kernels.
+    """Sets the number of a rank's compute threads, and pins them to cores after a pause.
 
-    Linux tends to wake threads that have slept for a while on one core, where they stay until a step is over. So a
-    rank that has every core gives each thread one of them while the first plan after a pause runs
-    (``docs/decisions/threads.md``). It does not keep them there: processes started later would be held to one core.
+    Linux tends to wake threads that have slept for a while on one core, where they stay until a step is over. So a rank
+    that has all cores pins each thread to its own core while the first plan after a pause runs
+    (``docs/decisions/threads.md``). They are not kept pinned: processes started later would inherit one core.
 
     Args:
-        kernels: whose threads they are.
-        cores: the rank's part of the machine's.
+        kernels: the backend whose threads are set.
+        cores: the rank's share of the cores.
         clock: monotonic, in seconds.
     """
 
@@ -155,24 +157,25 @@ class ThreadPinning:
         self._computed_s = clock()
 
     def resize(self) -> None:
-        """Take the rank's part of the cores; to be called before every plan."""
+        """Set the number of threads to the rank's share of the cores. Called before every plan."""
         threads = self._cores.threads(self._clock())
         if threads != self._kernels.threads:
             self._kernels.threads = threads
 
     @contextmanager
-    def at_work(self, plan: StepPlan) -> Iterator[None]:
-        """Place the threads while the steps of a plan run."""
+    def pinned(self, plan: StepPlan) -> Iterator[None]:
+        """Pin the threads, if that is worth it, while the steps of a plan run."""
         paused = self._clock() - self._computed_s > PAUSE_S
-        with self._kernels.apart(self._cores.all) if paused and self._has_all_for(plan) else nullcontext():
+        with self._kernels.pin_threads(self._cores.all) if paused and self._has_all_for(plan) else nullcontext():
             yield
         if plan.sequences:
             self._computed_s = self._clock()
 
     def _has_all_for(self, plan: StepPlan) -> bool:
-        """Return whether each core has a thread, which the plan needs and which lives as long.
+        """Return whether there is a thread for each core and the plan uses all of them.
 
-        Torch's own products may take fewer threads; new ones would begin on the core of the thread that makes them.
+        Einsums run in torch, which may use fewer threads; new ones would inherit the core of the thread that starts
+        them.
         """
         every_core = 1 < self._kernels.threads == len(self._cores.all)
         return every_core and bool(plan.sequences) and plan.kernel_form is not KernelForm.EINSUM

@@ -1,4 +1,4 @@
-"""The executor with real arithmetic, in torch, and the runners of its steps."""
+"""The torch executor: runs plans with real weights on rank 0 and leads the other ranks."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,34 +33,35 @@ from lorikeet.worker.transfer.transfers import TransferManager
 
 
 class StepRunner(Protocol):
-    """The steps of one plan.
+    """Runs the steps of one plan.
 
     Attributes:
-        lead: steps that can be launched before the tokens of the last one are known.
+        lead: number of steps that can be launched before the tokens of the previous step are known.
     """
 
     lead: int
 
     def launch(self) -> None:
-        """Begin the next step."""
+        """Start the next step."""
         ...
 
     def take(self) -> list[Token | None]:
-        """Return what the oldest step chose for each sequence that samples; None where it could not.
+        """Wait for the oldest step that was launched; return a token for each sequence that samples.
 
-        The rank's sequences get these tokens before another step is launched, but for the lead.
+        A token is None if the logits were not finite. The caller appends the tokens to the sequences before it launches
+        another step beyond the lead.
         """
         ...
 
 
 class EagerRunner:
-    """Steps of any kind.
+    """Runs steps of any kind, one kernel launch at a time.
 
     Args:
-        rank: computes.
-        sampler: chooses.
-        plan: applied.
-        sequences: that sample.
+        rank: computes the steps.
+        sampler: samples the tokens.
+        plan: the plan, already applied to the rank.
+        sequences: the sequences that sample.
     """
 
     lead = 0
@@ -74,12 +75,12 @@ class EagerRunner:
         self._logits: Tensor | None = None
 
     def launch(self) -> None:
-        """Compute logits."""
+        """Compute the logits of the next step."""
         self._logits = self._rank.forward(self._plan, self._ran)
         self._ran += 1
 
     def take(self) -> list[Token | None]:
-        """Choose; where nobody samples, wait all the same, so that the plan lasts as long as its steps."""
+        """Sample. Without sampling sequences, still wait for the device, so that the plan's duration is right."""
         assert self._logits is not None
         if not self._sequences:
             self._rank.wait()
@@ -87,12 +88,14 @@ class EagerRunner:
 
 
 class GraphRunner:
-    """Steps in which every sequence decodes, as graphs. Arguments as of :class:`EagerRunner`.
+    """Runs steps in which every sequence decodes, as CUDA graphs.
 
-    Where the host has a say in tokens, or reports on logits, each step is given its inputs anew.
+    The device feeds the tokens of one step to the next. Where the host edits logits or reports log probabilities, it
+    sends the inputs of every step instead, and no step is launched ahead.
 
     Args:
         graphs: of the rank.
+        rank, sampler, plan, sequences: as of :class:`EagerRunner`.
     """
 
     def __init__(
@@ -108,96 +111,96 @@ class GraphRunner:
         self._sampler = sampler
         self._plan = plan
         self._sequences = sequences
-        self._kept: Sequence[int] = range(len(sequences))
-        self._is_alone = sampler.needs_nothing_more(sequences)
+        self._kept_rows: Sequence[int] = range(len(sequences))
+        self._runs_ahead = sampler.needs_only_choose(sequences)
         self._ran = 0
-        self.lead = 1 if self._is_alone else 0
+        self.lead = 1 if self._runs_ahead else 0
 
     def keep(self, sequences: Sequence[RankSequence]) -> None:
-        """Take tokens for these alone of the sequences; unless they are all, nothing more is launched."""
+        """Return tokens for these sequences only. If some have ended, no further step may be launched."""
         rows = {sequence.request_id: row for row, sequence in enumerate(self._sequences)}
-        self._kept = [rows[sequence.request_id] for sequence in sequences]
+        self._kept_rows = [rows[sequence.request_id] for sequence in sequences]
 
     def launch(self) -> None:
-        """Replay."""
-        assert len(self._kept) == len(self._sequences), "the blocks of those that left may be others' by now"
-        if self._ran == 0 or not self._is_alone:
-            rows, lora = self._rank.decodes(self._plan, self._ran)
+        """Replay the graph."""
+        assert len(self._kept_rows) == len(self._sequences), "blocks of sequences that ended may be in use by others"
+        if self._ran == 0 or not self._runs_ahead:
+            rows, lora = self._rank.decode_rows(self._plan, self._ran)
             self._graphs.start(rows, lora, self._sampler.parameters(self._sequences))
         self._graphs.launch()
         self._ran += 1
 
     def take(self) -> list[Token | None]:
-        """Wait for the tokens."""
+        """Wait for the tokens of the oldest step."""
         chosen = self._graphs.take()
-        if self._is_alone:
-            return [None if chosen[row] < 0 else Token(chosen[row]) for row in self._kept]
+        if self._runs_ahead:
+            return [None if chosen[row] < 0 else Token(chosen[row]) for row in self._kept_rows]
         return self._sampler.sample(self._graphs.logits[: len(chosen)], self._sequences, chosen)
 
 
-_GRACE_S = 5.0
-"""How long a rank's last words are waited for."""
+_DEAD_RANK_TIMEOUT_S = 5.0
+"""After an error, how long to wait for a message that another rank has died."""
 
 
 class OtherRanks(Protocol):
-    """The other tensor-parallel ranks, as rank 0 needs them."""
+    """The other tensor-parallel ranks, as rank 0 uses them."""
 
     size: int
-    """Ranks in all, rank 0 included."""
+    """Number of ranks, rank 0 included."""
 
     def send(self, plan: StepPlan) -> None:
-        """Let every rank begin the plan."""
+        """Send the plan to every rank, which starts it."""
         ...
 
-    def tell(self, token_ids: Sequence[int], *, go_on: bool) -> None:
-        """Give every rank the tokens of a step, and whether another step follows."""
+    def broadcast(self, token_ids: Sequence[int], *, has_more: bool) -> None:
+        """Send the tokens of a step to every rank, and whether another step of the plan follows."""
         ...
 
     def check(self, grace_s: float = 0.0) -> None:
-        """Do nothing if all ranks are well, and still are after ``grace_s``.
+        """Return if no rank has died, nor dies within ``grace_s`` seconds.
 
         Raises:
-            ExecutorError: one has died; the message says which and why.
+            ExecutorError: a rank has died; the message says which and why.
         """
         ...
 
     def close(self) -> None:
-        """End the ranks."""
+        """Stop the ranks."""
         ...
 
 
 class NoOtherRanks:
-    """Rank 0 is alone."""
+    """Without tensor parallelism there is only rank 0; all methods do nothing."""
 
     size = 1
 
     def send(self, plan: StepPlan) -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
-    def tell(self, token_ids: Sequence[int], *, go_on: bool) -> None:
-        """Nobody listens."""
+    def broadcast(self, token_ids: Sequence[int], *, has_more: bool) -> None:
+        """Do nothing."""
 
     def check(self, grace_s: float = 0.0) -> None:
-        """Nobody can have died."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class TorchExecutor:
-    """Rank 0: runs its share of every step, samples, and tells the other ranks. See ``engine.executor.Executor``.
+    """Rank 0: runs its share of every step, samples, and leads the other ranks. Implements ``core.executor.Executor``.
 
     Args:
         model: rank 0's share.
-        arena: ``[blocks, elements]`` of the model's dtype.
+        arena: the device arena, ``[blocks, elements]`` of the model's dtype.
         block_size: tokens of KV in a block.
-        cores: rank 0's part of the machine's.
-        finished: where transfers are counted; made for as many ranks as ``peers`` has.
-        transfers: rank 0's, which report there; also an attribute, to see who moved what.
-        peers: the other ranks.
-        host_lora: computes for adapters that are on their way; also an attribute, for its counters. None if plans
-            never ask for it.
-        graphs: of steps in which all decode; None if these are called as others are.
+        cores: rank 0's share of the machine's cores.
+        finished: collects finished transfers of all ranks.
+        transfers: rank 0's transfers, which report to ``finished``; also an attribute, for tests.
+        others: the other ranks; None if there are none.
+        host_lora: computes LoRA on the host for adapters in flight; also an attribute, for its counters. None if no
+            plan has assisted prefills.
+        graphs: runs decode steps as CUDA graphs; None if all steps run eagerly.
     """
 
     def __init__(
@@ -208,19 +211,19 @@ class TorchExecutor:
         cores: CpuBudget,
         finished: FinishedTransfers,
         transfers: TransferManager,
-        peers: OtherRanks | None = None,
+        others: OtherRanks | None = None,
         host_lora: HostLoraLeader | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._graphs = graphs
-        self._peers: OtherRanks = peers or NoOtherRanks()
+        self._others: OtherRanks = others or NoOtherRanks()
         self._finished = finished
         self.transfers = transfers
         self._cores = cores
         self.host_lora = host_lora
         self._rank = Rank(model, arena, block_size, transfers, cores, host_lora)
         self._sampler = Sampler(model.kernels.choose)
-        self._under_way: GraphRunner | None = None
+        self._running: GraphRunner | None = None
         self._returned_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -229,18 +232,18 @@ class TorchExecutor:
         Raises:
             ExecutorError: the plan cannot be run, or a rank has died.
         """
-        started_s = self._returned_s if plan.goes_on else time.monotonic()
-        self._peers.check()
+        started_s = self._returned_s if plan.continues else time.monotonic()
+        self._others.check()
         try:
-            self._peers.send(plan)
+            self._others.send(plan)
             switch_s = self._rank.apply(plan)
-            with self._rank.at_work(plan):
+            with self._rank.pin_threads(plan):
                 tokens, failed, steps_run = self._run(plan, started_s) if plan.sequences else ([], (), plan.repeat)
         except ExecutorError:
             raise
         except (RuntimeError, OSError) as error:
-            # When a rank dies, what breaks first here is a collective or a pipe; the reason is the better message.
-            self._peers.check(grace_s=_GRACE_S)
+            # When a rank dies, a collective or a pipe fails first. The reason of the death is the better message.
+            self._others.check(grace_s=_DEAD_RANK_TIMEOUT_S)
             raise ExecutorError(f"step {plan.step}: {error}") from error
         by_request = {step.request_id: sampled for step, sampled in zip(sampling_steps(plan), tokens, strict=True)}
         self._returned_s = time.monotonic()
@@ -251,11 +254,11 @@ class TorchExecutor:
             duration_s=self._returned_s - started_s,
             failed=failed,
             switch_s=switch_s,
-            next_runs=bool(plan.sequences) and self._under_way is not None,
+            next_runs=bool(plan.sequences) and self._running is not None,
         )
 
     def assist_counters(self) -> AssistCounters | None:
-        """See ``Executor``."""
+        """Return the counters of host workers; None if there are none."""
         return None if self.host_lora is None else self.host_lora.counters
 
     def completed_transfers(self) -> list[TransferDone]:
@@ -264,7 +267,7 @@ class TorchExecutor:
         Raises:
             ExecutorError: a rank has died.
         """
-        self._peers.check()
+        self._others.check()
         return self._finished.take()
 
     def wait_for_transfer(self, timeout_s: float | None) -> None:
@@ -272,21 +275,21 @@ class TorchExecutor:
         self._finished.wait(timeout_s)
 
     def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
-        """See ``Executor``."""
-        assert self._peers.size == 1, "every rank has a part of each block"
+        """Return the bytes of host blocks that no transfer writes. Not with tensor parallelism."""
+        assert self._others.size == 1, "every rank has a part of each block"
         return tuple(self.transfers.host_arena.bytes[block].tobytes() for block in blocks)
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
-        """See ``Executor``."""
-        assert self._peers.size == 1, "every rank has a part of each block"
+        """Write host blocks that no transfer uses. Not with tensor parallelism."""
+        assert self._others.size == 1, "every rank has a part of each block"
         for block, content in zip(blocks, contents, strict=True):
             self.transfers.host_arena.bytes[block] = np.frombuffer(content, np.uint8)
 
     def close(self) -> None:
-        """End threads, loader processes, host workers and ranks. Transfers under way are abandoned."""
-        self._peers.close()
-        with suppress(RuntimeError):  # of a device that has failed, which does nothing any more
-            self._forget()
+        """Stop threads, loader processes, host workers and ranks. Transfers in flight are abandoned."""
+        self._others.close()
+        with suppress(RuntimeError):  # the device has failed, and so runs nothing
+            self._discard_running()
         if self.host_lora is not None:
             self.host_lora.close()
         self.transfers.close()
@@ -295,23 +298,27 @@ class TorchExecutor:
         self._cores.close()
 
     def _run(self, plan: StepPlan, started_s: float) -> tuple[list[list[Token]], tuple[RequestId, ...], int]:
-        """Return the tokens of each sequence that samples, those that failed, and how many steps ran."""
+        """Run the steps of a plan.
+
+        Returns:
+            Tokens of each sequence that samples, the requests whose logits were not finite, and the number of steps.
+        """
         steps = sampling_steps(plan)
         sequences = [self._rank.sequence(step.request_id) for step in steps]
-        stepping, launched = self._take_up(plan, sequences)
+        runner, launched = self._start(plan, sequences)
         tokens: list[list[Token]] = [[] for _ in steps]
         failed: set[RequestId] = set()
         ended: set[RequestId] = set()
         wanted, taken = plan.repeat, 0
         while taken < wanted:
-            while launched < min(wanted, taken + 1 + stepping.lead):
-                stepping.launch()
+            while launched < min(wanted, taken + 1 + runner.lead):
+                runner.launch()
                 launched += 1
-            sampled = stepping.take()
+            sampled = runner.take()
             taken += 1
             for sequence, token, collected in zip(sequences, sampled, tokens, strict=True):
                 if sequence.request_id in ended:
-                    continue  # a step that had begun before its end was known
+                    continue  # the step was launched before the end was known
                 if token is None:
                     failed.add(sequence.request_id)
                 else:
@@ -319,32 +326,32 @@ class TorchExecutor:
                 if token is None or token.token_id in sequence.sampling.stop_token_ids:
                     ended.add(sequence.request_id)
             if plan.overlapped:
-                wanted = taken  # whatever has begun runs on
+                wanted = taken  # steps that were launched run on
             elif ended or time.monotonic() - started_s >= plan.max_duration_s:
                 wanted = launched
-            # A sequence that failed gets some token for the rest of this step's bookkeeping; it is dropped next.
+            # A sequence that failed gets token 0 for the bookkeeping of this step. The engine drops it next.
             chosen = [0 if token is None else token.token_id for token in sampled]
-            self._peers.tell(chosen, go_on=taken < wanted)
+            self._others.broadcast(chosen, has_more=taken < wanted)
             self._rank.append(steps, chosen)
-        self._under_way = stepping if isinstance(stepping, GraphRunner) and launched > taken else None
+        self._running = runner if isinstance(runner, GraphRunner) and launched > taken else None
         return tokens, tuple(step.request_id for step in steps if step.request_id in failed), taken
 
-    def _take_up(self, plan: StepPlan, sequences: Sequence[RankSequence]) -> tuple[StepRunner, int]:
-        """Return the steps of a plan, and how many of them have been launched."""
-        if plan.goes_on:
-            assert self._under_way is not None, "no step is under way"
-            self._under_way.keep(sequences)
-            return self._under_way, 1
-        self._forget()
+    def _start(self, plan: StepPlan, sequences: Sequence[RankSequence]) -> tuple[StepRunner, int]:
+        """Return the runner of a plan's steps, and how many of them have been launched already."""
+        if plan.continues:
+            assert self._running is not None, "no step is running"
+            self._running.keep(sequences)
+            return self._running, 1
+        self._discard_running()
         if self._graphs is not None and plan.fits_graphs:
             return GraphRunner(self._graphs, self._rank, self._sampler, plan, sequences), 0
         return EagerRunner(self._rank, self._sampler, plan, sequences), 0
 
-    def _forget(self) -> None:
-        """Wait for a step that nobody wants any more."""
-        if self._under_way is not None:
-            self._under_way.take()
-            self._under_way = None
+    def _discard_running(self) -> None:
+        """Wait for a step that runs ahead, and discard its tokens."""
+        if self._running is not None:
+            self._running.take()
+            self._running = None
 
 
 def build_torch_executor(
@@ -353,13 +360,16 @@ def build_torch_executor(
     progress: Callable[[str, int, int], None],
     on_transfer_done: Callable[[], None],
 ) -> tuple[TorchExecutor, ModelConfig, EngineSizes]:
-    """Load the model, start the other ranks and a loader process, and take memory.
+    """Load the model, start the other ranks, the loader process and host workers, and allocate memory.
 
     Args:
         settings: all settings.
         model_folder: the checkpoint.
         progress: called with (stage, done, total) while loading.
         on_transfer_done: called, on another thread, when ``completed_transfers`` has something new or a rank has died.
+
+    Returns:
+        The executor, the model's config, and the sizes for the engine.
 
     Raises:
         ConfigError: a setting does not fit the model or the machine.
@@ -381,34 +391,34 @@ def build_torch_executor(
         workers = start_worker_processes(engine, preset)
         for worker in workers:
             undo.callback(worker.end)
-        peers = RankProcesses(settings, model_folder, finished) if ranks > 1 else None
-        if peers is not None:
-            undo.callback(peers.close)
-        model = load_rank(settings, model_folder, (peers and peers.group) or SingleRankGroup(), progress)
-        if peers is not None:
-            peers.wait_until_ready()
+        others = RankProcesses(settings, model_folder, finished) if ranks > 1 else None
+        if others is not None:
+            undo.callback(others.close)
+        model = load_rank(settings, model_folder, (others and others.group) or SingleRankGroup(), progress)
+        if others is not None:
+            others.wait_until_ready()
         blocks, host_blocks = arena_blocks(settings, model, longest_tokens), host_arena_blocks(settings, model)
         arena = allocate_arena(model, blocks, engine)
         transfers = TransferManager(arena, host_blocks, model.geometry, 0, ranks, loader, engine, finished.report)
         undo.callback(transfers.close)
-        if peers is not None:
-            peers.allocate(blocks, host_blocks)
+        if others is not None:
+            others.allocate(blocks, host_blocks)
         transfers.loader.wait_until_ready()
         host_lora, assist = None, None
         if workers:
             model.kernels.threads = cores.threads(time.monotonic())
-            others = peers.host_arenas(arena[:1].nbytes) if peers is not None else []
+            other_arenas = others.host_arenas(arena[:1].nbytes) if others is not None else []
             host_lora, assist = build_host_lora(
-                workers, settings, preset, model, arena, transfers, others, longest_tokens
+                workers, settings, preset, model, arena, transfers, other_arenas, longest_tokens
             )
             undo.callback(host_lora.close)
-            if peers is not None:
-                peers.lead(host_lora.pool.ring)
-        if peers is not None:
-            peers.watch()
+            if others is not None:
+                others.send_ring(host_lora.pool.ring)
+        if others is not None:
+            others.watch()
         graphs = build_graphs(engine, model, arena, transfers.device, longest_tokens)
         undo.pop_all()
-    executor = TorchExecutor(model, arena, engine.block_size, cores, finished, transfers, peers, host_lora, graphs)
+    executor = TorchExecutor(model, arena, engine.block_size, cores, finished, transfers, others, host_lora, graphs)
     sizes = EngineSizes(
         geometry=config.geometry(model.dtype.itemsize),
         local_geometry=model.geometry,
@@ -426,7 +436,7 @@ def build_torch_executor(
 
 @contextmanager
 def _device_errors(device: str) -> Iterator[None]:
-    """Let what a device raises, out of memory above all, be an ``ExecutorError``."""
+    """Turn errors of a device, such as out of memory, into ``ExecutorError``."""
     try:
         yield
     except ExecutorError:

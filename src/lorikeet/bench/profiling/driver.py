@@ -1,4 +1,4 @@
-"""Drives an executor by hand: steps of any shape, repeated, over memory that has been written before."""
+"""Drives an executor directly: steps of any shape, repeated, on memory that has been written before."""
 
 import random
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from lorikeet.costs.model import SequenceWork
 from lorikeet.memory.packing import pack
 
 SLACK_TOKENS = 16
-"""Room behind each sequence, for decodes that are repeated."""
+"""KV capacity behind each sequence, for decodes that are repeated."""
 
 _NEVER_S = 3600.0
 _SEED = 7
 
 
 class ExecutorDriverError(RuntimeError):
-    """A measurement cannot be made here; the message says why."""
+    """A measurement cannot be made here. The message says why."""
 
 
 class StepTiming(NamedTuple):
@@ -30,7 +30,7 @@ class StepTiming(NamedTuple):
 
     Attributes:
         seconds: of one step.
-        steps: how many ran in the plan.
+        steps: number of steps that ran in the plan.
     """
 
     seconds: float
@@ -38,16 +38,18 @@ class StepTiming(NamedTuple):
 
 
 class ExecutorDriver:
-    """A scheduler by hand. A prepared step can be run again and again: it always computes the same positions.
+    """Runs prepared steps without a scheduler.
 
-    All prepared steps share the same scattered KV blocks; what the blocks hold does not matter, but somebody must have
-    written them: pages that nobody has written all read from the same zeros, out of the cache.
+    A step can be run again and again: it always computes the same positions.
+
+    All prepared steps share the same scattered KV blocks. The content of the blocks does not matter, but they must have
+    been written: untouched pages are all backed by the same zero page, which stays in the CPU cache.
 
     Args:
-        executor: runs the steps; nobody else drives it meanwhile.
+        executor: runs the steps; nothing else may drive it meanwhile.
         sizes: of the executor.
         vocabulary: number of token ids.
-        kv_tokens: room for the KV of one step; at most half of the memory is used for it.
+        kv_tokens: KV capacity for one step; at most half of the memory is used for it.
     """
 
     def __init__(self, executor: Executor, sizes: EngineSizes, vocabulary: int, kv_tokens: int) -> None:
@@ -68,26 +70,26 @@ class ExecutorDriver:
 
     @property
     def most_copied_blocks(self) -> int:
-        """Blocks that a copy can have."""
+        """Largest number of blocks of a copy."""
         return min(len(self._kv_blocks), len(self._host_blocks))
 
     @property
     def kv_tokens(self) -> int:
-        """Room for the KV of one step."""
+        """KV capacity for one step, in tokens."""
         return len(self._kv_blocks) * self.sizes.block_size
 
     def prepare(self, sequences: Sequence[SequenceWork]) -> tuple[SequenceStep, ...]:
-        """Start the sequences of a step; those that have adapters name them by their digests.
+        """Start the sequences of a step. Their adapters are named by digest.
 
         Raises:
-            ExecutorDriverError: there is no room for their KV.
+            ExecutorDriverError: the KV capacity is too small.
         """
         free = list(reversed(self._kv_blocks))
         starts, blocks = [], []
         for number, work in enumerate(sequences, len(self._started)):
             needed = -(-(work.start + work.tokens + SLACK_TOKENS) // self.sizes.block_size)
             if needed > len(free):
-                raise ExecutorDriverError(f"the KV of a step does not fit {self.kv_tokens} tokens")
+                raise ExecutorDriverError(f"the KV of a step does not fit into {self.kv_tokens} tokens")
             blocks.append(tuple(free.pop() for _ in range(needed)))
             known = work.start + work.tokens
             sampling = SamplingParams(max_tokens=self.sizes.max_model_len, temperature=0.0)
@@ -112,9 +114,9 @@ class ExecutorDriver:
         """Run a prepared step, or decodes several times, and return the time of one.
 
         Args:
-            steps: what :meth:`prepare` returned.
-            form: how mixed ranks are computed.
-            repeat: how many steps, at most ``SLACK_TOKENS``.
+            steps: returned by :meth:`prepare`.
+            form: kernel form for mixed ranks.
+            repeat: number of steps, at most ``SLACK_TOKENS``.
             limit_s: no further step begins after this time.
         """
         plan = StepPlan(0, sequences=steps, kernel_form=form, repeat=repeat, max_duration_s=limit_s)
@@ -122,7 +124,7 @@ class ExecutorDriver:
         return StepTiming(result.duration_s / result.steps_run, result.steps_run)
 
     def switch(self, steps: tuple[SequenceStep, ...], merged: AdapterDigest | None) -> float:
-        """Run a prepared step with an adapter merged, or none, and return the seconds that the change took.
+        """Run a prepared step with an adapter merged, or none, and return the seconds that the switch took.
 
         Args:
             steps: of that adapter alone; of any, if none is merged. Steps that are run otherwise merge none.
@@ -134,21 +136,21 @@ class ExecutorDriver:
         """Load an adapter into device blocks and return the seconds that took.
 
         Raises:
-            ExecutorDriverError: there is no room, or the load failed.
+            ExecutorDriverError: there are too few blocks, or the load failed.
         """
         count = self._blocks_of(ref)
         if count > len(self._free):
             raise ExecutorDriverError(
-                f"adapter {ref.name!r} takes {count} blocks, {len(self._free)} are free; give more memory"
+                f"adapter {ref.name!r} needs {count} blocks, and {len(self._free)} are free: allow more memory"
             )
         self._loaded[ref.digest] = tuple(self._free.pop() for _ in range(count))
         return self._transfer(Tier.SOURCE, Tier.DEVICE, device=self._loaded[ref.digest], adapter=ref)
 
     def read_to_host(self, ref: AdapterRef) -> float:
-        """Read an adapter into host blocks, whose contents do not matter, and return the seconds that took.
+        """Read an adapter into host blocks, overwriting them, and return the seconds that took.
 
         Raises:
-            ExecutorDriverError: there is no room, or it failed.
+            ExecutorDriverError: there are too few blocks, or the read failed.
         """
         return self._transfer(Tier.SOURCE, Tier.HOST, host=self._some_host_blocks(self._blocks_of(ref)), adapter=ref)
 
@@ -156,30 +158,28 @@ class ExecutorDriver:
         """Copy scattered blocks from the other tier to ``target`` and return the seconds that took.
 
         Raises:
-            ExecutorDriverError: a tier has fewer blocks, or it failed.
+            ExecutorDriverError: a tier has fewer blocks, or the copy failed.
         """
         if count > self.most_copied_blocks:
-            raise ExecutorDriverError(
-                f"{count} blocks are more than the {self.most_copied_blocks} that a copy can have here"
-            )
+            raise ExecutorDriverError(f"{count} blocks are more than the {self.most_copied_blocks} of the largest copy")
         device, host = tuple(self._order.sample(self._kv_blocks, count)), self._some_host_blocks(count)
         return self._transfer(Tier.HOST if target is Tier.DEVICE else Tier.DEVICE, target, host=host, device=device)
 
     def evict(self, digest: AdapterDigest) -> None:
-        """Give an adapter's blocks back."""
+        """Free an adapter's blocks."""
         self._executor.execute(StepPlan(0, evictions=(digest,)))
         self._free.extend(self._loaded.pop(digest))
 
     def write_kv(self, ref: AdapterRef) -> None:
-        """Write all KV blocks by loading an adapter over and over, which takes a fraction of a prefill's time.
+        """Write all KV blocks by loading an adapter repeatedly, which is much faster than a prefill.
 
         Raises:
-            ExecutorDriverError: the KV blocks do not even hold the adapter.
+            ExecutorDriverError: the KV blocks cannot hold the adapter.
         """
         count = self._blocks_of(ref)
         if count > len(self._kv_blocks):
             raise ExecutorDriverError(
-                f"adapter {ref.name!r} takes {count} blocks, {len(self._kv_blocks)} are kept for KV"
+                f"adapter {ref.name!r} needs {count} blocks, and {len(self._kv_blocks)} are reserved for KV"
             )
         for first in range(0, len(self._kv_blocks), count):
             last = min(first + count, len(self._kv_blocks))
@@ -195,13 +195,13 @@ class ExecutorDriver:
         """
         most = self.most_copied_blocks
         if not most:
-            raise ExecutorDriverError("there are no host blocks to copy to; give host memory")
+            raise ExecutorDriverError("there are no host blocks to copy to: allow host memory")
         for first in range(0, len(self._host_blocks), most):
             blocks = tuple(self._host_blocks[first : first + most])
             self._transfer(Tier.DEVICE, Tier.HOST, host=blocks, device=tuple(self._kv_blocks[: len(blocks)]))
 
     def clear(self) -> None:
-        """Let the executor forget all sequences and adapters, so that another may drive it."""
+        """Remove all sequences and adapters from the executor, so that another driver can use it."""
         self._executor.execute(StepPlan(0, drops=tuple(self._started), evictions=tuple(self._loaded)))
         for blocks in self._loaded.values():
             self._free.extend(blocks)
@@ -214,7 +214,7 @@ class ExecutorDriver:
     def _some_host_blocks(self, count: int) -> tuple[BlockId, ...]:
         if count > len(self._host_blocks):
             raise ExecutorDriverError(
-                f"{count} host blocks are needed, there are {len(self._host_blocks)}; give more host memory"
+                f"{count} host blocks are needed, and there are {len(self._host_blocks)}: allow more host memory"
             )
         return tuple(self._order.sample(self._host_blocks, count))
 

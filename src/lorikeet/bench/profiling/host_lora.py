@@ -1,4 +1,4 @@
-"""What host workers take for a layer of a cold prefill, by workers like those of an engine."""
+"""Measures how long host workers take for a layer of a cold prefill, with workers like those of an engine."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -11,37 +11,37 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import Constant, CostProfile, HostLora
 from lorikeet.presets import resolve_preset
-from lorikeet.worker.host_lora.calibrate import DEVICE_TOKENS, HostTimes, measure_host, suiting_tokens
+from lorikeet.worker.host_lora.calibrate import DEVICE_TOKENS, HostTimes, measure_host, tokens_per_worker
 from lorikeet.worker.host_lora.start import open_pool, start_worker_processes
 from lorikeet.worker.threads import usable_cores
 from lorikeet.worker.torch_executor import TorchExecutor
 
-_ASSISTING_ROW = "toppings"
-"""One whose replicas have host workers, where settings and device allow any."""
+_ASSISTING_PRESET = "toppings"
+"""A preset whose replicas have host workers, if settings and device allow any."""
 
 
 def measure_host_lora(
     executor: TorchExecutor, sizes: EngineSizes, engine: EngineSettings, rounds: int, tick: Callable[[], None]
 ) -> list[HostTimes]:
-    """Measure host workers several times. What lies in the executor's host tier means nothing afterwards.
+    """Measure host workers several times. The content of the executor's host tier is overwritten.
 
     Args:
-        executor: at rest.
-        sizes: of it.
+        executor: idle.
+        sizes: of the executor.
         engine: its settings.
-        rounds: how often.
+        rounds: number of measurements.
         tick: called after each round.
 
     Returns:
-        The times of each round; none where replicas with these settings have no host workers.
+        The times of each round; empty if replicas with these settings have no host workers.
 
     Raises:
         ConfigError: the host tier is too small.
-        ExecutorError: a worker did not start, or was lost.
+        ExecutorError: a worker did not start, or died.
     """
-    if engine.tensor_parallel > 1:  # the other ranks' adapters are out of reach here
+    if engine.tensor_parallel > 1:  # the adapters of other ranks are in other processes
         return []
-    processes = start_worker_processes(engine, resolve_preset(_ASSISTING_ROW)[1])
+    processes = start_worker_processes(engine, resolve_preset(_ASSISTING_PRESET)[1])
     if not processes:
         return []
     found = []
@@ -55,12 +55,12 @@ def measure_host_lora(
 
 
 def host_lora(times: Sequence[HostTimes], profile: CostProfile, cores: int) -> HostLora:
-    """Return the constants of a profile that has everything else.
+    """Return the constants of host LoRA for a profile that is otherwise complete.
 
     Args:
         times: of at least one round.
-        profile: knows steps and the link to the device.
-        cores: of the workers.
+        profile: with steps and the link to the device.
+        cores: number of workers.
     """
     fixed_s, token_s, token_rank_s = (
         _figure([getattr(each, name) for each in times], unit)
@@ -75,7 +75,7 @@ def host_lora(times: Sequence[HostTimes], profile: CostProfile, cores: int) -> H
         token=token_s,
         token_rank=token_rank_s,
         cores=cores,
-        core_tokens=suiting_tokens(middle, profile.geometry, layer_s, link.bandwidth.value),
+        core_tokens=tokens_per_worker(middle, profile.geometry, layer_s, link.bandwidth.value),
     )
 
 

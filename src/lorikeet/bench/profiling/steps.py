@@ -1,4 +1,4 @@
-"""Which steps are measured, and their measurement in rounds.
+"""The steps that are measured, and their measurement in rounds.
 
 Steps are chosen so that each constant of the model can be told from the others. Every round has its own order, so that
 a drift of the machine favours no step.
@@ -25,13 +25,13 @@ _CHUNKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _LATE_START = 1024
 _SPLIT_TOKENS = 256
 _MIXED = ((1, 64), (2, 128), (4, 32), (8, 128), (16, 256), (31, 64), (31, 480))
-"""Decodes beside the tokens of one prefill chunk."""
+"""Number of decodes beside the tokens of one prefill chunk."""
 _MIXED_CONTEXT = 192
 _LORA_CONTEXT = 128
 
 
 class SweepLimits(NamedTuple):
-    """What a step may hold.
+    """Limits of a step.
 
     Attributes:
         sequences: at most.
@@ -46,7 +46,7 @@ class SweepLimits(NamedTuple):
     kv_tokens: int
 
     def allows(self, step: Step) -> bool:
-        """Whether the step keeps to all of them; a decode may be repeated."""
+        """Return whether the step is within all limits, also if a decode is repeated."""
         return (
             len(step) <= self.sequences
             and sum(sequence.tokens for sequence in step) <= self.step_tokens
@@ -62,7 +62,7 @@ def base_steps(limits: SweepLimits) -> list[Step]:
 
 
 def decodes(count: int, context_tokens: int) -> Step:
-    """Return decodes that have so much context each, themselves excluded."""
+    """Return decodes with so much context each, without themselves."""
     return (SequenceWork(context_tokens, 1, True, None, 0),) * count
 
 
@@ -144,7 +144,7 @@ def _lora_decodes(adapters: Adapters) -> Iterator[Step]:
 def _lora_prefills(adapters: Adapters) -> Iterator[Step]:
     firsts = [(rank, digests[0]) for rank, digests in adapters.items()]
     small, middle, large = firsts[0], firsts[len(firsts) // 2], firsts[-1]
-    # A rank adds a thousandth to a chunk, so what tells it from the noise is many ranks over many tokens.
+    # A rank adds a thousandth to a chunk, so it takes many ranks and tokens to tell it from noise.
     chunks = (
         (16, (small, large)),
         (48, (small, large)),
@@ -161,7 +161,7 @@ def _lora_prefills(adapters: Adapters) -> Iterator[Step]:
 
 
 def _distinct(step: Step, adapters: Sequence[tuple[int, str]]) -> Step:
-    """Return the step once for each adapter, beside each other."""
+    """Return the step once for each adapter, in one step."""
     return tuple(sequence for which in adapters for sequence in _under(step, *which))
 
 
@@ -171,47 +171,50 @@ Tick = Callable[[], None]
 _GROUPS = ((KernelForm.UNPADDED, KernelForm.PADDED), (KernelForm.EINSUM,))
 """Forms that are measured between two runs of the base model, once in a round; disturbances outlast them."""
 _LEAST_ROUNDS, _MOST_S = 8, 90.0
-"""Rounds in which every step with adapters is measured, however sure its addition, and seconds after which one is not
-measured again, however unsure: on a slow machine all rounds of the longest chunks would take an hour."""
+"""Rounds in which every step with adapters is measured, and most seconds for one step.
+
+After so many seconds a step is not measured again, however imprecise: on a slow machine all rounds of the longest
+chunks would take an hour.
+"""
 
 
 class StepSweep:
-    """Times steps without adapters, in as many sittings as one likes: a machine may be faster for minutes.
+    """Times steps without adapters, in several sessions: a machine may be faster for minutes.
 
-    Each has been run once that is not kept.
+    Each step is run once first, which is not counted.
 
     Args:
-        rig: runs them.
+        driver: runs them.
         steps: without adapters.
-        num_scheduler_steps, multi_step_limit_s: decodes are repeated as an engine with these settings does.
+        num_scheduler_steps, multi_step_limit_s: decodes are repeated as by an engine with these settings.
         tick: called once for each step, and again in each round.
     """
 
     def __init__(
         self,
-        rig: ExecutorDriver,
+        driver: ExecutorDriver,
         steps: Sequence[Step],
         num_scheduler_steps: int,
         multi_step_limit_s: float,
         tick: Tick,
     ) -> None:
-        self._rig = rig
+        self._driver = driver
         self._steps = steps
         self._tick = tick
         self._order = random.Random(0)
         self._prepared, self._repeats = {}, {}
         for step in self._order.sample(steps, len(steps)):
-            self._prepared[step] = rig.prepare(step)
+            self._prepared[step] = driver.prepare(step)
             repeat = num_scheduler_steps if all(sequence.tokens == 1 and sequence.start > 0 for sequence in step) else 1
-            self._repeats[step] = rig.run(self._prepared[step], repeat=repeat, limit_s=multi_step_limit_s).steps
+            self._repeats[step] = driver.run(self._prepared[step], repeat=repeat, limit_s=multi_step_limit_s).steps
             tick()
         self._seconds: dict[Step, list[float]] = {step: [] for step in steps}
 
     def measure(self, rounds: int) -> None:
-        """Time each step so often."""
+        """Time each step ``rounds`` times."""
         for _ in range(rounds):
             for step in self._order.sample(self._steps, len(self._steps)):
-                self._seconds[step].append(self._rig.run(self._prepared[step], repeat=self._repeats[step]).seconds)
+                self._seconds[step].append(self._driver.run(self._prepared[step], repeat=self._repeats[step]).seconds)
                 self._tick()
 
     def measurements(self) -> list[StepMeasurement]:
@@ -220,22 +223,22 @@ class StepSweep:
 
 
 def measure_lora(
-    rig: ExecutorDriver, steps: Sequence[Step], rounds: int, tick: Tick
+    driver: ExecutorDriver, steps: Sequence[Step], rounds: int, tick: Tick
 ) -> dict[KernelForm, list[LoraMeasurement]]:
-    """Time each step in every kernel form, in turns with the same step without adapters, until its addition is sure.
+    """Time each step in every kernel form, in turns with the same step without adapters, until its addition is precise.
 
-    Ranks that are all the same have nothing to pad: then unpadded and padded are one computation, and the mean of both
-    times counts for each.
+    If all ranks are the same there is nothing to pad. Then unpadded and padded are one computation, and the mean of
+    both times counts for each.
 
     Args:
-        rig: runs them; it has loaded the adapters.
+        driver: runs them; it has loaded the adapters.
         steps: with adapters.
-        rounds: at least one; steps whose additions are sure are left out of the last.
+        rounds: at least one; steps whose additions are precise enough are left out of the last.
         tick: called ``len(steps) * rounds`` times.
     """
     order = random.Random(0)
     points = {(form, step): LoraMeasurement(_lora_work(step, form), [], []) for form in KernelForm for step in steps}
-    prepared = {step: (rig.prepare(without_adapters(step)), rig.prepare(step)) for step in steps}
+    prepared = {step: (driver.prepare(without_adapters(step)), driver.prepare(step)) for step in steps}
     for number in range(rounds):
         for step in order.sample(steps, len(steps)):
             tick()
@@ -247,11 +250,11 @@ def measure_lora(
             if not groups:
                 continue
             base, adapted = prepared[step]
-            rig.run(adapted)  # not kept: the step before it was another
-            before_s = rig.run(base).seconds
+            driver.run(adapted)  # not counted: the step before was a different one
+            before_s = driver.run(base).seconds
             for group in groups:
-                with_s = {form: rig.run(adapted, form).seconds for form in order.sample(group, len(group))}
-                after_s = rig.run(base).seconds
+                with_s = {form: driver.run(adapted, form).seconds for form in order.sample(group, len(group))}
+                after_s = driver.run(base).seconds
                 if len({sequence.rank for sequence in step if sequence.adapter is not None}) == 1:
                     with_s = dict.fromkeys(with_s, statistics.mean(with_s.values()))
                 for form, seconds in with_s.items():

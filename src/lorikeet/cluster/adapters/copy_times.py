@@ -1,6 +1,6 @@
-"""How long copies of adapters take between replicas, and from their files, by a model.
+"""A model of the time that copies of adapters take, between replicas and from source files.
 
-Source: LoRAServe, section IV-B, which moves adapters from GPU to GPU over InfiniBand; figure 14 says, without numbers,
+Source: LoRAServe, section IV-B, which moves adapters from GPU to GPU over InfiniBand. Figure 14 says, without numbers,
 that this takes about as long as from a host to its own GPU, and that a drive is too slow. The figures here are ours.
 """
 
@@ -12,28 +12,28 @@ from lorikeet.core.ids import ReplicaId
 
 
 class FetchForm(StrEnum):
-    """How the bytes of an adapter come from another machine."""
+    """How the bytes of an adapter are sent from another machine."""
 
     PIPELINED = "pipelined"
-    """From device to device, in pieces: while one crosses the network, the next leaves its host."""
+    """From device to device, in pieces: while one piece crosses the network, the next leaves its host."""
     STORE_AND_FORWARD = "store-and-forward"
-    """Into the host's memory as a whole, and from there to the device like any other."""
+    """Into the host's memory as a whole, and from there to the device like any other adapter."""
 
 
 class CopyCosts(msgspec.Struct, frozen=True):
-    """What the times of copies are made of.
+    """The parameters of copy times.
 
-    What a replica has lies in its host's memory, and still comes from there to its device when it is asked for; the
-    engine itself takes that time (``local_s``), so it is no part of what comes before.
+    A replica's copies lie in its host's memory, and are still loaded to the device when a request needs them. The
+    engine takes that time (``local_s``) itself, so it is not part of the copy.
 
     Attributes:
         form: of fetches.
         host_bytes_per_s: between a host and each rank's device: PCI Express 4.0 with 16 lanes, of whose 32 GB/s about
-            25 are reached. Must be what engines take.
-        network_bytes_per_s: between two machines: InfiniBand HDR, 200 Gbit/s less what protocols take.
-        drive_bytes_per_s: from an adapter's own files: a solid-state drive in a cloud machine.
+            25 are reached. Must be the value that engines use.
+        network_bytes_per_s: between two machines: InfiniBand HDR, 200 Gbit/s less protocol overhead.
+        drive_bytes_per_s: from an adapter's source files: a solid-state drive in a cloud machine.
         latency_s: of each copy between machines, or from files.
-        ranks: of a replica; each moves its part, all at once.
+        ranks: of a replica; each moves its part at the same time.
     """
 
     form: FetchForm = FetchForm.PIPELINED
@@ -54,21 +54,21 @@ class CopyCosts(msgspec.Struct, frozen=True):
         return self._over(size_bytes, self.network_bytes_per_s)
 
     def fetch_s(self, size_bytes: int) -> float:
-        """Return the time from the beginning of a fetch until its request can be handed over."""
+        """Return the time from the start of a fetch until its request can be submitted."""
         link_s = self.link_s(size_bytes)
         return link_s - self.local_s(size_bytes) if self.form is FetchForm.PIPELINED else link_s
 
-    def carry_s(self, size_bytes: int) -> float:
-        """Return the time that KV of a request takes from one host's memory to another's."""
+    def kv_transfer_s(self, size_bytes: int) -> float:
+        """Return the time to send a request's KV from one host's memory to another's."""
         return self._over(size_bytes, self.network_bytes_per_s)
 
     @property
-    def carried_bytes_per_s(self) -> float:
-        """How fast KV goes from device to device by way of both hosts."""
+    def kv_bytes_per_s(self) -> float:
+        """Bandwidth of KV from device to device through both hosts."""
         return self.ranks / (2 / self.host_bytes_per_s + 1 / self.network_bytes_per_s)
 
     def provision_s(self, size_bytes: int) -> float:
-        """Return the time to read an adapter from its own files into a host's memory."""
+        """Return the time to read an adapter from its source files into a host's memory."""
         return self._over(size_bytes, self.drive_bytes_per_s)
 
     def _over(self, size_bytes: int, bytes_per_s: float) -> float:
@@ -76,7 +76,7 @@ class CopyCosts(msgspec.Struct, frozen=True):
 
 
 class CopyTimes:
-    """When copies have come, if each source sends one after the other, and so does each drive.
+    """Computes when copies arrive. Each source link sends one copy after the other, and so does each drive.
 
     Args:
         costs: of single copies.
@@ -88,19 +88,19 @@ class CopyTimes:
         self._drives_free_s: dict[ReplicaId, float] = {}
 
     def fetched_s(self, source: ReplicaId, size_bytes: int, now: float) -> float:
-        """Return when a fetch that is asked for now has come."""
+        """Return when a fetch that is requested now has arrived."""
         begins_s = max(now, self._links_free_s.get(source, now))
         self._links_free_s[source] = begins_s + self._costs.link_s(size_bytes)
         return begins_s + self._costs.fetch_s(size_bytes)
 
-    def carried_s(self, source: ReplicaId, size_bytes: int, now: float) -> float:
-        """Return when the KV of a request has come that leaves its host now."""
+    def kv_arrival_s(self, source: ReplicaId, size_bytes: int, now: float) -> float:
+        """Return when a request's KV that leaves its host now has arrived."""
         begins_s = max(now, self._links_free_s.get(source, now))
-        self._links_free_s[source] = begins_s + self._costs.carry_s(size_bytes)
+        self._links_free_s[source] = begins_s + self._costs.kv_transfer_s(size_bytes)
         return self._links_free_s[source]
 
     def provided_s(self, replica: ReplicaId, size_bytes: int, now: float) -> float:
-        """Return when a provision that is asked for now has come; drives are those of the replicas."""
+        """Return when a provision that is requested now has arrived. Each replica has its own drive."""
         begins_s = max(now, self._drives_free_s.get(replica, now))
         self._drives_free_s[replica] = begins_s + self._costs.provision_s(size_bytes)
         return self._drives_free_s[replica]

@@ -1,4 +1,4 @@
-"""One replica's part of the adapter pool on its machine's disk: a folder for each adapter that it holds."""
+"""One replica's part of the adapter pool on disk: a folder for each adapter version that it holds."""
 
 import fcntl
 import os
@@ -20,14 +20,14 @@ from lorikeet.adapters.store import MANIFEST_FILE, Manifest, compute_digest
 from lorikeet.core.ids import AdapterDigest
 
 Files = dict[str, NDArray[np.uint8]]
-"""Content of an adapter's two files by name. Arrays, since those travel through shared memory without being copied."""
+"""Contents of an adapter's two files, by name. Arrays travel through shared memory without a copy."""
 
 _LOCK_FILE = ".lock"
 _INCOMING = ".incoming"
 
 
 class PoolFolderError(RuntimeError):
-    """A copy cannot be read, written or trusted; the message names the adapter and the reason."""
+    """A copy cannot be read, written or trusted. The message names the adapter and the reason."""
 
 
 def read_files(folder: Path) -> Files:
@@ -43,22 +43,22 @@ def read_files(folder: Path) -> Files:
 
 
 def bytes_of(files: Mapping[str, NDArray[np.uint8]]) -> int:
-    """Return how many bytes the files have."""
+    """Return the total size of the files."""
     return sum(content.nbytes for content in files.values())
 
 
 class PoolFolder:
-    """Owner of ``<root>/<digest>/``. Calls may come from several threads.
+    """Owner of ``<root>/<digest>/``. Thread-safe.
 
-    What lies there outlives its owner: the replica's next incarnation on this machine finds it. A version is there as a
-    whole or not at all, and what arrives is hashed before it counts, so a file that was damaged on its way is an error
-    and never becomes an answer.
+    The folders outlive their owner: the replica's next incarnation on this machine finds them. A version is present as
+    a whole or not at all. Its content is hashed on arrival, so a file that was damaged in transit is an error and never
+    serves a request.
 
     Args:
-        root: made if missing.
+        root: created if missing.
 
     Raises:
-        PoolFolderError: another process owns it, or it cannot be written.
+        PoolFolderError: another process owns the folder, or it cannot be written.
     """
 
     def __init__(self, root: Path) -> None:
@@ -69,7 +69,7 @@ class PoolFolder:
         self._lock = self._make()
 
     def _make(self) -> TextIO:
-        """Make the folder if it is missing, and return what keeps other processes away."""
+        """Create the folder if it is missing, and return its lock file, locked."""
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             lock = (self._root / _LOCK_FILE).open("a")
@@ -78,18 +78,18 @@ class PoolFolder:
             except BlockingIOError:
                 lock.close()
                 raise PoolFolderError(f"the pool folder {self._root} is in use by another process") from None
-            shutil.rmtree(self._incoming, ignore_errors=True)  # what an earlier owner did not finish
+            shutil.rmtree(self._incoming, ignore_errors=True)  # left over by an earlier owner
             self._incoming.mkdir()
         except OSError as error:
             raise PoolFolderError(f"the pool folder {self._root} cannot be written: {error}") from error
         return lock
 
     def close(self) -> None:
-        """Let another process own the folder."""
+        """Release the lock, so that another process may own the folder."""
         self._lock.close()
 
     def discard(self) -> None:
-        """Delete the folder with all that is in it; nothing can be stored there any more.
+        """Delete the folder with everything in it. Nothing can be stored in it any more.
 
         Raises:
             PoolFolderError: it cannot be deleted.
@@ -102,16 +102,16 @@ class PoolFolder:
             raise PoolFolderError(f"the pool folder {self._root} cannot be deleted: {error}") from error
 
     def folder(self, digest: AdapterDigest) -> Path:
-        """Where a version lies, whether it is there or not."""
+        """Return the folder of a version, which need not exist."""
         return self._root / digest
 
     def held(self) -> dict[AdapterDigest, str]:
-        """Return the folders of the versions that are there unharmed; damaged ones are deleted.
+        """Return the folders of all intact versions. Damaged ones are deleted.
 
-        A root that somebody else has deleted is made again.
+        A root that another program has deleted is created again.
 
         Raises:
-            PoolFolderError: it cannot be read or written.
+            PoolFolderError: the root cannot be read or written.
         """
         try:
             with self._publishing:
@@ -132,7 +132,7 @@ class PoolFolder:
         """Return the files of a version.
 
         Raises:
-            PoolFolderError: it is not there, or was changed since it was stored.
+            PoolFolderError: it is missing, or was changed after it was stored.
         """
         problem = self._problem(digest)
         if problem is not None:
@@ -140,13 +140,13 @@ class PoolFolder:
         return read_files(self.folder(digest))
 
     def store(self, digest: AdapterDigest, files: Mapping[str, NDArray[np.uint8]]) -> Path:
-        """Check what has arrived and put it in its place; a version that is there unharmed stays as it is.
+        """Check received files and store them. An intact version that is present already is kept.
 
         Returns:
             The version's folder, which a loader can read.
 
         Raises:
-            PoolFolderError: the content is not what the digest says, or the folder cannot be written.
+            PoolFolderError: the content does not match the digest, or the folder cannot be written.
         """
         place = self.folder(digest)
         if self._problem(digest) is None:
@@ -162,7 +162,7 @@ class PoolFolder:
                 manifest = Manifest(weights.st_size, weights.st_mtime_ns)
                 (staged / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
                 with self._publishing:
-                    if self._problem(digest) is not None:  # else another call was faster
+                    if self._problem(digest) is not None:  # otherwise a concurrent call was faster
                         self._remove(digest)
                         os.rename(staged, place)
         except OSError as error:
@@ -170,7 +170,7 @@ class PoolFolder:
         return place
 
     def delete(self, digest: AdapterDigest) -> None:
-        """Delete a version; one that is not there is no error.
+        """Delete a version. A missing one is no error.
 
         Raises:
             PoolFolderError: the folder cannot be written.
@@ -182,7 +182,7 @@ class PoolFolder:
             raise PoolFolderError(f"adapter {digest} cannot be deleted from {self._root}: {error}") from error
 
     def _remove(self, digest: AdapterDigest) -> None:
-        """Delete a version. Renamed first, so that nobody sees half of it."""
+        """Delete a version. It is renamed first, so that no reader sees half of it."""
         with tempfile.TemporaryDirectory(dir=self._incoming, ignore_cleanup_errors=True) as parent:
             try:
                 os.rename(self.folder(digest), Path(parent) / "version")
@@ -190,7 +190,7 @@ class PoolFolder:
                 return
 
     def _problem(self, digest: AdapterDigest) -> str | None:
-        """Return what is wrong with a version by the looks of its files, None if nothing."""
+        """Return what is wrong with a version judging by the metadata of its files; None if nothing."""
         place = self.folder(digest)
         try:
             manifest = msgspec.json.decode((place / MANIFEST_FILE).read_bytes(), type=Manifest)
@@ -205,7 +205,7 @@ class PoolFolder:
 
 
 def _check_content(folder: Path, digest: AdapterDigest) -> None:
-    """Raise if the files in a folder are not the version that they should be."""
+    """Raise if the files in a folder do not match the digest."""
     try:
         found = compute_digest(inspect_adapter(folder))
     except AdapterError as error:

@@ -1,9 +1,9 @@
-"""The distributed adapter pool: copies are made when first asked for and deleted when nobody is sent there.
+"""The distributed adapter pool: copies are made when a request first needs them, and deleted when none is routed there.
 
-Here is decided what is fetched from whom and what is deleted; how bytes travel is somebody else's. Every call returns
-what is to be done because of it.
+The pool decides what is fetched from which replica and what is deleted; it moves no bytes itself. Every call returns
+the actions that follow from it.
 
-Source: LoRAServe, section IV-B; the rules that it leaves open are told in docs/decisions/loraserve-placement.md.
+Source: LoRAServe, section IV-B; docs/decisions/loraserve-placement.md has the rules that the paper leaves open.
 """
 
 from collections import Counter
@@ -16,13 +16,13 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 
 
 class Fetch(NamedTuple):
-    """A copy to make.
+    """A copy to make from one replica to another.
 
     Attributes:
-        number: names it; its end is reported with it.
-        adapter: what.
-        source: who has it.
-        destination: who wants it.
+        number: identifies the fetch; its outcome is reported with it.
+        adapter: version to copy.
+        source: replica that holds it.
+        destination: replica that needs it.
     """
 
     number: int
@@ -32,13 +32,13 @@ class Fetch(NamedTuple):
 
 
 class PoolActions(NamedTuple):
-    """What follows from an event.
+    """What follows from a call.
 
     Attributes:
-        ready: requests whose adapter is there now; they may be sent, or go on.
-        failed: requests whose adapter could be had from nobody; they are forgotten here.
-        fetches: to be started.
-        deletes: copies to delete; the table no longer has them.
+        ready: requests whose adapter is available now; they may be sent, or go on.
+        failed: requests whose adapter could be fetched from no replica; the pool has forgotten them.
+        fetches: copies to start.
+        deletes: copies to delete; the table no longer lists them.
     """
 
     ready: tuple[RequestId, ...] = ()
@@ -51,7 +51,7 @@ NOTHING = PoolActions()
 
 
 class _Inbound:
-    """A fetch under way, with those who wait for it."""
+    """A fetch in flight, with the requests that wait for it."""
 
     def __init__(self, fetch: Fetch) -> None:
         self.fetch = fetch
@@ -60,18 +60,18 @@ class _Inbound:
 
 
 class AdapterPool:
-    """Who holds what, who uses it, and what is on its way.
+    """Tracks which replica holds which adapter, which requests use it, and which copies are in flight.
 
-    A request is counted from the moment at which it is routed, so a copy that it will need is not deleted, even though
-    a later table sends nobody there. Two requests for one adapter at one replica share one fetch.
+    A request is counted from the moment it is routed. So a copy that it will need is not deleted, even if a later table
+    routes no requests there. Two requests for one adapter at one replica share one fetch.
 
-    Never deleted: a copy in use (by a request, or as the source of a fetch), one at a replica to which the adapter is
-    routed, and the last.
+    A copy is never deleted while it is used (by a request, or as the source of a fetch), while the table routes the
+    adapter to its replica, or while it is the last one.
 
     Args:
-        routing: the desired state.
-        prefetch: fetch what a new table asks for at once, instead of with the first request (not in the paper).
-        is_there: whether a replica is; a table may name one that has left. Nothing is fetched unasked to others.
+        routing: the desired placement.
+        prefetch: fetch what a new table asks for immediately, instead of with the first request (not in the paper).
+        is_there: whether a replica exists; a table may name one that has left. Nothing is prefetched to others.
     """
 
     def __init__(
@@ -81,26 +81,28 @@ class AdapterPool:
         is_there: Callable[[ReplicaId], bool] = lambda replica: True,
     ) -> None:
         self.table = AdapterTable()
-        """The actual state; only the pool writes in it."""
+        """The actual placement; only the pool changes it."""
         self._routing = routing
         self._prefetch = prefetch
         self._is_there = is_there
-        self._uses = Counter[tuple[AdapterDigest, ReplicaId]]()  # by requests, and as a source
+        self._uses = Counter[tuple[AdapterDigest, ReplicaId]]()  # by requests, and as the source of a fetch
         self._requests: dict[RequestId, tuple[AdapterDigest, ReplicaId]] = {}
         self._inbound: dict[tuple[AdapterDigest, ReplicaId], _Inbound] = {}
         self._outbound = Counter[ReplicaId]()
         self._retired: set[AdapterDigest] = set()
-        self._found: set[AdapterDigest] = set()  # since the last table, and perhaps where they are not routed to
+        self._found: set[AdapterDigest] = (
+            set()
+        )  # seeded since the last table, perhaps at replicas that do not serve them
         self._numbers = count()
 
     def seed(self, adapter: AdapterDigest, replica: ReplicaId) -> None:
-        """Note a copy that came from outside the pool: read from the adapter's files, or found after a restart."""
+        """Record a copy that the pool did not fetch: read from the adapter's source files, or found after a restart."""
         self._retired.discard(adapter)
         self._found.add(adapter)
         self.table.add(adapter, replica)
 
     def begin(self, request: RequestId, adapter: AdapterDigest, replica: ReplicaId) -> PoolActions:
-        """Take in a request that is routed to a replica; it is ready at once if the adapter is there.
+        """Count a request that is routed to a replica. It is ready immediately if the adapter is there.
 
         Raises:
             ValueError: the request is known already.
@@ -122,7 +124,7 @@ class AdapterPool:
         return PoolActions(fetches=fetches)
 
     def end(self, request: RequestId) -> PoolActions:
-        """A request has finished, or will not be run; a fetch that it waits for goes on."""
+        """Forget a request that has finished or will not run. A fetch that it waits for goes on."""
         adapter, replica = self._requests[request]
         inbound = self._inbound.get((adapter, replica))
         if inbound and request in inbound.waiting:
@@ -131,7 +133,7 @@ class AdapterPool:
         return PoolActions(deletes=self._collect([adapter]))
 
     def fetched(self, fetch: Fetch) -> PoolActions:
-        """A fetch has ended well: the destination has a copy."""
+        """Record that a fetch has succeeded: the destination has a copy."""
         inbound = self._ended(fetch)
         if inbound is None:
             return NOTHING
@@ -140,7 +142,7 @@ class AdapterPool:
         return PoolActions(ready=tuple(inbound.waiting), deletes=self._collect([fetch.adapter]))
 
     def fetch_failed(self, fetch: Fetch) -> PoolActions:
-        """A fetch has ended badly: the next holder is tried, and if there is none, those who wait have failed."""
+        """Record that a fetch has failed. Try the next holder; if there is none, fail the waiting requests."""
         inbound = self._ended(fetch)
         if inbound is None:
             return NOTHING
@@ -148,38 +150,40 @@ class AdapterPool:
         return PoolActions(failed=failed, fetches=fetches, deletes=self._collect([fetch.adapter]))
 
     def swap(self, routing: RoutingTable) -> PoolActions:
-        """Take a table. Requests stay where they were routed. By the one that counts already less is to be done."""
+        """Replace the routing table. Requests stay where they were routed. The current table costs less work."""
         changed = sorted(self._found) if routing is self._routing else list(self.table)
         self._routing = routing
         self._found.clear()
-        fetches = [fetch for adapter in routing.shares for fetch in self._missing(adapter)] if self._prefetch else []
+        fetches = (
+            [fetch for adapter in routing.shares for fetch in self._start_missing(adapter)] if self._prefetch else []
+        )
         return PoolActions(fetches=tuple(fetches), deletes=self._collect(changed))
 
-    def fill(self, adapter: AdapterDigest) -> PoolActions:
-        """Fetch an adapter to all replicas that serve it, if copies are made unasked: somebody has it by now."""
-        return PoolActions(fetches=tuple(self._missing(adapter)) if self._prefetch else ())
+    def fetch_missing(self, adapter: AdapterDigest) -> PoolActions:
+        """Fetch an adapter to all replicas that serve it, if copies are prefetched; a first copy exists by now."""
+        return PoolActions(fetches=tuple(self._start_missing(adapter)) if self._prefetch else ())
 
-    def _missing(self, adapter: AdapterDigest) -> Iterator[Fetch]:
-        """Begin to fetch an adapter to those to whom it is routed and who have it neither now nor soon."""
+    def _start_missing(self, adapter: AdapterDigest) -> Iterator[Fetch]:
+        """Begin to fetch an adapter to every replica that should serve it and has no copy, not even in flight."""
         for replica in filter(self._is_there, sorted(self._routing.replicas(adapter))):
             if not self.table.holds(replica, adapter) and (adapter, replica) not in self._inbound:
                 yield from self._start(adapter, replica)
 
     def retire(self, adapter: AdapterDigest) -> PoolActions:
-        """An adapter is not wanted any longer: all its copies are deleted as soon as no request uses it."""
+        """Stop serving an adapter: all its copies are deleted as soon as no request uses it."""
         self._retired.add(adapter)
         return PoolActions(deletes=self._collect([adapter]))
 
     def keep(self, adapter: AdapterDigest) -> None:
-        """An adapter is wanted, perhaps again after it was retired."""
+        """Undo :meth:`retire` for an adapter."""
         self._retired.discard(adapter)
 
     def leave(self, replica: ReplicaId) -> tuple[PoolActions, list[AdapterDigest]]:
-        """A replica is gone with its copies and its requests, which whoever lost them routes again.
+        """Remove a replica with its copies and requests. The caller routes the requests again.
 
         Returns:
-            What is to be done, and the adapters of which it had the last copy. They must be read from their files
-            and seeded before requests of theirs, those that have failed by this included, begin again.
+            The actions, and the adapters of which it had the last copy. Those must be read from their source files and
+            seeded before requests for them, including those that failed by this, begin again.
         """
         gone = [request for request, (_, where) in self._requests.items() if where == replica]
         for inbound in [each for each in self._inbound.values() if each.fetch.destination == replica]:
@@ -198,7 +202,7 @@ class AdapterPool:
         return PoolActions((), tuple(failed), tuple(fetches), self._collect(list(self.table))), lost
 
     def _start(self, adapter: AdapterDigest, replica: ReplicaId) -> tuple[Fetch, ...]:
-        """Begin a fetch, if somebody has the adapter."""
+        """Begin a fetch, if any replica holds the adapter."""
         source = self._source(adapter, frozenset())
         if source is None:
             return ()
@@ -207,7 +211,7 @@ class AdapterPool:
         return (fetch,)
 
     def _retry(self, inbound: _Inbound) -> tuple[tuple[Fetch, ...], tuple[RequestId, ...]]:
-        """Begin again with another holder; else give up. Return what to start, and who has failed."""
+        """Fetch from another holder, or give up. Return the fetches to start and the requests that have failed."""
         _, adapter, _, destination = inbound.fetch
         source = self._source(adapter, inbound.tried)
         if source is None:
@@ -225,15 +229,15 @@ class AdapterPool:
         return Fetch(next(self._numbers), adapter, source, destination)
 
     def _source(self, adapter: AdapterDigest, tried: Iterable[ReplicaId]) -> ReplicaId | None:
-        """Return whom to fetch from: one that stays routed, with the fewest transfers, with the lowest id."""
+        """Return the replica to fetch from: one that stays routed, with the fewest transfers, with the lowest id."""
         holders = self.table.holders(adapter).difference(tried)
         routed = self._routing.replicas(adapter)
         return min(holders, key=lambda each: (each not in routed, self._outbound[each], each), default=None)
 
     def _ended(self, fetch: Fetch) -> _Inbound | None:
-        """Note that a fetch no longer occupies its source; return it if it is still wanted.
+        """Release the source of a fetch, and return the fetch if it is still wanted.
 
-        One of a replica that has left was given up then, and may be reported afterwards.
+        A fetch to or from a replica that has left was cancelled then, and may be reported afterwards.
         """
         inbound = self._inbound.get((fetch.adapter, fetch.destination))
         if inbound is None or inbound.fetch != fetch:
@@ -251,7 +255,7 @@ class AdapterPool:
             del self._uses[adapter, replica]
 
     def _collect(self, adapters: Iterable[AdapterDigest]) -> tuple[tuple[AdapterDigest, ReplicaId], ...]:
-        """Delete the copies that may be deleted; return them."""
+        """Delete the copies that may be deleted, and return them."""
         deletes: list[tuple[AdapterDigest, ReplicaId]] = []
         for adapter in adapters:
             holders = self.table.holders(adapter)
@@ -262,7 +266,7 @@ class AdapterPool:
                 self._retired.remove(adapter)
             else:
                 if len(idle) == len(holders):
-                    idle = idle[1:]  # somebody keeps it
+                    idle = idle[1:]  # keep the last copy
                 for replica in idle:
                     self.table.remove(adapter, replica)
             deletes += [(adapter, replica) for replica in idle]

@@ -15,35 +15,35 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 
 class TransportError(RuntimeError):
-    """A copy was not made or not deleted; the message names the adapter, the replicas and the reason."""
+    """A copy could not be made or deleted. The message names the adapter, the replicas and the reason."""
 
 
 class DestinationLost(TransportError):
-    """A copy's destination is dead or was taken out. Its owner hears of that otherwise, and waits for no copy there."""
+    """The destination of a copy has died or was removed. Its requests continue elsewhere and wait for no copy."""
 
 
 class Transport(Protocol):
-    """Carries adapters between replicas. Calls may be made at the same time, also for the same adapter."""
+    """Copies adapters between replicas. Calls may overlap, also for the same adapter."""
 
     async def copy(self, adapter: AdapterRef, source: ReplicaId, destination: ReplicaId) -> AdapterRef:
         """Copy an adapter from one replica to another.
 
         Returns:
-            The adapter with ``folder`` as the destination's engine has to be told.
+            The adapter with the ``folder`` that the destination's engine must load.
 
         Raises:
-            DestinationLost: see there.
-            TransportError: the source has not got it or is gone, the destination cannot keep it, or it was damaged on
-                its way.
+            DestinationLost: the destination has died or was removed.
+            TransportError: the source is gone or lacks the adapter, the destination cannot store it, or it arrived
+                damaged.
         """
         ...
 
     async def provide(self, adapter: AdapterRef, destination: ReplicaId) -> AdapterRef:
-        """Copy an adapter from ``adapter.folder`` on this machine to a replica. Otherwise as :meth:`copy`."""
+        """Copy an adapter from ``adapter.folder`` on this machine to a replica; otherwise like :meth:`copy`."""
         ...
 
     async def delete(self, adapter: AdapterRef, replica: ReplicaId) -> None:
-        """Delete a replica's copy; one that is not there is no error.
+        """Delete a replica's copy. A missing copy is no error.
 
         Raises:
             TransportError: the replica is gone, or cannot delete it.
@@ -51,7 +51,7 @@ class Transport(Protocol):
         ...
 
     async def held(self, replica: ReplicaId) -> dict[AdapterDigest, str]:
-        """Return where copies lie at a replica, those of its earlier incarnations included.
+        """Return the folders of the copies at a replica, including those of its earlier incarnations.
 
         Raises:
             TransportError: the replica is gone, or cannot read them.
@@ -59,27 +59,27 @@ class Transport(Protocol):
         ...
 
     async def discard(self, replica: ReplicaId) -> None:
-        """Delete all that lies at a replica. Nothing goes there any more; :meth:`release` follows.
+        """Delete all copies at a replica. Nothing is copied there any more; :meth:`release` follows.
 
         Raises:
-            TransportError: the replica is gone, or cannot delete it.
+            TransportError: the replica is gone, or cannot delete them.
         """
         ...
 
     def release(self, replica: ReplicaId) -> None:
-        """Hold nothing for a replica that will not be back; what lies there stays."""
+        """Release the resources held for a replica that will not come back. Its copies stay."""
         ...
 
     def close(self) -> None:
-        """Release what it holds; the copies stay."""
+        """Release all resources. The copies stay."""
         ...
 
 
 class LocalTransport:
-    """A :class:`~lorikeet.cluster.adapters.transport.Transport` for engines that are processes of this machine.
+    """A transport between engines that are processes of this machine.
 
     Args:
-        pool_dir: holds ``<replica>/<digest>/``; made if missing. No other process may use it.
+        pool_dir: holds ``<replica>/<digest>/``; created if missing. No other process may use it.
     """
 
     def __init__(self, pool_dir: Path) -> None:
@@ -87,7 +87,7 @@ class LocalTransport:
         self._folders: dict[ReplicaId, PoolFolder] = {}
 
     async def copy(self, adapter: AdapterRef, source: ReplicaId, destination: ReplicaId) -> AdapterRef:
-        """See ``Transport``."""
+        """Copy the files from one folder to the other."""
         try:
             files = await asyncio.to_thread(self._of(source).read, adapter.digest)
             return await self._store(adapter, destination, files)
@@ -95,7 +95,7 @@ class LocalTransport:
             raise TransportError(f"adapter {adapter.name!r} from {source} to {destination}: {error}") from error
 
     async def provide(self, adapter: AdapterRef, destination: ReplicaId) -> AdapterRef:
-        """See ``Transport``."""
+        """Copy the source files to the folder."""
         try:
             files = await asyncio.to_thread(read_files, Path(adapter.folder))
             return await self._store(adapter, destination, files)
@@ -103,33 +103,33 @@ class LocalTransport:
             raise TransportError(f"adapter {adapter.name!r} to {destination}: {error}") from error
 
     async def delete(self, adapter: AdapterRef, replica: ReplicaId) -> None:
-        """See ``Transport``."""
+        """Delete the version from the folder."""
         try:
             await asyncio.to_thread(self._of(replica).delete, adapter.digest)
         except PoolFolderError as error:
             raise TransportError(f"adapter {adapter.name!r} at {replica}: {error}") from error
 
     async def held(self, replica: ReplicaId) -> dict[AdapterDigest, str]:
-        """See ``Transport``."""
+        """Return the versions in the folder."""
         try:
             return await asyncio.to_thread(self._of(replica).held)
         except PoolFolderError as error:
             raise TransportError(f"the adapters of {replica}: {error}") from error
 
     async def discard(self, replica: ReplicaId) -> None:
-        """See ``Transport``."""
+        """Delete the folder."""
         try:
             await asyncio.to_thread(self._of(replica).discard)
         except PoolFolderError as error:
             raise TransportError(f"the adapters of {replica}: {error}") from error
 
     def release(self, replica: ReplicaId) -> None:
-        """See ``Transport``."""
+        """Close the replica's folder."""
         if (folder := self._folders.pop(replica, None)) is not None:
             folder.close()
 
     def close(self) -> None:
-        """Let another process use the folder."""
+        """Close all folders, so that another process may use them."""
         for folder in self._folders.values():
             folder.close()
         self._folders.clear()

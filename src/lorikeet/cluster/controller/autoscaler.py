@@ -1,4 +1,4 @@
-"""Adds and removes replicas as the load asks."""
+"""Adds and removes replicas according to the load."""
 
 import asyncio
 
@@ -13,13 +13,13 @@ log = structlog.get_logger("lorikeet")
 
 
 class Autoscaler:
-    """See the module. One replica comes or goes at a time; what fails is told of, and tried again if still wanted.
+    """Adds or removes one replica at a time. A change that fails is logged, and tried again if it is still needed.
 
     Args:
         client: of the cluster.
         placement: knows the load.
-        scaling: says how many replicas that takes.
-        drain_s: how long requests may go on at a replica that is taken out; then they go on elsewhere.
+        scaling: decides how many replicas the load needs.
+        drain_s: how long requests may go on at a replica that is being removed; then they continue elsewhere.
     """
 
     def __init__(
@@ -31,46 +31,46 @@ class Autoscaler:
         self._drain_s = drain_s
 
     async def run(self) -> None:
-        """Look after every period of placement, for ever. What fails is logged, and changes nothing."""
+        """Check the load after every placement period, for ever. Failures are logged and change nothing."""
         change: asyncio.Task[None] | None = None
-        async with asyncio.TaskGroup() as changes:  # what is under way ends with this
+        async with asyncio.TaskGroup() as changes:  # cancels the change in flight when this ends
             while True:
                 await self._client.period()
                 load = await self._load()
                 if load is None:
                     continue
-                there = self._client.size
-                self._client.wanted = wanted = self._scaling.wanted(load, there)
-                if wanted != there and (change is None or change.done()):
-                    change = changes.create_task(self._change(load, there, wanted))
+                size = self._client.size
+                self._client.wanted = wanted = self._scaling.wanted(load, size)
+                if wanted != size and (change is None or change.done()):
+                    change = changes.create_task(self._change(load, size, wanted))
 
     async def _load(self) -> float | None:
-        """Return the load in replicas, None if it is not known."""
+        """Return the load in replicas; None if it is unknown."""
         try:
             return await self._placement.load()
         except OrchestratorUnavailable as error:
-            log.warning("the number of replicas stays: the load is not known", reason=str(error))
+            log.warning("number of replicas unchanged: the load is unknown", reason=str(error))
         except Exception:
-            log.exception("the number of replicas stays: the load cannot be asked for")
+            log.exception("number of replicas unchanged: the load could not be determined")
         return None
 
-    async def _change(self, load: float, there: int, wanted: int) -> None:
-        """Come one replica closer to what is wanted."""
-        why = {"load": round(load, 2), "replicas": there, "wanted": wanted}
+    async def _change(self, load: float, size: int, wanted: int) -> None:
+        """Add or remove one replica."""
+        why = {"load": round(load, 2), "replicas": size, "wanted": wanted}
         try:
-            if wanted > there:
-                log.info("a replica is started for the load", **why)
+            if wanted > size:
+                log.info("adding a replica", **why)
                 replica = await self._client.add_replica()
-                log.info("a replica has been started", replica=replica)
+                log.info("replica added", replica=replica)
             else:
                 replica = self._least_busy()
-                log.info("a replica is taken out: fewer bear the load", replica=replica, **why)
+                log.info("removing a replica", replica=replica, **why)
                 await self._client.remove_replica(replica, self._drain_s)
-                log.info("a replica has been taken out", replica=replica)
-        except Exception:  # whatever it is, the cluster goes on with the replicas that it has
-            log.exception("the number of replicas could not be changed", **why)
+                log.info("replica removed", replica=replica)
+        except Exception:  # whatever it is, the cluster goes on with its replicas
+            log.exception("number of replicas could not be changed", **why)
 
     def _least_busy(self) -> ReplicaId:
-        """Return the staying replica with the fewest requests, of several the youngest. One that is down has none."""
+        """Return the staying replica with the fewest requests, the youngest among equals. One that is down has none."""
         requests = {member.info.replica: len(member.requests) for member in self._client.fleet.members()}
         return min(reversed(self._client.staying), key=lambda each: requests.get(each, 0))

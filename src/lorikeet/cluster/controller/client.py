@@ -1,7 +1,8 @@
 """The API process's side of a cluster: supervises engines, sends requests, owns the clients' streams.
 
-It has the same interface as the client of one engine. A request whose replica dies continues on another one, from the
-tokens that have arrived here. A request that is migrated does the same, while its old replica goes on with others.
+The client of a cluster has the same interface as the client of one engine. A request whose replica dies continues on
+another replica, from the tokens that have arrived here. So does a request that is migrated, while its old replica goes
+on with others.
 """
 
 import asyncio
@@ -14,8 +15,8 @@ import msgspec
 import structlog
 import zmq.asyncio
 
+from lorikeet.client.client import RequestHandle, Streams
 from lorikeet.client.state import ClusterState, ReplicaState, ReplicaView, replica_state
-from lorikeet.client.streams import RequestHandle, Streams
 from lorikeet.client.supervisor import EngineError, EngineHost, EngineSupervisor
 from lorikeet.cluster.adapters.transport import Transport, TransportError
 from lorikeet.cluster.controller.adapter_files import AdapterCopier, AdapterFiles
@@ -36,118 +37,33 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs
 from lorikeet.core.request import Request
 
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
+_DRAIN_CHECK_S = 0.05
+
+
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 log = structlog.get_logger("lorikeet")
 
 
-class ReplicaJoiner:
-    """See the module.
-
-    Args:
-        dispatcher: hears of those that are there.
-        files: knows what lies at each.
-        engine: settings of theirs.
-        do: carries out what the dispatcher then wants.
-    """
-
-    def __init__(
-        self, dispatcher: Dispatcher, files: AdapterFiles, engine: EngineSettings, do: Callable[[Actions], None]
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._files = files
-        self._engine = engine
-        self._do = do
-
-    async def keep(self, replica: LiveReplica) -> None:
-        """Send a replica requests again that was to leave."""
-        replica.is_leaving = False
-        if replica.is_joined:
-            self._do(self._dispatcher.reopen(replica.supervisor.replica, time.monotonic()))
-        else:
-            await self.join(replica)
-
-    async def join(self, replica: LiveReplica) -> None:
-        """Send a replica requests from now on; one that dies meanwhile joins when its engine is back."""
-        while not (replica.is_joined or replica.is_leaving):
-            try:
-                await self._try(replica)
-            except TransportError as error:
-                if not replica.supervisor.alive:
-                    return
-                log.warning(
-                    "a replica's adapters cannot be listed", replica=replica.supervisor.replica, reason=str(error)
-                )
-                await asyncio.sleep(_AGAIN_S)
-            else:
-                return
-
-    async def _try(self, replica: LiveReplica) -> None:
-        supervisor, carrier = replica.supervisor, self._files.carrier
-        replica.epoch += 1
-        epoch = replica.epoch
-        held = await carrier.find(supervisor.replica)
-        if not supervisor.alive or replica.epoch != epoch or replica.is_leaving:
-            return
-        supervisor.know(carrier.placed_at(supervisor.replica))
-        replica.is_joined = True
-        self._do(self._dispatcher.join(replica.info(self._engine), time.monotonic(), held))
-
-
-def cluster_state(
-    replicas: Mapping[ReplicaId, LiveReplica],
-    dispatcher: Dispatcher,
-    carrier: AdapterCopier,
-    table: RoutingTable,
-    moves: RequestMoves,
-    wanted: int | None,
-) -> ClusterState:
-    """Return what there is: replicas, the placement, what was copied, how many requests were moved."""
-
-    def state(replica_id: ReplicaId, replica: LiveReplica) -> ReplicaState:
-        held = carrier.placed_at(replica_id)
-        return replica_state(
-            replica_id,
-            replica.supervisor,
-            is_open=replica_id in dispatcher.fleet.open_index,
-            held=len(held),
-            held_bytes=sum(ref.weight_bytes for ref in held),
-        )
-
-    return ClusterState(
-        replicas=tuple(state(replica_id, replica) for replica_id, replica in replicas.items()),
-        unrouted=dispatcher.waiting,
-        epoch=table.epoch,
-        shares=table.shown,
-        copies=carrier.counts,
-        moves=moves.count,
-        moves_with_kv=moves.with_kv,
-        wanted=wanted,
-    )
-
-
-_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-_DRAIN_CHECK_S = 0.05
-
-
 class ClusterClient:
-    """Many engines; see ``lorikeet.client.client.Engines``.
+    """The client of many engines; implements ``lorikeet.client.client.Engines``.
 
     Args:
         settings: of every replica.
-        hosts: makes the place where a replica's engines run.
-        transport: moves adapters between replicas.
-        placement: says where adapters are to be served.
-        router: chooses replicas.
+        hosts: returns the host that runs a replica's engines.
+        transport: copies adapters between replicas.
+        placement: decides which replicas serve an adapter.
+        router: chooses the replica of a request.
         period_s: time between two placements.
-        prefetch: replicas fetch what a new placement gives them at once.
-        kv_speed: learns how fast KV travels.
+        prefetch: replicas fetch the adapters of a new placement immediately.
+        kv_bandwidth: learns how fast KV is transferred.
 
     Attributes:
-        wanted: replicas that there should be by the load; None if nobody counts it.
+        wanted: number of replicas that the load needs; None without autoscaling.
     """
 
-    _hello: EngineReady
+    _engine_info: EngineReady
 
     def __init__(
         self,
@@ -158,7 +74,7 @@ class ClusterClient:
         router: Router,
         period_s: float,
         prefetch: bool = False,
-        kv_speed: KvBandwidth | None = None,
+        kv_bandwidth: KvBandwidth | None = None,
     ) -> None:
         self.wanted: int | None = None
         self._settings = settings
@@ -168,35 +84,35 @@ class ClusterClient:
         self._numbers = count()
         self._streams = Streams()
         self._dispatcher = Dispatcher(router, prefetch=prefetch)
-        self._placer = PlacementClient(placement, period_s, self._follow)
-        self._files = AdapterFiles(transport, self._dispatcher, self._replicas, self._do)
-        self._joining = ReplicaJoiner(self._dispatcher, self._files, settings.engine, self._do)
-        self._moves = RequestMoves(self._streams, self._replicas, self._hand_on, kv_speed or KvBandwidth())
+        self._placement = PlacementClient(placement, period_s, self._on_table)
+        self._files = AdapterFiles(transport, self._dispatcher, self._replicas, self._apply)
+        self._joining = ReplicaJoiner(self._dispatcher, self._files, settings.engine, self._apply)
+        self._moves = RequestMoves(self._streams, self._replicas, self._redispatch, kv_bandwidth or KvBandwidth())
         self._failure: EngineError | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
         self._on_stats: list[Callable[[ReplicaId, EngineStats], None]] = []
-        self._beside: list[Callable[[], Coroutine[Any, Any, None]]] = [self._placer.run]
+        self._background: list[Callable[[], Coroutine[Any, Any, None]]] = [self._placement.run]
         self._tasks = BackgroundTasks()
 
-    # --- the face of an engine's client --------------------------------------------------------------
+    # --- the interface of one engine's client ---------------------------------------------------------
 
     @property
     def engine_info(self) -> EngineReady:
-        """Sizes of one replica; they are the same on all."""
-        return self._hello
+        """Sizes of one replica, the same on all."""
+        return self._engine_info
 
     @property
     def alive(self) -> bool:
-        """Whether any replica is ready right now."""
+        """Whether at least one replica is ready."""
         return any(replica.supervisor.alive for replica in self._replicas.values())
 
     @property
     def views(self) -> Mapping[ReplicaId, ReplicaView]:
-        """Every replica by its id, once it has started."""
+        """All replicas that have been started, by id."""
         return {replica_id: replica.supervisor for replica_id, replica in self._replicas.items() if replica.epoch}
 
     async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
-        """See ``Engines``: all replicas that the settings ask for, side by side; the progress shown is the first's."""
+        """Start all replicas of the settings in parallel; ``on_progress`` gets the progress of the first."""
         try:
             async with asyncio.TaskGroup() as starts:
                 starts.create_task(self._start_replica(on_progress))
@@ -204,98 +120,100 @@ class ClusterClient:
                     starts.create_task(self._start_replica(lambda progress: None))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        await self._place()  # once for all: the first alone would be given what an earlier head had placed on others
-        for work in self._beside:
+        await (
+            self._place()
+        )  # once: the first replica alone would get adapters that were placed on others before a restart
+        for work in self._background:
             self._tasks.run(work())
         return self.engine_info
 
     def submit(self, request: Request) -> RequestHandle:
-        """See ``Engines``."""
+        """Route a request and return its handle. See ``Engines``."""
         if self._failure is not None:
             raise self._failure
         handle = self._streams.open(request, self._abort)
-        self._placer.arrived(request.digest, len(request.prompt_token_ids))
-        self._do(self._arrive(handle))
+        self._placement.arrived(request.digest, len(request.prompt_token_ids))
+        self._apply(self._arrive(handle))
         return handle
 
     def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
-        """See ``Engines``; they come to a replica when they are first asked for there."""
+        """Accept requests for adapters. A replica loads one when its first request is sent there. See ``Engines``."""
         new = tuple(refs)
-        self._files.know(new)
+        self._files.register(new)
         known = [AdapterInfo(ref.digest, ref.max_rank, ref.weight_bytes) for ref in new]
-        self._tasks.run(self._placer.know(known))
+        self._tasks.run(self._placement.register(known))
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
-        """See ``Engines``: from all replicas."""
+        """Drop an adapter from all replicas and return the bytes freed. See ``Engines``."""
         if self._failure is not None:
             raise self._failure
         freed = self._files.begin_drop(digest)
-        await self._placer.drop(digest)
-        if not freed.done():  # else it was loaded again meanwhile, or is gone
-            self._do(self._dispatcher.retire(digest))
+        await self._placement.drop(digest)
+        if not freed.done():  # otherwise it was registered again, or is gone already
+            self._apply(self._dispatcher.retire(digest))
         return await freed
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
-        """See ``Engines``."""
+        """Call ``callback`` with every adapter event. See ``Engines``."""
         self._on_adapter_event.append(callback)
 
     def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
-        """See ``Engines``."""
+        """Call ``callback`` with the statistics of every replica. See ``Engines``."""
         self._on_stats.append(callback)
 
     def describe(self) -> ClusterState:
-        """See ``Engines``."""
-        table = self._placer.table
-        return cluster_state(self._replicas, self._dispatcher, self._files.carrier, table, self._moves, self.wanted)
+        """Return a snapshot of the cluster. See ``Engines``."""
+        table = self._placement.table
+        return cluster_state(self._replicas, self._dispatcher, self._files.copier, table, self._moves, self.wanted)
 
     async def close(self) -> None:
-        """See ``Engines``."""
+        """Stop all replicas and fail the requests that are left. See ``Engines``."""
         await self._tasks.close()
-        self._give_up(EngineError("the server is shutting down"))
-        is_temporary = not self._settings.cluster.pool_dir  # also on machines that this one cannot clean
+        self._fail(EngineError("the server is shutting down"))
+        is_temporary = not self._settings.cluster.pool_dir  # deleted by the replicas, which may be on other machines
         await asyncio.gather(*(self._files.end(each, discard=is_temporary) for each in list(self._replicas.values())))
-        await self._files.carrier.close()
+        await self._files.copier.close()
         self._context.destroy(linger=0)
 
-    # --- for those who watch over the cluster --------------------------------------------------------
+    # --- for background tasks of the cluster -----------------------------------------------------------
 
     @property
     def fleet(self) -> Fleet:
-        """What routing knows of the replicas; to read."""
+        """State of the replicas as the router sees it, read-only."""
         return self._dispatcher.fleet
 
     @property
     def size(self) -> int:
-        """Replicas, those included that are being started, without those that are leaving."""
+        """Number of replicas, including those that are being started, without those that are being removed."""
         return sum(not replica.is_leaving for replica in self._replicas.values())
 
     @property
     def staying(self) -> list[ReplicaId]:
-        """Replicas that have started and are not leaving, in the order of their start."""
+        """Replicas that have started and are not being removed, in the order of their start."""
         return [name for name, replica in self._replicas.items() if replica.epoch and not replica.is_leaving]
 
     def sent_s(self) -> dict[RequestId, float]:
-        """Return when each request was handed to the replica where it is, without those that wait here or move."""
+        """Return when each request was sent to its replica, without requests that wait here or are being moved."""
         there = [handle for handle in self._streams if handle.replica is not None]
-        moving = self._moves.under_way
+        moving = self._moves.exporting
         return {each.request.request_id: each.sent_s for each in there if each.request.request_id not in moving}
 
     def copies(self) -> frozenset[tuple[AdapterDigest, ReplicaId]]:
-        """Return which adapters are at which replicas; the same set until something changes."""
-        return self._files.carrier.pairs()
+        """Return which adapters are at which replicas. The same object is returned until something changes."""
+        return self._files.copier.pairs()
 
-    def beside(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Have something run from the start to the end of this client; to be called before."""
-        self._beside.append(work)
+    def add_background_task(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``work`` from the start of this client to its end. Call it before :meth:`start`."""
+        self._background.append(work)
 
     async def period(self) -> None:
-        """Wait until the next period of placement has ended."""
-        await self._placer.period()
+        """Wait until the current placement period has ended."""
+        await self._placement.period()
 
-    # --- replicas come and go ------------------------------------------------------------------------
+    # --- adding and removing replicas ------------------------------------------------------------------
 
     async def add_replica(self) -> ReplicaId:
-        """See ``Engines``."""
+        """Start one more replica, place adapters on it, and return its id. See ``Engines``."""
         replica_id = await self._start_replica(lambda progress: None)
         await self._place()
         return replica_id
@@ -306,153 +224,160 @@ class ClusterClient:
         supervisor = EngineSupervisor(replica_id, self._hosts(replica_id), self._context, encoded, self)
         replica = self._replicas[replica_id] = LiveReplica(supervisor)
         try:
-            self._hello = await supervisor.start(on_progress)
+            self._engine_info = await supervisor.start(on_progress)
         except BaseException:
             self._replicas.pop(replica_id, None)
             self._files.lost(replica_id)
             supervisor.host.close()
-            if not self._replicas:  # those that were there when this one began are lost
-                self._give_up(EngineError(f"{replica_id} could not be started, and no other replica is there"))
+            if not self._replicas:  # the others died while this one was starting
+                self._fail(EngineError(f"{replica_id} could not be started, and no other replica is left"))
             raise
         await self._joining.join(replica)
         return replica_id
 
     async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
-        """See ``Engines``."""
+        """Drain a replica for up to ``drain_s`` seconds and stop it; its requests continue elsewhere."""
         replica = self._replicas[replica_id]
         if not self._has_others(replica):
-            raise EngineError(f"replica {replica_id} is the only one")
+            raise EngineError(f"replica {replica_id} is the only one and cannot be removed")
         if not replica.epoch:
             raise EngineError(f"replica {replica_id} is still being started")
         replica.is_leaving = True
         until_s = time.monotonic() + drain_s
         if replica.is_joined:
             self._dispatcher.drain(replica_id)
-            self._tasks.run(self._place())  # others fetch from it while it is there
+            self._tasks.run(self._place())  # other replicas can fetch its adapters while it drains
         while time.monotonic() < until_s and self._has_others(replica) and self._streams.any_at(replica_id):
             await asyncio.sleep(_DRAIN_CHECK_S)
         if replica_id in self._replicas and not self._has_others(replica):
             self._tasks.run(self._joining.keep(replica))
             self._tasks.run(self._place())
-            raise EngineError(f"replica {replica_id} stays: it is the only one now that the others are lost")
-        self._replicas.pop(replica_id, None)  # it may have been lost meanwhile
+            raise EngineError(f"replica {replica_id} is kept: all other replicas have been lost")
+        self._replicas.pop(replica_id, None)  # it may have died meanwhile
         self._leave(replica)
         await self._files.end(replica, discard=True)
         await self._place()
 
     def _has_others(self, replica: LiveReplica) -> bool:
-        """Whether a replica may leave: another has started, which does not leave."""
+        """Return whether a replica may be removed: another has started and stays."""
         return any(self._replicas[other] is not replica for other in self.staying)
 
     async def _place(self) -> None:
-        """Place on the replicas that there are: also on those whose engine is being started again."""
+        """Place adapters on all replicas that stay, including those whose engine is being restarted."""
         if there := self.staying:
-            await self._placer.set_replicas(there)
+            await self._placement.set_replicas(there)
 
     def _leave(self, replica: LiveReplica, *, died: bool = False, code: int | None = None) -> None:
-        """Let a replica's requests go on elsewhere; in its death they had a part, perhaps."""
+        """Continue a replica's requests elsewhere.
+
+        If it died, the crash counts against each of its running requests.
+        """
         for digest in replica.drops:
-            replica.drops.ended(digest, 0)
+            replica.drops.end(digest, 0)
         if not replica.is_joined:
             return
         replica.is_joined = False
-        actions, homeless = self._dispatcher.leave(replica.supervisor.replica)
-        todo = [actions]
-        for handle in [self._streams[request_id] for request_id in homeless if request_id in self._streams]:
-            was_there, handle.replica = handle.replica is not None, None
+        actions, orphaned = self._dispatcher.leave(replica.supervisor.replica)
+        pending = [actions]
+        for handle in [self._streams[request_id] for request_id in orphaned if request_id in self._streams]:
+            was_running, handle.replica = handle.replica is not None, None
             self._moves.forget(handle.request.request_id)
-            if not (died and was_there) or self._streams.died(handle, code):
-                todo.append(self._arrive(handle))
-        for actions in todo:  # not before: an adapter that is being dropped seems unused while its requests are nowhere
-            self._do(actions)
+            if not (died and was_running) or self._streams.count_death(handle, code):
+                pending.append(self._arrive(handle))
+        # Only now: an adapter that is being dropped looks unused while its requests have no replica.
+        for actions in pending:
+            self._apply(actions)
 
-    # --- what supervisors tell ---------------------------------------------------------------------------
+    # --- events of supervisors ---------------------------------------------------------------------------
 
     def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None:
-        """Hand tokens and events on, and learn from them."""
+        """Deliver tokens and events, and update the dispatcher."""
         replica_id, now = supervisor.replica, time.monotonic()
         replica = self._replicas.get(replica_id)
         if replica is None or self._failure is not None:
-            return  # it was removed, or all are, and says its last words
-        outputs = self._streams.current(replica_id, outputs)
-        for handle, finished in self._streams.take(outputs):
+            return  # late messages of a replica that was removed or has failed
+        outputs = self._streams.without_stale(replica_id, outputs)
+        for handle, finished in self._streams.apply(outputs):
             self._moves.forget(handle.request.request_id)
             if finished.reason in _COMPLETE:
-                self._placer.answered(handle.request.digest, len(handle.token_ids))
+                self._placement.answered(handle.request.digest, len(handle.token_ids))
         for event in outputs.adapter_events:
             replica.on_adapter_event(event)
             for on_event in self._on_adapter_event:
                 on_event(event)
         if replica.is_joined:
-            self._do(self._dispatcher.apply_outputs(replica_id, outputs, now))
+            self._apply(self._dispatcher.apply_outputs(replica_id, outputs, now))
             if outputs.stats is not None:
-                told = replica_gauges(replica_id, replica.epoch, outputs.stats, supervisor.engine_info.block_size)
-                self._do(self._dispatcher.gauges(told, now))
-        for exported_kv in outputs.exported_kv:
-            self._moves.exported_kv(exported_kv)
+                gauges = replica_gauges(replica_id, replica.epoch, outputs.stats, supervisor.engine_info.block_size)
+                self._apply(self._dispatcher.gauges(gauges, now))
+        for exported in outputs.exported_kv:
+            self._moves.on_exported(exported)
         if outputs.stats is not None:
             for on_stats in self._on_stats:
                 on_stats(replica_id, outputs.stats)
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
-        """Let its requests go on elsewhere, or wait if there is nowhere."""
+        """Continue the replica's requests elsewhere; they wait if no other replica is open."""
         if (replica := self._replicas.get(supervisor.replica)) is not None:
-            log.warning("a replica died", replica=supervisor.replica, code=code)
+            log.warning("replica died; its requests continue elsewhere", replica=supervisor.replica, code=code)
             self._leave(replica, died=True, code=code)
 
-    def on_restart(self, supervisor: EngineSupervisor) -> None:
-        """Send it requests again."""
+    def on_restart(self, supervisor: EngineSupervisor) -> int:
+        """Route requests to the replica again; its former requests have gone on at other replicas, so 0 are resumed."""
         if (replica := self._replicas.get(supervisor.replica)) is not None:
             self._tasks.run(self._joining.join(replica))
+        return 0
 
     def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
-        """Go on without it; if it was the last, nobody will answer any more."""
+        """Go on without the replica. If it was the last one, fail all requests."""
         replica = self._replicas.pop(supervisor.replica, None)
         if replica is None:
             return
-        log.error("a replica is given up", replica=supervisor.replica, reason=str(failure))
+        log.error("replica failed and is not restarted", replica=supervisor.replica, reason=str(failure))
         self._leave(replica)
         self._files.lost(supervisor.replica)
-        self._tasks.run(supervisor.close())  # from a task of its own: the supervisor waits for whoever tells this
+        self._tasks.run(supervisor.close())  # in its own task: the supervisor awaits this callback
         if self._replicas:
             self._tasks.run(self._place())
         else:
-            self._give_up(failure)
+            self._fail(failure)
 
-    def _follow(self, table: RoutingTable) -> None:
-        self._do(self._dispatcher.swap(table, time.monotonic()))
+    def _on_table(self, table: RoutingTable) -> None:
+        self._apply(self._dispatcher.swap(table, time.monotonic()))
 
     # --- requests ------------------------------------------------------------------------------------
 
     def move(self, request_id: RequestId, target: ReplicaId, *, with_kv: bool = False) -> bool:
-        """Let a request go on at another replica; its client sees no gap. Return False if it cannot be moved now.
+        """Move a request to another replica; its client sees no gap. Return False if it cannot be moved now.
 
-        Its tokens travel. So does its KV if asked for, and as far as there is room in the host tiers of both replicas;
-        the rest is computed anew at the target.
+        Its tokens are sent along. With ``with_kv`` its KV is exported too, as far as it fits the host tiers of both
+        replicas; the rest is recomputed at the target.
         """
         return self._moves.begin(request_id, target, with_kv=with_kv)
 
-    def _hand_on(self, handle: RequestHandle, target: ReplicaId) -> None:
-        self._do(self._dispatcher.move(self._asked(handle), target, time.monotonic()))
+    def _redispatch(self, handle: RequestHandle, target: ReplicaId) -> None:
+        self._apply(self._dispatcher.move(self._routing_request(handle), target, time.monotonic()))
 
     def _arrive(self, handle: RequestHandle) -> Actions:
-        """Have a request routed that is nowhere. It may be the first that names its adapter here."""
+        """Route a request that has no replica. It may be the first one that names its adapter."""
         if handle.request.adapter is not None:
             self._files.accept(handle.request.adapter)
-        return self._dispatcher.arrive(self._asked(handle), time.monotonic())
+        return self._dispatcher.arrive(self._routing_request(handle), time.monotonic())
 
-    def _asked(self, handle: RequestHandle) -> RoutingRequest:
+    def _routing_request(self, handle: RequestHandle) -> RoutingRequest:
         request = msgspec.structs.replace(handle.request, output_token_ids=handle.token_ids)
         return routing_request(request, self.engine_info.block_size if self._dispatcher.router.wants_keys else None)
 
-    def _do(self, actions: Actions, reason: str = "") -> None:
-        """Carry out what the dispatcher wants; ``reason`` is why requests failed, if any did."""
+    def _apply(self, actions: Actions, reason: str = "") -> None:
+        """Carry out the dispatcher's actions; ``reason`` says why requests failed, if any did."""
         self._files.carry_out(actions)
         for send in actions.sends:
             self._send(self._streams[send.request_id], send.replica)
         for request_id in actions.failed:
             self._moves.forget(request_id)
-            self._streams.finish(self._streams[request_id], FinishReason.ERROR, f"its adapter cannot be had: {reason}")
+            self._streams.finish(
+                self._streams[request_id], FinishReason.ERROR, f"its adapter could not be loaded: {reason}"
+            )
         self._files.end_retired()
 
     def _send(self, handle: RequestHandle, replica_id: ReplicaId) -> None:
@@ -469,12 +394,99 @@ class ClusterClient:
             self._moves.forget(request_id)
             self._streams.finish(handle, FinishReason.ABORT)
             if is_complete:
-                self._placer.answered(handle.request.digest, len(handle.token_ids))
-            self._do(self._dispatcher.ended(request_id, time.monotonic(), is_complete=is_complete))
+                self._placement.answered(handle.request.digest, len(handle.token_ids))
+            self._apply(self._dispatcher.ended(request_id, time.monotonic(), is_complete=is_complete))
 
-    def _give_up(self, failure: EngineError) -> None:
+    def _fail(self, failure: EngineError) -> None:
         self._failure = failure
         self._streams.fail(failure)
         self._files.fail(failure)
         for replica in self._replicas.values():
             replica.drops.fail(failure)
+
+
+class ReplicaJoiner:
+    """Adds replicas to the dispatcher once the adapters in their folders are known.
+
+    Args:
+        dispatcher: of the cluster.
+        files: adapter files of the cluster.
+        engine: settings of every replica.
+        apply: carries out the dispatcher's actions.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, files: AdapterFiles, engine: EngineSettings, apply: Callable[[Actions], None]
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._files = files
+        self._engine = engine
+        self._apply = apply
+
+    async def keep(self, replica: LiveReplica) -> None:
+        """Send requests again to a replica that was about to be removed."""
+        replica.is_leaving = False
+        if replica.is_joined:
+            self._apply(self._dispatcher.reopen(replica.supervisor.replica, time.monotonic()))
+        else:
+            await self.join(replica)
+
+    async def join(self, replica: LiveReplica) -> None:
+        """Send a replica requests from now on. If its engine dies meanwhile, it joins when the engine is back."""
+        while not (replica.is_joined or replica.is_leaving):
+            try:
+                await self._try(replica)
+            except TransportError as error:
+                if not replica.supervisor.alive:
+                    return
+                log.warning(
+                    "cannot list the adapters of a replica; trying again",
+                    replica=replica.supervisor.replica,
+                    reason=str(error),
+                )
+                await asyncio.sleep(_RETRY_S)
+            else:
+                return
+
+    async def _try(self, replica: LiveReplica) -> None:
+        supervisor, copier = replica.supervisor, self._files.copier
+        replica.epoch += 1
+        epoch = replica.epoch
+        held = await copier.scan(supervisor.replica)
+        if not supervisor.alive or replica.epoch != epoch or replica.is_leaving:
+            return
+        supervisor.register_adapters(copier.placed_at(supervisor.replica))
+        replica.is_joined = True
+        self._apply(self._dispatcher.join(replica.info(self._engine), time.monotonic(), held))
+
+
+def cluster_state(
+    replicas: Mapping[ReplicaId, LiveReplica],
+    dispatcher: Dispatcher,
+    copier: AdapterCopier,
+    table: RoutingTable,
+    moves: RequestMoves,
+    wanted: int | None,
+) -> ClusterState:
+    """Return a snapshot of the cluster: replicas, routing table, copies and moved requests."""
+
+    def state(replica_id: ReplicaId, replica: LiveReplica) -> ReplicaState:
+        held = copier.placed_at(replica_id)
+        return replica_state(
+            replica_id,
+            replica.supervisor,
+            is_open=replica_id in dispatcher.fleet.open_index,
+            held=len(held),
+            held_bytes=sum(ref.weight_bytes for ref in held),
+        )
+
+    return ClusterState(
+        replicas=tuple(state(replica_id, replica) for replica_id, replica in replicas.items()),
+        unrouted=dispatcher.waiting,
+        epoch=table.epoch,
+        shares=table.shown,
+        copies=copier.counts,
+        moves=moves.count,
+        moves_with_kv=moves.with_kv,
+        wanted=wanted,
+    )

@@ -1,8 +1,7 @@
-"""Co-migration in a live cluster: every second, moves the requests that run better elsewhere.
+"""Co-migration in a live cluster: every second, moves requests to replicas where they finish sooner.
 
-Source: B. Wu et al., "dLoRA:
-Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024, section 5.2. What the paper leaves
-open: docs/decisions/comigration.md.
+Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024, section
+5.2. For what the paper leaves open see docs/decisions/comigration.md.
 """
 
 import asyncio
@@ -17,19 +16,19 @@ from lorikeet.cluster.migration.review import CoMigration, ReviewInput, observe
 from lorikeet.core.ids import RequestId
 
 REVIEW_S = 1.0
-"""Time between the end of a review and the next (docs/decisions/comigration.md)."""
+"""Seconds from the end of a review to the next (docs/decisions/comigration.md)."""
 
 log = structlog.get_logger("lorikeet")
 
 
 class CoMigrationController:
-    """See the module.
+    """Reviews the cluster regularly and carries out the plans.
 
     Args:
         client: of the cluster.
         costs: of moving a request.
         settings: of the reviews.
-        review_s: see ``REVIEW_S``.
+        review_s: time from the end of a review to the next.
     """
 
     def __init__(
@@ -46,19 +45,19 @@ class CoMigrationController:
         self._moved_s: dict[RequestId, float] = {}
 
     async def run(self) -> None:
-        """Review for ever. A review that fails is told of, and moves nothing."""
+        """Review for ever. A review that fails is logged and moves nothing."""
         while True:
             await asyncio.sleep(self._review_s)
             try:
                 await self.review()
             except Exception:
-                log.exception("a review of where requests run has failed")
+                log.exception("co-migration review failed")
 
     async def review(self) -> MigrationPlan:
-        """Look at the cluster, and move what a plan moves; return the plan.
+        """Review the cluster, carry out the plan, and return it.
 
-        The plan is made on another thread, of values that nobody changes. What has changed meanwhile in the cluster
-        shows when a move is made: it is left out if its request has ended or gone elsewhere, or its target has left.
+        The plan is made on another thread, from a snapshot. If a request has ended or moved meanwhile, or its target
+        has left, its move is skipped.
         """
         fleet = self._client.fleet
         self._moved_s = {each: moved_s for each, moved_s in self._moved_s.items() if fleet.entry(each) is not None}
@@ -68,18 +67,22 @@ class CoMigrationController:
         if plan.moves:
             moved = self._move(plan, observed)
             log.info(
-                "requests move", moved=moved, planned=len(plan.moves), before_s=plan.before_s, after_s=plan.after_s
+                "requests moved to other replicas",
+                moved=moved,
+                planned=len(plan.moves),
+                before_s=plan.before_s,
+                after_s=plan.after_s,
             )
         return plan
 
     def _move(self, plan: MigrationPlan, observed: ReviewInput) -> int:
-        """Return how many requests were moved."""
+        """Carry out a plan; return how many requests were moved."""
         requests = {request.request_id: request for request in observed.requests}
         fleet, moved = self._client.fleet, 0
         for move in plan.moves:
             is_as_planned = fleet.where(move.request_id) == move.source and move.target in fleet.open_index
             request = requests[move.request_id]
-            if is_as_planned and self._client.move(move.request_id, move.target, with_kv=request.carries_kv):
+            if is_as_planned and self._client.move(move.request_id, move.target, with_kv=request.transfers_kv):
                 earlier_s = self._moved_s.get(move.request_id, 0.0)
                 self._moved_s[move.request_id] = earlier_s + request.move_s
                 moved += 1

@@ -1,6 +1,6 @@
-"""The data path of a cluster: which replica each request goes to, and which adapter must be there before it is sent.
+"""Routes the requests of a cluster and decides which adapters must be copied to a replica before a request is sent.
 
-The dispatcher does no I/O. Every call returns :class:`Actions`, which its owner carries out: a live client, the router
+The dispatcher does no I/O. Every call returns :class:`Actions`, which the caller carries out: a live client, the router
 or the simulator.
 """
 
@@ -21,19 +21,19 @@ from lorikeet.core.messages import StepOutputs
 
 
 class Send(NamedTuple):
-    """A request to hand to a replica; its adapter's files are there."""
+    """Send a request to a replica, which has the files of its adapter."""
 
     request_id: RequestId
     replica: ReplicaId
 
 
 class Provision(NamedTuple):
-    """A copy to make from an adapter's own files, since no replica holds it.
+    """A copy to make from an adapter's source files, because no replica holds the adapter.
 
     Attributes:
-        number: names it; its end is reported with it.
-        adapter: what.
-        replica: where to.
+        number: identifies the provision; its outcome is reported with it.
+        adapter: version to copy.
+        replica: destination.
     """
 
     number: int
@@ -42,14 +42,14 @@ class Provision(NamedTuple):
 
 
 class Actions(NamedTuple):
-    """What follows from a call.
+    """What the caller must do after a call.
 
     Attributes:
-        sends: requests to hand over, in order.
+        sends: requests to send, in order.
         fetches: copies to make from one replica to another.
-        provisions: copies to make from an adapter's own files.
+        provisions: copies to make from an adapter's source files.
         deletes: copies to delete.
-        failed: requests whose adapter can be had from nowhere; they are forgotten here.
+        failed: requests whose adapter cannot be copied from anywhere; the dispatcher has forgotten them.
     """
 
     sends: tuple[Send, ...] = ()
@@ -61,7 +61,7 @@ class Actions(NamedTuple):
 
 @dataclass
 class ActionsBuilder:
-    """Actions while a call is under way."""
+    """Collects the actions of a call."""
 
     sends: list[Send] = field(default_factory=list)
     fetches: list[Fetch] = field(default_factory=list)
@@ -70,28 +70,29 @@ class ActionsBuilder:
     failed: list[RequestId] = field(default_factory=list)
 
     def actions(self) -> Actions:
-        """Return them."""
+        """Return the actions collected so far."""
         return Actions(
             tuple(self.sends), tuple(self.fetches), tuple(self.provisions), tuple(self.deletes), tuple(self.failed)
         )
 
 
-RETIRED_KNOWN = 10_000
-"""So many retired adapters are remembered, the last ones: a copy of theirs may still turn up, with a replica that comes
-back or for a request that goes on, and is not to stay."""
+MAX_RETIRED = 10_000
+"""Number of retired adapters that are remembered, the latest ones. A copy of a retired adapter may still appear, on a
+replica that comes back or for a request that continues; it is deleted then.
+"""
 
 
 @dataclass
-class _Known:
-    """A request from its arrival to its end; ``in_pool`` from when its adapter is held for it or fetched."""
+class _RequestState:
+    """A request from its arrival to its end. ``in_pool`` is true while the adapter pool counts it."""
 
-    asked: RoutingRequest
+    request: RoutingRequest
     in_pool: bool = False
 
 
 @dataclass
 class _Provisioning:
-    """A provision under way, with those who wait for it, wherever they are to run; and where it has failed."""
+    """A provision in flight, the requests that wait for it (at any replica), and the replicas where it has failed."""
 
     provision: Provision
     waiting: dict[RequestId, None] = field(default_factory=dict)
@@ -99,17 +100,19 @@ class _Provisioning:
 
 
 class Dispatcher:
-    """See the module. Requests that no replica can take wait here, and are tried again in the order of their arrival.
+    """Assigns requests to replicas and keeps their adapters available there.
+
+    Requests that no replica can take wait here. They are tried again in the order of their arrival.
 
     Args:
-        router: chooses replicas; its table is set by :meth:`swap`.
-        prefetch: copies are made as soon as a table asks for them, instead of with the first request.
+        router: chooses replicas; :meth:`swap` sets its table.
+        prefetch: make copies as soon as a routing table asks for them, instead of with the first request.
         averages: over finished requests.
 
     Attributes:
-        fleet: what is known of the replicas; to read.
-        pool: who holds which adapter; to read.
-        router: see above.
+        fleet: state of the replicas, read-only for others.
+        pool: which replica holds which adapter, read-only for others.
+        router: as given.
     """
 
     def __init__(self, router: Router, *, prefetch: bool = False, averages: RequestAverages | None = None) -> None:
@@ -117,29 +120,33 @@ class Dispatcher:
         self.fleet = Fleet(averages)
         self.pool = AdapterPool(RoutingTable(0, {}), prefetch, lambda replica: replica in self.fleet)
         self._prefetch = prefetch
-        self._requests: dict[RequestId, _Known] = {}
-        self._asking = Counter[AdapterDigest | None]()  # requests by adapter
+        self._requests: dict[RequestId, _RequestState] = {}
+        self._requests_by_adapter = Counter[AdapterDigest | None]()  # requests by adapter
         self._waiting: dict[RequestId, None] = {}
         self._provisioning: dict[AdapterDigest, _Provisioning] = {}
-        self._retired: dict[AdapterDigest, None] = {}  # in the order in which they were
+        self._retired: dict[AdapterDigest, None] = {}  # in the order of their retirement
         self._numbers = count()
 
     @property
     def waiting(self) -> int:
-        """Requests that no replica has taken."""
+        """Number of requests that wait for a replica."""
         return len(self._waiting)
 
     def uses(self, adapter: AdapterDigest) -> bool:
-        """Whether a request needs an adapter, or a replica holds it or soon will."""
-        return adapter in self._asking or adapter in self._provisioning or bool(self.pool.table.holders(adapter))
+        """Return whether a request needs an adapter, or a replica holds it or is about to."""
+        return (
+            adapter in self._requests_by_adapter
+            or adapter in self._provisioning
+            or bool(self.pool.table.holders(adapter))
+        )
 
     # --- replicas ------------------------------------------------------------------------------------
 
     def join(self, info: ReplicaInfo, now: float, adapters: Iterable[AdapterDigest] = ()) -> Actions:
-        """Take a replica in, with the adapters that lie in its folder already.
+        """Add a replica, with the adapters that its folder holds already.
 
         Raises:
-            ValueError: it is there; an earlier incarnation has to :meth:`leave` first.
+            ValueError: the replica is present; its earlier incarnation must :meth:`leave` first.
         """
         self.fleet.join(info)
         held = set(adapters)
@@ -147,45 +154,49 @@ class Dispatcher:
             self.pool.seed(adapter, info.replica)
         collected = ActionsBuilder()
         self._try_waiting(collected, now)
-        for adapter in sorted(held & self._retired.keys()):  # coming back with a copy does not make it wanted again
+        for adapter in sorted(
+            held & self._retired.keys()
+        ):  # a copy on a replica that comes back does not undo the retirement
             self._take(self.pool.retire(adapter), collected)
         return collected.actions()
 
     def leave(self, replica: ReplicaId) -> tuple[Actions, list[RequestId]]:
-        """Drop a replica that is gone. Its requests are returned: they are unknown here until they arrive again.
+        """Remove a replica that is gone. Return its requests, which are unknown here until they arrive again.
 
         Raises:
-            KeyError: it is not there.
+            KeyError: unknown replica.
         """
         collected = ActionsBuilder()
-        homeless = self.fleet.leave(replica)
-        for each in homeless:
+        orphaned = self.fleet.leave(replica)
+        for each in orphaned:
             self._remove(each)
-        todo, _ = self.pool.leave(replica)  # what it alone held is provided anew when it is asked for
-        self._take(todo, collected)
+        pool_actions, _ = self.pool.leave(
+            replica
+        )  # adapters that only it held are provided again when a request needs them
+        self._take(pool_actions, collected)
         for provisioning in list(self._provisioning.values()):
-            for each in homeless:
+            for each in orphaned:
                 provisioning.waiting.pop(each, None)
             if provisioning.provision.replica == replica:
                 del self._provisioning[provisioning.provision.adapter]
                 self._begin_all(provisioning.waiting, collected)
-        return collected.actions(), homeless
+        return collected.actions(), orphaned
 
     def drain(self, replica: ReplicaId) -> None:
-        """Send a replica no more requests; those that are there go on."""
+        """Send a replica no more requests; its running requests continue."""
         self.fleet.drain(replica)
 
     def reopen(self, replica: ReplicaId, now: float) -> Actions:
-        """Send a replica requests again after a :meth:`drain`: those that wait, and copies that it should have.
+        """Send a replica requests again after a :meth:`drain`: waiting requests, and the copies that it should have.
 
         Raises:
-            KeyError: it is not there.
+            KeyError: unknown replica.
         """
         self.fleet.reopen(replica)
         return self.swap(self.router.table or RoutingTable(0, {}), now)
 
     def apply_outputs(self, replica: ReplicaId, outputs: StepOutputs, now: float) -> Actions:
-        """Take in what an engine told, except its gauges; a request that it has finished is forgotten here."""
+        """Apply the events that an engine reported, except its gauges. Finished requests are forgotten."""
         finished = [
             event
             for event in outputs.events
@@ -216,7 +227,7 @@ class Dispatcher:
         self.fleet.evicted(replica, adapter)
 
     def gauges(self, gauges: ReplicaGauges, now: float) -> Actions:
-        """Take in what a replica counts."""
+        """Apply the gauges of a replica."""
         collected = ActionsBuilder()
         if self.fleet.gauges(gauges):
             self._try_waiting(collected, now)
@@ -224,54 +235,54 @@ class Dispatcher:
 
     # --- requests ------------------------------------------------------------------------------------
 
-    def arrive(self, asked: RoutingRequest, now: float) -> Actions:
-        """Route a request that is new, or goes on after its replica has left.
+    def arrive(self, request: RoutingRequest, now: float) -> Actions:
+        """Route a request that is new, or that continues after its replica has left.
 
         Raises:
-            ValueError: it is here.
+            ValueError: the request is known already.
         """
-        if asked.request_id in self._requests:
-            raise ValueError(f"Request {asked.request_id} is here")
-        self._requests[asked.request_id] = _Known(asked)
-        self._asking[asked.adapter] += 1
+        if request.request_id in self._requests:
+            raise ValueError(f"Request {request.request_id} is known already")
+        self._requests[request.request_id] = _RequestState(request)
+        self._requests_by_adapter[request.adapter] += 1
         collected = ActionsBuilder()
-        self._waiting[asked.request_id] = None
+        self._waiting[request.request_id] = None
         self._try_waiting(collected, now)
         return collected.actions()
 
-    def move(self, asked: RoutingRequest, target: ReplicaId, now: float) -> Actions:
-        """Send a request elsewhere. Its owner has taken it back from where it was.
+    def move(self, request: RoutingRequest, target: ReplicaId, now: float) -> Actions:
+        """Move a request to another replica. The caller has taken it back from its old replica.
 
         Args:
-            asked: the request with what it has generated.
-            target: where to; if it has left, the request is routed anew.
-            now: the present time.
+            request: the request, with the tokens that it has generated.
+            target: destination; if it has left, the request is routed again.
+            now: current time, seconds.
 
         Raises:
-            KeyError: the request is not here.
+            KeyError: unknown request.
         """
-        known = self._requests[asked.request_id]
-        if asked.adapter in self._provisioning:
-            self._provisioning[asked.adapter].waiting.pop(asked.request_id, None)
+        known = self._requests[request.request_id]
+        if request.adapter in self._provisioning:
+            self._provisioning[request.adapter].waiting.pop(request.request_id, None)
         collected = ActionsBuilder()
         self._leave_pool(known, collected)
-        known.asked = asked
+        known.request = request
         if target in self.fleet:
-            self.fleet.dispatched(asked, target)
+            self.fleet.dispatched(request, target)
             self._begin(known, target, collected)
         else:
-            self.fleet.withdraw(asked.request_id)
-            self._waiting[asked.request_id] = None
+            self.fleet.withdraw(request.request_id)
+            self._waiting[request.request_id] = None
         self._try_waiting(collected, now)
         return collected.actions()
 
     def ended(self, request_id: RequestId, now: float, *, is_complete: bool) -> Actions:
-        """A request has ended otherwise than by what its engine told: its client left, say. Unknown ones are ignored.
+        """Record that a request has ended without an event of its engine, for example by an abort. Ignore unknown ones.
 
         Args:
             request_id: which.
-            now: the present time.
-            is_complete: it has got its whole answer.
+            now: current time, seconds.
+            is_complete: whether the client has the whole answer.
         """
         collected = ActionsBuilder()
         if request_id in self._requests:
@@ -285,31 +296,32 @@ class Dispatcher:
     # --- adapters ------------------------------------------------------------------------------------
 
     def fetched(self, fetch: Fetch) -> Actions:
-        """A fetch has ended well."""
+        """Record that a fetch has succeeded."""
         return self._done(self.pool.fetched(fetch))
 
     def fetch_failed(self, fetch: Fetch) -> Actions:
-        """A fetch has ended badly; the next holder is tried, and at last the adapter's own files."""
+        """Record that a fetch has failed. The next holder is tried, and in the end the adapter's source files."""
         return self._done(self.pool.fetch_failed(fetch))
 
     def provided(self, provision: Provision) -> Actions:
-        """A provision has ended well; one of a replica that has left is ignored."""
+        """Record that a provision has succeeded. One to a replica that has left is ignored."""
         collected = ActionsBuilder()
         provisioning = self._provisioning.get(provision.adapter)
         if provisioning is not None and provisioning.provision == provision:
             del self._provisioning[provision.adapter]
             self.pool.seed(provision.adapter, provision.replica)
             self._begin_all(provisioning.waiting, collected)
-            self._take(self.pool.fill(provision.adapter), collected)
+            self._take(self.pool.fetch_missing(provision.adapter), collected)
             if provision.adapter in self._retired:
                 self._take(self.pool.retire(provision.adapter), collected)
         return collected.actions()
 
     def provision_failed(self, provision: Provision, now: float) -> Actions:
-        """A provision has ended badly.
+        """Record that a provision has failed.
 
-        Those who wait for it go to a replica that has the adapter from elsewhere, if there is one; else it is tried
-        where else somebody waits, and at last all who wait for it have failed. Others may have their places.
+        If an open replica has the adapter by now, the waiting requests go there. Otherwise the provision is tried at
+        another replica where a request waits for it. If all have failed, so have the requests, and others may take
+        their places.
         """
         provisioning = self._provisioning.get(provision.adapter)
         if provisioning is None or provisioning.provision != provision:
@@ -320,7 +332,7 @@ class Dispatcher:
             for request_id in provisioning.waiting:
                 known = self._requests[request_id]
                 least = min(holders, key=lambda each: (self.fleet.loads.requests[self.fleet.open_index[each]], each))
-                self.fleet.dispatched(known.asked, least)
+                self.fleet.dispatched(known.request, least)
                 self._begin(known, least, collected)
             self._try_waiting(collected, now)
             return collected.actions()
@@ -338,22 +350,22 @@ class Dispatcher:
         self._try_waiting(collected, now)
         return collected.actions()
 
-    def know(self, adapter: AdapterDigest, holders: Iterable[ReplicaId] = ()) -> None:
-        """An adapter may be asked for, perhaps again after it was retired; these replicas have it from before."""
+    def register(self, adapter: AdapterDigest, holders: Iterable[ReplicaId] = ()) -> None:
+        """Accept requests for an adapter, also after it was retired. ``holders`` have a copy from before."""
         self._retired.pop(adapter, None)
         self.pool.keep(adapter)
         for replica in holders:
             self.pool.seed(adapter, replica)
 
     def retire(self, adapter: AdapterDigest) -> Actions:
-        """An adapter is not wanted any longer; its copies are deleted when no request uses them."""
+        """Stop serving an adapter. Its copies are deleted as soon as no request uses them."""
         self._retired[adapter] = None
-        if len(self._retired) > RETIRED_KNOWN:
+        if len(self._retired) > MAX_RETIRED:
             del self._retired[next(iter(self._retired))]
         return self._done(self.pool.retire(adapter))
 
     def swap(self, table: RoutingTable, now: float) -> Actions:
-        """Take a placement. Requests stay where they were sent; those that wait are tried by it."""
+        """Replace the routing table. Requests stay where they were sent; waiting ones are tried with the new table."""
         if table is not self.router.table:
             self.router.table = table
         collected = ActionsBuilder()
@@ -363,56 +375,56 @@ class Dispatcher:
         self._try_waiting(collected, now)
         return collected.actions()
 
-    # --- within --------------------------------------------------------------------------------------
+    # --- internal --------------------------------------------------------------------------------------
 
-    def _route(self, asked: RoutingRequest, collected: ActionsBuilder, now: float) -> bool:
-        """Send a request, or have its adapter brought first; False if it must wait."""
-        replica = self.router.route(asked, self.fleet, now) if len(self.fleet.open) else None
+    def _route(self, request: RoutingRequest, collected: ActionsBuilder, now: float) -> bool:
+        """Choose a replica for a request and begin it there. Return False if the request must wait."""
+        replica = self.router.route(request, self.fleet, now) if len(self.fleet.open) else None
         if replica is None:
             return False
-        self.fleet.dispatched(asked, replica)
-        self._begin(self._requests[asked.request_id], replica, collected)
+        self.fleet.dispatched(request, replica)
+        self._begin(self._requests[request.request_id], replica, collected)
         return True
 
     def _try_waiting(self, collected: ActionsBuilder, now: float) -> None:
-        """Route those that wait, first come first served: the first that must go on waiting ends it."""
+        """Route waiting requests, first come first served, up to the first that must go on waiting."""
         while self._waiting:
             request_id = next(iter(self._waiting))
-            if not self._route(self._requests[request_id].asked, collected, now):
+            if not self._route(self._requests[request_id].request, collected, now):
                 return
             del self._waiting[request_id]
 
-    def _begin(self, known: _Known, replica: ReplicaId, collected: ActionsBuilder) -> None:
-        """See to the adapter of a request that has been given a replica."""
-        asked = known.asked
-        if asked.adapter is None:
-            collected.sends.append(Send(asked.request_id, replica))
-        elif asked.adapter in self._provisioning and not self.pool.table.holds(replica, asked.adapter):
-            self._provisioning[asked.adapter].waiting[asked.request_id] = None
+    def _begin(self, known: _RequestState, replica: ReplicaId, collected: ActionsBuilder) -> None:
+        """Make the adapter of a dispatched request available at its replica, and send the request if it is."""
+        request = known.request
+        if request.adapter is None:
+            collected.sends.append(Send(request.request_id, replica))
+        elif request.adapter in self._provisioning and not self.pool.table.holds(replica, request.adapter):
+            self._provisioning[request.adapter].waiting[request.request_id] = None
         else:
             known.in_pool = True
-            self._take(self.pool.begin(asked.request_id, asked.adapter, replica), collected)
+            self._take(self.pool.begin(request.request_id, request.adapter, replica), collected)
 
     def _begin_all(self, waiting: Iterable[RequestId], collected: ActionsBuilder) -> None:
         for request_id in waiting:
             self._begin(self._requests[request_id], self._where(request_id), collected)
 
     def _where(self, request_id: RequestId) -> ReplicaId:
-        """Return where a request is to run that waits for its adapter, or has it."""
+        """Return the replica of a request that has been dispatched."""
         replica = self.fleet.where(request_id)
-        assert replica is not None  # it was dispatched before its adapter was asked for
+        assert replica is not None  # a request is dispatched before its adapter is requested
         return replica
 
     def _take(self, todo: PoolActions, collected: ActionsBuilder) -> None:
-        """Collect what the pool asks for. Whoever it has failed is provided for from the adapter's own files."""
+        """Collect the actions of the pool. If it failed requests, copy their adapter from its source files."""
         collected.sends += [Send(request_id, self._where(request_id)) for request_id in todo.ready]
         collected.fetches += todo.fetches
         collected.deletes += todo.deletes
         for request_id in todo.failed:
             known = self._requests[request_id]
             known.in_pool = False
-            adapter = known.asked.adapter
-            assert adapter is not None  # the base model is in no pool
+            adapter = known.request.adapter
+            assert adapter is not None  # the pool holds no base model
             provisioning = self._provisioning.get(adapter)
             if provisioning is None:
                 provisioning = self._provision(adapter, self._where(request_id))
@@ -420,7 +432,7 @@ class Dispatcher:
             provisioning.waiting[request_id] = None
 
     def _provide_missing(self, table: RoutingTable, collected: ActionsBuilder) -> None:
-        """Have a first copy made of every adapter that nobody holds; the others are fetched from there."""
+        """Make a first copy of every adapter that no replica holds; the other replicas fetch from it."""
         for adapter, shares in table.shares.items():
             replica = next((share.replica for share in shares if share.replica in self.fleet), None)
             is_had = adapter in self._provisioning or self.pool.table.holders(adapter)
@@ -432,23 +444,23 @@ class Dispatcher:
         self._provisioning[adapter] = provisioning
         return provisioning
 
-    def _leave_pool(self, known: _Known, collected: ActionsBuilder) -> None:
+    def _leave_pool(self, known: _RequestState, collected: ActionsBuilder) -> None:
         if known.in_pool:
             known.in_pool = False
-            self._take(self.pool.end(known.asked.request_id), collected)
+            self._take(self.pool.end(known.request.request_id), collected)
 
     def _forget(self, request_id: RequestId, collected: ActionsBuilder) -> None:
         known = self._remove(request_id)
         self._waiting.pop(request_id, None)
-        if known.asked.adapter in self._provisioning:
-            self._provisioning[known.asked.adapter].waiting.pop(request_id, None)
+        if known.request.adapter in self._provisioning:
+            self._provisioning[known.request.adapter].waiting.pop(request_id, None)
         self._leave_pool(known, collected)
 
-    def _remove(self, request_id: RequestId) -> _Known:
+    def _remove(self, request_id: RequestId) -> _RequestState:
         known = self._requests.pop(request_id)
-        self._asking[known.asked.adapter] -= 1
-        if not self._asking[known.asked.adapter]:
-            del self._asking[known.asked.adapter]
+        self._requests_by_adapter[known.request.adapter] -= 1
+        if not self._requests_by_adapter[known.request.adapter]:
+            del self._requests_by_adapter[known.request.adapter]
         return known
 
     def _done(self, todo: PoolActions) -> Actions:

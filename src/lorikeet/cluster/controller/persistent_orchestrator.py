@@ -1,4 +1,4 @@
-"""An orchestrator that can be killed at any time: the registry holds its state, the controller sends the rest."""
+"""An orchestrator that survives being killed: the registry holds its state, and the controller sends the rest."""
 
 import threading
 import uuid
@@ -14,39 +14,40 @@ from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.clock import Clock
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
-SAVED_WITHIN_S = 0.5
-"""So long a call waits until its outcome is saved; then the answer goes first."""
+SAVE_TIMEOUT_S = 0.5
+"""How long a call waits for its outcome to be saved before it returns anyway."""
 
-_TRY_AGAIN_S = 1.0
+_RETRY_S = 1.0
 
 log = structlog.get_logger("lorikeet")
 
 
 class StateSaver:
-    """Writes the newest state to the registry, on a thread of its own: a slow or lost registry delays no placement.
+    """Saves the newest state to the registry on its own thread, so that a slow or lost registry delays no placement.
 
-    A registry that is gone is told of once, and written to when it is back. Where another orchestrator has written,
-    this one writes no more. What is stored says who wrote it: a write of which nobody heard may have come through.
+    If the registry is unavailable, that is logged once, and the state is written when it is back. If another
+    orchestrator has written, this one stops writing. The saved state names its writer, because a write whose response
+    was lost may have succeeded.
 
     Args:
-        registry: where to; owned from now on.
-        try_again_s: time between two attempts to write to a registry that is gone.
+        registry: where to save; owned by this object.
+        retry_s: time between two attempts while the registry is unavailable.
     """
 
-    def __init__(self, registry: ClusterRegistry, try_again_s: float = _TRY_AGAIN_S) -> None:
+    def __init__(self, registry: ClusterRegistry, retry_s: float = _RETRY_S) -> None:
         self._registry = registry
-        self._try_again_s = try_again_s
+        self._retry_s = retry_s
         self._writer = uuid.uuid4().hex
         self._changed = threading.Condition()
         self._newest: OrchestratorState | None = None
-        self._epoch: int | None = None  # of what is stored, if known
-        self._is_gone = False
-        self._is_over = False
+        self._epoch: int | None = None  # epoch of the saved state, if known
+        self._is_unavailable = False
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="state-saver", daemon=True)
         self._thread.start()
 
     def load(self) -> OrchestratorState | None:
-        """Return what was saved last, None if that is nothing of ours. To be called before the first :meth:`save`.
+        """Return the saved state; None if there is none that can be read. Call it before the first :meth:`save`.
 
         Raises:
             RegistryUnavailable: the registry does not answer.
@@ -56,21 +57,21 @@ class StateSaver:
         return None if stored is None else _read(stored.content)
 
     def save(self, state: OrchestratorState) -> None:
-        """Have a state written in place of what is stored. Returns at once."""
+        """Schedule a state to be written in place of the saved one. Returns immediately."""
         with self._changed:
             self._newest = state
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the newest state is written; False if it is not, for want of time or of a registry."""
+        """Wait until the newest state is written. Return False on timeout or if the registry is unavailable."""
         with self._changed:
-            self._changed.wait_for(lambda: self._newest is None or self._is_gone or self._is_over, timeout_s)
+            self._changed.wait_for(lambda: self._newest is None or self._is_unavailable or self._is_closed, timeout_s)
             return self._newest is None
 
     def close(self) -> None:
-        """Write no more; what is not written yet is lost."""
+        """Stop writing. A state that is not written yet is lost."""
         with self._changed:
-            self._is_over = True
+            self._is_closed = True
             self._changed.notify_all()
         self._thread.join()
         self._registry.close()
@@ -78,23 +79,23 @@ class StateSaver:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._newest is not None or self._is_over)
+                self._changed.wait_for(lambda: self._newest is not None or self._is_closed)
                 state = self._newest
-                if state is None or self._is_over:
+                if state is None or self._is_closed:
                     return
             try:
                 self._write(msgspec.json.encode(msgspec.structs.replace(state, writer=self._writer)).decode())
             except RegistryUnavailable as error:
-                self._note_gone(error)
+                self._on_unavailable(error)
             except EpochConflict as error:
                 log.error(
-                    "another orchestrator writes to the registry; this one's state is not kept", reason=str(error)
+                    "another orchestrator writes to the registry: this one stops saving its state", reason=str(error)
                 )
                 with self._changed:
-                    self._is_over = True
+                    self._is_closed = True
                     self._changed.notify_all()
             else:
-                self._note_written(state)
+                self._on_saved(state)
 
     def _write(self, content: str) -> None:
         if self._epoch is None:
@@ -112,40 +113,40 @@ class StateSaver:
                 raise
             self._epoch = self._registry.save_state(content, epoch)
 
-    def _note_gone(self, error: RegistryUnavailable) -> None:
+    def _on_unavailable(self, error: RegistryUnavailable) -> None:
         with self._changed:
-            if not self._is_gone:
-                log.warning("the placement cannot be saved; it will be when the registry is back", reason=str(error))
-            self._is_gone = True
+            if not self._is_unavailable:
+                log.warning("registry unavailable: the placement is saved when it is back", reason=str(error))
+            self._is_unavailable = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_over, self._try_again_s)
+            self._changed.wait_for(lambda: self._is_closed, self._retry_s)
 
-    def _note_written(self, state: OrchestratorState) -> None:
+    def _on_saved(self, state: OrchestratorState) -> None:
         with self._changed:
-            if self._is_gone:
-                log.info("the registry is back, and the placement is saved")
-            self._is_gone = False
+            if self._is_unavailable:
+                log.info("registry is back: the placement is saved")
+            self._is_unavailable = False
             if self._newest is state:
                 self._newest = None
             self._changed.notify_all()
 
 
 def _read(content: str) -> OrchestratorState | None:
-    """Return a stored state; None if another version of this program, say, wrote it."""
+    """Decode a saved state; None if it cannot be read, for example because another version wrote it."""
     try:
         return msgspec.json.decode(content, type=OrchestratorState)
     except msgspec.MsgspecError as error:
-        log.warning("the placement that the registry has cannot be read, and is replaced", reason=str(error))
+        log.warning("saved placement cannot be read and is replaced", reason=str(error))
         return None
 
 
 class PersistentOrchestrator:
-    """See the module. Every call returns the table that counts after it.
+    """An orchestrator whose state is saved after every call. Every call returns the current routing table.
 
     Args:
-        orchestrator: a new one, which goes on from what is stored.
-        saver: keeps its state; owned from now on.
-        clock: what periods are measured by.
+        orchestrator: a new one, which continues from the saved state.
+        saver: saves its state; owned by this object.
+        clock: measures the periods.
     """
 
     def __init__(self, orchestrator: Orchestrator, saver: StateSaver, clock: Clock) -> None:
@@ -155,14 +156,14 @@ class PersistentOrchestrator:
         try:
             state = saver.load()
         except RegistryUnavailable as error:
-            log.warning("placement begins without what the registry knows", reason=str(error))
+            log.warning("registry unavailable: placement starts without its saved state", reason=str(error))
         else:
             if state is not None:
                 orchestrator.resume(state, clock.now())
 
     @property
     def table(self) -> RoutingTable:
-        """The placement that counts."""
+        """The current routing table."""
         return self._orchestrator.table
 
     def begin(
@@ -171,12 +172,12 @@ class PersistentOrchestrator:
         replicas: Sequence[ReplicaId] | None,
         table: RoutingTable | None,
     ) -> RoutingTable:
-        """Take what a head knows that was there before this orchestrator; it counts before what was stored.
+        """Take over what a controller knows from before this orchestrator started. It overrides the saved state.
 
         Args:
-            adapters: all that there are, others are forgotten; None if the head has not said yet.
-            replicas: all that there are; None likewise.
-            table: that the head goes by; None if it has none.
+            adapters: all adapters, others are forgotten; None if the controller has not said yet.
+            replicas: all replicas; None if the controller has not said yet.
+            table: the routing table in use; None if there is none.
         """
         state = self._orchestrator.state()
         demand, epoch, shares = state.demand, state.epoch, state.shares
@@ -190,42 +191,42 @@ class PersistentOrchestrator:
             epoch, shares = table.epoch, {adapter: tuple(of_one) for adapter, of_one in table.shares.items()}
         state = OrchestratorState(epoch, shares, demand, state.policy)
         self._orchestrator.resume(state, self._clock.now(), replicas)
-        return self._kept()
+        return self._saved()
 
-    def know(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
-        """Place adapters that are new."""
-        self._orchestrator.know(adapters, self._clock.now())
-        return self._kept()
+    def register(self, adapters: Iterable[AdapterInfo]) -> RoutingTable:
+        """Place new adapters."""
+        self._orchestrator.register(adapters, self._clock.now())
+        return self._saved()
 
     def drop(self, adapter: AdapterDigest) -> RoutingTable:
         """Forget an adapter."""
         self._orchestrator.drop(adapter, self._clock.now())
-        return self._kept()
+        return self._saved()
 
     def set_replicas(self, replicas: Sequence[ReplicaId]) -> RoutingTable:
-        """Take the replicas that there are from now on."""
+        """Place adapters on these replicas from now on."""
         self._orchestrator.set_replicas(replicas, self._clock.now())
-        return self._kept()
+        return self._saved()
 
-    def period(self, seen: DemandReport) -> RoutingTable:
-        """Count what a head has seen in a period, and place anew."""
-        self._orchestrator.period(seen, self._clock.now())
-        return self._kept()
+    def period(self, report: DemandReport) -> RoutingTable:
+        """Count a controller's demand report, and place again."""
+        self._orchestrator.period(report, self._clock.now())
+        return self._saved()
 
     def load(self) -> float | None:
         """Return how many replicas the demand fills, see ``Orchestrator``."""
         return self._orchestrator.load(self._clock.now())
 
     def state(self) -> OrchestratorState:
-        """Return all that it goes on from."""
+        """Return the state that is saved."""
         return self._orchestrator.state()
 
     def close(self) -> None:
-        """Save no more."""
+        """Stop saving."""
         self._saver.close()
 
-    def _kept(self) -> RoutingTable:
-        """Save, before a head goes by a table that a successor would not know."""
+    def _saved(self) -> RoutingTable:
+        """Save the state, then return the table. A controller must not use a table that a successor would not know."""
         self._saver.save(self._orchestrator.state())
-        self._saver.wait(SAVED_WITHIN_S)
+        self._saver.wait(SAVE_TIMEOUT_S)
         return self._orchestrator.table

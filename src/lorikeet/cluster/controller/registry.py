@@ -1,7 +1,7 @@
-"""The cluster's tables in the registry's database: who is there, who holds what, and what placement goes on from.
+"""The cluster's tables in the adapter registry's database: replicas, their adapters, and the state of the orchestrator.
 
-Beside the tables of adapters, in the same database. What is here serves restarts and other processes that look; a head
-that runs needs none of it to serve. Several heads share a database: each writes under an identity of its own.
+They serve restarts and other programs that read them; a running controller does not need them. Several controllers can
+share a database, each under its own identity.
 """
 
 import threading
@@ -18,18 +18,18 @@ from lorikeet.adapters.registry import create_tables, insert_of, open_engine
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 Copies = Set[tuple[AdapterDigest, ReplicaId]]
-"""Adapters, each at a replica that has its files."""
+"""Pairs of an adapter and a replica that has its files."""
 
 _POSTGRESQL = {"connect_timeout": 5, "tcp_user_timeout": 10_000}
-"""A lost server is noticed after so many seconds, and so many milliseconds while a statement is under way."""
+"""Connecting fails after 5 s, and a statement fails 10,000 ms after its server was lost."""
 
 
 class RegistryUnavailable(RuntimeError):
-    """The database does not answer; the same call may succeed later."""
+    """The database does not answer. The same call may succeed later."""
 
 
 class EpochConflict(RuntimeError):
-    """Somebody else has written since the caller looked, and nothing was written now."""
+    """Another process has written since the caller last read; nothing was written."""
 
 
 class _Base(DeclarativeBase):
@@ -62,14 +62,14 @@ class _Copy(_Base):
 
 
 class ReplicaRow(NamedTuple):
-    """A replica as the registry knows it.
+    """A replica in the registry.
 
     Attributes:
-        replica: which.
+        replica: its id.
         epoch: its incarnation.
-        address: of the machine that its engine runs on.
-        pid: process id of its engine there.
-        state: in the words of whoever writes it.
+        address: of the machine that runs its engine.
+        pid: process id of its engine.
+        state: ``up`` or ``down``, see ``registry_writer``.
         joined_at: Unix seconds.
     """
 
@@ -82,7 +82,7 @@ class ReplicaRow(NamedTuple):
 
 
 class StoredState(NamedTuple):
-    """What an orchestrator goes on from.
+    """The saved state of an orchestrator.
 
     Attributes:
         epoch: rises by one with every write.
@@ -94,14 +94,14 @@ class StoredState(NamedTuple):
 
 
 class ClusterRegistry:
-    """The tables of one cluster. Safe to use from several threads. The database may be away when this is made.
+    """The tables of one cluster. Thread-safe. The database may be unavailable when this object is created.
 
     Args:
         url: SQLAlchemy URL (SQLite or PostgreSQL).
-        cluster: identity of the cluster; rows of others stay untouched.
+        cluster: identity of the cluster; rows of other clusters are left alone.
 
     Raises:
-        ValueError: not such a URL, or its driver is not installed.
+        ValueError: the URL is invalid, or its driver is not installed.
     """
 
     def __init__(self, url: str, cluster: str) -> None:
@@ -121,10 +121,10 @@ class ClusterRegistry:
     # --- replicas and copies -------------------------------------------------------------------------
 
     def set_replicas(self, rows: Iterable[ReplicaRow]) -> None:
-        """Note all replicas that there are, in place of those that were noted.
+        """Replace the replicas of this cluster.
 
         Raises:
-            RegistryUnavailable: see there.
+            RegistryUnavailable: the database does not answer.
         """
         values = [{"cluster": self._cluster, **row._asdict()} for row in rows]
         with self._transaction() as connection:
@@ -133,10 +133,10 @@ class ClusterRegistry:
                 connection.execute(insert(_Replica), values)
 
     def replicas(self) -> list[ReplicaRow]:
-        """Return the replicas, by id.
+        """Return the replicas, ordered by id.
 
         Raises:
-            RegistryUnavailable: see there.
+            RegistryUnavailable: the database does not answer.
         """
         columns = (
             _Replica.replica,
@@ -151,20 +151,20 @@ class ClusterRegistry:
             return [ReplicaRow(ReplicaId(row.replica), *row[1:]) for row in connection.execute(query)]
 
     def set_copies(self, copies: Copies) -> None:
-        """Note all adapters that replicas hold, in place of those that were noted.
+        """Replace the adapter copies of this cluster.
 
         Raises:
-            RegistryUnavailable: see there.
+            RegistryUnavailable: the database does not answer.
         """
         with self._transaction() as connection:
             connection.execute(delete(_Copy).where(_Copy.cluster == self._cluster))
             self._add(connection, copies)
 
     def change_copies(self, added: Copies, removed: Copies) -> None:
-        """Note what has changed of the adapters that replicas hold.
+        """Add and remove adapter copies.
 
         Raises:
-            RegistryUnavailable: see there.
+            RegistryUnavailable: the database does not answer.
         """
         gone = [{"gone_digest": digest, "gone_replica": replica} for digest, replica in removed]
         this = (_Copy.digest == bindparam("gone_digest"), _Copy.replica == bindparam("gone_replica"))
@@ -174,10 +174,10 @@ class ClusterRegistry:
             self._add(connection, added)
 
     def copies(self) -> set[tuple[AdapterDigest, ReplicaId]]:
-        """Return the adapters that replicas hold.
+        """Return the adapter copies of this cluster.
 
         Raises:
-            RegistryUnavailable: see there.
+            RegistryUnavailable: the database does not answer.
         """
         query = select(_Copy.digest, _Copy.replica).where(_Copy.cluster == self._cluster)
         with self._transaction() as connection:
@@ -191,10 +191,10 @@ class ClusterRegistry:
     # --- the orchestrator ----------------------------------------------------------------------------
 
     def load_state(self) -> StoredState | None:
-        """Return what was saved last, None if nothing was.
+        """Return the state that was saved last; None if there is none.
 
         Raises:
-            RegistryUnavailable: see there.
+            RegistryUnavailable: the database does not answer.
         """
         query = select(_State.epoch, _State.content).where(_State.cluster == self._cluster)
         with self._transaction() as connection:
@@ -202,18 +202,18 @@ class ClusterRegistry:
         return None if row is None else StoredState(*row)
 
     def save_state(self, content: str, after: int) -> int:
-        """Save what an orchestrator goes on from, if nobody else has since the caller loaded or saved it.
+        """Save the state of an orchestrator, unless another process has saved one since the caller loaded or saved it.
 
         Args:
             content: JSON.
-            after: epoch of what the caller loaded or saved last; 0 if there was nothing.
+            after: epoch that the caller loaded or saved last; 0 if there was none.
 
         Returns:
-            The epoch of what is saved now.
+            The new epoch.
 
         Raises:
-            EpochConflict: another one is stored.
-            RegistryUnavailable: see there.
+            EpochConflict: another epoch is stored.
+            RegistryUnavailable: the database does not answer.
         """
         values = {"epoch": after + 1, "content": content}
         if after:
@@ -224,7 +224,7 @@ class ClusterRegistry:
             statement = first.on_conflict_do_nothing().returning(_State.epoch)
         with self._transaction() as connection:
             if connection.execute(statement).scalar_one_or_none() is None:
-                raise EpochConflict(f"cluster {self._cluster}: the state of epoch {after} is not the last one")
+                raise EpochConflict(f"cluster {self._cluster}: epoch {after} is not the latest saved state")
         return after + 1
 
     @contextmanager
@@ -237,6 +237,6 @@ class ClusterRegistry:
             with self._engine.begin() as connection:
                 yield connection
         except SQLAlchemyError as error:
-            self._has_tables = False  # it may come back empty
+            self._has_tables = False  # the database may come back empty
             reason = error.orig if isinstance(error, DBAPIError) else error
             raise RegistryUnavailable(f"the cluster's registry does not answer: {reason}") from error

@@ -11,7 +11,7 @@ from lorikeet.cluster.controller.registry import ClusterRegistry, Copies, Regist
 from lorikeet.core.ids import ReplicaId
 
 UP, DOWN = "up", "down"
-"""States of replicas: the engine of one that is down is being started again."""
+"""States of a replica. The engine of one that is down is being restarted."""
 
 _PAUSE_S = 1.0
 
@@ -19,15 +19,15 @@ log = structlog.get_logger("lorikeet")
 
 
 class RegistryWriter:
-    """See the module: others read there which replicas there are, and who holds what; the head needs none of it.
+    """Writes the replicas and their adapter copies to the registry. The controller itself does not read them.
 
-    Written is what has changed, on another thread. A registry that is gone is told of once, and gets everything when it
-    is back. At the end of the head its replicas are gone from there; those of a head that was killed stay until it is
+    It writes changes only, on another thread. If the registry is unavailable, that is logged once, and everything is
+    written when it is back. At shutdown the replicas are removed; those of a process that was killed stay until it is
     back.
 
     Args:
         client: of the cluster.
-        registry: where to. No other head writes there under this identity.
+        registry: no other process may write there under this identity.
         pause_s: time from the end of a write to the next.
     """
 
@@ -36,8 +36,8 @@ class RegistryWriter:
         self._registry = registry
         self._pause_s = pause_s
         self._joined_at: dict[tuple[ReplicaId, int], float] = {}
-        self._written: tuple[Sequence[ReplicaRow], Copies] | None = None  # what is there; None: unknown
-        self._is_gone = False
+        self._written: tuple[Sequence[ReplicaRow], Copies] | None = None  # contents of the registry; None: unknown
+        self._is_unavailable = False
 
     async def run(self) -> None:
         """Write for ever."""
@@ -50,7 +50,7 @@ class RegistryWriter:
         finally:
             if writing is not None:
                 await asyncio.wait({writing})
-            if not self._is_gone:
+            if not self._is_unavailable:
                 await asyncio.to_thread(self._write, [], set())
 
     def _rows(self) -> list[ReplicaRow]:
@@ -63,7 +63,7 @@ class RegistryWriter:
         return rows
 
     def _write(self, rows: Sequence[ReplicaRow], copies: Copies) -> None:
-        """Bring the registry to this, if it answers."""
+        """Update the registry, if it answers."""
         try:
             if self._written is None:
                 self._registry.set_replicas(rows)
@@ -75,10 +75,10 @@ class RegistryWriter:
                 if copies is not copies_there and copies != copies_there:
                     self._registry.change_copies(copies - copies_there, copies_there - copies)
         except RegistryUnavailable as error:
-            if not self._is_gone:
-                log.warning("replicas and copies are not noted until the registry is back", reason=str(error))
-            self._written, self._is_gone = None, True
+            if not self._is_unavailable:
+                log.warning("registry unavailable: replicas and copies are written when it is back", reason=str(error))
+            self._written, self._is_unavailable = None, True
         else:
-            if self._is_gone:
-                log.info("the registry is back, and replicas and copies are noted")
-            self._written, self._is_gone = (rows, copies), False
+            if self._is_unavailable:
+                log.info("registry is back: replicas and copies are written")
+            self._written, self._is_unavailable = (rows, copies), False

@@ -9,13 +9,13 @@ from lorikeet.core.ids import AdapterDigest
 
 
 class LiveReplica:
-    """A replica from its first start to its last end.
+    """A replica from its first start until it is removed.
 
     Attributes:
         supervisor: of its engine.
         epoch: incarnation of the engine; rises with every start.
-        is_joined: the dispatcher knows it.
-        is_leaving: it is being taken out.
+        is_joined: whether the dispatcher knows it.
+        is_leaving: whether it is being removed.
         drops: adapters that its engine was told to drop.
     """
 
@@ -27,7 +27,7 @@ class LiveReplica:
         self.drops = PendingDrops()
 
     def info(self, engine: EngineSettings) -> ReplicaInfo:
-        """Return what the fleet must know of it; ``engine`` has its settings."""
+        """Return what the fleet must know of it; ``engine`` holds its settings."""
         engine_info = self.supervisor.engine_info
         return ReplicaInfo(
             replica=self.supervisor.replica,
@@ -38,14 +38,14 @@ class LiveReplica:
         )
 
     def on_adapter_event(self, event: AdapterEvent) -> None:
-        """Note the end of a drop."""
+        """Record the end of a drop."""
         if isinstance(event, AdapterEvicted) and event.dropped:
-            self.drops.ended(event.digest, event.freed_bytes)
+            self.drops.end(event.digest, event.freed_bytes)
 
     async def drop(self, adapter: AdapterDigest) -> int:
-        """Have its engine forget an adapter that no request uses there; return the bytes freed."""
+        """Drop an adapter that no request uses from the engine, and return the bytes freed; 0 if the engine is down."""
         if not self.supervisor.alive:
             return 0
         freed = self.drops.begin(adapter)
-        self.supervisor.drop(adapter)
+        self.supervisor.drop_adapter(adapter)
         return await freed

@@ -1,7 +1,7 @@
 """The co-migration problem: the input of a review, the cost of a move, the problem as arrays, the plan.
 
-Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
-section 5.2. What the paper leaves open: docs/decisions/comigration.md.
+Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024, section
+5.2. For what the paper leaves open see docs/decisions/comigration.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,29 +17,29 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 TOKEN_ID_BYTES = 4
 
 
-def rebuild_s(known_tokens: int, prefill_s: Callable[[int], float], link_bytes_per_s: float) -> float:
-    """Return what moving a request takes: its token ids travel, and the target computes their KV.
+def recompute_s(known_tokens: int, prefill_s: Callable[[int], float], link_bytes_per_s: float) -> float:
+    """Return the time to move a request without its KV: its token ids are sent, and the target computes their KV.
 
     Args:
         known_tokens: of prompt and answer so far.
-        prefill_s: how long a prefill of so many tokens takes at a replica.
+        prefill_s: returns how long a prefill of so many tokens takes at a replica.
         link_bytes_per_s: between replicas.
     """
-    return sent_s(known_tokens, link_bytes_per_s) + prefill_s(known_tokens)
+    return send_s(known_tokens, link_bytes_per_s) + prefill_s(known_tokens)
 
 
-def sent_s(known_tokens: int, link_bytes_per_s: float) -> float:
-    """Return what moving a request takes that has no KV yet: its token ids travel."""
+def send_s(known_tokens: int, link_bytes_per_s: float) -> float:
+    """Return the time to move a request that has no KV yet: its token ids are sent."""
     return known_tokens * TOKEN_ID_BYTES / link_bytes_per_s
 
 
 class MoveTimes(NamedTuple):
-    """How long requests take to move if each does what takes less time.
+    """How long requests take to move, if each takes the faster way.
 
     Attributes:
-        prefill_s, link_bytes_per_s: see :func:`rebuild_s`.
-        kv_token_bytes: of KV.
-        kv_bytes_per_s: how fast KV travels from device to device at present; None if it cannot.
+        prefill_s, link_bytes_per_s: see :func:`recompute_s`.
+        kv_token_bytes: KV of one token.
+        kv_bytes_per_s: returns the current bandwidth of KV from device to device; None if KV cannot be moved.
     """
 
     prefill_s: Callable[[int], float]
@@ -47,38 +47,41 @@ class MoveTimes(NamedTuple):
     kv_token_bytes: float
     kv_bytes_per_s: Callable[[], float] | None
 
-    def rebuilt_s(self, known_tokens: int) -> float:
-        """Return it with the KV computed anew."""
-        return rebuild_s(known_tokens, self.prefill_s, self.link_bytes_per_s)
+    def recomputed_s(self, known_tokens: int) -> float:
+        """Return the time of a move that recomputes the KV."""
+        return recompute_s(known_tokens, self.prefill_s, self.link_bytes_per_s)
 
-    def carried_s(self, known_tokens: int) -> float:
-        """Return it with the KV taken along, but that of the last token; infinity if that cannot be."""
+    def transferred_s(self, known_tokens: int) -> float:
+        """Return the time of a move that transfers the KV, except that of the last token.
+
+        It is infinite if KV cannot be moved.
+        """
         if self.kv_bytes_per_s is None:
             return float("inf")
         return known_tokens * self.kv_token_bytes / self.kv_bytes_per_s() + self.prefill_s(1)
 
-    def carries(self, known_tokens: int) -> bool:
-        """Whether KV is better taken along."""
-        return self.carried_s(known_tokens) < self.rebuilt_s(known_tokens)
+    def transfers_kv(self, known_tokens: int) -> bool:
+        """Return whether it is faster to transfer the KV."""
+        return self.transferred_s(known_tokens) < self.recomputed_s(known_tokens)
 
     def move_s(self, known_tokens: int) -> float:
-        """Return what the move of a request with so many tokens, prompt and answer so far, takes."""
-        return min(self.carried_s(known_tokens), self.rebuilt_s(known_tokens))
+        """Return the time to move a request with so many tokens, prompt and answer so far."""
+        return min(self.transferred_s(known_tokens), self.recomputed_s(known_tokens))
 
 
 class MovableRequest(NamedTuple):
-    """A request that is somewhere, waiting or running.
+    """A request at a replica, waiting or running.
 
     Attributes:
-        request_id: whose it is.
-        adapter: which it needs; None: the base model, which is everywhere.
+        request_id: which request.
+        adapter: which it needs; None for the base model, which is everywhere.
         replica: where it is.
         memory_bytes: of its KV.
-        execution_s: what it is expected to take: the mean of its adapter's requests (``RequestAverages``).
-        move_s: what moving it now would take an idle replica (``MoveTimes``).
-        carries_kv: its KV would be taken along; else it is computed again.
-        moved_s: what its earlier moves have taken.
-        on_host: its KV has been swapped out. Only the full problem tells the two memories apart.
+        execution_s: expected execution time: the mean of its adapter's requests (``RequestAverages``).
+        move_s: time to move it now to an idle replica (``MoveTimes``).
+        transfers_kv: whether the move transfers its KV; otherwise the KV is recomputed.
+        moved_s: time that its earlier moves have taken.
+        on_host: whether its KV is swapped out. Only the full problem tells the two memories apart.
     """
 
     request_id: RequestId
@@ -89,21 +92,21 @@ class MovableRequest(NamedTuple):
     move_s: float = 0.0
     moved_s: float = 0.0
     on_host: bool = False
-    carries_kv: bool = False
+    transfers_kv: bool = False
 
 
 class ReplicaLoad(NamedTuple):
-    """A replica as the monitor sees it.
+    """The load of a replica.
 
     Attributes:
         replica: which.
-        device_bytes: device memory for adapters and KV: what the base weights leave.
-        free_bytes: of these, held by nobody.
+        device_bytes: device memory for adapters and KV, without the base weights.
+        free_bytes: the free part of it.
         queue_delay_s: how long its oldest waiting request has waited.
-        reserved_bytes: part of ``device_bytes`` set aside for copies of adapters; requests and their adapters may not
-            count on it.
-        host_bytes: host memory for swapped KV. Only the full problem has a limit there.
-        running: requests in its steps, all of which wait for the prefill of one that moves there.
+        reserved_bytes: part of ``device_bytes`` reserved for copies of adapters; not available to requests and their
+            adapters.
+        host_bytes: host memory for swapped KV. Only the full problem limits it.
+        running: number of running requests. All of them wait for the prefill of a request that moves there.
     """
 
     replica: ReplicaId
@@ -116,23 +119,23 @@ class ReplicaLoad(NamedTuple):
 
     @property
     def usable_bytes(self) -> int:
-        """Device memory without what is reserved."""
+        """Device memory without the reserved part."""
         return self.device_bytes - self.reserved_bytes
 
 
 class CoMigrationSettings(NamedTuple):
-    """What may be set. The paper prints none of these values: they are ours.
+    """Settings of co-migration. The paper prints none of these values: they are ours.
 
     Attributes:
-        free_share: a replica with less of its memory free than this is short of memory.
-        queue_delay_s: one whose oldest waiting request has waited longer is short of time.
+        free_share: a replica with a smaller share of its memory free is short of memory.
+        queue_delay_s: a replica whose oldest waiting request has waited longer is short of time.
         selected: how many of the most loaded replicas take part, and how many of the least loaded.
-        affinity: what an adapter with requests on a replica costs it, as a share of the mean execution time.
+        affinity: cost of an adapter with requests on a replica, as a share of the mean execution time.
         swap_bytes_per_s: between host and device.
-        margin: a plan is applied only if it takes so large a share off the present value.
-        gap: the solver may stop so close to the best choice of adapters, as a share of its value.
-        time_limit_s: for each of the solver's runs, of which there are two.
-        full: solve the full problem, with its two memories and whole requests, instead of the relaxed one.
+        margin: a plan is applied only if it reduces the current value by at least this share.
+        gap: the solver may stop this close to the best choice of adapters, as a share of its value.
+        time_limit_s: for each of the solver's two runs.
+        full: solve the full problem, with two memories and whole requests, instead of the relaxed one.
         literal: weigh all replicas with the printed migration factor, which does not tell staying from moving.
     """
 
@@ -149,25 +152,25 @@ class CoMigrationSettings(NamedTuple):
 
 
 class ReviewOutcome(StrEnum):
-    """What a review came to."""
+    """The outcome of a review."""
 
     CALM = "calm"
-    """No replica is short of anything."""
+    """No replica is short of memory or time."""
     NO_BETTER = "no-better"
-    """No plan takes enough off the present value."""
+    """No plan reduces the current value enough."""
     UNSOLVED = "unsolved"
-    """The solver had no proven solution in time, or there is none; everything stays."""
+    """The solver found no proven solution in time, or there is none; nothing moves."""
     PLANNED = "planned"
-    """There is something to move."""
+    """There are requests to move."""
 
 
 class RequestMove(NamedTuple):
-    """One request that leaves.
+    """A request to move.
 
     Attributes:
-        request_id: whose it is.
-        adapter: which it needs, None: the base model.
-        source, target: from where to where.
+        request_id: which request.
+        adapter: which it needs; None for the base model.
+        source, target: its replica now, and the one to move it to.
     """
 
     request_id: RequestId
@@ -177,13 +180,13 @@ class RequestMove(NamedTuple):
 
 
 class MigrationPlan(NamedTuple):
-    """What to do.
+    """The result of a review.
 
     Attributes:
-        outcome: why there is, or is not, anything to do.
-        moves: requests that leave; all others stay.
-        before_s, after_s: running time of the busiest of the selected replicas, as things are and by the plan; equal
-            if there is none, 0 where nobody looked.
+        outcome: why there is, or is not, anything to move.
+        moves: requests to move; all others stay.
+        before_s, after_s: running time of the busiest of the selected replicas, now and by the plan. Equal if there is
+            no plan; 0 if it was not computed.
     """
 
     outcome: ReviewOutcome
@@ -193,7 +196,7 @@ class MigrationPlan(NamedTuple):
 
 
 Floats = NDArray[np.float64]
-Whole = NDArray[np.intp]
+Ints = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
 NO_ADAPTER = -1
@@ -205,22 +208,22 @@ class MigrationProblem:
     """n requests on m replicas with the k adapters that they need.
 
     Attributes:
-        requests, replicas, adapters: what the indices mean.
+        requests, replicas, adapters: what the indices stand for.
         adapter_of: ``[n]``, index of the adapter of each request, or ``NO_ADAPTER``.
-        home: ``[n]``, index of the replica where each request is.
-        mean_s: mean execution time of all requests, those left out too.
-        affinity_s: what an adapter with requests on a replica costs that replica.
-        cost_s: ``[n, m]``, what a request costs a replica: its execution, times the migration factor.
-        request_s, adapter_s: ``[n]`` and ``[k]``, memory.
-        device_s, host_s: ``[m]``, memory.
-        on_host: ``[n]``, whether a request's KV has been swapped out.
+        home: ``[n]``, index of the current replica of each request.
+        mean_s: mean execution time of all requests, including those that are left out.
+        affinity_s: cost of an adapter with requests on a replica.
+        cost_s: ``[n, m]``, cost of a request on a replica: its execution time, times the migration factor.
+        request_s, adapter_s: ``[n]`` and ``[k]``, memory as the time to swap it.
+        device_s, host_s: ``[m]``, memory as the time to swap it.
+        on_host: ``[n]``, whether a request's KV is swapped out.
     """
 
     requests: Sequence[MovableRequest]
     replicas: Sequence[ReplicaId]
     adapters: Sequence[AdapterDigest]
-    adapter_of: Whole
-    home: Whole
+    adapter_of: Ints
+    home: Ints
     mean_s: float
     affinity_s: float
     cost_s: Floats
@@ -238,15 +241,16 @@ class MigrationProblem:
         adapter_bytes: Mapping[AdapterDigest, int],
         settings: CoMigrationSettings,
     ) -> "MigrationProblem":
-        """Write down the requests that are on ``replicas``; others are left out.
+        """Build the problem for the requests on ``replicas``; others are left out.
 
-        The migration factor is that of each pair: 1 at home, and elsewhere (execution + earlier moves + this move) over
-        execution, so whoever has moved is dearer to move again. A request's execution is one among others', whereas a
-        prefill holds up all that run at the target, so a move counts once for each of them, unless KV is taken along.
-        The printed factor depends on the request alone (``literal``): (execution + earlier moves) over execution.
+        The migration factor depends on request and replica: 1 at home, and elsewhere (execution + earlier moves + this
+        move) / execution, so a request that has moved is dearer to move again. Execution times of requests overlap,
+        whereas a prefill delays all requests that run at the target. So a move counts once for each of them, unless its
+        KV is transferred. The printed factor depends on the request alone (``literal``): (execution + earlier moves) /
+        execution.
 
         Raises:
-            KeyError: the size of an adapter is not known.
+            KeyError: the size of an adapter is missing.
         """
         index = {load.replica: j for j, load in enumerate(replicas)}
         chosen = [request for request in requests if request.replica in index]
@@ -255,9 +259,9 @@ class MigrationProblem:
         home = np.array([index[request.replica] for request in chosen], np.intp)
         execution_s = np.array([request.execution_s for request in chosen], np.float64)
         moved_s = np.array([request.moved_s for request in chosen], np.float64)
-        carries = np.array([request.carries_kv for request in chosen], np.bool_)[:, None]
-        held_up = np.where(carries, 1.0, [max(1, load.running) for load in replicas])
-        move_s = np.array([request.move_s for request in chosen], np.float64)[:, None] * held_up
+        transfers_kv = np.array([request.transfers_kv for request in chosen], np.bool_)[:, None]
+        delayed = np.where(transfers_kv, 1.0, [max(1, load.running) for load in replicas])
+        move_s = np.array([request.move_s for request in chosen], np.float64)[:, None] * delayed
         away = np.arange(len(replicas)) != home[:, None]
         extra_s = np.ones_like(away) * moved_s[:, None] if settings.literal else away * (moved_s[:, None] + move_s)
         mean_s = float(np.mean([request.execution_s for request in requests])) if requests else 0.0
@@ -281,18 +285,18 @@ class MigrationProblem:
             on_host=np.array([request.on_host for request in chosen], np.bool_),
         )
 
-    def least_s(self) -> float:
-        """Return how long the busiest replica runs at least, whatever is where: all have an equal part of the work."""
+    def lower_bound_s(self) -> float:
+        """Return a lower bound of the running time of the busiest replica: an equal share of the cheapest work."""
         return float(self.cost_s.min(axis=1).sum() / len(self.replicas))
 
-    def needed(self, placement: Whole) -> Flags:
+    def needed(self, placement: Ints) -> Flags:
         """Return ``[k, m]``: which adapters have requests on which replicas."""
         needed = np.zeros((len(self.adapters), len(self.replicas)), np.bool_)
         bound = self.adapter_of != NO_ADAPTER
         needed[self.adapter_of[bound], placement[bound]] = True
         return needed
 
-    def running_s(self, placement: Whole) -> Floats:
+    def running_s(self, placement: Ints) -> Floats:
         """Return ``[m]``: how long each replica runs, if what does not fit its memory is swapped.
 
         Args:
@@ -302,18 +306,18 @@ class MigrationProblem:
         held_s = self._sums(placement, self.request_s) + self.adapter_s @ needed
         return self._busy_s(placement, needed) + np.maximum(held_s - self.device_s, 0.0)
 
-    def running_with_swaps_s(self, placement: Whole, on_host: Flags) -> Floats:
+    def running_with_swaps_s(self, placement: Ints, on_host: Flags) -> Floats:
         """Return ``[m]``: how long each replica runs, if exactly the requests of ``on_host`` are swapped."""
         swapped_s = self._sums(placement, self.request_s * on_host)
         return self._busy_s(placement, self.needed(placement)) + swapped_s
 
-    def _busy_s(self, placement: Whole, needed: Flags) -> Floats:
+    def _busy_s(self, placement: Ints, needed: Flags) -> Floats:
         costs_s = self.cost_s[np.arange(len(placement)), placement]
         busy_s = self._sums(placement, costs_s)
         busy_s += self.affinity_s * needed.sum(axis=0)
         return busy_s
 
-    def _sums(self, placement: Whole, values: Floats) -> Floats:
+    def _sums(self, placement: Ints, values: Floats) -> Floats:
         sums = np.zeros(len(self.replicas))
         np.add.at(sums, placement, values)
         return sums

@@ -1,4 +1,4 @@
-"""What co-migration is told, made from what routing knows."""
+"""Reviews a cluster: what routing knows of it, made the input of co-migration, and the plan that follows."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -8,6 +8,7 @@ import numpy as np
 from lorikeet.cluster.migration.problem import (
     CoMigrationSettings,
     Floats,
+    Ints,
     MigrationPlan,
     MigrationProblem,
     MovableRequest,
@@ -15,8 +16,7 @@ from lorikeet.cluster.migration.problem import (
     ReplicaLoad,
     RequestMove,
     ReviewOutcome,
-    Whole,
-    sent_s,
+    send_s,
 )
 from lorikeet.cluster.migration.solver import rounded, solve_full, solve_relaxed
 from lorikeet.cluster.routing.fleet import Fleet, FleetReplica, FleetRequest
@@ -39,27 +39,27 @@ def observe(
     now: float,
     reserved_share: float = 0.0,
 ) -> ReviewInput:
-    """Return the replicas that may be sent requests and whose memory is known, and the requests there.
+    """Return the open replicas whose memory is known, and the requests there.
 
     Args:
-        fleet: what routing knows; its room is as the replicas' last gauges told.
-        sent_s: when each request was handed to the replica where it is. Others are left out: their adapter is on its
-            way to the replica, say.
-        moved_s: what the earlier moves of requests took, of those that have moved.
-        times: what moving a request takes.
-        now: the present time.
-        reserved_share: of each replica's memory, set aside for copies of adapters.
+        fleet: state of the replicas; free memory is as of their last gauges.
+        sent_s: when each request was sent to its replica. Others are left out, for example those whose adapter is still
+            being copied to the replica.
+        moved_s: time that the earlier moves of requests took.
+        times: of moves.
+        now: current time, seconds.
+        reserved_share: of each replica's memory, reserved for copies of adapters.
     """
     observed = ReviewInput([], [], {})
     for member in fleet.members():
         if not member.is_open or not member.info.kv_token_bytes:
             continue
-        entries = [entry for entry in map(fleet.entry, member.requests) if entry and entry.asked.request_id in sent_s]
+        entries = [entry for entry in map(fleet.entry, member.requests) if entry and entry.request.request_id in sent_s]
         observed.replicas.append(_load(fleet, member, entries, sent_s, now, reserved_share))
         for entry in entries:
             observed.requests.append(_movable(fleet, entry, moved_s, times))
-            if entry.asked.adapter is not None:
-                observed.adapter_bytes[entry.asked.adapter] = entry.asked.adapter_bytes
+            if entry.request.adapter is not None:
+                observed.adapter_bytes[entry.request.adapter] = entry.request.adapter_bytes
     return observed
 
 
@@ -71,11 +71,11 @@ def _load(
     now: float,
     reserved_share: float,
 ) -> ReplicaLoad:
-    """Return a replica as it is; who was preempted there counts as running, since it has had its turn."""
+    """Return the load of a replica. Preempted requests count as running, because they have had their turn."""
     token_bytes, loads = member.info.kv_token_bytes, fleet.loads
     device_bytes = int(member.info.total_tokens * token_bytes)
-    free_tokens = float(loads.room_tokens[member.index] - loads.held_tokens[member.index])
-    waiting_s = [sent_s[entry.asked.request_id] for entry in entries if entry.admitted_s is None]
+    free_tokens = float(loads.capacity_tokens[member.index] - loads.held_tokens[member.index])
+    waiting_s = [sent_s[entry.request.request_id] for entry in entries if entry.admitted_s is None]
     return ReplicaLoad(
         replica=member.info.replica,
         device_bytes=device_bytes,
@@ -87,25 +87,25 @@ def _load(
 
 
 def _movable(fleet: Fleet, entry: FleetRequest, moved_s: Mapping[RequestId, float], times: MoveTimes) -> MovableRequest:
-    asked, tokens = entry.asked, entry.asked.known_tokens + entry.output_tokens
+    request, tokens = entry.request, entry.request.known_tokens + entry.output_tokens
     has_kv = entry.admitted_s is not None
     return MovableRequest(
-        request_id=asked.request_id,
-        adapter=asked.adapter,
+        request_id=request.request_id,
+        adapter=request.adapter,
         replica=entry.replica.info.replica,
         memory_bytes=int(tokens * entry.replica.info.kv_token_bytes),
-        execution_s=fleet.averages.execution_s(asked.adapter),
-        move_s=times.move_s(tokens) if has_kv else sent_s(tokens, times.link_bytes_per_s),
-        carries_kv=has_kv and times.carries(tokens),
-        moved_s=moved_s.get(asked.request_id, 0.0),
+        execution_s=fleet.averages.execution_s(request.adapter),
+        move_s=times.move_s(tokens) if has_kv else send_s(tokens, times.link_bytes_per_s),
+        transfers_kv=has_kv and times.transfers_kv(tokens),
+        moved_s=moved_s.get(request.request_id, 0.0),
     )
 
 
 class CoMigration:
-    """Looks at the cluster whenever it is asked, and says what should move. It keeps nothing between reviews.
+    """Decides which requests should move. It keeps no state between reviews.
 
     Args:
-        settings: values.
+        settings: values; None for the defaults.
     """
 
     def __init__(self, settings: CoMigrationSettings | None = None) -> None:
@@ -117,18 +117,18 @@ class CoMigration:
         requests: Sequence[MovableRequest],
         adapter_bytes: Mapping[AdapterDigest, int],
     ) -> MigrationPlan:
-        """Return what to move, which is nothing unless a replica is short of memory or time and a plan helps.
+        """Return what to move. That is nothing unless a replica is short of memory or time and a plan helps.
 
-        Requests that must stay where they are (their move is under way, say) are to be left out; they then count
+        Leave out requests that must stay where they are, for example because they are being moved. They then count
         neither as load nor as memory.
 
         Args:
-            replicas: all that serve.
-            requests: that are on them.
+            replicas: all open replicas.
+            requests: on these replicas.
             adapter_bytes: size of each adapter that a request needs.
 
         Raises:
-            KeyError: an adapter without a size.
+            KeyError: the size of an adapter is missing.
         """
         if not any(self._is_short(load) for load in replicas):
             return MigrationPlan(ReviewOutcome.CALM)
@@ -139,14 +139,14 @@ class CoMigration:
             return MigrationPlan(ReviewOutcome.NO_BETTER)
         before_s = float(self._running_s(problem).max())
         enough_s = before_s * (1 - self._settings.margin)
-        if problem.least_s() >= enough_s:
+        if problem.lower_bound_s() >= enough_s:
             return MigrationPlan(ReviewOutcome.NO_BETTER, before_s=before_s, after_s=before_s)
         found = self._solve(problem)
         if found is None:
             return MigrationPlan(ReviewOutcome.UNSOLVED, before_s=before_s, after_s=before_s)
         placement, after_s = found
         moves = _moves(problem, placement)
-        # Without moves there may still be a gain, in the full problem: of swaps, which each replica sees to itself.
+        # In the full problem a plan without moves may gain by swaps, which each replica decides itself.
         if not moves or after_s >= enough_s:
             return MigrationPlan(ReviewOutcome.NO_BETTER, before_s=before_s, after_s=before_s)
         return MigrationPlan(ReviewOutcome.PLANNED, moves, before_s, after_s)
@@ -156,13 +156,13 @@ class CoMigration:
         return has_little or load.queue_delay_s > self._settings.queue_delay_s
 
     def _running_s(self, problem: MigrationProblem) -> Floats:
-        """Return how long each replica runs as things are."""
+        """Return how long each replica runs without moves."""
         if self._settings.full:
             return problem.running_with_swaps_s(problem.home, problem.on_host)
         return problem.running_s(problem.home)
 
-    def _solve(self, problem: MigrationProblem) -> tuple[Whole, float] | None:
-        """Return a placement and how long its busiest replica runs: counted anew, for the requests as they are."""
+    def _solve(self, problem: MigrationProblem) -> tuple[Ints, float] | None:
+        """Return a placement and how long its busiest replica runs, computed for whole requests."""
         gap, limit_s = self._settings.gap, self._settings.time_limit_s
         if self._settings.full:
             whole = solve_full(problem, gap, limit_s)
@@ -175,15 +175,15 @@ class CoMigration:
 
 
 def selected(running_s: Floats, count: int) -> list[int]:
-    """Return the ``count`` busiest replicas and as many of the least busy, in their order; all if there are no more.
+    """Return the ``count`` busiest replicas and as many of the least busy, in order; all if there are no more.
 
-    Of equally busy ones the first counts as busier.
+    Among equally busy ones the first counts as busier.
     """
     order = np.argsort(-running_s, kind="stable").tolist()
     return sorted(order if len(order) <= 2 * count else order[:count] + order[-count:])
 
 
-def _moves(problem: MigrationProblem, placement: Whole) -> tuple[RequestMove, ...]:
+def _moves(problem: MigrationProblem, placement: Ints) -> tuple[RequestMove, ...]:
     pairs = zip(problem.requests, placement.tolist(), strict=True)
     return tuple(
         RequestMove(request.request_id, request.adapter, request.replica, problem.replicas[j])

@@ -1,7 +1,7 @@
 """Both forms of the co-migration problem, written with PuLP and solved by HiGHS.
 
-Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
-section 5.2. What is added to it: docs/decisions/comigration.md.
+Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024, section
+5.2. For our additions see docs/decisions/comigration.md.
 """
 
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pulp
 
-from lorikeet.cluster.migration.problem import NO_ADAPTER, Flags, Floats, MigrationProblem, Whole
+from lorikeet.cluster.migration.problem import NO_ADAPTER, Flags, Floats, Ints, MigrationProblem
 
 MOVE_WEIGHT = 1e-3
-"""What a move costs beside the objective, as a share of the mean execution time: a move that wins less is not made."""
+"""Cost of a move in the objective, as a share of the mean execution time: a move that gains less is not made."""
 
 SAME_SHARE = 1e-6
 """Shares this close are equal: the solver's own tolerance."""
@@ -28,7 +28,7 @@ class RelaxedSolution(NamedTuple):
 
     Attributes:
         shares: ``[n, m]``, how much of each request each replica gets; rows sum to 1.
-        running_s: how long the busiest replica would run if requests could be split so.
+        running_s: how long the busiest replica would run if requests could be split like this.
     """
 
     shares: Floats
@@ -43,14 +43,14 @@ class FullSolution(NamedTuple):
         on_host: ``[n]``, whether its KV is swapped out there.
     """
 
-    placement: Whole
+    placement: Ints
     on_host: Flags
 
 
 def solve(model: pulp.LpProblem, solver: pulp.HiGHS) -> bool:
-    """Solve, and return whether the solution is proven to be the best (within the solver's gap).
+    """Solve, and return whether the solution is proven optimal within the solver's gap.
 
-    The status that PuLP returns says "optimal" also of whatever HiGHS had when its time was up; only the status of the
+    The status that PuLP returns is "optimal" also for whatever HiGHS had at its time limit; only the status of the
     solution tells the two apart.
     """
     model.solve(solver)
@@ -58,12 +58,12 @@ def solve(model: pulp.LpProblem, solver: pulp.HiGHS) -> bool:
 
 
 def solve_relaxed(problem: MigrationProblem, gap: float, time_limit_s: float) -> RelaxedSolution | None:
-    """Choose for whole adapters and for shares of requests; None if that was not done in time.
+    """Choose whole adapters and shares of requests; None if that was not done in time.
 
-    Two runs. The first chooses which adapters are where, with any solution for the requests. The second takes these as
-    given and is a plain linear program, solved by the simplex method. So its solution is a vertex: no more requests are
-    split than there are constraints on replicas, all others are whole, and rounding has little to do. A solution of the
-    same value that splits all requests alike may be rounded to no move at all.
+    There are two runs. The first chooses where adapters are, with any solution for the requests. The second takes this
+    choice as given and is a plain linear program, solved by the simplex method. So its solution is a vertex: no more
+    requests are split than there are constraints on replicas, all others are whole, and rounding changes little. A
+    solution of the same value that splits all requests alike might be rounded to no move at all.
 
     Args:
         problem: at least one request.
@@ -76,7 +76,7 @@ def solve_relaxed(problem: MigrationProblem, gap: float, time_limit_s: float) ->
     adapters = _binary(model, "y", len(problem.adapters), replicas)
     _relaxed(model, problem, shares, adapters)
     _match(model, problem, shares, adapters)
-    if not solve(model, _whole_solver(gap, time_limit_s)):
+    if not solve(model, _integer_solver(gap, time_limit_s)):
         return None
     allowed = _flags(adapters)
 
@@ -93,7 +93,7 @@ def solve_relaxed(problem: MigrationProblem, gap: float, time_limit_s: float) ->
 
 
 def solve_full(problem: MigrationProblem, gap: float, time_limit_s: float) -> FullSolution | None:
-    """Choose for whole requests, each on a device or on a host, within both memories; None if not done in time.
+    """Choose whole requests, each on a device or a host, within both memories; None if not done in time.
 
     Args:
         problem: at least one request.
@@ -113,21 +113,21 @@ def solve_full(problem: MigrationProblem, gap: float, time_limit_s: float) -> Fu
         held = _dot(problem.request_s, _column(on_device, j)) + _dot(problem.adapter_s, _column(adapters, j))
         model += held <= problem.device_s[j]
         model += swapped[j] <= problem.host_s[j]
-    if not solve(model, _whole_solver(gap, time_limit_s)):
+    if not solve(model, _integer_solver(gap, time_limit_s)):
         return None
     hosts, devices = _flags(on_host), _flags(on_device)
     return FullSolution((hosts | devices).argmax(axis=1), np.logical_or.reduce(hosts, axis=1))
 
 
-def rounded(shares: Floats, home: Whole) -> Whole:
-    """Return ``[n]``: for each request the replica with its largest share; of several its own, else the first."""
+def rounded(shares: Floats, home: Ints) -> Ints:
+    """Return ``[n]``: for each request the replica with its largest share; among equals its own, else the first."""
     largest = shares >= shares.max(axis=1, keepdims=True) - SAME_SHARE
     stays = largest[np.arange(len(home)), home]
     return np.where(stays, home, largest.argmax(axis=1))
 
 
-def _whole_solver(gap: float, time_limit_s: float) -> pulp.HiGHS:
-    """Return a solver for problems with whole variables, with what only costs time in these turned off."""
+def _integer_solver(gap: float, time_limit_s: float) -> pulp.HiGHS:
+    """Return a solver for integer problems, without features that only cost time here."""
     useless = {"presolve": "off", "mip_detect_symmetry": False, "mip_heuristic_run_feasibility_jump": False}
     return pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=gap, **useless)
 
@@ -150,7 +150,7 @@ def _dot(weights: Iterable[float], values: Iterable[_Sum]) -> _Sum:
 
 
 def _relaxed(model: pulp.LpProblem, problem: MigrationProblem, shares: _Grid, adapters: _Grid) -> _Sum:
-    """Minimise the time of the busiest replica, with what exceeds a replica's memory swapped; return that time."""
+    """Minimise the time of the busiest replica, swapping what exceeds the memory of a replica; return that time."""
     overs = [model.add_variable(f"over_{j}", 0) for j in range(len(problem.replicas))]
     for j, over in enumerate(overs):
         held = _dot(problem.request_s, _column(shares, j)) + _dot(problem.adapter_s, _column(adapters, j))
@@ -161,7 +161,7 @@ def _relaxed(model: pulp.LpProblem, problem: MigrationProblem, shares: _Grid, ad
 def _minimise_longest(
     model: pulp.LpProblem, problem: MigrationProblem, placed: _Grid, adapters: _Grid, swaps: list[_Sum]
 ) -> _Sum:
-    """Minimise the time of the busiest replica, each request being placed once; return that time."""
+    """Minimise the time of the busiest replica, with each request placed once; return that time."""
     longest = model.add_variable("longest", 0)
     away = [placed[i][j] for i, home in enumerate(problem.home) for j in range(len(problem.replicas)) if j != home]
     model += longest + MOVE_WEIGHT * problem.mean_s * pulp.lpSum(away)
@@ -174,7 +174,7 @@ def _minimise_longest(
 
 
 def _match(model: pulp.LpProblem, problem: MigrationProblem, placed: _Grid, adapters: _Grid) -> None:
-    """Let requests be only where their adapters are."""
+    """Allow requests only where their adapters are."""
     for i, k in enumerate(problem.adapter_of):
         if k != NO_ADAPTER:
             for j in range(len(problem.replicas)):

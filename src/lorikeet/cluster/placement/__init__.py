@@ -1,4 +1,4 @@
-"""Placement policies: which replicas serve an adapter, and what share of its requests each."""
+"""Placement policies: which replicas serve an adapter, and with what share of its requests."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,10 +13,10 @@ from lorikeet.core.ids import ReplicaId
 
 
 class PlacementOptions(msgspec.Struct, frozen=True):
-    """What policies are made with.
+    """The options that placement policies are built with.
 
     Attributes:
-        seed: of whatever is drawn.
+        seed: of all random draws.
         points: operating points; LoRAServe's placements need them.
         memory_bytes: of each replica, for adapters and KV; ``dlora`` needs it.
         request_bytes: KV of a mean request; ``dlora`` needs it.
@@ -54,4 +54,4 @@ PLACEMENT: dict[str, Callable[[Replicas, PlacementOptions], Placement]] = {
     "loraserve:literal": lambda replicas, options: _loraserve(replicas, options, LITERAL),
     "dlora": _burst_tolerance,
 }
-"""What a row's ``placement`` may name. A new one is one file and one line here."""
+"""The values of a preset's ``placement``. A new policy is one file and one line here."""

@@ -1,4 +1,4 @@
-"""The contract of a placement policy."""
+"""The interface of a placement policy."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ class Placement(ABC):
     """Decides which replicas serve which adapters.
 
     Args:
-        replicas: that there are; equal to each other. The owner assigns :attr:`replicas` anew when one joins or leaves,
-            and then asks for a new placement.
+        replicas: all replicas, which are equal to each other. When one joins or leaves, the owner assigns
+            :attr:`replicas` and then requests a new placement.
 
     Raises:
         ValueError: no replica.
@@ -25,7 +25,7 @@ class Placement(ABC):
 
     @property
     def replicas(self) -> tuple[ReplicaId, ...]:
-        """Return the replicas to place on."""
+        """The replicas to place on."""
         return self._replicas
 
     @replicas.setter
@@ -36,23 +36,24 @@ class Placement(ABC):
 
     @abstractmethod
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
-        """Return where every adapter is to be served from now on.
+        """Return where every adapter is served from now on.
 
         Args:
             demands: of all adapters, each once.
-            now: seconds on the clock of whoever asks.
+            now: seconds on the caller's clock.
 
         Returns:
-            A table of exactly these adapters and of replicas that exist; the one of the last call, with its epoch, if
-            nothing changes.
+            A table of exactly these adapters and of existing replicas. If nothing changes it is the last table, with
+            its
+            epoch.
         """
 
     def resume(self, table: RoutingTable) -> None:
-        """Take a table that an earlier placement made for the one of the last call."""
+        """Continue from the table of an earlier placement."""
         self._table = table
 
     def _replaced(self, shares: Mapping[AdapterDigest, tuple[ReplicaShare, ...]]) -> RoutingTable:
-        """Return the table with these shares: the one of the last call, if they are the same."""
+        """Return a table with these shares; the last one, if they are the same."""
         if shares != self._table.shares:
             self._table = RoutingTable(self._table.epoch + 1, shares)
         return self._table

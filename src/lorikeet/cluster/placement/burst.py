@@ -16,16 +16,16 @@ from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import ReplicaId
 
 RESERVED_SHARE = 0.05
-"""Of a replica's memory for adapters and KV, set aside for further copies; ours, the paper prints no size."""
+"""Share of a replica's memory for adapters and KV that is reserved for further copies; the paper prints no size."""
 
 
 class PreloadPlan(NamedTuple):
-    """Which adapters are to be on which replicas.
+    """Which adapters are loaded on which replicas.
 
     Attributes:
         main: ``[adapters, replicas]``, copies in the memory that KV shares.
-        reserved: likewise, further copies in the reserved memory.
-        free_bytes: ``[replicas]``, what ``main`` leaves to KV.
+        reserved: ``[adapters, replicas]``, further copies in the reserved memory.
+        free_bytes: ``[replicas]``, what ``main`` leaves for KV.
     """
 
     main: NDArray[np.bool_]
@@ -34,11 +34,11 @@ class PreloadPlan(NamedTuple):
 
     @property
     def copies(self) -> NDArray[np.bool_]:
-        """``[adapters, replicas]``: all of them."""
+        """All copies, ``[adapters, replicas]``."""
         return self.main | self.reserved
 
     def tolerances(self, loads: Sequence[float], request_bytes: float) -> NDArray[np.float64]:
-        """Return ``[adapters]``: burst tolerance, requests that fit beside an adapter's copies over its load.
+        """Return ``[adapters]``: burst tolerance, the requests that fit beside an adapter's copies divided by its load.
 
         The free memory of a replica counts fully for every adapter there.
         """
@@ -55,27 +55,27 @@ def preload(
     request_bytes: float,
     reserved_bytes: int = 0,
 ) -> PreloadPlan:
-    """Place copies one by one, each of the adapter with the lowest burst tolerance (of several the busiest).
+    """Place copies one by one, each of the adapter with the lowest burst tolerance (the busiest among equals).
 
-    It goes to the replica without it that has the most free memory, of several the first, if the adapter and one
-    request beside it fit there. In the main memory a copy takes room from the KV of all adapters there; the greedy
-    stops when that would lower the lowest tolerance, or when the adapter with the lowest can get no copy. In the
-    reserved memory a copy takes nothing from anybody, so there it goes on with the next lowest until no adapter can get
+    A copy goes to the replica without it that has the most free memory (the first among equals), if the adapter and one
+    request beside it fit there. In the main memory a copy reduces the KV of all adapters there. There the greedy
+    algorithm stops when that would lower the lowest tolerance, or when the adapter with the lowest can get no copy.
+    Copies in the reserved memory take nothing away, so there it goes on with the next lowest until no adapter can get
     one. An adapter without load gets no copy.
 
     Args:
         sizes_bytes: of the adapters.
-        loads: of the adapters, mean over the past. Their unit does not matter: only ratios do.
-        memory_bytes: of the replicas, what the base weights leave.
+        loads: of the adapters, mean over the past. Only their ratios matter.
+        memory_bytes: of the replicas, without the base weights.
         request_bytes: KV of a mean request.
-        reserved_bytes: part of each replica's memory that is set aside.
+        reserved_bytes: reserved part of each replica's memory.
     """
     all_loads = np.array(loads, np.float64)
-    # The busiest first, since argmin takes the first of equals. Whoever has no load tolerates any burst.
+    # The busiest first, because argmin takes the first of equals. Adapters without load tolerate any burst.
     order = np.argsort(-all_loads, kind="stable")[: int((all_loads > 0).sum())]
-    room_bytes = np.array(memory_bytes, np.int64) - reserved_bytes
+    main_bytes = np.array(memory_bytes, np.int64) - reserved_bytes
     greedy = _Greedy(
-        np.array(sizes_bytes, np.int64)[order], all_loads[order], room_bytes, request_bytes, reserved_bytes
+        np.array(sizes_bytes, np.int64)[order], all_loads[order], main_bytes, request_bytes, reserved_bytes
     )
     while greedy.add_main():
         pass
@@ -88,11 +88,11 @@ def preload(
 
 
 class _Greedy:
-    """Copies so far, of adapters that all have load, the busiest first.
+    """The copies so far, of adapters with load, the busiest first.
 
     Args:
         sizes_bytes, loads: of the adapters.
-        room_bytes: of the replicas, without what is reserved.
+        main_bytes: of the replicas, without the reserved memory.
         request_bytes, reserved_bytes: see :func:`preload`.
     """
 
@@ -100,21 +100,21 @@ class _Greedy:
         self,
         sizes_bytes: NDArray[np.int64],
         loads: NDArray[np.float64],
-        room_bytes: NDArray[np.int64],
+        main_bytes: NDArray[np.int64],
         request_bytes: float,
         reserved_bytes: int,
     ) -> None:
         self._sizes, self._loads, self._request_bytes = sizes_bytes, loads, request_bytes
-        self.free_bytes = room_bytes.copy()
-        self._reserve_bytes = np.full_like(room_bytes, reserved_bytes)
-        # Column by column: all adapters of one replica are looked at with every copy.
-        self.main = np.zeros((len(loads), len(room_bytes)), np.bool_, order="F")
+        self.free_bytes = main_bytes.copy()
+        self._reserve_bytes = np.full_like(main_bytes, reserved_bytes)
+        # Column-major: every copy reads all adapters of one replica.
+        self.main = np.zeros((len(loads), len(main_bytes)), np.bool_, order="F")
         self.reserved = np.zeros_like(self.main)
         self._capacity_bytes = np.zeros(len(loads), np.int64)  # free memory of all replicas that have an adapter
         self._full = np.zeros(len(loads), np.bool_)  # can get no copy in reserved memory
 
     def add_main(self) -> bool:
-        """Place one copy where it shares memory with KV; return False if nothing is gained by any."""
+        """Place one copy in the memory shared with KV; return False if no copy gains anything."""
         if not len(self._loads):
             return False
         tolerances = self._capacity_bytes / self._loads
@@ -123,7 +123,7 @@ class _Greedy:
         fits = ~self.main[k] & (self.free_bytes >= size + self._request_bytes)
         if not fits.any():
             return False
-        j = self._roomiest(fits)
+        j = self._most_free(fits)
         capacity_bytes = self._capacity_bytes - size * self.main[:, j]
         capacity_bytes[k] += self.free_bytes[j] - size
         if (capacity_bytes / self._loads).min() < tolerances[k]:
@@ -134,13 +134,13 @@ class _Greedy:
         return True
 
     def add_reserved(self) -> bool:
-        """Place one copy in reserved memory, or find that an adapter can get none; return False if none can."""
+        """Place one copy in reserved memory, or mark an adapter that can get none; return False if none can."""
         if self._full.all():
             return False
         k = int(np.where(self._full, np.inf, self._capacity_bytes / self._loads).argmin())
         fits = ~self.main[k] & ~self.reserved[k] & (self._reserve_bytes >= self._sizes[k])
         if fits.any():
-            j = self._roomiest(fits)
+            j = self._most_free(fits)
             self._capacity_bytes[k] += self.free_bytes[j]
             self._reserve_bytes[j] -= self._sizes[k]
             self.reserved[k, j] = True
@@ -148,18 +148,17 @@ class _Greedy:
             self._full[k] = True
         return True
 
-    def _roomiest(self, fits: NDArray[np.bool_]) -> int:
+    def _most_free(self, fits: NDArray[np.bool_]) -> int:
         return int(np.where(fits, self.free_bytes, -1).argmax())
 
 
 class BurstTolerance(Placement):
-    """Preloads by burst tolerance. An adapter's requests are shared evenly by the replicas that have it.
+    """Preloads by burst tolerance. An adapter's requests are split evenly among the replicas that have it.
 
-    An adapter that got no copy is served all the same, loaded when it is asked for: its home is the replica with the
-    least load.
+    An adapter without a copy is loaded on demand: its replica is the one with the least load.
 
     Args:
-        replicas: see the contract.
+        replicas: all replicas.
         memory_bytes: of each replica, for adapters and KV.
         request_bytes: KV of a mean request.
         reserved_share: of the memory, for copies that take nothing from KV.
@@ -181,13 +180,13 @@ class BurstTolerance(Placement):
         self._reserved_bytes = int(reserved_share * memory_bytes)
 
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
-        """See the contract. Tokens per second stand for requests per second: only ratios count."""
+        """Place copies. Tokens per second stand for requests per second: only ratios count."""
         loads = [demand.tokens_per_s for demand in demands]
         memory_bytes = [self._memory_bytes] * len(self.replicas)
         sizes_bytes = [demand.size_bytes for demand in demands]
         placed = preload(sizes_bytes, loads, memory_bytes, self._request_bytes, self._reserved_bytes)
         copies = placed.copies
-        _give_homes(copies, np.array(loads, np.float64))
+        _assign_homes(copies, np.array(loads, np.float64))
         shares = {
             demand.adapter: tuple(ReplicaShare(self.replicas[j], 1 / int(has.sum())) for j in np.flatnonzero(has))
             for demand, has in zip(demands, copies, strict=True)
@@ -195,10 +194,10 @@ class BurstTolerance(Placement):
         return self._replaced(shares)
 
 
-def _give_homes(copies: NDArray[np.bool_], loads: NDArray[np.float64]) -> None:
-    """Give every adapter without a copy a replica: the busiest first, each to the replica with the least load so far.
+def _assign_homes(copies: NDArray[np.bool_], loads: NDArray[np.float64]) -> None:
+    """Give every adapter without a copy a replica: the busiest first, each the replica with the least load so far.
 
-    Of equally loaded replicas the one with the fewest adapters takes it, then the first.
+    Among equally loaded replicas it is the one with the fewest adapters, then the first.
     """
     holders = copies.sum(axis=1)
     load = (loads / np.maximum(holders, 1)) @ copies

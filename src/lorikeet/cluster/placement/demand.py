@@ -1,6 +1,6 @@
-"""How many tokens per second are asked of every adapter: counted at arrival, looked at one period ahead.
+"""Estimates the demand for every adapter in tokens per second: counted at arrival, extrapolated one period ahead.
 
-Offered load, not served load: under overload completions stay at what the cluster can do and hide what is asked of it.
+It is offered load, not served load: under overload, completions stay at what the cluster can do and hide the demand.
 
 Source: LoRAServe, Algorithm 1, step 1. The paper defines neither the extrapolation nor what a token of demand is; both
 are ours (docs/decisions/loraserve-placement.md).
@@ -16,26 +16,28 @@ import msgspec
 from lorikeet.core.ids import AdapterDigest
 
 WINDOW = 5
-"""So many periods the extrapolation looks back."""
+"""Number of periods that the extrapolation looks back."""
 COLD_TOKENS_PER_S = 1.0
-"""Demand of every adapter before the first period has ended; any number, as long as it is the same."""
+"""Demand of every adapter before the first period has ended; any number, as long as it is the same for all."""
 OUTPUT_ALPHA = 0.2
 """Weight of the newest answer in the mean length of an adapter's answers."""
 OUTPUTS_KNOWN = 5
-"""After so many answers an adapter has a mean of its own; before, it has the cluster's."""
-LOOKS = (1 / 8, 1 / 4, 1 / 2)
-"""When in the first period in which somebody asks placements are made by what has come so far, as parts of it: nothing
-else is known of demand yet, and what queues by a wrong placement takes many periods to go."""
+"""Number of answers after which an adapter's own mean is used instead of the cluster's."""
+EARLY_PLACEMENTS = (1 / 8, 1 / 4, 1 / 2)
+"""Fractions of the first period with requests after which adapters are placed by what has arrived so far.
+
+Nothing else is known of demand yet, and queues that a wrong placement causes take many periods to drain.
+"""
 
 
 class AdapterDemand(NamedTuple):
-    """What a placement needs to know of an adapter.
+    """The demand for an adapter.
 
     Attributes:
         adapter: its version.
-        rank: its largest.
-        size_bytes: of its weights, what a copy moves.
-        tokens_per_s: expected in the next period, prompts and answers.
+        rank: its largest rank.
+        size_bytes: of its weights, which a copy moves.
+        tokens_per_s: expected in the next period; prompts and answers.
     """
 
     adapter: AdapterDigest
@@ -45,9 +47,9 @@ class AdapterDemand(NamedTuple):
 
 
 def expected(history: Sequence[float]) -> float:
-    """Return the next value: the mean of the last ``WINDOW``, moved towards their line as far as it is certain.
+    """Return the next value: the mean of the last ``WINDOW``, moved towards their trend line as far as it is certain.
 
-    0 without a history.
+    Returns 0 without a history.
     """
     window = history[-WINDOW:]
     mean = _mean(window)
@@ -55,10 +57,10 @@ def expected(history: Sequence[float]) -> float:
 
 
 def certainty(window: Sequence[float]) -> float:
-    """Return how much of the slope of a line through the values is more than chance: ``1 - (its error / slope)^2``.
+    """Return the share of the slope that is not explained by chance: ``1 - (its error / slope)^2``, at least 0.
 
-    0 for none, and where there are fewer than three values: any two are on a line. The values of periods with a dozen
-    requests differ by chance more than by a trend, and the line through them then leads further off than their mean.
+    It is 0 for fewer than three values, because any two lie on a line. The values of periods with a dozen requests
+    differ more by chance than by a trend, and following their line would then be worse than taking their mean.
 
     Source: the positive-part estimator of James and Stein (1961), for one slope.
     """
@@ -71,9 +73,10 @@ def certainty(window: Sequence[float]) -> float:
 
 
 def extrapolate(history: Sequence[float]) -> float:
-    """Return the next value: least squares through the last ``WINDOW``, at least 0.
+    """Return the next value by least squares through the last ``WINDOW`` values, at least 0.
 
-    It is at most twice their largest, which is where a line through two points may lead; one through more stays below.
+    It is at most twice the largest value: that is where a line through two points may lead; one through more stays
+    below.
 
     Raises:
         ValueError: no history.
@@ -92,17 +95,17 @@ def _slope(window: Sequence[float]) -> float:
 
 @cache
 def _times(points: int) -> tuple[float, ...]:
-    """Return the times of so many values, one period apart, from their middle."""
+    """Return the times of so many values, one period apart, centred on 0."""
     return tuple(x - (points - 1) / 2 for x in range(points))
 
 
 @cache
 def _spread(points: int) -> float:
-    return sum(x**2 for x in _times(points)) or 1.0  # one point: a level line
+    return sum(x**2 for x in _times(points)) or 1.0  # one point: slope 0
 
 
 class AdapterCounts(msgspec.Struct):
-    """What is remembered of one adapter.
+    """What is counted for one adapter.
 
     Attributes:
         rank, size_bytes: as in :class:`AdapterDemand`.
@@ -122,10 +125,10 @@ class AdapterCounts(msgspec.Struct):
 
 
 class DemandState(msgspec.Struct, frozen=True):
-    """All that an estimator remembers, to go on from after a restart.
+    """The state of an estimator, which continues from it after a restart.
 
     Attributes:
-        adapters: counts of each.
+        adapters: counts of each adapter.
         outputs, output_tokens: complete answers of all adapters, and their tokens.
     """
 
@@ -135,14 +138,15 @@ class DemandState(msgspec.Struct, frozen=True):
 
 
 class DemandEstimator:
-    """Counts arrivals per adapter and period, and says what the next period will ask.
+    """Counts arrivals per adapter and period, and predicts the demand of the next period.
 
-    An answer's length is not known when its request arrives: it is taken to be the adapter's mean (an exponential one,
-    the newest weighs ``OUTPUT_ALPHA``), or that of the whole cluster until ``OUTPUTS_KNOWN`` answers are complete.
+    The length of an answer is unknown when its request arrives. It is assumed to be the adapter's mean (an exponential
+    one, in which the newest answer weighs ``OUTPUT_ALPHA``), or the cluster's mean until ``OUTPUTS_KNOWN`` answers are
+    complete.
 
-    A rank's adapters lie together, so a placement goes by what the rank asks for, which has more requests to learn a
-    trend from than any one adapter: an adapter is expected to have the same part of that as in the last ``WINDOW``
-    periods.
+    Adapters of one rank are placed together, so a placement depends on the demand of the rank, which has more requests
+    to learn a trend from than any one adapter. An adapter is expected to keep its share of the rank's demand over the
+    last ``WINDOW`` periods.
 
     Args:
         now: start of the first period, seconds.
@@ -153,32 +157,32 @@ class DemandEstimator:
         self._adapters: dict[AdapterDigest, AdapterCounts] = {}
         self._outputs = 0
         self._output_tokens = 0
-        self._has_begun = False  # somebody has asked for something
+        self._has_begun = False  # a period with requests has ended
 
-    def know(self, adapter: AdapterDigest, rank: int, size_bytes: int) -> None:
-        """Count from now on for an adapter, which may be known already."""
+    def register(self, adapter: AdapterDigest, rank: int, size_bytes: int) -> None:
+        """Start to count for an adapter, which may be known already."""
         self._adapters.setdefault(adapter, AdapterCounts(rank, size_bytes))
 
     def drop(self, adapter: AdapterDigest) -> None:
         """Forget an adapter.
 
         Raises:
-            KeyError: it is not known.
+            KeyError: unknown adapter.
         """
         del self._adapters[adapter]
 
     def __contains__(self, adapter: AdapterDigest) -> bool:
-        """Whether an adapter is known."""
+        """Return whether an adapter is known."""
         return adapter in self._adapters
 
     def arrived(self, adapter: AdapterDigest, prompt_tokens: int) -> None:
-        """Count a request that has come, wherever it is sent."""
+        """Count a request that has arrived, wherever it is sent."""
         known = self._adapters[adapter]
         known.requests += 1
         known.prompt_tokens += prompt_tokens
 
     def finished(self, adapter: AdapterDigest, output_tokens: int) -> None:
-        """Learn the length of a complete answer; the adapter may have been dropped since its request came."""
+        """Count a complete answer. Its adapter may have been dropped since the request arrived."""
         self._outputs += 1
         self._output_tokens += output_tokens
         if (known := self._adapters.get(adapter)) is not None:
@@ -190,27 +194,29 @@ class DemandEstimator:
         """End the period and begin the next.
 
         Raises:
-            ValueError: no time has passed since the last one.
+            ValueError: no time has passed since the last call.
         """
         length_s = now - self._started_s
         if length_s <= 0:
-            raise ValueError(f"A period of {length_s} s")
+            raise ValueError(f"A period must have a positive length, not {length_s} s")
         self._started_s = now
-        is_asked = self._is_asked
+        has_arrivals = self._has_arrivals
         for known in self._adapters.values():
-            before = known.history if self._has_begun else []  # the time before anybody came tells nothing of trends
+            before = (
+                known.history if self._has_begun else []
+            )  # periods before the first request say nothing about trends
             known.history = [*before, self._tokens(known) / length_s][-WINDOW:]
             known.requests = known.prompt_tokens = 0
-        self._has_begun |= is_asked
+        self._has_begun |= has_arrivals
 
     def demands(self, now: float) -> tuple[AdapterDemand, ...]:
-        """Return what the next period asks of every known adapter, in the order in which they became known.
+        """Return the expected demand of every known adapter in the next period, in the order of their registration.
 
-        Before a period with requests has ended it is what has come so far, and before any period all are alike. Later
-        an adapter without a history has no demand yet.
+        Before a period with requests has ended, it is what has arrived so far; before any request, all adapters have
+        the same demand. Later an adapter without a history has no demand yet.
 
         Args:
-            now: seconds; counts only before such a period has ended.
+            now: seconds; used only before such a period has ended.
         """
         return tuple(
             AdapterDemand(adapter, known.rank, known.size_bytes, tokens_per_s)
@@ -218,9 +224,9 @@ class DemandEstimator:
         )
 
     def _tokens_per_s(self, now: float) -> list[float]:
-        """Return what the next period asks of each adapter."""
+        """Return the expected demand of each adapter."""
         adapters = self._adapters.values()
-        if not self._has_begun and self._is_asked and now > self._started_s:
+        if not self._has_begun and self._has_arrivals and now > self._started_s:
             return [self._tokens(known) / (now - self._started_s) for known in adapters]
         if not any(known.history for known in adapters):
             return [COLD_TOKENS_PER_S for _ in adapters]
@@ -231,28 +237,28 @@ class DemandEstimator:
         return [scales[known.rank] * _mean(known.history) for known in adapters]
 
     @property
-    def _is_asked(self) -> bool:
-        """Somebody has asked for something in this period."""
+    def _has_arrivals(self) -> bool:
+        """Whether a request has arrived in this period."""
         return any(known.requests for known in self._adapters.values())
 
     def _tokens(self, known: AdapterCounts) -> float:
-        """Return the tokens that an adapter was asked for in this period so far."""
+        """Return the tokens of demand for an adapter in this period so far."""
         mean = known.mean_output_tokens
         if known.outputs < OUTPUTS_KNOWN:
             mean = self._output_tokens / self._outputs if self._outputs else 0.0
         return known.prompt_tokens + known.requests * mean
 
     def state(self) -> DemandState:
-        """Return all that is remembered, a copy."""
+        """Return a copy of the state."""
         state = DemandState(self._adapters, self._outputs, self._output_tokens)
         return msgspec.convert(msgspec.to_builtins(state), DemandState)
 
     def resume(self, state: DemandState, now: float) -> None:
-        """Go on from what an earlier estimator remembered, with a new period; what came in the last one is forgotten.
+        """Continue from the state of an earlier estimator with a new period. Arrivals of its last period are discarded.
 
         Args:
             state: of the earlier one.
-            now: start of the period that begins.
+            now: start of the new period.
         """
         self._started_s = now
         self._adapters = dict(state.adapters)
@@ -263,11 +269,11 @@ class DemandEstimator:
 
 
 def _scale(histories: Sequence[list[float]]) -> float:
-    """Return what is expected of a rank, over the sum of its adapters' means.
+    """Return the expected demand of a rank, divided by the sum of its adapters' means.
 
     Args:
-        histories: of the adapters. All end with the same period; those that are shorter began later, and are taken to
-            have had their mean before, so that an adapter that comes is no trend of its rank.
+        histories: of the adapters. All end with the same period. Shorter ones began later; they are assumed to have had
+            their mean before, so that a new adapter is no trend of its rank.
     """
     length = max(map(len, histories))
     whole = [[_mean(each)] * (length - len(each)) + each for each in histories]

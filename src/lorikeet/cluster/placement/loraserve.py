@@ -1,7 +1,7 @@
-"""LoRAServe's placement: adapters of like ranks together, equal load on every replica, few adapters moved.
+"""LoRAServe's placement: adapters of similar rank together, equal load on every replica, few adapters moved.
 
-Packing (steps 1 to 4 of Algorithm 1) decides which adapters share a replica. The permutation decides which replica that
-is, so that as little as possible moves.
+Packing (steps 1 to 4 of Algorithm 1) decides which adapters share a replica. The permutation (step 5) decides which
+replica that is, so that as little as possible moves.
 
 Source: LoRAServe, section IV.
 """
@@ -16,7 +16,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linear_sum_assignment
 
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.demand import COLD_TOKENS_PER_S, AdapterDemand
@@ -25,23 +24,24 @@ from lorikeet.cluster.tables import AdapterTable, ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 _TINY = 1e-9
-"""Of the target: differences below are rounding."""
+"""Share of the target below which differences are rounding errors."""
 _EMPTY = -1
-"""Largest rank of a bin with nothing in it."""
+"""Largest rank of an empty bin."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
 class PackingParams(msgspec.Struct, frozen=True):
-    """What the paper leaves open.
+    """Parameters that the paper leaves open.
 
     Attributes:
-        slack: so far above the target a leftover may fill a bin of its own rank or a larger one.
-        min_fraction: of an adapter (or of a bin, for an adapter larger than one) that is worth a copy of its own.
+        slack: how far above the target, as a share, a leftover may fill a bin of its own rank or a larger one.
+        min_fraction: smallest share of an adapter (or of a bin, for an adapter larger than one) that is worth its own
+            copy.
         group: most bins of a rank that share its adapters, so that a request has a choice between them; 1 is the paper.
-        whole_below: an adapter that asks for less of a bin than this lies in one of its group alone.
-        literal: leftovers go by largest rank and utilisation alone, however full that bin is.
+        whole_below: an adapter that needs less of a bin than this is put into one bin of its group only.
+        literal: place leftovers by largest rank and utilisation alone, however full that bin is.
     """
 
     slack: float = 0.10
@@ -59,18 +59,18 @@ class AdapterPart(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the part's load."""
+        """Load of the part."""
         return self.fraction * self.demand.tokens_per_s
 
 
 class LoadPacking:
-    """Adapters in as many bins as there are replicas.
+    """Packs adapters into as many bins as there are replicas.
 
-    Utilisations are tokens per second over an operating point, so 1 is as much as meets the SLO. The target and the
-    budgets take every adapter at its own rank; :attr:`utilisations` takes each bin at the largest rank in it, which is
-    what its kernels run at.
+    Utilisations are tokens per second over an operating point, so the SLO is met up to 1. The target and the budgets
+    take every adapter at its own rank. :attr:`utilisations` takes each bin at its largest rank, at which its kernels
+    run.
 
-    Source: LoRAServe, Algorithm 1; what it leaves open is told in docs/decisions/loraserve-placement.md.
+    Source: LoRAServe, Algorithm 1; docs/decisions/loraserve-placement.md for what it leaves open.
 
     Args:
         demands: of all adapters; their sum is positive.
@@ -89,7 +89,7 @@ class LoadPacking:
         self._point: Floats = np.full(bins, np.inf)  # at the largest rank of each bin
         self.bins: list[dict[AdapterDigest, float]] = [{} for _ in range(bins)]
         by_rank = defaultdict[int, list[AdapterDemand]](list)
-        # In one order, whatever that of the demands: sums depend on it.
+        # Sorted, because sums depend on the order.
         for demand in sorted(demands, key=lambda each: (-each.tokens_per_s, each.adapter)):
             by_rank[demand.rank].append(demand)
         rank_utilisation = {
@@ -109,7 +109,7 @@ class LoadPacking:
 
     @property
     def utilisations(self) -> Floats:
-        """Return how full each bin is at the largest rank in it; shape (bins,)."""
+        """Utilisation of each bin at its largest rank, shape (bins,)."""
         return self._tokens_per_s / self._point
 
     def _fill(self, own: range, of_rank: list[AdapterDemand]) -> list[AdapterPart]:
@@ -121,26 +121,26 @@ class LoadPacking:
         leftovers = []
         remaining = groups_of(own, self._params.group)
         here = next(remaining, None)
-        room = self.target * len(here or ())
+        free = self.target * len(here or ())
         for demand in of_rank:
             utilisation = demand.tokens_per_s / point
             sliver = max(self._params.min_fraction * min(utilisation, self.target), _TINY * self.target)
             left = 1.0
-            while here is not None and left * utilisation > room + sliver:
-                if room > sliver:
-                    self._pour(here, AdapterPart(demand, room / utilisation))
-                    left -= room / utilisation
+            while here is not None and left * utilisation > free + sliver:
+                if free > sliver:
+                    self._pour(here, AdapterPart(demand, free / utilisation))
+                    left -= free / utilisation
                 here = next(remaining, None)
-                room = self.target * len(here or ())
+                free = self.target * len(here or ())
             if here is None:
                 leftovers.append(AdapterPart(demand, left))
             else:
                 self._pour(here, AdapterPart(demand, left))
-                room -= left * utilisation
+                free -= left * utilisation
         return leftovers
 
     def _pour(self, group: range, piece: AdapterPart) -> None:
-        """Put a piece in equal parts into all bins of its rank's group, or a small one into the emptiest."""
+        """Put a part in equal shares into all bins of its rank's group; a small one only into the emptiest."""
         if piece.tokens_per_s / self._points[piece.demand.rank] < self._params.whole_below * self.target:
             self._put(min(group, key=self._tokens_per_s.__getitem__), piece)
             return
@@ -152,7 +152,7 @@ class LoadPacking:
         rank = piece.demand.rank
         if self._params.literal:
             return self._first(np.arange(len(self.bins)), -self._max_rank, self.utilisations)
-        # Points do not rise with the rank, so the smaller is that of the larger rank.
+        # Points do not rise with the rank, so the smaller point is that of the larger rank.
         after = (self._tokens_per_s + piece.tokens_per_s) / np.minimum(self._point, self._points[rank])
         cap = self.target * (1 + self._params.slack + _TINY)
         fits = np.flatnonzero((self._max_rank >= rank) & (after <= cap))
@@ -162,7 +162,7 @@ class LoadPacking:
         return self._first(np.arange(len(self.bins)), after, -self._max_rank)
 
     def _first(self, candidates: Ints, *keys: Floats | Ints) -> int:
-        """Return the candidate with the smallest first key; among equals by the next, then the lowest index."""
+        """Return the candidate with the smallest first key; among equals by the next key, then the lowest index."""
         for key in keys:
             values = key[candidates]
             candidates = candidates[values <= values.min() + _TINY * self.target]
@@ -179,21 +179,21 @@ class LoadPacking:
 
 
 def groups_of(bins: range, most: int) -> Iterator[range]:
-    """Yield the bins in as few groups as there can be of at most so many, which differ by one at most."""
+    """Yield the bins in the fewest groups of at most ``most`` bins, whose sizes differ by one at most."""
     count = ceil(len(bins) / most)
     borders = [len(bins) * number // count for number in range(count + 1)] if count else [0]
     return (bins[low:high] for low, high in pairwise(borders))
 
 
 def budgets(shares: dict[int, float], bins: int) -> dict[int, int]:
-    """Return how many bins each rank has for itself (step 2).
+    """Return how many bins each rank gets for itself (step 2).
 
-    Shares are rounded half up. Where that is too many bins, one at a time is taken from the rank that gained most by
-    it, the smaller one among equals. Where it is too few, the others are nobody's.
+    Shares are rounded half up. If that is too many bins, they are taken one at a time from the rank that gained most by
+    rounding, the smaller one among equals. If it is too few, the remaining bins have no rank.
 
     Args:
         shares: of the ranks in all bins; their sum is ``bins``.
-        bins: how many there are.
+        bins: number of bins.
     """
     rounded = {rank: floor(share + 0.5 + _TINY) for rank, share in shares.items()}
     for _ in range(sum(rounded.values()) - bins):
@@ -203,7 +203,7 @@ def budgets(shares: dict[int, float], bins: int) -> dict[int, int]:
 
 
 Bin = Mapping[AdapterDigest, float]
-"""What one replica is to serve: adapters, and which part of each."""
+"""The content of one replica: adapters, and which part of each."""
 
 
 def least_movement(
@@ -213,17 +213,17 @@ def least_movement(
     routed: Mapping[AdapterDigest, tuple[ReplicaShare, ...]],
     sizes_bytes: Mapping[AdapterDigest, int],
 ) -> list[ReplicaId]:
-    """Return a replica for each bin, so that the fewest bytes of adapters come to replicas that did not have them.
+    """Return a replica for each bin, so that the fewest bytes of adapters are copied to replicas without them.
 
-    Among equals, the one under which most requests stay where they went. What is then still equal is as the solver
-    leaves it, which for bins that all the replicas know equally well is the order given.
+    Among equals, most requests stay where they went. What is still equal is as the solver leaves it; for bins that all
+    replicas know equally well that is the order given.
 
     Source: LoRAServe, Algorithm 1, step 5; an assignment of least cost is our reading of "least deviation".
 
     Args:
         bins: as many as replicas, which are taken to be equal machines.
-        replicas: those that there are.
-        held_by: who had an adapter before; replicas that are gone may be among them.
+        replicas: all replicas.
+        held_by: returns which replicas had an adapter before; replicas that are gone may be among them.
         routed: the shares before.
         sizes_bytes: of every adapter.
     """
@@ -238,6 +238,8 @@ def least_movement(
             for replica, share in routed.get(adapter, ()):
                 if replica in place:
                     stays_share[number, place[replica]] += min(part, share)
+    from scipy.optimize import linear_sum_assignment  # of the extra `cluster`
+
     # One matrix for both aims: bytes in their largest common unit, so that all shares together weigh less than one.
     unit_bytes = gcd(*sizes_bytes.values()) or 1
     gain = stays_bytes / unit_bytes + stays_share / (2 * len(sizes_bytes) + 1)
@@ -250,10 +252,10 @@ class LoRAServeParams(msgspec.Struct, frozen=True):
     """Settings of the placement.
 
     Attributes:
-        demand_floor: no adapter counts for less than this part of the mean demand, so that silent ones spread.
-        hysteresis: the old placement stays while its fullest replica is at most so much fuller than the new one's,
-            and the replicas are the same; adapters that came meanwhile are added to it. None: it never stays.
-        packing: see there.
+        demand_floor: smallest demand of an adapter as a share of the mean, so that adapters without requests spread.
+        hysteresis: the old placement is kept while its fullest replica is at most this much fuller than the new one's,
+            and the replicas are the same; new adapters are added to it. None: it is never kept.
+        packing: see ``PackingParams``.
     """
 
     demand_floor: float = 0.05
@@ -264,20 +266,20 @@ class LoRAServeParams(msgspec.Struct, frozen=True):
 LITERAL = LoRAServeParams(
     demand_floor=0.0, hysteresis=None, packing=PackingParams(slack=0.0, min_fraction=0.0, group=1, literal=True)
 )
-"""The algorithm as printed, without what the paper has not."""
+"""The algorithm as printed, without our additions."""
 
 
 class LoRAServe(Placement):
-    """Packs adapters of like rank onto replicas in proportion to their demand, each time anew.
+    """Packs adapters of similar rank onto replicas in proportion to their demand, from scratch every time.
 
     Source: LoRAServe, Algorithm 1. The paper has neither hysteresis nor groups of replicas that share adapters.
 
     Args:
-        replicas: that there are.
+        replicas: all replicas.
         points: operating points.
         params: settings.
-        held: if given, as few bytes as possible come to replicas that do not hold them; else to replicas to which the
-            last table did not route them, as in the paper.
+        held: if given, as few bytes as possible are copied to replicas that do not hold them; otherwise to replicas to
+            which the last table did not route them, as in the paper.
     """
 
     def __init__(
@@ -293,12 +295,12 @@ class LoRAServe(Placement):
         self._held = held
         self._placed_on: Set[ReplicaId] = frozenset()
         self.packing: LoadPacking | None = None
-        """What the last call made of the demands, whether it came to be the table or not."""
+        """Packing of the last call, whether it became the table or not."""
 
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
-        """Return the new placement, or the old one if nobody asks for anything or it is nearly as good.
+        """Return the new placement; the old one if there is no demand, or if it is nearly as good.
 
-        Adapters that come or go do not move the others for that.
+        Adapters that come or go do not move the others.
         """
         margin = self._params.hysteresis
         if not any(demand.tokens_per_s for demand in demands):
@@ -318,12 +320,12 @@ class LoRAServe(Placement):
         return self._replaced(self._shares(packing, demands))
 
     def resume(self, table: RoutingTable) -> None:
-        """See ``Placement``. What an earlier placement named is taken for what was there."""
+        """Continue from the table of an earlier placement, which is assumed to be carried out."""
         super().resume(table)
         self._placed_on = {replica for _, replica in table.pairs()}
 
     def _covers(self, demands: Sequence[AdapterDemand]) -> bool:
-        """Whether the last table has exactly these adapters, all of them on replicas that there are."""
+        """Return whether the last table has exactly these adapters, all on existing replicas."""
         adapters = {demand.adapter for demand in demands}
         return adapters == self._table.shares.keys() and {each for _, each in self._table.pairs()} <= {*self.replicas}
 
@@ -347,7 +349,7 @@ class LoRAServe(Placement):
 
 
 def floored(demands: Sequence[AdapterDemand], part: float) -> list[AdapterDemand]:
-    """Return the demands, none of them below such a part of their mean."""
+    """Return the demands, each raised to at least ``part`` of their mean."""
     floor = part * fmean(demand.tokens_per_s for demand in demands)
     return [demand._replace(tokens_per_s=max(demand.tokens_per_s, floor)) for demand in demands]
 
@@ -355,14 +357,14 @@ def floored(demands: Sequence[AdapterDemand], part: float) -> list[AdapterDemand
 def extended(
     table: RoutingTable, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], points: OperatingPoints
 ) -> dict[AdapterDigest, tuple[ReplicaShare, ...]]:
-    """Return a table's content for just these adapters.
+    """Return a table's content for exactly these adapters.
 
-    Those that are new go whole, the largest rank first, to where the result is least full at the largest rank there.
+    New adapters are added whole, the largest rank first, where the utilisation at the largest rank is then lowest.
 
     Args:
         table: of some of the adapters, on these replicas.
         demands: of all adapters.
-        replicas: that there are.
+        replicas: all replicas.
         points: operating points.
     """
     shares = {each.adapter: table.shares[each.adapter] for each in demands if each.adapter in table.shares}
@@ -374,7 +376,7 @@ def extended(
 
     def put(demand: AdapterDemand, where: int, share: float) -> None:
         tokens_per_s[where] += share * demand.tokens_per_s
-        point[where] = min(point[where], points[demand.rank])  # they do not rise with the rank
+        point[where] = min(point[where], points[demand.rank])  # points do not rise with the rank
 
     for demand in demands:
         for replica, share in shares.get(demand.adapter, ()):
@@ -390,9 +392,9 @@ def extended(
 def utilisations(
     table: RoutingTable, demands: Sequence[AdapterDemand], points: OperatingPoints
 ) -> dict[ReplicaId, float]:
-    """Return how full a table makes each replica that it names, at the largest rank that it serves.
+    """Return the utilisation of each replica that a table names, at the largest rank that it serves.
 
-    Above 1 a replica is expected to miss the SLO, so this also tells when there are too few replicas or too many.
+    Above 1 a replica is expected to miss the SLO, so this also says when there are too few replicas or too many.
     """
     tokens_per_s = defaultdict[ReplicaId, float](float)
     max_rank = defaultdict[ReplicaId, int](int)

@@ -1,31 +1,33 @@
-"""How many tokens per second a replica sustains with adapters of one rank, and still keeps its promise on latency."""
+"""How many tokens per second a replica sustains with adapters of one rank and still meets the SLO."""
 
 from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 
 class OperatingPoints:
-    """The largest load under the SLO by rank, between and beyond the ranks that were measured.
+    """The highest load under the SLO by rank, between and beyond the measured ranks.
 
-    A larger rank is never faster: where a measurement says so, it is noise, and the least-squares fit that does not
-    rise takes its place. Between two ranks the time per token (one over the load) lies on a line; below the smallest
-    rank it stays, above the largest the last line goes on.
+    A larger rank is never faster. Where a measurement says so, it is noise, and the non-increasing least-squares fit
+    replaces it. Between two ranks the time per token (one over the load) is interpolated linearly; below the smallest
+    rank it is constant, above the largest the last line continues.
 
-    Source: LoRAServe, section IV-A, for the idea; how it goes on between ranks is ours.
+    Source: LoRAServe, section IV-A, for the idea; the interpolation is ours.
 
     Args:
-        tokens_per_s: by rank, prompts and answers, as demand counts them.
+        tokens_per_s: by rank; prompts and answers, as demand counts them.
 
     Raises:
         ValueError: no rank, or a load that is not positive.
+        ModuleNotFoundError: SciPy is not installed.
     """
 
     def __init__(self, tokens_per_s: Mapping[int, float]) -> None:
         if not tokens_per_s or min(tokens_per_s.values()) <= 0:
-            raise ValueError(f"Operating points: {dict(tokens_per_s)}")
+            raise ValueError(f"Operating points must be positive loads by rank: {dict(tokens_per_s)}")
+        from scipy.optimize import isotonic_regression  # of the extra `cluster`
+
         self._ranks = np.array(sorted(tokens_per_s), dtype=float)
         loads = np.array([tokens_per_s[rank] for rank in sorted(tokens_per_s)], dtype=float)
         self._token_s = 1 / isotonic_regression(loads, increasing=False).x

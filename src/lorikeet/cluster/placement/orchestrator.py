@@ -1,4 +1,4 @@
-"""The owner of placement: it hears what is asked for, and says which replicas serve which adapters.
+"""Decides which replicas serve which adapters, from the reported demand.
 
 Source: LoRAServe, section IV (its cluster orchestrator).
 """
@@ -15,7 +15,7 @@ from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 _BASE = AdapterDigest("")
-"""Stands for the base model where its demand is counted, which no placement sees."""
+"""Stands for the base model where its demand is counted; placements do not see it."""
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         adapter: its version.
-        rank: its largest.
+        rank: its largest rank.
         size_bytes: of its weights.
     """
 
@@ -33,27 +33,27 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
 
 class DemandReport(msgspec.Struct, frozen=True):
-    """What a head has seen since it told last.
+    """Demand since the last report of a controller.
 
     Attributes:
-        arrivals: adapter (None: the base model) and prompt tokens of each request that came.
-        answers: the same and tokens of each complete answer.
-        is_over: the period is; else it goes on, and this is a look at its beginning (see ``LOOKS``).
+        arrivals: adapter (None: the base model) and prompt tokens of each request that arrived.
+        answers: adapter and tokens of each complete answer.
+        is_period_end: whether the period has ended; otherwise this is an early report (see ``EARLY_PLACEMENTS``).
     """
 
     arrivals: tuple[tuple[AdapterDigest | None, int], ...] = ()
     answers: tuple[tuple[AdapterDigest | None, int], ...] = ()
-    is_over: bool = True
+    is_period_end: bool = True
 
 
 class OrchestratorState(msgspec.Struct, frozen=True):
-    """What an orchestrator goes on from after a restart.
+    """The state of an orchestrator, which continues from it after a restart.
 
     Attributes:
         epoch, shares: of its table.
-        demand: what it had counted.
-        policy: name of the placement that made the table.
-        writer: who stored it; empty before that.
+        demand: counts.
+        policy: name of the placement policy that made the table.
+        writer: identifies the process that saved it; empty before that.
     """
 
     epoch: int
@@ -64,16 +64,16 @@ class OrchestratorState(msgspec.Struct, frozen=True):
 
 
 class Orchestrator:
-    """See the module. It decides when it is told something: by the end of a period, and when replicas come or go.
+    """Places adapters when a period ends, and when adapters or replicas come or go.
 
     Args:
         placement: the policy.
         now: start of the first period, seconds.
-        points: of a replica; None if nobody asks for the load.
-        policy: name of the placement: one of another name does not go on from its table.
+        points: operating points of a replica; None if the load is not needed.
+        policy: name of the placement policy. A policy of another name does not continue from its table.
 
     Attributes:
-        table: the placement that counts.
+        table: the current placement.
     """
 
     def __init__(
@@ -86,20 +86,20 @@ class Orchestrator:
         self._demand = DemandEstimator(now)
         self._begin_base(now)
 
-    def know(self, adapters: Iterable[AdapterInfo], now: float) -> RoutingTable:
-        """Place adapters that are new; those that are known already change nothing."""
+    def register(self, adapters: Iterable[AdapterInfo], now: float) -> RoutingTable:
+        """Place new adapters. Known ones change nothing."""
         for known in adapters:
-            self._demand.know(known.adapter, known.rank, known.size_bytes)
+            self._demand.register(known.adapter, known.rank, known.size_bytes)
         return self._place(now)
 
     def drop(self, adapter: AdapterDigest, now: float) -> RoutingTable:
-        """Forget an adapter; one that is not known changes nothing."""
+        """Forget an adapter. An unknown one changes nothing."""
         if adapter in self._demand:
             self._demand.drop(adapter)
         return self._place(now)
 
     def set_replicas(self, replicas: Sequence[ReplicaId], now: float) -> RoutingTable:
-        """Take the replicas that there are from now on, and place anew.
+        """Place adapters on these replicas from now on.
 
         Raises:
             ValueError: there is none.
@@ -107,29 +107,29 @@ class Orchestrator:
         self._placement.replicas = replicas
         return self._place(now)
 
-    def tell(self, seen: DemandReport) -> None:
-        """Count what a head has seen."""
-        for adapter, prompt_tokens in seen.arrivals:
+    def record(self, report: DemandReport) -> None:
+        """Count the demand in a report."""
+        for adapter, prompt_tokens in report.arrivals:
             if adapter is None:
                 self._base.arrived(_BASE, prompt_tokens)
-            elif adapter in self._demand:  # else it was dropped while this was on its way
+            elif adapter in self._demand:  # otherwise it was dropped while the report was in flight
                 self._demand.arrived(adapter, prompt_tokens)
-        for adapter, output_tokens in seen.answers:
+        for adapter, output_tokens in report.answers:
             if adapter is None:
                 self._base.finished(_BASE, output_tokens)
             else:
                 self._demand.finished(adapter, output_tokens)
 
-    def period(self, seen: DemandReport, now: float) -> RoutingTable:
-        """Count what a head has seen, and place anew: for the next period, or by what is known so far of this one."""
-        self.tell(seen)
-        return self.close_period(now) if seen.is_over else self._place(now)
+    def period(self, report: DemandReport, now: float) -> RoutingTable:
+        """Count the demand in a report and place again: for the next period, or early in the first one."""
+        self.record(report)
+        return self.close_period(now) if report.is_period_end else self._place(now)
 
     def close_period(self, now: float) -> RoutingTable:
         """End a period of demand, and place for the next.
 
         Raises:
-            ValueError: no time has passed since the last one.
+            ValueError: no time has passed since the last call.
         """
         self._demand.close(now)
         self._base.close(now)
@@ -137,37 +137,37 @@ class Orchestrator:
         return self._place(now)
 
     def load(self, now: float) -> float | None:
-        """Return how many replicas the demand fills; None without operating points, or before a period has ended."""
+        """Return how many replicas the demand fills; None without operating points or before a period has ended."""
         if self._points is None or not self._has_closed:
             return None
         return load_of((*self._demand.demands(now), *self._base.demands(now)), self._points)
 
     def state(self) -> OrchestratorState:
-        """Return what another orchestrator needs to go on from here."""
+        """Return the state that another orchestrator needs to continue."""
         shares = {
-            adapter: tuple((each.replica, each.share) for each in of_one)
-            for adapter, of_one in self.table.shares.items()
+            adapter: tuple((each.replica, each.share) for each in its_shares)
+            for adapter, its_shares in self.table.shares.items()
         }
         return OrchestratorState(self.table.epoch, shares, self._demand.state(), self._policy)
 
     def resume(self, state: OrchestratorState, now: float, replicas: Sequence[ReplicaId] | None = None) -> RoutingTable:
-        """Go on from where an earlier one was, which may have had other replicas than those that there are now.
+        """Continue from the state of an earlier orchestrator, possibly with other replicas.
 
-        The table of another policy is not gone on from: one that lets adapters stay where they are would keep it.
+        The table is discarded if another policy made it: a policy that keeps adapters where they are would keep it.
         """
         if replicas is not None:
             self._placement.replicas = replicas
         kept = state.shares if state.policy == self._policy else {}
-        shares = {adapter: tuple(ReplicaShare(*each) for each in of_one) for adapter, of_one in kept.items()}
+        shares = {adapter: tuple(ReplicaShare(*each) for each in its_shares) for adapter, its_shares in kept.items()}
         self._placement.resume(RoutingTable(state.epoch, shares))
         self._demand.resume(state.demand, now)
         self._begin_base(now)
         return self._place(now)
 
     def _begin_base(self, now: float) -> None:
-        """Count the base model's demand anew, which is not kept: after a restart it is back with the next period."""
+        """Count the base model's demand from zero. It is not saved; after a restart it is known after one period."""
         self._base = DemandEstimator(now)
-        self._base.know(_BASE, rank=0, size_bytes=0)
+        self._base.register(_BASE, rank=0, size_bytes=0)
         self._has_closed = False
 
     def _place(self, now: float) -> RoutingTable:

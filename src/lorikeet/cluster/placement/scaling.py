@@ -1,7 +1,7 @@
-"""How many replicas there should be, by the load that the operating points give.
+"""How many replicas there should be for a load.
 
-Source: operating points and utilisation are LoRAServe's (section IV-A); the paper leaves the number of servers to
-others, so the rule is ours.
+Source: operating points and utilisation are LoRAServe's (section IV-A). The paper leaves the number of servers open, so
+the rule is ours.
 """
 
 from collections import deque
@@ -12,43 +12,43 @@ from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 
 TARGET = 0.8
-"""Load per replica that is aimed at; 1 is what keeps the SLO with nothing to spare."""
+"""Target load per replica; at 1 the SLO is met with nothing to spare."""
 
 PATIENCE = 3
-"""So many periods in a row fewer replicas must have been enough before one leaves: starting one takes long."""
+"""Periods in a row for which fewer replicas must be enough before one is removed: starting one takes long."""
 
 
 def load_of(demands: Iterable[AdapterDemand], points: OperatingPoints) -> float:
-    """Return how many replicas the demand fills, each up to its operating point at the rank that is asked for."""
+    """Return how many replicas the demand fills, each up to its operating point at the rank of the demand."""
     return sum(demand.tokens_per_s / points[demand.rank] for demand in demands)
 
 
 class ScalingPolicy:
-    """Up at once, down slowly.
+    """Scales up immediately and down slowly.
 
     Args:
-        least, most: limits of the number of replicas.
+        minimum, maximum: number of replicas.
 
     Raises:
-        ValueError: limits that exclude each other, or no replica.
+        ValueError: ``minimum`` is below 1 or above ``maximum``.
     """
 
-    def __init__(self, least: int, most: int) -> None:
-        if not 1 <= least <= most:
-            raise ValueError(f"From {least} to {most} replicas")
-        self._least, self._most = least, most
+    def __init__(self, minimum: int, maximum: int) -> None:
+        if not 1 <= minimum <= maximum:
+            raise ValueError(f"Cannot scale from {minimum} to {maximum} replicas")
+        self._minimum, self._maximum = minimum, maximum
         self._enough = deque[int](maxlen=PATIENCE)
 
     def wanted(self, load: float, replicas: int) -> int:
-        """Return how many replicas there should be; to be asked once a period.
+        """Return how many replicas there should be. Call it once a period.
 
         Args:
             load: see :func:`load_of`.
-            replicas: that there are, those included that are being started.
+            replicas: number of replicas, including those that are being started.
         """
-        enough = min(max(ceil(load / TARGET), self._least), self._most)
+        enough = min(max(ceil(load / TARGET), self._minimum), self._maximum)
         self._enough.append(enough)
         if enough >= replicas:
             return enough
         recently = max(self._enough) if len(self._enough) == PATIENCE else replicas
-        return min(replicas, max(recently, self._least))
+        return min(replicas, max(recently, self._minimum))

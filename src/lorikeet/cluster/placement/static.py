@@ -1,4 +1,4 @@
-"""Placements that are made once: what LoRAServe is compared with, and full replication."""
+"""Placements that are made once: the baselines of LoRAServe, and full replication."""
 
 import random
 from abc import abstractmethod
@@ -14,11 +14,11 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 class OneHome(Placement):
     """Every adapter has one replica, and stays there as long as both exist.
 
-    Who comes later gets a home without moving the others; so does an adapter whose replica has left. A replica that
-    joins gets what comes later only.
+    A new adapter, and one whose replica has left, gets a replica without moving the others. A replica that joins gets
+    new adapters only.
 
     Args:
-        replicas: that there are.
+        replicas: all replicas.
     """
 
     def __init__(self, replicas: Sequence[ReplicaId]) -> None:
@@ -26,38 +26,38 @@ class OneHome(Placement):
         self._homes: dict[AdapterDigest, ReplicaId] = {}
 
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
-        """Return the homes; demand has no part in it."""
+        """Return the placement; it ignores demand."""
         known = {demand.adapter: demand for demand in demands}
         stay = {adapter: home for adapter, home in self._homes.items() if adapter in known and home in self.replicas}
-        homeless = [demand for adapter, demand in known.items() if adapter not in stay]
-        if homeless or len(stay) < len(self._homes):
+        unplaced = [demand for adapter, demand in known.items() if adapter not in stay]
+        if unplaced or len(stay) < len(self._homes):
             self._homes = stay
-            self._homes |= self._settle(homeless, {adapter: known[adapter] for adapter in stay})
+            self._homes |= self._assign(unplaced, {adapter: known[adapter] for adapter in stay})
             alone = {replica: (ReplicaShare(replica, 1.0),) for replica in self.replicas}
             return self._replaced({adapter: alone[home] for adapter, home in self._homes.items()})
         return self._table
 
     def resume(self, table: RoutingTable) -> None:
-        """Take the homes of an earlier placement."""
+        """Continue from the replicas of an earlier placement."""
         super().resume(table)
         self._homes = {adapter: shares[0].replica for adapter, shares in table.shares.items()}
 
     @abstractmethod
-    def _settle(
-        self, homeless: Sequence[AdapterDemand], settled: dict[AdapterDigest, AdapterDemand]
+    def _assign(
+        self, unplaced: Sequence[AdapterDemand], placed: dict[AdapterDigest, AdapterDemand]
     ) -> dict[AdapterDigest, ReplicaId]:
-        """Return homes for those without; the others, in ``settled``, have theirs in ``_homes``."""
+        """Return replicas for the adapters in ``unplaced``; those in ``placed`` have theirs in ``_homes``."""
 
 
 class RandomPlacement(OneHome):
-    """Homes by chance.
+    """A random replica for each adapter.
 
-    Source: LoRAServe, section V-D (S-LoRA Random); whether counts are equal is not said there.
+    Source: LoRAServe, section V-D (S-LoRA Random), which does not say whether counts are equal.
 
     Args:
-        replicas: that there are.
-        seed: of the choice.
-        balanced: shuffle the adapters and deal them in turn, so that counts are equal; else each for itself.
+        replicas: all replicas.
+        seed: of the draws.
+        balanced: shuffle the adapters and assign them in turn, so that counts are equal; otherwise draw for each one.
     """
 
     def __init__(self, replicas: Sequence[ReplicaId], seed: int, balanced: bool = True) -> None:
@@ -66,10 +66,10 @@ class RandomPlacement(OneHome):
         self._balanced = balanced
         self._dealt = 0
 
-    def _settle(
-        self, homeless: Sequence[AdapterDemand], settled: dict[AdapterDigest, AdapterDemand]
+    def _assign(
+        self, unplaced: Sequence[AdapterDemand], placed: dict[AdapterDigest, AdapterDemand]
     ) -> dict[AdapterDigest, ReplicaId]:
-        adapters = sorted(demand.adapter for demand in homeless)  # the seed decides, not the order of the demands
+        adapters = sorted(demand.adapter for demand in unplaced)  # the seed decides, not the order of the demands
         if not self._balanced:
             return {adapter: self._random.choice(self.replicas) for adapter in adapters}
         self._random.shuffle(adapters)
@@ -81,18 +81,18 @@ class RandomPlacement(OneHome):
 class ContiguousPlacement(OneHome):
     """Adapters sorted by rank, cut into groups of equal count, one for each replica.
 
-    The first groups have one more where it does not come out even. A later adapter goes to the replica of the one next
-    below it in rank.
+    If the counts cannot be equal, the first groups have one more. A later adapter goes to the replica of the adapter
+    with the next lower rank.
 
     Source: LoRAServe, section V-D (S-LoRA Contiguous).
     """
 
-    def _settle(
-        self, homeless: Sequence[AdapterDemand], settled: dict[AdapterDigest, AdapterDemand]
+    def _assign(
+        self, unplaced: Sequence[AdapterDemand], placed: dict[AdapterDigest, AdapterDemand]
     ) -> dict[AdapterDigest, ReplicaId]:
-        coming = sorted((demand.rank, demand.adapter) for demand in homeless)
-        if settled:
-            present = sorted((demand.rank, adapter) for adapter, demand in settled.items())
+        coming = sorted((demand.rank, demand.adapter) for demand in unplaced)
+        if placed:
+            present = sorted((demand.rank, adapter) for adapter, demand in placed.items())
             below = [present[max(0, bisect_right(present, each) - 1)] for each in coming]
             return {adapter: self._homes[of] for (_, adapter), (_, of) in zip(coming, below, strict=True)}
         size, larger = divmod(len(coming), len(self.replicas))
@@ -102,15 +102,15 @@ class ContiguousPlacement(OneHome):
 
 
 class FullReplication(Placement):
-    """Every adapter on every replica, with equal shares; a router that sees the replicas may choose otherwise.
+    """Every adapter on every replica, with equal shares; a router that sees the load may choose otherwise.
 
     Source: what LoRAServe, section II-B2, says of TOPPINGS.
 
     Args:
-        replicas: that there are.
+        replicas: all replicas.
     """
 
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
-        """Return everything everywhere."""
+        """Return a table with every adapter on every replica."""
         everywhere = tuple(ReplicaShare(replica, 1 / len(self.replicas)) for replica in self.replicas)
         return self._replaced({demand.adapter: everywhere for demand in demands})

@@ -1,4 +1,4 @@
-"""Where Ray runs a replica's engines: an actor for each replica, an engine process beside each actor."""
+"""Runs the engines of replicas on Ray: an actor for each replica, which starts an engine process beside it."""
 
 import asyncio
 from pathlib import Path
@@ -12,19 +12,19 @@ from lorikeet.cluster.ray.replica_actor import ReplicaActor
 from lorikeet.cluster.ray.start import RayError, RayInfo
 from lorikeet.core.ids import ReplicaId
 
-STARTS_WITHIN_S = 120.0
-"""So long an actor may take to begin, the search for a machine with room included."""
+START_TIMEOUT_S = 120.0
+"""How long an actor may take to start, including the search for a machine with enough resources."""
 
 log = structlog.get_logger("lorikeet")
 
 
 class ReplicaResources(NamedTuple):
-    """What a replica takes of its machine.
+    """Resources of a replica.
 
     Attributes:
-        cpus: that Ray counts for it; less than one is possible.
-        gpus: likewise.
-        threads: of each rank of its engine, unless the settings say.
+        cpus: CPUs that Ray reserves; may be less than one.
+        gpus: GPUs that Ray reserves.
+        threads: of each rank of its engine, unless the settings say otherwise.
     """
 
     cpus: float
@@ -33,7 +33,7 @@ class ReplicaResources(NamedTuple):
 
 
 class RayProcess:
-    """An engine that an actor runs; an :class:`~lorikeet.client.supervisor.EngineProcess`.
+    """An engine that an actor runs; implements :class:`~lorikeet.client.supervisor.EngineProcess`.
 
     Args:
         actor: runs it.
@@ -41,8 +41,8 @@ class RayProcess:
         node_ip: of its machine.
 
     Attributes:
-        actor, pid, node_ip: see above.
-        returncode: None while it runs, and if it is lost with its actor.
+        actor, pid, node_ip: as given.
+        returncode: None while it runs, and if it was lost with its actor.
     """
 
     def __init__(self, actor: Any, pid: int, node_ip: str) -> None:
@@ -53,11 +53,11 @@ class RayProcess:
         self._ended = asyncio.ensure_future(self._watch())
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the engine."""
         self.actor.kill.remote()
 
     async def wait(self) -> int | None:
-        """Wait until it has ended; return its code, None if it is lost with its actor or its machine."""
+        """Wait until the engine has ended. Return its exit code; None if its actor or machine was lost."""
         await asyncio.shield(self._ended)
         return self.returncode
 
@@ -65,20 +65,20 @@ class RayProcess:
         try:
             self.returncode = await self.actor.wait.remote(self.pid)
         except ray.exceptions.RayError as error:
-            log.warning("a Ray actor is lost with its engine", pid=self.pid, node=self.node_ip, reason=reason_of(error))
+            log.warning("Ray actor and its engine are lost", pid=self.pid, node=self.node_ip, reason=reason_of(error))
 
 
 class RayHost:
-    """Starts one replica's engines in a Ray cluster; an :class:`~lorikeet.client.supervisor.EngineHost`.
+    """Starts one replica's engines in a Ray cluster; implements :class:`~lorikeet.client.supervisor.EngineHost`.
 
-    The engines of a replica share an actor as long as that lives; when it or its machine is gone, the next start makes
-    another, wherever there is room.
+    The engines of a replica share an actor as long as it lives. If it or its machine is lost, the next start creates
+    another one on any machine with enough resources.
 
     Args:
         ray_info: the cluster.
-        replica: whose.
+        replica: whose engines it starts.
         pool_dir: folder for adapters on every machine of the cluster; made absolute here.
-        resources: that it takes of a machine.
+        resources: of the replica.
     """
 
     def __init__(self, ray_info: RayInfo, replica: ReplicaId, pool_dir: Path, resources: ReplicaResources) -> None:
@@ -91,29 +91,29 @@ class RayHost:
 
     @property
     def address(self) -> str:
-        """Address of the machine where its engine ran last, empty before the first."""
+        """Address of the machine where its engine ran last; empty before the first start."""
         return self._node_ip
 
     @property
     def actor(self) -> Any:
-        """Handle of the replica's actor, None if there is none; it may have died since it was used last."""
+        """Handle of the replica's actor; None if there is none. It may have died since its last use."""
         return self._actor
 
     def bind_address(self) -> str:
-        """Return an address that engines of the whole cluster reach, with any free port."""
+        """Return an address with a free port that engines of the whole cluster can reach."""
         return f"tcp://{'127.0.0.1' if self._ray_info.is_embedded else self._ray_info.node_ip}:*"
 
     async def start(self, address: str, settings: bytes) -> RayProcess:
-        """Start an engine; see ``EngineHost``.
+        """Start an engine that connects to ``address``; ``settings`` is written to its standard input.
 
         Raises:
-            RayError: no machine has room, or the engine cannot be started.
+            RayError: no machine has the resources, or the engine cannot be started.
         """
         if self._actor is not None:
             try:
                 return await self._start(address, settings)
             except ray.exceptions.RayActorError as error:
-                log.warning("a Ray actor has died", replica=self._replica, reason=reason_of(error))
+                log.warning("Ray actor died", replica=self._replica, reason=reason_of(error))
                 self.close()
             except ray.exceptions.RayError as error:
                 raise RayError(f"replica {self._replica}: {reason_of(error)}") from error
@@ -125,7 +125,7 @@ class RayHost:
             raise RayError(f"replica {self._replica}: {reason_of(error)}") from error
 
     def close(self) -> None:
-        """End the actor, and its engine with it."""
+        """Kill the actor and its engine."""
         if self._actor is not None:
             ray.kill(self._actor)
             self._actor = None
@@ -134,14 +134,14 @@ class RayHost:
         # An embedded Ray shares the folders of this process; elsewhere this folder may not exist.
         working_dir = str(Path.cwd()) if self._ray_info.is_embedded else ""
         try:
-            async with asyncio.timeout(STARTS_WITHIN_S):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 pid = await self._actor.start.remote(address, settings, working_dir)
                 place = await self._actor.describe.remote()
         except TimeoutError as error:
             self.close()
             raise RayError(
-                f"replica {self._replica}: no machine of the Ray cluster has had {self._resources.cpus:g} CPUs and "
-                f"{self._resources.gpus:g} GPUs for it within {STARTS_WITHIN_S:g} s; it has {_total()}"
+                f"replica {self._replica}: no machine of the Ray cluster had {self._resources.cpus:g} CPUs and "
+                f"{self._resources.gpus:g} GPUs free within {START_TIMEOUT_S:g} s; the cluster has {_cluster_totals()}"
             ) from error
         self._node_ip = place.node_ip
         return RayProcess(self._actor, pid, place.node_ip)
@@ -150,7 +150,7 @@ class RayHost:
         options = ray.remote(ReplicaActor).options(
             num_cpus=self._resources.cpus,
             num_gpus=self._resources.gpus,
-            max_restarts=0,  # another engine must be told everything anew, so its supervisor asks for it
+            max_restarts=0,  # the supervisor restarts it, because a new engine needs all messages again
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": environment(self._resources.threads)},
         )
@@ -158,23 +158,23 @@ class RayHost:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return variables for an actor's process and what it starts.
+    """Return environment variables for an actor's process and its children.
 
-    Ray lets workers run at niceness 15 and, where nobody has said otherwise, with as many threads as they have CPUs.
-    Here both is said, so that it does not depend on where Ray was started, and how.
+    By default Ray runs workers at niceness 15, with as many threads as they have CPUs. Setting both here makes them
+    independent of how Ray was started.
     """
     return {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": str(threads)}
 
 
 def reason_of(error: Exception) -> str:
-    """Return what went wrong, without Ray's trace of the other process."""
+    """Return the reason of an error, without Ray's trace of the other process."""
     if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
         return str(error.cause) or type(error.cause).__name__
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    began = not (isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed)
-    return lines[0] if began else lines[-1]  # what kept an actor from beginning stands below a trace
+    has_started = not (isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed)
+    return lines[0] if has_started else lines[-1]  # the reason of a failed start is below a trace
 
 
-def _total() -> str:
+def _cluster_totals() -> str:
     resources = ray.cluster_resources()
     return f"{resources.get('CPU', 0):g} CPUs and {resources.get('GPU', 0):g} GPUs in all"

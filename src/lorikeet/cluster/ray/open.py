@@ -1,4 +1,4 @@
-"""What a cluster needs of Ray, from settings."""
+"""Builds the parts of a cluster that run on Ray."""
 
 import os
 from collections.abc import Callable
@@ -13,17 +13,17 @@ from lorikeet.cluster.ray.transport import RayTransport
 from lorikeet.config import Settings
 from lorikeet.core.ids import ReplicaId
 
-_OVERBOOKED = 16
-"""On one machine engines share the cores among themselves, so Ray is not to refuse a replica that is added."""
+_CPU_OVERCOMMIT = 16
+"""Engines on one machine share its cores, so Ray is told of more CPUs and never refuses an added replica."""
 
 
 class RayParts(NamedTuple):
-    """A cluster's parts that Ray runs.
+    """The parts of a cluster that run on Ray.
 
     Attributes:
-        host: makes the place where a replica's engines run.
-        transport: moves adapters between replicas.
-        placement: asks the orchestrator's actor.
+        host: returns the host that runs a replica's engines.
+        transport: copies adapters between replicas.
+        placement: client of the orchestrator's actor.
     """
 
     host: Callable[[ReplicaId], RayHost]
@@ -34,21 +34,21 @@ class RayParts(NamedTuple):
 def open_ray(
     settings: Settings, pool_dir: Path, make: MakeOrchestrator, registry_url: str, identity: str, stack: AsyncExitStack
 ) -> RayParts:
-    """Start Ray or join it, and start the orchestrator.
+    """Start Ray or join a Ray cluster, and start the orchestrator.
 
     Args:
-        settings: all.
+        settings: all settings.
         pool_dir: folder for adapters on every machine.
-        make: makes the orchestrator.
-        registry_url: where its state is kept.
-        identity: of this head there.
-        stack: ends what was started here.
+        make: builds the orchestrator.
+        registry_url: where its state is saved.
+        identity: of this server in the registry.
+        stack: closes what was started here.
 
     Raises:
         RayError: Ray cannot be started or joined.
     """
     cluster, cores = settings.cluster, len(os.sched_getaffinity(0))
-    info = start_ray(cluster.ray_address, None if cluster.ray_address else cores * _OVERBOOKED)
+    info = start_ray(cluster.ray_address, None if cluster.ray_address else cores * _CPU_OVERCOMMIT)
     stack.callback(stop_ray)
     resources = resources_of(settings, cores if info.is_embedded else None)
     hosts: dict[ReplicaId, RayHost] = {}
@@ -63,11 +63,11 @@ def open_ray(
 
 
 def resources_of(settings: Settings, cores: int | None) -> ReplicaResources:
-    """Return what each replica takes of its machine.
+    """Return the resources of each replica.
 
     Args:
-        settings: all.
-        cores: to share among as many replicas as there may ever be; None where nobody knows which machine has them.
+        settings: all settings.
+        cores: shared among as many replicas as there may ever be; None if the machines of the cluster are unknown.
     """
     engine, cluster = settings.engine, settings.cluster
     share = 1.0 if cores is None else cores / max(cluster.replicas, cluster.max_replicas)

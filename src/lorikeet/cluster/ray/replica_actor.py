@@ -1,4 +1,4 @@
-"""The actor of one replica: it starts the engine on its machine, watches it, and keeps the adapters that lie there."""
+"""The actor of one replica: it starts the engine on its machine, watches it, and stores adapter files there."""
 
 import asyncio
 import contextlib
@@ -17,12 +17,12 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 
 class ActorLocation(NamedTuple):
-    """Where an actor lives.
+    """Where an actor runs.
 
     Attributes:
         node_id, node_ip: of Ray's node.
         pid: its process id there.
-        engine_pid: that of its engine, None if none runs.
+        engine_pid: that of its engine; None if none runs.
     """
 
     node_id: str
@@ -37,36 +37,37 @@ class _Engine(NamedTuple):
 
 
 class ReplicaActor:
-    """Made a Ray actor by :class:`~lorikeet.cluster.ray.host.RayHost`.
+    """Runs a replica's engine; :class:`~lorikeet.cluster.ray.host.RayHost` makes it a Ray actor.
 
-    Tokens do not pass through it: its engine connects to the head itself. The engine ends with the actor, however that
-    ends, since its standard input does. Files are read and written on threads, so that every call is answered soon.
+    Tokens do not pass through it: its engine connects to the controller directly. The engine ends with the actor,
+    however that ends, because its standard input is closed then. Files are read and written on threads, so that calls
+    are answered quickly.
 
     Args:
         replica: which.
         pool_dir: on its machine; ``<pool_dir>/<replica>/<digest>/`` holds an adapter. It outlives the actor, and the
-            next one of the replica on this machine goes on with it.
+            replica's next actor on this machine continues with it.
     """
 
     def __init__(self, replica: ReplicaId, pool_dir: str) -> None:
         self._replica = replica
         self._folder = PoolFolder(Path(pool_dir) / replica)
         self._engine: _Engine | None = None
-        self._replaced: tuple[int, int] | None = None  # process id and code of the engine before
+        self._replaced: tuple[int, int] | None = None  # process id and exit code of the previous engine
 
     def __repr__(self) -> str:
-        """Name the replica: Ray puts it before each line that its processes write."""
+        """Return the prefix that Ray writes before each output line of the actor and its engine."""
         return f"replica {self._replica}"
 
     # --- the engine ----------------------------------------------------------------------------------
 
     async def start(self, address: str, settings: bytes, working_dir: str) -> int:
-        """Start the engine, in place of one that still runs.
+        """Start the engine, and kill one that still runs.
 
         Args:
-            address: where the head listens for it.
+            address: where the controller listens for it.
             settings: a line for its standard input.
-            working_dir: what relative paths in its settings mean; empty for the actor's.
+            working_dir: base of relative paths in its settings; empty for the actor's own.
 
         Returns:
             Its process id.
@@ -84,27 +85,27 @@ class ReplicaActor:
             start_new_session=True,
         )
         self._engine = _Engine(process, asyncio.get_running_loop().create_future())
-        # A thread of its own waits: Ray's event loop does not run in the main thread, and may be any kind of loop.
+        # Wait on a thread: Ray's event loop does not run in the main thread, and may be any kind of loop.
         threading.Thread(target=_watch, args=(self._engine, asyncio.get_running_loop()), daemon=True).start()
-        await asyncio.to_thread(_tell, process, settings)
+        await asyncio.to_thread(_send_settings, process, settings)
         return process.pid
 
     async def wait(self, pid: int) -> int | None:
-        """Wait until an engine has ended and return its code; None if there is no such engine."""
+        """Wait until an engine has ended and return its exit code; None if there is no such engine."""
         engine = self._engine
         if self._replaced is not None and self._replaced[0] == pid:
-            return self._replaced[1]  # whoever started the next one was faster than whoever waits for this one
+            return self._replaced[1]  # the next engine was started before this call
         if engine is None or engine.process.pid != pid:
             return None
         return await asyncio.shield(engine.ended)
 
     async def kill(self) -> None:
-        """End the engine at once, if one runs."""
+        """Kill the engine, if one runs."""
         if self._engine is not None:
             self._engine.process.kill()
 
     async def describe(self) -> ActorLocation:
-        """Return where it is."""
+        """Return where the actor runs."""
         engine = self._engine
         engine_pid = None if engine is None or engine.ended.done() else engine.process.pid
         node_id = ray.get_runtime_context().get_node_id()
@@ -113,16 +114,16 @@ class ReplicaActor:
     # --- adapters ------------------------------------------------------------------------------------
 
     async def read(self, digest: AdapterDigest) -> tuple[int, Files]:
-        """Return how many bytes an adapter has, and its files: two values, of which the second need not be looked at.
+        """Return the size of an adapter in bytes, and its files, as two values: the caller need not fetch the second.
 
         Raises:
-            PoolFolderError: it is not there, or damaged.
+            PoolFolderError: it is missing or damaged.
         """
         files = await asyncio.to_thread(self._folder.read, digest)
         return bytes_of(files), files
 
     async def store(self, digest: AdapterDigest, files: Files) -> str:
-        """Keep an adapter and return its folder.
+        """Store an adapter and return its folder.
 
         Raises:
             PoolFolderError: it arrived damaged, or cannot be written.
@@ -130,7 +131,7 @@ class ReplicaActor:
         return str(await asyncio.to_thread(self._folder.store, digest, files))
 
     async def delete(self, digest: AdapterDigest) -> None:
-        """Delete an adapter; one that is not there is no error.
+        """Delete an adapter. A missing one is no error.
 
         Raises:
             PoolFolderError: the folder cannot be written.
@@ -138,7 +139,7 @@ class ReplicaActor:
         await asyncio.to_thread(self._folder.delete, digest)
 
     async def discard(self) -> None:
-        """Delete the whole folder; no adapter can be kept after that.
+        """Delete the whole folder. Nothing can be stored after that.
 
         Raises:
             PoolFolderError: it cannot be deleted.
@@ -146,18 +147,18 @@ class ReplicaActor:
         await asyncio.to_thread(self._folder.discard)
 
     async def held(self) -> dict[AdapterDigest, str]:
-        """Return the folders of the adapters that are there, those of earlier actors of the replica included."""
+        """Return the folders of all stored adapters, including those of earlier actors of the replica."""
         return await asyncio.to_thread(self._folder.held)
 
 
-def _tell(process: "subprocess.Popen[bytes]", settings: bytes) -> None:
+def _send_settings(process: "subprocess.Popen[bytes]", settings: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended; whoever waits for it is told
+    with contextlib.suppress(BrokenPipeError):  # it has ended, which its waiter reports
         process.stdin.write(settings + b"\n")
         process.stdin.flush()
 
 
 def _watch(engine: _Engine, loop: asyncio.AbstractEventLoop) -> None:
     code = engine.process.wait()
-    with contextlib.suppress(RuntimeError):  # the loop is closed, and the actor about to end
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the actor is ending
         loop.call_soon_threadsafe(engine.ended.set_result, code)

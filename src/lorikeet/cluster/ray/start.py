@@ -1,4 +1,4 @@
-"""Starting Ray on this machine, or joining a Ray cluster that is there."""
+"""Starts Ray on this machine, or joins a running Ray cluster."""
 
 import logging
 import os
@@ -9,19 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-OBJECT_STORE_BYTES = 512 * 2**20
-"""Of an embedded Ray: adapters on their way are all that it holds, and what does not fit goes over the disk."""
+from lorikeet.core.extras import install_command
 
-_LISTENS_WITHIN_S = 10.0
+OBJECT_STORE_BYTES = 512 * 2**20
+"""Of an embedded Ray. It holds only adapters in transit; what does not fit is spilled to disk."""
+
+_CONNECT_TIMEOUT_S = 10.0
 
 _EMBEDDED = {
-    "RAY_prestart_worker_first_driver": "0",  # every actor gets a process with an environment of its own
-    "RAY_memory_monitor_refresh_ms": "0",  # engines fill memory as planned, and are not to be killed for it
+    "RAY_prestart_worker_first_driver": "0",  # every actor gets its own process and environment
+    "RAY_memory_monitor_refresh_ms": "0",  # engines fill memory as planned, and must not be killed for it
 }
 
 
 class RayError(OSError):
-    """Ray cannot be had, or does not do what it was asked; the message says what to do."""
+    """Ray is missing, or an operation on it failed. The message says what to do."""
 
 
 class RayInfo(NamedTuple):
@@ -30,7 +32,7 @@ class RayInfo(NamedTuple):
     Attributes:
         address: of its head node.
         node_ip: of this machine, as the others see it.
-        is_embedded: it was started here, for this process alone, and ends with it.
+        is_embedded: whether it was started here, for this process alone, and ends with it.
     """
 
     address: str
@@ -39,46 +41,46 @@ class RayInfo(NamedTuple):
 
 
 def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
-    """Start Ray, or join one. Handlers of SIGTERM and SIGINT stay as they are.
+    """Start Ray, or join a Ray cluster. Handlers of SIGTERM and SIGINT stay as they are.
 
     Args:
         address: of the head node of a cluster that this machine is part of (``host:port``, or ``auto`` for the one that
             runs here); empty to start Ray on this machine.
-        cpus: how many Ray gives out when it is started here, whatever there are; None for those that there are.
+        cpus: how many CPUs Ray assumes when it is started here; None for those that exist.
 
     Raises:
-        RayError: it is not installed, does not start, or cannot be joined.
+        RayError: Ray is not installed, does not start, or cannot be joined.
     """
     ray = _installed()
     if "://" in address:
         raise RayError(
-            f"{address}: Ray's client protocol carries no tokens between replicas and this process; run Lorikeet on a "
-            f"machine of the cluster, and give the address as host:port"
+            f"{address}: Ray's client protocol is not supported, because engines connect to this process: run Lorikeet "
+            f"on a machine of the cluster and pass the address as host:port"
         )
     if ray.is_initialized():
-        raise RayError("Ray runs in this process already")
+        raise RayError("Ray is already running in this process")
     embedded = {"num_cpus": cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     if not address:
         for name, value in _EMBEDDED.items():
             os.environ.setdefault(name, value)
-        # It warns that it asks for a token, which is as it should be.
+        # Ray warns that it requires a token, as it should.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     elif address != "auto":
-        _check_listened(address)
+        _check_listening(address)
     try:
         with _signal_handlers_kept():
             context = ray.init(
                 address=address or "local",
                 logging_level=logging.WARNING,
-                log_to_driver=True,  # what engines write to their standard error
+                log_to_driver=True,  # show the standard error of engines
                 **({} if address else embedded),
             )
-    except Exception as error:  # Ray raises all kinds, plain ones included
+    except Exception as error:  # Ray raises many kinds of exceptions
         ray.shutdown()
         reason = str(error) or type(error).__name__
         if "InvalidAuthToken" in str(error.__cause__):
             raise RayError(
-                f"the Ray cluster at {address} asks for a token: set RAY_AUTH_MODE=token, with the cluster's token in "
+                f"the Ray cluster at {address} requires a token: set RAY_AUTH_MODE=token, with the cluster's token in "
                 f"RAY_AUTH_TOKEN or in ~/.ray/auth_token"
             ) from error
         raise _not_joined(address, reason) if address else RayError(f"Ray cannot be started here: {reason}") from error
@@ -86,23 +88,23 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
 
 
 def stop_ray() -> None:
-    """Leave the cluster; an embedded one ends, and all actors of this process in any case."""
+    """Leave the cluster. All actors of this process end; so does an embedded cluster."""
     _installed().shutdown()
 
 
-def _check_listened(address: str) -> None:
-    """Raise if nobody listens at an address: Ray would try for minutes."""
+def _check_listening(address: str) -> None:
+    """Raise if no server listens at an address: Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=_LISTENS_WITHIN_S).close()
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError) as error:
         raise _not_joined(address, str(error)) from error
 
 
 def _not_joined(address: str, reason: str) -> RayError:
     return RayError(
-        f"no Ray cluster can be joined at {address}: {reason}; is it host:port of the head node, and does `ray start` "
-        f"run on this machine, with the same versions of Python and Ray?"
+        f"cannot join a Ray cluster at {address}: {reason}; check that it is host:port of the head node, and that `ray "
+        f"start` runs on this machine with the same versions of Python and Ray"
     )
 
 
@@ -111,14 +113,14 @@ def _installed() -> Any:
         import ray
         import ray.util
     except ImportError as error:
-        raise RayError(f"a cluster needs Ray: pip install 'lorikeet[cluster]' ({error})") from error
+        raise RayError(f"a cluster needs Ray: {install_command('cluster')} ({error})") from error
     return ray
 
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Put handlers back that Ray replaces: a server drains on SIGTERM, where Ray exits at once."""
-    if threading.current_thread() is not threading.main_thread():  # Ray leaves them alone, then
+    """Restore the signal handlers that Ray replaces: a server drains on SIGTERM, where Ray exits immediately."""
+    if threading.current_thread() is not threading.main_thread():  # Ray sets no handlers then
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -126,5 +128,5 @@ def _signal_handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # one that was not set from Python cannot be put back
+            if handler is not None:  # a handler that was not set from Python cannot be restored
                 signal.signal(number, handler)

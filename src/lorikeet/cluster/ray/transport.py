@@ -1,4 +1,4 @@
-"""Adapters between replicas of a Ray cluster: through its object store, from machine to machine."""
+"""Copies adapters between replicas of a Ray cluster, through Ray's object store."""
 
 import asyncio
 from collections.abc import AsyncIterator, MutableMapping
@@ -18,13 +18,13 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 _STORE_ATTEMPTS = 5
-_TRY_AGAIN_S = 1.0
-"""Ray calls an actor unavailable before it knows whether that is dead."""
+_RETRY_S = 1.0
+"""Ray reports an actor as unavailable before it knows whether the actor is dead."""
 
 
 @dataclass
 class _Shared:
-    """An adapter of this machine that is in the object store as long as anybody copies it from there."""
+    """An adapter of this machine that is in the object store while copies are made from it."""
 
     put: "asyncio.Task[Any]"
     users: int = 0
@@ -34,7 +34,7 @@ class RayTransport:
     """A :class:`~lorikeet.cluster.adapters.transport.Transport` between the actors of replicas.
 
     Args:
-        hosts: of all replicas; read at every call, and taken out when they are released.
+        hosts: of all replicas; read at every call. Released replicas are removed from it.
     """
 
     def __init__(self, hosts: MutableMapping[ReplicaId, RayHost]) -> None:
@@ -42,28 +42,28 @@ class RayTransport:
         self._shared: dict[AdapterDigest, _Shared] = {}
 
     async def copy(self, adapter: AdapterRef, source: ReplicaId, destination: ReplicaId) -> AdapterRef:
-        """See ``Transport``. The files do not come to this process: it only says where to get them."""
+        """Copy an adapter from actor to actor. The files do not pass through this process."""
         what = f"adapter {adapter.name!r} from {source} to {destination}"
-        giver, taker = self._actor(what, source), self._taker(what, destination)
-        size, files = giver.read.options(num_returns=2).remote(adapter.digest)
+        source_actor, destination_actor = self._actor(what, source), self._destination(what, destination)
+        size, files = source_actor.read.options(num_returns=2).remote(adapter.digest)
         try:
             await size
         except ray.exceptions.RayError as error:
             raise TransportError(f"{what}: {source} cannot be read: {reason_of(error)}") from error
-        return await self._store(what, adapter, taker, files)
+        return await self._store(what, adapter, destination_actor, files)
 
     async def provide(self, adapter: AdapterRef, destination: ReplicaId) -> AdapterRef:
-        """See ``Transport``. Copies of one adapter at the same time are read from its files once."""
+        """Copy an adapter from this machine to an actor. Concurrent copies of it read its files once."""
         what = f"adapter {adapter.name!r} to {destination}"
-        taker = self._taker(what, destination)
+        destination_actor = self._destination(what, destination)
         try:
             async with self._in_object_store(adapter) as files:
-                return await self._store(what, adapter, taker, files)
+                return await self._store(what, adapter, destination_actor, files)
         except (PoolFolderError, ray.exceptions.RayError) as error:
             raise TransportError(f"{what}: {reason_of(error)}") from error
 
     async def delete(self, adapter: AdapterRef, replica: ReplicaId) -> None:
-        """See ``Transport``."""
+        """Delete the actor's copy."""
         what = f"adapter {adapter.name!r} at {replica}"
         actor = self._actor(what, replica)
         try:
@@ -72,7 +72,7 @@ class RayTransport:
             raise TransportError(f"{what}: {reason_of(error)}") from error
 
     async def held(self, replica: ReplicaId) -> dict[AdapterDigest, str]:
-        """See ``Transport``."""
+        """Return the folders of the actor's copies."""
         what = f"the adapters of {replica}"
         actor = self._actor(what, replica)
         try:
@@ -82,7 +82,7 @@ class RayTransport:
         return held
 
     async def discard(self, replica: ReplicaId) -> None:
-        """See ``Transport``."""
+        """Delete the actor's folder."""
         what = f"the adapters of {replica}"
         actor = self._actor(what, replica)
         try:
@@ -91,11 +91,11 @@ class RayTransport:
             raise TransportError(f"{what}: {reason_of(error)}") from error
 
     def release(self, replica: ReplicaId) -> None:
-        """See ``Transport``. Its owner closes the host."""
+        """Forget the host of a replica. The owner of the host closes it."""
         self._hosts.pop(replica, None)
 
     def close(self) -> None:
-        """See ``Transport``. Actors are owned by their hosts."""
+        """Do nothing: hosts own the actors."""
 
     def _actor(self, what: str, replica: ReplicaId) -> Any:
         host = self._hosts.get(replica)
@@ -103,17 +103,17 @@ class RayTransport:
             raise TransportError(f"{what}: {replica} is not there")
         return host.actor
 
-    def _taker(self, what: str, replica: ReplicaId) -> Any:
+    def _destination(self, what: str, replica: ReplicaId) -> Any:
         try:
             return self._actor(what, replica)
         except TransportError as error:
             raise DestinationLost(str(error)) from error
 
-    async def _store(self, what: str, adapter: AdapterRef, taker: Any, files: Any) -> AdapterRef:
+    async def _store(self, what: str, adapter: AdapterRef, actor: Any, files: Any) -> AdapterRef:
         left = _STORE_ATTEMPTS
         while True:
             try:
-                folder: str = await taker.store.remote(adapter.digest, files)
+                folder: str = await actor.store.remote(adapter.digest, files)
                 return msgspec.structs.replace(adapter, folder=folder)
             except ray.exceptions.ActorDiedError as error:
                 raise DestinationLost(f"{what}: {reason_of(error)}") from error
@@ -121,17 +121,17 @@ class RayTransport:
                 left -= 1
                 if not (left and isinstance(error, ray.exceptions.ActorUnavailableError)):
                     raise TransportError(f"{what}: {reason_of(error)}") from error
-            await asyncio.sleep(_TRY_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
     @asynccontextmanager
     async def _in_object_store(self, adapter: AdapterRef) -> AsyncIterator[Any]:
-        """Yield a reference to an adapter's files, which are dropped when nobody uses it any longer."""
+        """Yield a reference to an adapter's files. They are dropped when their last user is done."""
         shared = self._shared.get(adapter.digest)
         if shared is None:
             shared = self._shared[adapter.digest] = _Shared(asyncio.create_task(_put(Path(adapter.folder))))
         shared.users += 1
         try:
-            yield await asyncio.shield(shared.put)  # one that is given up must not take it from the others
+            yield await asyncio.shield(shared.put)  # cancelling one copy must not cancel the others
         finally:
             shared.users -= 1
             if not shared.users:

@@ -14,7 +14,10 @@ from lorikeet.cluster.routing.toppings import Toppings
 
 
 def _toppings(options: RoutingOptions) -> Toppings:
-    """A prefill of nobody takes as long as its fixed part: the first of a queue adds only what its rank adds."""
+    """Build TOPPINGS.
+
+    An empty prefill takes its fixed time: the first request of a queue adds only the cost of its rank.
+    """
     if options.prefill is None:
         return _toppings_empty_free(options)
     prefill = msgspec.structs.replace(options.prefill, fixed_s=0.0)
@@ -22,7 +25,7 @@ def _toppings(options: RoutingOptions) -> Toppings:
 
 
 def _toppings_empty_free(options: RoutingOptions) -> Toppings:
-    """A prefill of nobody takes no time: the first of a queue is charged for all of it."""
+    """Build TOPPINGS. An empty prefill takes no time: the first request of a queue is charged for all of it."""
     if options.prefill is None or options.decode is None:
         raise ValueError("Routing toppings needs performance models of prefill and decode")
     return Toppings(options.prefill, options.decode, options.slo_s)
@@ -43,4 +46,4 @@ ROUTING: dict[str, Callable[[RoutingOptions], Router]] = {
     "loraserve:toppings-rank": lambda _: LeastAddedLatency(),
     "dlora": lambda options: PendingTime(options.load_s, options.load_bytes_per_s),
 }
-"""What a row's ``routing`` may name."""
+"""The values of a preset's ``routing``."""

@@ -1,6 +1,6 @@
-"""Routes a request to where its adapter or the KV of its prefix is, unless that replica is overloaded.
+"""Routes a request to a replica that holds its adapter or the KV of its prefix, unless that replica is overloaded.
 
-:class:`Prefixes` remembers which prefixes were sent where.
+:class:`SentPrefixes` remembers which prefixes were sent where.
 """
 
 from bisect import bisect_right
@@ -16,23 +16,23 @@ from lorikeet.cluster.routing.fleet import Fleet, Indices
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
 
-MOST_KEYS = 1 << 17
-"""Prefixes that are remembered by default; each takes about 170 bytes."""
+MAX_PREFIXES = 1 << 17
+"""Number of prefixes that are remembered by default; each takes about 170 bytes."""
 
-_MOST_GONE = 64
-"""Homes that may be gone before everything is forgotten."""
+_MAX_STALE = 64
+"""Number of forgotten replicas after which all prefixes are forgotten."""
 
 _EXACT_BITS = 4
-"""The first 2^4 blocks are remembered one by one."""
+"""Prefixes of up to 2^4 blocks are remembered block by block."""
 
 Home = tuple[ReplicaId, int]
-"""A replica and its incarnation; a later one knows nothing."""
+"""A replica and its incarnation. A later incarnation has lost the KV."""
 
 
 class PrefixDepths:
-    """How long the prefixes are that are remembered, in blocks: from 16 on, each at most an 8th longer than the last.
+    """The prefix lengths, in blocks, that are remembered: from 16 on, each at most an eighth longer than the last.
 
-    A prompt of 100,000 tokens has thousands of blocks, and a route must stay short.
+    A prompt of 100,000 tokens has thousands of blocks, and routing it must stay fast.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class PrefixDepths:
         self._upto = 0
 
     def of(self, blocks: int) -> list[int]:
-        """Return those of a prompt with so many whole blocks, ascending."""
+        """Return the lengths for a prompt with so many whole blocks, ascending."""
         for depth in range(self._upto + 1, blocks + 1):
             if depth % (1 << max(0, depth.bit_length() - _EXACT_BITS)) == 0:
                 self._depths.append(depth)
@@ -51,20 +51,20 @@ class PrefixDepths:
 class SentPrefixes:
     """Remembers for every prefix to which replicas a request with it was sent; the least recently used are forgotten.
 
-    A prefix is known by the key of its last block, which depends on the adapter version and all tokens before. Whoever
-    has a prefix has all shorter ones, and of a prompt the longest are forgotten first. Replicas may have forgotten a
-    prefix that is known here: they say nothing about their KV.
+    A prefix is identified by the key of its last block, which depends on the adapter version and all tokens before. A
+    replica that has a prefix has all shorter ones; of a prompt, the longest prefixes are forgotten first. Replicas do
+    not report their KV, so a prefix that is remembered here may have been evicted there.
 
     Args:
-        most_keys: so many prefixes are remembered.
+        max_prefixes: number of prefixes that are remembered.
     """
 
-    def __init__(self, most_keys: int = MOST_KEYS) -> None:
-        self._most_keys = most_keys
-        self._masks: OrderedDict[bytes, int] = OrderedDict()  # a bit for each home
+    def __init__(self, max_prefixes: int = MAX_PREFIXES) -> None:
+        self._max_prefixes = max_prefixes
+        self._masks: OrderedDict[bytes, int] = OrderedDict()  # a bit for each replica incarnation
         self._bits: dict[Home, int] = {}
         self._homes: dict[int, Home] = {}  # by bit
-        self._gone = 0  # bits of homes that were forgotten and may still be in masks
+        self._stale_bits = 0  # bits of forgotten replicas, which may still be set in masks
         self._depths = PrefixDepths()
 
     def __len__(self) -> int:
@@ -72,16 +72,16 @@ class SentPrefixes:
         return len(self._masks)
 
     def homes(self) -> list[Home]:
-        """Return those to which something was sent and that were not forgotten."""
+        """Return the replicas to which requests were sent and that were not forgotten."""
         return list(self._bits)
 
     def match(self, keys: Sequence[bytes]) -> dict[Home, int]:
-        """Return by home how many blocks of a prompt it knows, of those that know any.
+        """Return for each replica how many leading blocks of a prompt it was sent; replicas without any are left out.
 
         Args:
             keys: of the prompt's whole blocks.
         """
-        mask, matched = ~self._gone, 0
+        mask, matched = ~self._stale_bits, 0
         lengths: dict[Home, int] = {}
         for depth in self._depths.of(len(keys)):
             longer = mask & self._masks.get(keys[depth - 1], 0)
@@ -93,36 +93,36 @@ class SentPrefixes:
         return lengths | dict.fromkeys(self._homes_of(mask), matched) if matched else lengths
 
     def add(self, keys: Sequence[bytes], home: Home) -> None:
-        """Remember that a request with these keys was sent to a home."""
+        """Remember that a request with these block keys was sent to a replica."""
         masks, bit = self._masks, 1 << self._bit(home)
         for depth in reversed(self._depths.of(len(keys))):  # so that the shortest prefix is the last used
             key = keys[depth - 1]
             mask = masks.get(key)
-            if mask is None:  # a new one comes last of itself
+            if mask is None:  # a new key is inserted last anyway
                 masks[key] = bit
                 continue
             if not mask & bit:
                 masks[key] = mask | bit
             masks.move_to_end(key)
-        for _ in range(len(masks) - self._most_keys):
+        for _ in range(len(masks) - self._max_prefixes):
             masks.popitem(last=False)
 
     def forget(self, home: Home) -> None:
-        """Forget all that was sent to a home.
+        """Forget everything that was sent to a replica.
 
-        Its bit is not looked at any longer. When many bits are like that everything is forgotten, and all are free:
-        to look through all prefixes would take a tenth of a second.
+        Its bit is masked out. When many bits are masked, all prefixes are forgotten and all bits are free again:
+        removing a bit from every prefix would take a tenth of a second.
         """
         bit = self._bits.pop(home)
         del self._homes[bit]
-        self._gone |= 1 << bit
-        if self._gone.bit_count() >= _MOST_GONE:
+        self._stale_bits |= 1 << bit
+        if self._stale_bits.bit_count() >= _MAX_STALE:
             self._masks.clear()
-            self._gone = 0
+            self._stale_bits = 0
 
     def _bit(self, home: Home) -> int:
         if home not in self._bits:
-            free = (bit for bit in count() if bit not in self._homes and not self._gone >> bit & 1)
+            free = (bit for bit in count() if bit not in self._homes and not self._stale_bits >> bit & 1)
             self._bits[home] = next(free)
             self._homes[self._bits[home]] = home
         return self._bits[home]
@@ -135,27 +135,27 @@ class SentPrefixes:
 
 
 BOUND = 1.25
-"""Times the mean number of requests that a replica may have and still be preferred."""
-FREE_REQUESTS = 4
-"""With so few requests a replica may always be preferred: sharing steps costs them little."""
+"""A replica may have this many times the mean number of requests and still be preferred."""
+MIN_BOUND_REQUESTS = 4
+"""A replica with fewer requests than this may always be preferred: sharing steps costs them little."""
 
 
 def not_overloaded(candidates: Indices, fleet: Fleet, bound: float) -> Indices:
-    """Return the candidates that one more request takes to at most ``bound`` times the mean of all, rounded up.
+    """Return the candidates that stay within ``bound`` times the mean number of requests, rounded up, with one more.
 
-    There is always one: the least loaded has no more than the mean. Without the bound, a popular adapter would keep one
-    replica overloaded; with it, as many come to hold the adapter as its load needs.
+    There is always one: the least loaded has no more than the mean. Without the bound a popular adapter would keep one
+    replica overloaded; with it, as many replicas come to hold the adapter as its load needs.
 
     Source: V. Mirrokni, M. Thorup and M. Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.
     """
     requests = fleet.loads.requests[candidates]
-    most = max(FREE_REQUESTS, ceil(bound * (requests.sum() + 1) / len(candidates)))
+    most = max(MIN_BOUND_REQUESTS, ceil(bound * (requests.sum() + 1) / len(candidates)))
     there: Indices = candidates[requests < most]
     return there
 
 
 class AdapterAffinity(Router):
-    """A replica that has the adapter or is about to get it, if it is not overloaded; of these the least loaded.
+    """Prefers replicas that hold the adapter or are loading it, unless they are overloaded; of these the least loaded.
 
     Args:
         bound: see :data:`BOUND`.
@@ -164,46 +164,48 @@ class AdapterAffinity(Router):
     def __init__(self, bound: float = BOUND) -> None:
         self._bound = bound
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Prefer holders."""
-        candidates = self.candidates(asked, fleet)
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Prefer holders of the adapter."""
+        candidates = self.candidates(request, fleet)
         if not len(candidates):
             return None
         candidates = not_overloaded(candidates, fleet, self._bound)
-        return fleet.info(least_loaded(candidates, fleet, ~fleet.is_warm(asked.adapter))).replica
+        return fleet.info(least_loaded(candidates, fleet, ~fleet.is_warm(request.adapter))).replica
 
 
 class KvAffinity(Router):
-    """The replica that was sent the longest prefix of the prompt, if it is not overloaded; else as by the adapter.
+    """Prefers the replica that was sent the longest prefix of the prompt, unless it is overloaded.
+
+    Among equals it prefers holders of the adapter.
 
     Args:
         bound: see :data:`BOUND`.
-        most_keys: prefixes that are remembered.
+        max_prefixes: number of prefixes that are remembered.
     """
 
     wants_keys = True
 
-    def __init__(self, bound: float = BOUND, most_keys: int = MOST_KEYS) -> None:
+    def __init__(self, bound: float = BOUND, max_prefixes: int = MAX_PREFIXES) -> None:
         self._bound = bound
-        self._prefixes = SentPrefixes(most_keys)
+        self._prefixes = SentPrefixes(max_prefixes)
         self._changes = 0
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Prefer whoever knows the longest prefix, then holders."""
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Prefer the longest known prefix, then holders of the adapter."""
         if self._changes != fleet.changes:
             self._forget_gone(fleet)
-        candidates = self.candidates(asked, fleet)
+        candidates = self.candidates(request, fleet)
         if not len(candidates):
             return None
         candidates = not_overloaded(candidates, fleet, self._bound)
-        before = (*self._unknown_blocks(asked, fleet), ~fleet.is_warm(asked.adapter))
+        before = (*self._unknown_blocks(request, fleet), ~fleet.is_warm(request.adapter))
         info = fleet.info(least_loaded(candidates, fleet, *before))
-        self._prefixes.add(asked.keys, (info.replica, info.epoch))
+        self._prefixes.add(request.keys, (info.replica, info.epoch))
         return info.replica
 
-    def _unknown_blocks(self, asked: RoutingRequest, fleet: Fleet) -> list[Indices]:
-        """Return by replica minus the blocks of the prompt that it knows; no array if none knows any."""
-        matched = self._prefixes.match(asked.keys)
+    def _unknown_blocks(self, request: RoutingRequest, fleet: Fleet) -> list[Indices]:
+        """Return the negated number of known blocks by replica, as a sort key; no array if no replica knows any."""
+        matched = self._prefixes.match(request.keys)
         if not matched:
             return []
         unknown_blocks = np.zeros(len(fleet), np.intp)

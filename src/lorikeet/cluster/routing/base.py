@@ -1,6 +1,6 @@
 """The interface of a routing policy, and what the policies share: options, load comparisons, performance models.
 
-The performance model says how long a step takes by the ranks in it (TOPPINGS, section 5, equation 2).
+The performance model predicts the time of a step from the ranks in it (TOPPINGS, section 5, equation 2).
 """
 
 from abc import ABC, abstractmethod
@@ -19,19 +19,19 @@ from lorikeet.core.plan import KernelForm
 
 
 class PerformanceModel(msgspec.Struct, frozen=True):
-    """Seconds of a step: ``slope_s * work + fixed_s``, and nothing for a step without requests.
+    """Seconds of a step: ``slope_s * work + fixed_s``; a step without requests takes no time.
 
     Work is the sum of ranks for the kernel form ``unpadded`` (MBGMV), and rows times the largest rank for ``padded``
     (BGMV). Rows are requests that have an adapter.
 
     Attributes:
-        form: of the kernel.
+        form: kernel form.
         slope_s: per rank of a row (alpha).
-        fixed_s: the base model and all else (beta).
-        token_s: per token of a request that is prefilled. The paper's equation has no tokens; 0 is the paper.
+        fixed_s: the base model and everything else (beta).
+        token_s: per prefilled token of a request. The paper's equation has no tokens: 0 is the paper.
 
     Raises:
-        ValueError: the paper has no model of this form.
+        ValueError: the paper has no model of this kernel form.
     """
 
     form: KernelForm
@@ -46,10 +46,10 @@ class PerformanceModel(msgspec.Struct, frozen=True):
     def added_seconds(
         self, requests: Numbers, rows: Numbers, largest_rank: Numbers, total_rank: Numbers, rank: int
     ) -> tuple[Numbers, Numbers]:
-        """Return seconds of the step with one more request of a rank, and by how many they are more than before.
+        """Return by replica the seconds of a step with one more request, and how many of them the request adds.
 
         Args:
-            requests, rows, largest_rank, total_rank: counts of the step before, by replica.
+            requests, rows, largest_rank, total_rank: counts of the step without it, by replica.
             rank: of the request. Its tokens are not counted.
         """
         if self.form is KernelForm.UNPADDED:
@@ -67,7 +67,7 @@ def fit_performance(form: KernelForm, steps: Iterable[tuple[Sequence[int], float
     """Fit the model to measured steps by least squares.
 
     Args:
-        form: of the kernel.
+        form: kernel form.
         steps: ranks of a step's requests, and its seconds; at least two different amounts of work.
 
     Raises:
@@ -83,13 +83,13 @@ def fit_performance(form: KernelForm, steps: Iterable[tuple[Sequence[int], float
 
 
 class RoutingOptions(msgspec.Struct, frozen=True):
-    """What policies are made with.
+    """The options that routing policies are built with.
 
     Attributes:
-        seed: of whatever is drawn.
+        seed: of all random draws.
         prefill, decode: performance models of a step, by requests and ranks; ``toppings`` needs both.
-        slo_s: most time of a decode step; infinity for no limit.
-        load_s, load_bytes_per_s: an adapter of b bytes comes to a device in ``load_s + b / load_bytes_per_s``.
+        slo_s: longest decode step; infinity for no limit.
+        load_s, load_bytes_per_s: an adapter of b bytes is loaded to the device in ``load_s + b / load_bytes_per_s``.
     """
 
     seed: int = 0
@@ -103,11 +103,11 @@ class RoutingOptions(msgspec.Struct, frozen=True):
 class Router(ABC):
     """Chooses the replica of each request.
 
-    Whoever asks then sends the request there and says so to the fleet (``Fleet.dispatched``): the next choice counts
-    it. A router may remember its own choices, and takes it that they are followed.
+    The caller sends the request there and tells the fleet (``Fleet.dispatched``), so that the next choice counts it. A
+    router may remember its choices, and assumes that they are followed.
 
     Attributes:
-        wants_keys: ``RoutingRequest.keys`` must be filled.
+        wants_keys: whether ``RoutingRequest.keys`` must be filled.
     """
 
     wants_keys: bool = False
@@ -116,7 +116,7 @@ class Router(ABC):
 
     @property
     def table(self) -> RoutingTable | None:
-        """The placement to keep to; the owner assigns every new one. None if any replica may serve any adapter."""
+        """The routing table to follow, assigned by the dispatcher. None if any replica may serve any adapter."""
         return self._table
 
     @table.setter
@@ -124,30 +124,31 @@ class Router(ABC):
         self._table, self._homes = table, (-1, {})
 
     @abstractmethod
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Return where a request should go.
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Return the replica for a request.
 
         Args:
-            asked: the request.
-            fleet: what is known of all replicas.
-            now: seconds on the owner's clock.
+            request: to route.
+            fleet: state of all replicas.
+            now: seconds on the caller's clock.
 
         Returns:
-            A replica that is open; None if it should wait until something ends or somebody joins, and be asked for
-            again then.
+            An open replica; None if the request should wait until a request ends or a replica joins, and be routed
+            then.
         """
 
-    def candidates(self, asked: RoutingRequest, fleet: Fleet) -> Indices:
-        """Return the open replicas that may serve a request, ascending.
+    def candidates(self, request: RoutingRequest, fleet: Fleet) -> Indices:
+        """Return the indices of the open replicas that may serve a request, ascending.
 
-        Those that the table names for its adapter; all, if it names none that is open, and for the base model.
+        These are the ones that the table names for its adapter. If none of them is open, and for the base model, all
+        open replicas may serve it.
         """
-        if self._table is None or asked.adapter is None or asked.adapter not in self._table.shares:
+        if self._table is None or request.adapter is None or request.adapter not in self._table.shares:
             return fleet.open
         if self._homes[0] != fleet.changes:
             self._homes = (fleet.changes, {})
-        # The same tuple has the same homes, and where adapters are everywhere they all have one.
-        shares, known = self._table.shares[asked.adapter], self._homes[1]
+        # Cached by tuple: with full replication all adapters share one.
+        shares, known = self._table.shares[request.adapter], self._homes[1]
         homes = known.get(id(shares))
         if homes is None:
             open_index = fleet.open_index
@@ -157,20 +158,20 @@ class Router(ABC):
 
 
 class LeastCost(Router):
-    """Takes the replica that costs least, of equals the first; what it costs the policy says."""
+    """Chooses the replica with the lowest cost, the first among equals. Subclasses define the cost."""
 
     @abstractmethod
-    def costs(self, asked: RoutingRequest, fleet: Fleet) -> Numbers:
-        """Return what a request costs at each replica."""
+    def costs(self, request: RoutingRequest, fleet: Fleet) -> Numbers:
+        """Return the cost of a request at each replica."""
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the least."""
-        candidates = self.candidates(asked, fleet)
-        return fleet.info(least(candidates, self.costs(asked, fleet))).replica if len(candidates) else None
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Choose the cheapest replica."""
+        candidates = self.candidates(request, fleet)
+        return fleet.info(least(candidates, self.costs(request, fleet))).replica if len(candidates) else None
 
 
 def least(candidates: Indices, *keys: npt.NDArray[np.generic]) -> int:
-    """Return the candidate with the least first key, of these with the least second and so on; the first of equals.
+    """Return the candidate with the smallest first key; among equals by the next key, then the first.
 
     Args:
         candidates: indices, at least one, ascending.
@@ -185,23 +186,23 @@ def least(candidates: Indices, *keys: npt.NDArray[np.generic]) -> int:
 
 
 def least_loaded(candidates: Indices, fleet: Fleet, *before: npt.NDArray[np.generic]) -> int:
-    """Return the candidate with the fewest requests, of these with the fewest tokens to compute; ``before`` goes first.
+    """Return the candidate with the fewest requests, among equals the one with the fewest tokens to compute.
 
     Args:
         candidates: indices, at least one, ascending.
-        fleet: what is known of all replicas.
-        before: keys by replica.
+        fleet: state of all replicas.
+        before: keys by replica that are compared first.
     """
     return least(candidates, *before, fleet.loads.requests, fleet.loads.pending_tokens)
 
 
-def with_room(asked: RoutingRequest, fleet: Fleet, candidates: Indices) -> Indices:
-    """Return the candidates that have room for a request behind those that they have.
+def with_capacity(request: RoutingRequest, fleet: Fleet, candidates: Indices) -> Indices:
+    """Return the candidates that have free memory for a request behind the requests that they have.
 
-    A request that none of them could hold if it were empty is no reason to wait: then all are returned, and whichever
-    gets it will refuse it, and say why.
+    If the request would not even fit an empty candidate, waiting does not help: then all are returned, and the engine
+    that gets it rejects it with a reason.
     """
-    loads, needed_tokens = fleet.loads, fleet.needed_tokens(asked, fleet.is_warm(asked.adapter))
+    loads, needed_tokens = fleet.loads, fleet.needed_tokens(request, fleet.is_warm(request.adapter))
     fitting = candidates[(needed_tokens <= loads.free_tokens)[candidates]]
     if len(fitting) or (needed_tokens <= loads.total_tokens)[candidates].any():
         return fitting

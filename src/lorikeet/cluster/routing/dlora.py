@@ -9,14 +9,17 @@ from lorikeet.core.ids import ReplicaId
 
 
 class PendingTime(Router):
-    """The least time until a request can run; of equals, those that have the adapter, then the one with the most room.
+    """Chooses the replica where a request can start soonest.
 
-    It waits for its adapter to be loaded, if it is not there; for the queue, whose requests run ``max_batch`` at a time
-    and each for the mean time of its adapter; and for bytes that must be moved out where memory is short. While nobody
-    waits many are equal, and the paper's other wording decides: the replica with the most available resources (3).
+    Among equals it prefers replicas that have the adapter, then the one with the most free memory.
 
-    Any open replica may be chosen, whatever the table names: it says where adapters are loaded ahead of requests, and
-    a burst has them loaded elsewhere, too.
+    The pending time is the sum of three parts: loading the adapter, if it is not there; the queue, whose requests run
+    ``max_batch`` at a time, each for the mean time of its adapter; and swapping out bytes where memory is short. While
+    no request waits, many replicas are equal. Then the paper's other wording decides: the replica with the most
+    available resources (3).
+
+    Any open replica may be chosen, whatever the table names: the table says where adapters are preloaded, and in a
+    burst they are loaded elsewhere, too.
 
     Args:
         load_s, load_bytes_per_s: an adapter of b bytes is loaded in ``load_s + b / load_bytes_per_s``.
@@ -26,18 +29,18 @@ class PendingTime(Router):
         self._load_s = load_s
         self._load_bytes_per_s = load_bytes_per_s
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the least."""
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Choose the replica with the least pending time."""
         if not len(fleet.open):
             return None
-        is_warm = fleet.is_warm(asked.adapter)
-        pending_s = self.pending_s(asked, fleet, is_warm)
+        is_warm = fleet.is_warm(request.adapter)
+        pending_s = self.pending_s(request, fleet, is_warm)
         return fleet.info(least(fleet.open, pending_s, ~is_warm, -fleet.loads.free_tokens)).replica
 
-    def pending_s(self, asked: RoutingRequest, fleet: Fleet, is_warm: Flags) -> Numbers:
-        """Return by replica how long a request would wait; ``is_warm`` tells where its adapter is."""
+    def pending_s(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags) -> Numbers:
+        """Return by replica how long a request would wait; ``is_warm`` says where its adapter is."""
         loads = fleet.loads
-        load_s = ~is_warm * (self._load_s + asked.adapter_bytes / self._load_bytes_per_s)
-        short_tokens = np.maximum(fleet.needed_tokens(asked, is_warm) - loads.free_tokens, 0.0)
+        load_s = ~is_warm * (self._load_s + request.adapter_bytes / self._load_bytes_per_s)
+        short_tokens = np.maximum(fleet.needed_tokens(request, is_warm) - loads.free_tokens, 0.0)
         swap_s = short_tokens * loads.kv_token_bytes / self._load_bytes_per_s
         return load_s + loads.queued_s / loads.max_batch + swap_s

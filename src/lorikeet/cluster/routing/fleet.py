@@ -1,7 +1,7 @@
-"""What a router sees of all replicas: their requests, their load and their resident adapters.
+"""The state of all replicas for routing: their requests, their load and their resident adapters.
 
-Loads are arrays, one per counter, so that a policy looks at all replicas at once. The fleet is updated by what was
-dispatched, by the outputs of the engines (:func:`apply_outputs`) and by the gauges that they report.
+Loads are arrays with one element per replica, so that a policy looks at all replicas at once. The fleet is updated by
+dispatched requests, by the outputs of the engines (:func:`apply_outputs`) and by the gauges that they report.
 """
 
 from collections import Counter, OrderedDict
@@ -23,9 +23,11 @@ Indices = npt.NDArray[np.intp]
 
 
 class RankCounts:
-    """Ranks of a changing set of requests: how many have one, the largest, the sum. Requests without one are ignored.
+    """Ranks of a changing set of requests: how many have one, the largest, the sum.
 
-    The largest is looked for only when the last request of that rank leaves, and only among distinct ranks.
+    Requests without a rank are ignored.
+
+    The largest is searched only when the last request of that rank leaves, and only among distinct ranks.
     """
 
     __slots__ = ("_counts", "largest", "rows", "total")
@@ -45,7 +47,7 @@ class RankCounts:
             self.largest = max(self.largest, rank)
 
     def remove(self, rank: int) -> None:
-        """Count one less."""
+        """Count one request less."""
         if rank:
             self._counts[rank] -= 1
             self.rows -= 1
@@ -60,46 +62,23 @@ class ReplicaLoads:
     """Counters by replica, in the fleet's order. Arrays are replaced when a replica joins or leaves.
 
     Attributes:
-        requests: all that are there: running, queued and others.
-        running, queued: those known one by one.
-        others: those that a replica counts and nobody here has sent; nothing else is known of them.
+        requests: all requests at the replica: running, queued and others.
+        running, queued: requests that were sent from here.
+        others: requests that the replica counts and that were not sent from here.
         rows, largest_rank, total_rank: of running and queued requests that have an adapter.
-        queued_rows, queued_largest_rank, queued_total_rank: of queued ones.
-        prefill_tokens: of requests that have not yielded a token since they were queued.
-        decode_tokens: that are expected and not yet generated.
+        queued_rows, queued_largest_rank, queued_total_rank: of queued requests that have an adapter.
+        prefill_tokens: of requests that have generated no token since they were queued.
+        decode_tokens: expected tokens that are not generated yet.
         queued_s: execution time of the queued requests, one after another, as expected when they were sent.
         held_tokens: of running requests.
-        queued_tokens: of queued ones, which hold no room yet.
-        room_tokens: what running requests could hold altogether; all of it while there are none, since whatever fills
-            it then is nobody's.
-        total_tokens: room of an empty replica.
+        queued_tokens: of queued requests, which hold no memory yet.
+        capacity_tokens: what running requests could hold altogether. ``total_tokens`` while there are none, because
+            then only evictable cache fills the memory.
+        total_tokens: capacity of an empty replica.
         max_batch: most requests in a step.
-        kv_token_bytes: of a token of KV, 0 if unknown.
-        tokens_per_byte: one over it, 0 if unknown.
+        kv_token_bytes: KV of one token; 0 if unknown.
+        tokens_per_byte: its inverse; 0 if unknown.
     """
-
-    _FIELDS = (
-        "requests",
-        "running",
-        "queued",
-        "others",
-        "rows",
-        "largest_rank",
-        "total_rank",
-        "queued_rows",
-        "queued_largest_rank",
-        "queued_total_rank",
-        "prefill_tokens",
-        "decode_tokens",
-        "queued_s",
-        "held_tokens",
-        "queued_tokens",
-        "room_tokens",
-        "total_tokens",
-        "max_batch",
-        "kv_token_bytes",
-        "tokens_per_byte",
-    )
 
     requests: Numbers
     running: Numbers
@@ -116,7 +95,7 @@ class ReplicaLoads:
     queued_s: Numbers
     held_tokens: Numbers
     queued_tokens: Numbers
-    room_tokens: Numbers
+    capacity_tokens: Numbers
     total_tokens: Numbers
     max_batch: Numbers
     kv_token_bytes: Numbers
@@ -126,24 +105,24 @@ class ReplicaLoads:
         self._replace(lambda _: np.zeros(0))
 
     def append(self, total_tokens: float, max_batch: int, kv_token_bytes: float) -> None:
-        """Add an empty replica behind the others."""
+        """Add an empty replica at the end."""
         self._replace(lambda counter: np.append(counter, 0.0))
-        self.room_tokens[-1] = self.total_tokens[-1] = total_tokens
+        self.capacity_tokens[-1] = self.total_tokens[-1] = total_tokens
         self.max_batch[-1], self.kv_token_bytes[-1] = max_batch, kv_token_bytes
         self.tokens_per_byte[-1] = 1 / kv_token_bytes if kv_token_bytes else 0.0
 
     def delete(self, index: int) -> None:
-        """Take a replica out; those behind it move up."""
+        """Remove a replica; those behind it move up."""
         self._replace(lambda counter: np.delete(counter, index))
 
     def _replace(self, change: Callable[[Numbers], Numbers]) -> None:
-        for column in self._FIELDS:
+        for column in type(self).__annotations__:
             setattr(self, column, change(getattr(self, column, np.zeros(0))))
 
     @property
     def free_tokens(self) -> Numbers:
-        """Room that neither running requests hold nor queued ones will take for the tokens that they have."""
-        return self.room_tokens - self.held_tokens - self.queued_tokens
+        """Capacity that is neither held by running requests nor needed for the known tokens of queued ones."""
+        return self.capacity_tokens - self.held_tokens - self.queued_tokens
 
     @property
     def pending_tokens(self) -> Numbers:
@@ -151,11 +130,11 @@ class ReplicaLoads:
         return self.prefill_tokens + self.decode_tokens
 
     def set_ranks(self, index: int, ranks: RankCounts) -> None:
-        """Write down the ranks of all requests of a replica."""
+        """Set the ranks of all requests of a replica."""
         self.rows[index], self.largest_rank[index], self.total_rank[index] = ranks.rows, ranks.largest, ranks.total
 
     def set_queued_ranks(self, index: int, ranks: RankCounts) -> None:
-        """Write down the ranks of the queued ones."""
+        """Set the ranks of the queued requests of a replica."""
         self.queued_rows[index] = ranks.rows
         self.queued_largest_rank[index], self.queued_total_rank[index] = ranks.largest, ranks.total
 
@@ -166,10 +145,10 @@ class ReplicaGauges(msgspec.Struct, frozen=True):
     Attributes:
         replica: which.
         epoch: its incarnation.
-        number: rises with every gauge of an incarnation.
-        requests: running and queued ones, whoever sent them.
-        free_tokens: room for KV that could be lent now, if all left that may leave; None if it does not tell.
-        resident: adapters on its device; None if it does not tell.
+        number: rises with every report of an incarnation.
+        requests: running and queued ones, from any client.
+        free_tokens: KV capacity that is free or evictable; None if the replica does not report it.
+        resident: adapters on its device; None if the replica does not report them.
     """
 
     replica: ReplicaId
@@ -181,18 +160,18 @@ class ReplicaGauges(msgspec.Struct, frozen=True):
 
 
 ALPHA = 0.02
-"""Weight of the newest answer: the average is about one over the last 50."""
+"""Weight of the newest answer; the average is roughly over the last 50."""
 
-_MOST_ADAPTERS = 65_536
-"""The versions that are remembered; of more, those that have not answered for longest are forgotten."""
+_MAX_ADAPTERS = 65_536
+"""Number of versions that are remembered; those that have finished no request for longest are forgotten."""
 
 
 class RequestAverages:
-    """Answers' lengths, and times that requests ran for.
+    """Average lengths of answers and execution times of requests.
 
     Args:
-        output_tokens: length of an answer before any has been seen.
-        execution_s: time from admission to the end, before any has been seen.
+        output_tokens: length of an answer before any has finished.
+        execution_s: time from admission to the end before any has finished.
 
     Attributes:
         output_tokens: exponential average (TOPPINGS' ``avg_resp_len``).
@@ -205,9 +184,9 @@ class RequestAverages:
         self._by_adapter = OrderedDict[AdapterDigest | None, tuple[int, float]]()
 
     def finished(self, adapter: AdapterDigest | None, output_tokens: int, execution_s: float | None) -> None:
-        """Take in an answer that was not cut short; ``execution_s`` is None if its admission was not seen.
+        """Add an answer that was not cut short. ``execution_s`` is None if its admission was not seen.
 
-        Until so many have been seen that one has the weight ``ALPHA``, all have the same, so that the first few count.
+        The first 50 answers weigh the same, so that the first few count.
         """
         self._seen += 1
         weight = max(ALPHA, 1 / self._seen)
@@ -215,12 +194,12 @@ class RequestAverages:
         if execution_s is not None:
             count, mean_s = self._by_adapter.pop(adapter, (0, 0.0))
             self._by_adapter[adapter] = count + 1, mean_s + (execution_s - mean_s) / (count + 1)
-            if len(self._by_adapter) > _MOST_ADAPTERS:
+            if len(self._by_adapter) > _MAX_ADAPTERS:
                 self._by_adapter.popitem(last=False)
             self._execution_s += weight * (execution_s - self._execution_s)
 
     def execution_s(self, adapter: AdapterDigest | None) -> float:
-        """Return the mean over finished requests of an adapter (dLoRA's L); before any, the average over all."""
+        """Return an adapter's mean over finished requests (dLoRA's L); before any, the average over all."""
         entry = self._by_adapter.get(adapter)
         return self._execution_s if entry is None else entry[1]
 
@@ -229,11 +208,11 @@ class ReplicaInfo(msgspec.Struct, frozen=True):
     """What is known of a replica when it joins.
 
     Attributes:
-        replica: which.
-        epoch: its incarnation; raised when it is started again.
-        total_tokens: tokens of KV that it has room for, infinity if unknown.
+        replica: its id.
+        epoch: its incarnation; rises with every restart.
+        total_tokens: KV capacity in tokens; infinity if unknown.
         max_batch: most requests in a step.
-        kv_token_bytes: of a token of KV, over all ranks; 0 if unknown: adapters then take no room.
+        kv_token_bytes: KV of one token, over all ranks; 0 if unknown: adapters then count as taking no memory.
     """
 
     replica: ReplicaId
@@ -249,11 +228,11 @@ class FleetReplica:
 
     Attributes:
         info: as it joined.
-        index: its place in all arrays.
-        is_open: it may be sent requests.
-        number: of the last report.
+        index: its index in all arrays.
+        is_open: whether it may be sent requests.
+        number: of its last report.
         requests: those that are there, in the order in which they came.
-        resident: adapters on its device, as it told.
+        resident: adapters on its device, as it reported.
         wanted: requests by adapter.
         ranks, queued_ranks: of all and of queued requests.
     """
@@ -274,16 +253,16 @@ class FleetRequest:
     """A request at a replica.
 
     Attributes:
-        asked: as it was sent.
+        request: as it was sent.
         replica: where it is.
-        execution_s: time that it is expected to run for; never changes, so that sums over entries stay right.
-        is_running: it has been admitted.
-        is_prefilled: it has yielded a token since it was queued last.
-        output_tokens: generated there.
+        execution_s: expected execution time. It never changes, so that sums over requests stay right.
+        is_running: whether it has been admitted.
+        is_prefilled: whether it has generated a token since it was queued last.
+        output_tokens: generated at this replica.
         admitted_s: when it was admitted first, on the replica's clock.
     """
 
-    asked: RoutingRequest
+    request: RoutingRequest
     replica: FleetReplica
     execution_s: float
     is_running: bool = False
@@ -293,13 +272,13 @@ class FleetRequest:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens that are expected and not yet generated."""
-        return max(0, self.asked.expected_tokens - self.output_tokens)
+        """Expected tokens that are not generated yet."""
+        return max(0, self.request.expected_tokens - self.output_tokens)
 
     def count(self, loads: ReplicaLoads, sign: int) -> None:
         """Put it into all counters (``sign`` 1), or take it out (-1)."""
-        replica, rank = self.replica, self.asked.rank
-        index, tokens = replica.index, sign * (self.asked.known_tokens + self.output_tokens)
+        replica, rank = self.replica, self.request.rank
+        index, tokens = replica.index, sign * (self.request.known_tokens + self.output_tokens)
         loads.requests[index] += sign
         loads.decode_tokens[index] += sign * self.remaining_tokens
         if not self.is_prefilled:
@@ -312,26 +291,27 @@ class FleetRequest:
             return
         loads.queued[index] += sign
         loads.queued_tokens[index] += tokens
-        # An empty queue is exactly that: sums of seconds are not exact, and ties between idle replicas matter.
+        # Reset with an empty queue: sums of floats are not exact, and ties between idle replicas matter.
         loads.queued_s[index] = loads.queued_s[index] + sign * self.execution_s if loads.queued[index] else 0.0
         (replica.queued_ranks.add if sign > 0 else replica.queued_ranks.remove)(rank)
         loads.set_queued_ranks(index, replica.queued_ranks)
 
 
 class Fleet:
-    """See the module. Replicas have indices in the order in which they joined; ties between them go to the lowest.
+    """State of all replicas.
 
-    What is heard from a replica about a request that is not there (any longer), or from an incarnation that is gone, is
-    ignored: it was on its way when the request ended or moved.
+    Replicas have indices in the order in which they joined; ties between them go to the lowest index. Events of a
+    request that is not at the replica (any more), and of an earlier incarnation, are ignored: they were in flight when
+    the request ended or moved.
 
     Args:
         averages: over finished requests.
 
     Attributes:
-        loads: counters by replica; read them through the fleet, arrays are replaced.
-        averages: see above.
+        loads: counters by replica. Read them through the fleet: arrays are replaced.
+        averages: as given.
         open: indices of the replicas that may be sent requests.
-        open_index: of each such replica.
+        open_index: index of each such replica, by id.
         changes: rises when replicas join, leave or drain.
     """
 
@@ -361,32 +341,32 @@ class Fleet:
         return self._replicas[index].info
 
     def __contains__(self, replica_id: ReplicaId) -> bool:
-        """Whether a replica is there."""
+        """Return whether a replica is in the fleet."""
         return replica_id in self._by_id
 
     def members(self) -> Sequence[FleetReplica]:
-        """Return what is remembered of each replica, by index; to read."""
+        """Return the state of each replica by index, read-only."""
         return self._replicas
 
     def join(self, info: ReplicaInfo) -> None:
-        """Take a replica in.
+        """Add a replica.
 
         Raises:
-            ValueError: it is there; an earlier incarnation has to :meth:`leave` first.
+            ValueError: it is present; its earlier incarnation must :meth:`leave` first.
         """
         if info.replica in self._by_id:
-            raise ValueError(f"Replica {info.replica} is there and has not left")
+            raise ValueError(f"Replica {info.replica} has joined already")
         replica = FleetReplica(info, len(self._replicas))
         self._replicas.append(replica)
         self._by_id[info.replica] = replica
         self.loads.append(info.total_tokens, info.max_batch, info.kv_token_bytes)
-        self._note_open()
+        self._update_open()
 
     def leave(self, replica_id: ReplicaId) -> list[RequestId]:
-        """Drop a replica that is gone; return the requests there, in order, to go elsewhere.
+        """Remove a replica that is gone; return its requests in order, which must be routed again.
 
         Raises:
-            KeyError: it is not there.
+            KeyError: unknown replica.
         """
         replica = self._by_id.pop(replica_id)
         for adapter in replica.resident | set(replica.wanted):
@@ -397,54 +377,54 @@ class Fleet:
         for index, other in enumerate(self._replicas):
             other.index = index
         self.loads.delete(replica.index)
-        self._note_open()
+        self._update_open()
         return list(replica.requests)
 
     def drain(self, replica_id: ReplicaId) -> None:
         """Send a replica no more requests."""
         self._by_id[replica_id].is_open = False
-        self._note_open()
+        self._update_open()
 
     def reopen(self, replica_id: ReplicaId) -> None:
         """Send a replica requests again; those that are there stay.
 
         Raises:
-            KeyError: it is not there.
+            KeyError: unknown replica.
         """
         self._by_id[replica_id].is_open = True
-        self._note_open()
+        self._update_open()
 
-    def _note_open(self) -> None:
+    def _update_open(self) -> None:
         self.open_index = {replica.info.replica: replica.index for replica in self._replicas if replica.is_open}
         self.open = np.array(list(self.open_index.values()), np.intp)
         self.changes += 1
 
     # --- requests ------------------------------------------------------------------------------------
 
-    def dispatched(self, asked: RoutingRequest, replica_id: ReplicaId) -> None:
-        """A request was sent to a replica; if it was at another, it is there no longer.
+    def dispatched(self, request: RoutingRequest, replica_id: ReplicaId) -> None:
+        """Record that a request was sent to a replica, and remove it from its earlier one.
 
         Raises:
-            KeyError: the replica is not there.
+            KeyError: unknown replica.
         """
         replica = self._by_id[replica_id]
-        self.withdraw(asked.request_id)
-        self._add(FleetRequest(asked, replica, self.averages.execution_s(asked.adapter)))
+        self.withdraw(request.request_id)
+        self._add(FleetRequest(request, replica, self.averages.execution_s(request.adapter)))
 
     def admitted(self, replica_id: ReplicaId, request_id: RequestId, now: float) -> None:
-        """It left the queue."""
+        """Record that a request left the queue."""
         if (entry := self._find(replica_id, request_id)) is not None:
             if entry.admitted_s is None:
                 entry.admitted_s = now
             self._set(entry, True, entry.is_prefilled, entry.output_tokens)
 
     def preempted(self, replica_id: ReplicaId, request_id: RequestId) -> None:
-        """It is queued again, and must be prefilled again."""
+        """Record that a request is queued again and must be prefilled again."""
         if (entry := self._find(replica_id, request_id)) is not None:
             self._set(entry, False, False, entry.output_tokens)
 
     def generated(self, replica_id: ReplicaId, request_id: RequestId, tokens: int = 1) -> None:
-        """It yielded so many more tokens."""
+        """Record that a request has generated tokens."""
         if (entry := self._find(replica_id, request_id)) is None:
             return
         if not (entry.is_running and entry.is_prefilled):
@@ -456,20 +436,23 @@ class Fleet:
         self.loads.decode_tokens[index] += entry.remaining_tokens - before
 
     def ended(self, replica_id: ReplicaId, request_id: RequestId, now: float, *, is_complete: bool = True) -> None:
-        """It left the replica; ``is_complete`` unless it was aborted, failed, or goes on elsewhere."""
+        """Record that a request left a replica.
+
+        ``is_complete`` unless it was aborted, failed, or continues elsewhere.
+        """
         if (entry := self._find(replica_id, request_id)) is not None:
             if is_complete:
-                before = entry.asked.generated_tokens  # elsewhere, for a time that nobody has noted
+                before = entry.request.generated_tokens  # at other replicas, for an unknown time
                 ran_s = None if entry.admitted_s is None or before else now - entry.admitted_s
-                self.averages.finished(entry.asked.adapter, before + entry.output_tokens, ran_s)
+                self.averages.finished(entry.request.adapter, before + entry.output_tokens, ran_s)
             self.withdraw(request_id)
 
     def withdraw(self, request_id: RequestId) -> None:
-        """A request is nowhere; nothing is learned from it."""
+        """Remove a request from its replica without updating the averages."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
-        replica, adapter = entry.replica, entry.asked.adapter
+        replica, adapter = entry.replica, entry.request.adapter
         del replica.requests[request_id]
         if adapter is not None:
             replica.wanted[adapter] -= 1
@@ -477,33 +460,33 @@ class Fleet:
                 del replica.wanted[adapter]
             self._check_holder(replica, adapter)
         entry.count(self.loads, -1)
-        self._note_idle(replica)
+        self._reset_if_idle(replica)
 
     def where(self, request_id: RequestId) -> ReplicaId | None:
-        """Return where a request is; None if it is nowhere."""
+        """Return the replica of a request; None if it has none."""
         entry = self._entries.get(request_id)
         return None if entry is None else entry.replica.info.replica
 
     def entry(self, request_id: RequestId) -> FleetRequest | None:
-        """Return what is remembered of a request that is somewhere; to read."""
+        """Return the state of a request at its replica, read-only; None if it has none."""
         return self._entries.get(request_id)
 
     # --- adapters ------------------------------------------------------------------------------------
 
     def loaded(self, replica_id: ReplicaId, adapter: AdapterDigest) -> None:
-        """A replica has an adapter on its device."""
+        """Record that an adapter was loaded to the device of a replica."""
         if (replica := self._by_id.get(replica_id)) is not None:
             replica.resident.add(adapter)
             self._holders.setdefault(adapter, set()).add(replica)
 
     def evicted(self, replica_id: ReplicaId, adapter: AdapterDigest) -> None:
-        """It has it no longer."""
+        """Record that an adapter was evicted from the device of a replica."""
         if (replica := self._by_id.get(replica_id)) is not None:
             replica.resident.discard(adapter)
             self._check_holder(replica, adapter)
 
     def is_warm(self, adapter: AdapterDigest | None) -> Flags:
-        """Return by replica whether an adapter is there, or on its way for a request; the base model always is."""
+        """Return by replica whether an adapter is resident or needed there. The base model always is."""
         if adapter is None:
             return np.ones(len(self), np.bool_)
         warm = np.zeros(len(self), np.bool_)
@@ -511,36 +494,39 @@ class Fleet:
             warm[replica.index] = True
         return warm
 
-    def needed_tokens(self, asked: RoutingRequest, is_warm: Flags) -> Numbers:
-        """Return by replica the room that a request takes at first: its known tokens, and its adapter if not there."""
-        return asked.known_tokens + ~is_warm * (asked.adapter_bytes * self.loads.tokens_per_byte)
+    def needed_tokens(self, request: RoutingRequest, is_warm: Flags) -> Numbers:
+        """Return by replica the capacity that a request needs at first, in tokens.
 
-    # --- what replicas tell --------------------------------------------------------------------------
+        That is its known tokens, and its adapter where it is not resident.
+        """
+        return request.known_tokens + ~is_warm * (request.adapter_bytes * self.loads.tokens_per_byte)
+
+    # --- gauges --------------------------------------------------------------------------------------
 
     def gauges(self, gauges: ReplicaGauges) -> bool:
-        """Take in counts. Return False if they are ignored, being of the past.
+        """Apply the counts of a replica. Return False if they are outdated and ignored.
 
-        Those sent from here are taken to be among the requests counted, so that none counts twice; requests of others
-        are undercounted by as many as are on their way.
+        Requests that were sent from here are assumed to be among those counted, so that none counts twice. Requests of
+        other clients are undercounted by the number of requests in flight to the replica.
         """
         replica = self._by_id.get(gauges.replica)
         if replica is None or gauges.epoch != replica.info.epoch or gauges.number <= replica.number:
             return False
         replica.number = gauges.number
-        self._note_others(replica, max(0, gauges.requests - len(replica.requests)))
-        self._note_memory(replica, gauges.free_tokens, gauges.resident)
+        self._set_others(replica, max(0, gauges.requests - len(replica.requests)))
+        self._set_memory(replica, gauges.free_tokens, gauges.resident)
         return True
 
-    def _note_others(self, replica: FleetReplica, others: int) -> None:
+    def _set_others(self, replica: FleetReplica, others: int) -> None:
         self.loads.requests[replica.index] += others - self.loads.others[replica.index]
         self.loads.others[replica.index] = others
 
-    def _note_memory(
+    def _set_memory(
         self, replica: FleetReplica, free_tokens: float | None, resident: Iterable[AdapterDigest] | None
     ) -> None:
         if free_tokens is not None:
-            self.loads.room_tokens[replica.index] = free_tokens + self.loads.held_tokens[replica.index]
-            self._note_idle(replica)
+            self.loads.capacity_tokens[replica.index] = free_tokens + self.loads.held_tokens[replica.index]
+            self._reset_if_idle(replica)
         if resident is not None:
             before, replica.resident = replica.resident, set(resident)
             for adapter in replica.resident - before:
@@ -555,17 +541,17 @@ class Fleet:
         return entry if entry is not None and entry.replica.info.replica == replica_id else None
 
     def _add(self, entry: FleetRequest) -> None:
-        replica, adapter = entry.replica, entry.asked.adapter
-        self._entries[entry.asked.request_id] = entry
-        replica.requests[entry.asked.request_id] = None
+        replica, adapter = entry.replica, entry.request.adapter
+        self._entries[entry.request.request_id] = entry
+        replica.requests[entry.request.request_id] = None
         if adapter is not None:
             replica.wanted[adapter] += 1
             self._holders.setdefault(adapter, set()).add(replica)
         entry.count(self.loads, 1)
 
-    def _note_idle(self, replica: FleetReplica) -> None:
+    def _reset_if_idle(self, replica: FleetReplica) -> None:
         if not self.loads.requests[replica.index]:
-            self.loads.room_tokens[replica.index] = replica.info.total_tokens
+            self.loads.capacity_tokens[replica.index] = replica.info.total_tokens
 
     def _set(self, entry: FleetRequest, is_running: bool, is_prefilled: bool, output_tokens: int) -> None:
         entry.count(self.loads, -1)
@@ -584,7 +570,7 @@ class Fleet:
 
 
 def replica_gauges(replica: ReplicaId, epoch: int, stats: EngineStats, block_size: int) -> ReplicaGauges:
-    """Return an engine's gauges as routing sees them; KV and adapters that no request needs may leave."""
+    """Return an engine's statistics as gauges. KV and adapters that no request needs count as free."""
     needed = {*stats.running_adapters, *stats.waiting_adapters}
     idle_blocks = sum(blocks for digest, blocks in stats.resident_adapters.items() if digest not in needed)
     return ReplicaGauges(
@@ -598,7 +584,7 @@ def replica_gauges(replica: ReplicaId, epoch: int, stats: EngineStats, block_siz
 
 
 def apply_outputs(fleet: Fleet, replica: ReplicaId, outputs: StepOutputs) -> None:
-    """Take in what an engine told after a step, except its gauges."""
+    """Apply the events that an engine reported after a step, except its gauges."""
     for output in outputs.tokens:
         fleet.generated(replica, output.request_id, len(output.tokens))
     for event in outputs.events:

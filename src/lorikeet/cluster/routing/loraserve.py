@@ -1,7 +1,7 @@
-"""Routing by work at the pace of ranks: for LoRAServe, and for TOPPINGS as it compares itself with it (section V-A).
+"""Routing by work that is slowed down by the largest rank: for LoRAServe, and for TOPPINGS as LoRAServe sees it.
 
-The paper calls TOPPINGS rank-agnostic in one place (that is ``FewestTokens``) and rank-aware in another. Both send each
-request to the replica that is best for it in the whole cluster, given what runs and waits there; every adapter is on
+The paper (section V-A) calls TOPPINGS rank-agnostic in one place (that is ``FewestTokens``) and rank-aware in another.
+Both send each request to the best replica of the whole cluster, given what runs and waits there; every adapter is on
 every replica.
 """
 
@@ -12,58 +12,59 @@ from lorikeet.cluster.routing.fleet import Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
 
-COST_OF_RANK = 0.015977
-"""By which a prefilled token takes longer per rank: rank 128 then takes 2.7 times as long as rank 8 (section III)."""
+RANK_SLOWDOWN = 0.015977
+"""Slowdown of a prefilled token per rank: at rank 128 it takes 2.7 times as long as at rank 8 (section III)."""
 
 OVERFLOW = 1.5
-"""A request leaves the replicas that are named for it where it would cost more than so many times the least of all."""
+"""A request goes beyond the replicas that the table names if they cost more than this many times the cheapest one."""
 
 
 class LeastWork(LeastCost):
-    """The least work, the request's included, where it goes at the pace of the largest rank; of equals the first.
+    """The least work including the request, slowed down by the largest rank; the first among equals.
 
-    With the request, a replica with largest rank R and T tokens to compute needs ``m(max(R, r)) * (T + t)``, with
+    With the request, a replica with largest rank R and T tokens to compute needs ``m(max(R, r)) * (T + t)``, where
     ``m(r) = 1 + c * r``.
 
     Args:
-        cost_of_rank: c.
+        rank_slowdown: c.
     """
 
-    def __init__(self, cost_of_rank: float = COST_OF_RANK) -> None:
-        self._cost_of_rank = cost_of_rank
+    def __init__(self, rank_slowdown: float = RANK_SLOWDOWN) -> None:
+        self._rank_slowdown = rank_slowdown
 
-    def costs(self, asked: RoutingRequest, fleet: Fleet) -> Numbers:
-        """Return the work with the request, in tokens at the pace of rank 0."""
+    def costs(self, request: RoutingRequest, fleet: Fleet) -> Numbers:
+        """Return the work with the request, in tokens at the speed of rank 0."""
         loads = fleet.loads
-        tokens = loads.pending_tokens + asked.known_tokens + asked.expected_tokens
-        return (1 + self._cost_of_rank * np.maximum(loads.largest_rank, asked.rank)) * tokens
+        tokens = loads.pending_tokens + request.known_tokens + request.expected_tokens
+        return (1 + self._rank_slowdown * np.maximum(loads.largest_rank, request.rank)) * tokens
 
 
 class LeastAddedLatency(LeastWork):
-    """The least latency added to all requests, where work goes at the pace of the largest rank; of equals the first.
+    """The least latency added to all requests, slowed down by the largest rank; the first among equals.
 
-    The request itself waits for all of the work with it, and each of those that are there for what has been added.
+    The request itself waits for all work including its own. Each request that is there already waits for the added
+    work.
     """
 
-    def costs(self, asked: RoutingRequest, fleet: Fleet) -> Numbers:
-        """Return the added latency, in the same unit."""
-        loads, after = fleet.loads, super().costs(asked, fleet)
-        before = (1 + self._cost_of_rank * loads.largest_rank) * loads.pending_tokens
+    def costs(self, request: RoutingRequest, fleet: Fleet) -> Numbers:
+        """Return the added latency, in tokens at the speed of rank 0."""
+        loads, after = fleet.loads, super().costs(request, fleet)
+        before = (1 + self._rank_slowdown * loads.largest_rank) * loads.pending_tokens
         return after + loads.requests * (after - before)
 
 
 class PlacedWork(LeastWork):
-    """The least work of the replicas that a placement names, unless it is more than ``OVERFLOW`` times that of others.
+    """The least work among the replicas of the table, unless that is more than ``OVERFLOW`` times the least of all.
 
-    The shares that LoRAServe draws by have no regard to what queues. A placement holds for a period and goes by what
-    was expected; where much more comes to an adapter's replicas than to others, the others take some of it.
+    The shares that LoRAServe draws by ignore the queues. A placement holds for a period and is made from expected
+    demand; if much more arrives for the replicas of an adapter than for others, the others take some of it.
     """
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the least of those that are named, unless the least of all is so much less."""
-        candidates = self.candidates(asked, fleet)
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Choose among the replicas of the table, unless another one has far less work."""
+        candidates = self.candidates(request, fleet)
         if not len(candidates):
             return None
-        costs = self.costs(asked, fleet)
+        costs = self.costs(request, fleet)
         named, best = least(candidates, costs), least(fleet.open, costs)
         return fleet.info(best if costs[named] > OVERFLOW * costs[best] else named).replica

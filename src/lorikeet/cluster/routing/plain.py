@@ -1,76 +1,78 @@
-"""Policies that look at no adapters: random, round robin, least loaded, fewest tokens, first fit."""
+"""Policies that ignore adapters: random, round robin, least loaded, fewest tokens, first fit."""
 
 from collections import OrderedDict
 from random import Random
 
-from lorikeet.cluster.routing.base import LeastCost, Router, least_loaded, with_room
+from lorikeet.cluster.routing.base import LeastCost, Router, least_loaded, with_capacity
 from lorikeet.cluster.routing.fleet import Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
-_MOST_ADAPTERS = 65_536
-"""Whose turns are remembered; of more, those that were not asked for for longest begin anew."""
+_MAX_ADAPTERS = 65_536
+"""Number of adapters whose turns are remembered; the least recently requested ones start again."""
 
 
 class RandomChoice(Router):
-    """Any of them, each with the same probability."""
+    """Any candidate, each with the same probability."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = Random(seed)
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Draw."""
-        candidates = self.candidates(asked, fleet)
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Draw a candidate."""
+        candidates = self.candidates(request, fleet)
         if not len(candidates):
             return None
         return fleet.info(int(self._random.choice(candidates))).replica
 
 
 class RoundRobin(Router):
-    """One after the other; by a table, every adapter goes round its own replicas (the baseline RR of dLoRA)."""
+    """One replica after the other; with a table, each adapter cycles through its own replicas (dLoRA's RR)."""
 
     def __init__(self) -> None:
         self._turns = OrderedDict[AdapterDigest | None, int]()
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the next."""
-        candidates = self.candidates(asked, fleet)
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Take the next candidate."""
+        candidates = self.candidates(request, fleet)
         if not len(candidates):
             return None
-        owner = None if self.table is None else asked.adapter
+        owner = None if self.table is None else request.adapter
         turn = self._turns.pop(owner, 0)
         self._turns[owner] = turn + 1
-        if len(self._turns) > _MOST_ADAPTERS:
+        if len(self._turns) > _MAX_ADAPTERS:
             self._turns.popitem(last=False)
         return fleet.info(int(candidates[turn % len(candidates)])).replica
 
 
 class LeastLoaded(Router):
-    """The fewest requests, running and queued; of these the fewest tokens to compute."""
+    """The fewest requests, running and queued; among equals the fewest tokens to compute."""
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the least."""
-        candidates = self.candidates(asked, fleet)
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Take the least loaded candidate."""
+        candidates = self.candidates(request, fleet)
         return fleet.info(least_loaded(candidates, fleet)).replica if len(candidates) else None
 
 
 class FewestTokens(LeastCost):
-    """The fewest tokens to prefill and to decode; of equals the first. Knows no ranks."""
+    """The fewest tokens to prefill and to decode, the first among equals. Ignores ranks."""
 
-    def costs(self, asked: RoutingRequest, fleet: Fleet) -> Numbers:
-        """Return the tokens."""
+    def costs(self, request: RoutingRequest, fleet: Fleet) -> Numbers:
+        """Return the tokens to prefill and to decode."""
         return fleet.loads.pending_tokens
 
 
 class FirstFit(Router):
-    """The first with a place in its batch and room for the request's KV and adapter; nobody has: it waits.
+    """The first with a free place in its batch and memory for the request's KV and adapter.
+
+    Without one, the request waits.
 
     Source: the baseline of TOPPINGS (section 7.5), as Punica schedules.
     """
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the first that fits."""
-        candidates = self.candidates(asked, fleet)
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Take the first candidate that fits."""
+        candidates = self.candidates(request, fleet)
         has_place = fleet.loads.requests < fleet.loads.max_batch
-        fitting = with_room(asked, fleet, candidates[has_place[candidates]])
+        fitting = with_capacity(request, fleet, candidates[has_place[candidates]])
         return fleet.info(int(fitting[0])).replica if len(fitting) else None

@@ -1,4 +1,4 @@
-"""A request as routing sees it."""
+"""The part of a request that routing needs."""
 
 import msgspec
 
@@ -8,17 +8,17 @@ from lorikeet.memory.tree import block_keys
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):
-    """A request as routing sees it.
+    """The part of a request that routing needs.
 
     Attributes:
-        request_id: which.
-        adapter: its version, None for the base model.
-        rank: largest rank of the adapter, 0 for the base model.
-        adapter_bytes: of its weights.
-        known_tokens: of the prompt, and those that earlier attempts generated.
-        expected_tokens: those still to be generated.
-        keys: of its whole blocks (:func:`lorikeet.memory.tree.block_keys`); empty unless the router wants them.
-        generated_tokens: those of the known ones that earlier attempts generated.
+        request_id: which request.
+        adapter: its version; None for the base model.
+        rank: largest rank of the adapter; 0 for the base model.
+        adapter_bytes: size of its weights.
+        known_tokens: tokens of the prompt and of earlier attempts.
+        expected_tokens: tokens that are still to be generated.
+        keys: of its whole blocks (:func:`lorikeet.memory.tree.block_keys`); empty unless the router uses them.
+        generated_tokens: those of the known tokens that earlier attempts generated.
     """
 
     request_id: RequestId
@@ -32,11 +32,11 @@ class RoutingRequest(msgspec.Struct, frozen=True):
 
 
 def routing_request(request: Request, block_size: int | None = None) -> RoutingRequest:
-    """Return what routing must know of a request.
+    """Return the part of a request that routing needs.
 
     Args:
-        request: with what it has generated so far.
-        block_size: tokens in a block, if the router wants keys.
+        request: with the tokens that it has generated so far.
+        block_size: tokens in a block, if the router uses block keys; otherwise None.
     """
     adapter, known_tokens = request.adapter, len(request.prompt_token_ids) + len(request.output_token_ids)
     keys: tuple[bytes, ...] = ()

@@ -3,20 +3,20 @@
 from math import inf
 from typing import NamedTuple
 
-from lorikeet.cluster.routing.base import PerformanceModel, Router, least, with_room
+from lorikeet.cluster.routing.base import PerformanceModel, Router, least, with_capacity
 from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
 
 
 class ToppingsCosts(NamedTuple):
-    """What a request would cost, by replica.
+    """The cost of a request by replica.
 
     Attributes:
-        breaks_slo: a decode step with it would take longer than the SLO: the paper's infinite cost.
-        cost: seconds that it adds to a token of each request, its own prefill spread over the tokens of an answer.
-        requests: that are there.
-        total: for all of these requests together.
+        breaks_slo: a decode step with it would exceed the SLO (the paper's infinite cost).
+        cost: seconds that it adds to each token of each request; its prefill is spread over the tokens of an answer.
+        requests: number of requests at the replica.
+        total: cost for all of these requests together.
     """
 
     breaks_slo: Flags
@@ -26,16 +26,16 @@ class ToppingsCosts(NamedTuple):
 
 
 class Toppings(Router):
-    """The replica where a request slows the others least, of those that keep the SLO with it.
+    """Chooses the replica where a request slows the others least, among those that keep the SLO with it.
 
-    The order is by (breaks the SLO, total, cost, requests, index): a number instead of the paper's infinity, since an
-    idle replica would multiply it by 0. Candidates have room for the request; if none has, it waits.
+    The order is (breaks the SLO, total, cost, requests, index). A flag replaces the paper's infinity, because an idle
+    replica would multiply infinity by 0. Candidates have free memory for the request; without one, it waits.
 
     Args:
-        prefill: of the step that prefills all queued requests (PrePerf).
-        decode: of the step that decodes all requests (DecPerf).
-        slo_s: most time of a decode step.
-        safety: by which it is divided, since prefills between decodes are not in the model; 1 is the paper.
+        prefill: model of the step that prefills all queued requests (PrePerf).
+        decode: model of the step that decodes all requests (DecPerf).
+        slo_s: longest decode step.
+        safety: divides ``slo_s``, because prefills between decodes are not in the model; 1 is the paper.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class Toppings(Router):
         self._decode = decode
         self._slo_s = slo_s / safety
 
-    def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
-        """Take the least."""
-        candidates = with_room(asked, fleet, self.candidates(asked, fleet))
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Choose the replica with the smallest cost."""
+        candidates = with_capacity(request, fleet, self.candidates(request, fleet))
         if not len(candidates):
             return None
-        costs = self.costs(asked, fleet)
+        costs = self.costs(request, fleet)
         return fleet.info(least(candidates, costs.breaks_slo, costs.total, costs.cost, costs.requests)).replica
 
-    def costs(self, asked: RoutingRequest, fleet: Fleet) -> ToppingsCosts:
-        """Return the costs of a request at each replica."""
-        loads, rank = fleet.loads, asked.rank
+    def costs(self, request: RoutingRequest, fleet: Fleet) -> ToppingsCosts:
+        """Return the cost of a request at each replica."""
+        loads, rank = fleet.loads, request.rank
         _, prefill_s = self._prefill.added_seconds(
             loads.queued, loads.queued_rows, loads.queued_largest_rank, loads.queued_total_rank, rank
         )
@@ -63,5 +63,5 @@ class Toppings(Router):
             loads.requests, loads.rows, loads.largest_rank, loads.total_rank, rank
         )
         spread = fleet.averages.output_tokens
-        cost = prefill_s / spread + decode_s + self._prefill.token_s * asked.known_tokens / spread
+        cost = prefill_s / spread + decode_s + self._prefill.token_s * request.known_tokens / spread
         return ToppingsCosts(after_s > self._slo_s, cost, loads.requests, cost * loads.requests)

@@ -1,1 +1,1 @@
-"""The backend in Triton: kernels for NVIDIA GPUs, which Triton's interpreter can run on a CPU."""
+"""The Triton backend: kernels for NVIDIA GPUs, which Triton's interpreter can also run on a CPU."""

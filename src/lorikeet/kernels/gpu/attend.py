@@ -1,4 +1,4 @@
-"""Launching attention: which tiles its programs have, and among how many of them a sequence's tokens are split."""
+"""Launches the attention kernels: chooses tile sizes and the number of splits of a sequence's tokens."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_
 
 
 class _Tile(NamedTuple):
-    """Query rows (times heads that share a KV head) at most, tokens at a time, and who computes them."""
+    """Most query rows (times query heads per KV head), tokens per iteration, and warps of a program."""
 
     rows: int
     tokens: int
@@ -20,22 +20,22 @@ class _Tile(NamedTuple):
 
 _FEW, _MANY = _Tile(64, 64, 4), _Tile(128, 64, 8)
 _FP32_TILE = _Tile(32, 32, 4)
-"""In fp32, whose products are no matter of tensor cores: larger ones take a quarter of a minute to compile."""
+"""For fp32, which does not use tensor cores; larger tiles take 15 s to compile."""
 _LEAST_ROWS, _MOST_SPLITS = 16, 16
 _LONG_SPLIT = 4096
-"""Where a context may be long, it is split so that each split has so many tokens, if it can be."""
+"""Tokens per split of a long context, if there are enough programs."""
 _LONG_PROGRAMS, _LEAST_LONG_SPLITS = 4096, 4
-"""Those for long contexts are launched whether there are any or not: so many in all, but so many splits at least."""
+"""Most programs, and least number of splits, when contexts may be long. Unused programs return immediately."""
 _LEAST_SPLIT = 1024
-"""Tokens for which alone a device that is busy anyway takes another program."""
+"""Least tokens of a split when the device is busy without splits."""
 
 
 class Splits(NamedTuple):
-    """Among how many programs the tokens of a decode are split.
+    """Number of programs among which the tokens of a decode are split.
 
     Attributes:
-        usual: as many as a device needs to be busy.
-        most: those of a sequence so long that each would have too many; programs for so many are launched.
+        usual: enough to keep the device busy.
+        most: for long sequences. Programs for so many splits are launched.
     """
 
     usual: int
@@ -43,16 +43,16 @@ class Splits(NamedTuple):
 
 
 def splits_of(programs: int, longest: int) -> Splits:
-    """Return how decodes are split that would else have so many programs, and so many tokens at most."""
+    """Return the splits of decodes that have ``programs`` programs without splits and contexts up to ``longest``."""
     usual = max(1, min(PROGRAMS // programs, _MOST_SPLITS))
     if longest <= LONG_TOKENS:
         return Splits(usual, usual)
-    room = max(_LONG_PROGRAMS // programs, _LEAST_LONG_SPLITS)
-    return Splits(usual, max(usual, min(tiles_of(longest, _LONG_SPLIT), room, _MOST_SPLITS)))
+    most = max(_LONG_PROGRAMS // programs, _LEAST_LONG_SPLITS)
+    return Splits(usual, max(usual, min(tiles_of(longest, _LONG_SPLIT), most, _MOST_SPLITS)))
 
 
 def attend(qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-    """One launch for each part of the batch, and one more where tokens are split."""
+    """Compute attention as of ``Kernels.attention``: one launch per part of the batch, two if its tokens are split."""
     _, kv_heads, head_dim = kv.shape[2:]
     out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * head_dim)
     for part in batch.parts:

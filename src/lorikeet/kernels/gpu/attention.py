@@ -1,37 +1,37 @@
 """Attention of prefills and decodes over paged KV.
 
-A program has a tile of rows of one sequence, for the query heads that share a KV head, and goes over the tokens that
-they see with a running maximum (Dao et al., "FlashAttention", 2022). Blocks of tokens are found through the sequence's
-table (Kwon et al., "PagedAttention", SOSP 2023); all layers of a block lie together, so that a layer's view is strided.
-A few sequences would keep few programs busy, each for as long as its context is, and so would a long one among short
-ones; then several share one's tokens, and what they found is put together (Dao et al., "Flash-Decoding", 2023). A graph
-is launched before anybody knows contexts: each sequence's own says on the device how many programs share it. The others
-end at once.
+A program computes a tile of rows of one sequence, for the query heads that share a KV head, and loops over the tokens
+that they see with a running maximum (Dao et al., "FlashAttention", 2022). Blocks of tokens are found through the block
+table (Kwon et al., "PagedAttention", SOSP 2023). A block holds all layers, so a layer's view is strided.
 
-What follows from the shape of a step is no reason to compile anew, nor is where numbers lie that are read one by one.
+Few sequences, or a long one among short ones, would keep few programs busy. Then the tokens of a sequence are split
+among several programs, and a second kernel joins their results (Dao et al., "Flash-Decoding", 2023). A graph is
+launched before contexts are known: the device derives from each context how many splits it has, and the other programs
+return immediately.
+
+Arguments that depend on the shape of a step are not specialised, so that they cause no recompilation.
 """
 
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.gpu.launch import await_last
+from lorikeet.kernels.gpu.launch import wait_for_previous
 
 
 @triton.jit
 def _first_seen(position, window, TOKENS: tl.constexpr):
-    """Return the first token that a row sees, or one before it with which a tile begins."""
+    """Return the first token that a row sees, rounded down to the start of a tile."""
     earliest = tl.where(window > 0, position - window + 1, 0)
     return tl.maximum(earliest, 0) // TOKENS * TOKENS
 
 
 @triton.jit
 def _share(tokens, usual, splits, TOKENS: tl.constexpr, LEAST: tl.constexpr):
-    """Return how many of a sequence's tokens each split has: as many as if there were ``usual`` of them.
+    """Return the number of tokens per split: ``tokens / usual``, but at most ``LEAST`` if ``splits`` allow it.
 
-    If that is more than ``LEAST``, it is so many, or more where ``splits`` would else be too few. What the first ones
-    leave nothing for has nothing to do.
+    Splits for which no tokens are left have nothing to do.
     """
-    tokens = tokens.to(tl.int32)  # whose division is a few instructions
+    tokens = tokens.to(tl.int32)  # a 32-bit division takes few instructions
     share = tl.maximum(tl.cdiv(tokens, splits), tl.minimum(tl.cdiv(tokens, usual), LEAST))
     return tl.cdiv(share, TOKENS) * TOKENS
 
@@ -41,22 +41,22 @@ def attention(
     q, kv, out, shares, numbers, is_part, row_starts, contexts, tables, scale, window, usual, splits, heads,
     q_stride, out_stride, block_stride, part_stride, token_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    PRESETS: tl.constexpr, TOKENS: tl.constexpr, IS_SPLIT: tl.constexpr, LEAST: tl.constexpr, WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, IS_SPLIT: tl.constexpr, LEAST: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """``PRESETS // GROUP`` query rows of one sequence and one KV head; ``window`` 0 is none.
+    """Compute attention of ``ROWS // GROUP`` query rows of one sequence and one KV head; ``window`` 0 means none.
 
-    Sequences are all, or those with ``numbers`` if they are a part. If ``IS_SPLIT``, they have one row each, and a
-    program one of the ``splits`` of its tokens (see ``_share``): ``out[split, index]`` is the mean of the values that
-    it saw, and ``shares[split, index, head]`` its largest score and its sum of weights. ``WIDE`` multiplies in fp32:
-    the interpreter knows no products of bfloat16.
+    The sequences are all, or those with indices ``numbers`` if ``is_part``. If ``IS_SPLIT``, they have one row each,
+    and a program handles one of the splits of the tokens (see ``_share``): ``out[split, index]`` is the weighted mean
+    of its values, and ``shares[split, index, head]`` its largest score and its sum of weights. ``WIDE`` multiplies in
+    fp32, since the interpreter has no bfloat16 products.
     """
     index, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = tl.load(numbers + index, mask=is_part != 0, other=index)
     begin = tl.load(row_starts + sequence)
     count = tl.load(row_starts + sequence + 1) - begin
     context = tl.load(contexts + sequence)
-    queries: tl.constexpr = PRESETS // GROUP
+    queries: tl.constexpr = ROWS // GROUP
     first = 0 if IS_SPLIT else tl.program_id(2) * queries
     start = _first_seen(context - count + first, window, TOKENS)
     last = tl.minimum(context, context - count + first + queries)
@@ -66,9 +66,9 @@ def attention(
         start += tl.program_id(2) * share
         is_needed = start < last
         last = tl.minimum(last, start + share)
-    await_last(EARLY)
+    wait_for_previous(PDL)
     if is_needed:
-        member = tl.arange(0, PRESETS)
+        member = tl.arange(0, ROWS)
         row = first + member // GROUP
         is_row = (row < count) & (member < queries * GROUP)
         lane = tl.arange(0, WIDTH)
@@ -79,16 +79,16 @@ def attention(
         if WIDE:
             query = query.to(tl.float32)
         position = context - count + row
-        largest = tl.full([PRESETS], float("-inf"), tl.float32)
-        total = tl.zeros([PRESETS], tl.float32)
-        sums = tl.zeros([PRESETS, WIDTH], tl.float32)
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        sums = tl.zeros([ROWS, WIDTH], tl.float32)
         for at in range(start, last, TOKENS):
             token = at + tl.arange(0, TOKENS)
             there = token < last
             block = tl.load(tables + sequence * table_stride + token // BLOCK_TOKENS, mask=there, other=0)
             offset = block * block_stride + (token % BLOCK_TOKENS) * token_stride + kv_head * DIM
             held = there[:, None] & is_lane[None, :]
-            # What is not there is 0 and no stale number: a NaN would survive a weight of 0.
+            # Missing tokens are loaded as 0: a stale NaN would survive a weight of 0.
             key = tl.load(kv + offset[:, None] + lane[None, :], mask=held, other=0.0)
             value = tl.load(kv + part_stride + offset[:, None] + lane[None, :], mask=held, other=0.0)
             if WIDE:
@@ -119,9 +119,9 @@ def attention(
 def join_splits(
     found, shares, out, numbers, is_part, row_starts, contexts, window, usual, splits, out_stride,
     DIM: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out[row, head]`` of all that the splits of a sequence found, by their weights."""
+    """Compute ``out[row, head]``, the weighted mean of the results of a sequence's splits."""
     index, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     sequence = tl.load(numbers + index, mask=is_part != 0, other=index)
     row, context = tl.load(row_starts + sequence), tl.load(contexts + sequence)
@@ -131,7 +131,7 @@ def join_splits(
     is_lane = lane < DIM
     place = split * tl.num_programs(0) + index
     share_of = shares + (place * heads + head) * 2
-    await_last(EARLY)
+    wait_for_previous(PDL)
     largest = tl.load(share_of, mask=is_split, other=float("-inf"))
     total = tl.load(share_of + 1, mask=is_split, other=0.0)
     raised = tl.max(largest, axis=0)

@@ -1,19 +1,19 @@
-"""One token per row: the most likely one, or that with the largest sum of logit and noise among those that are kept.
+"""Samples one token per row: the most likely one, or the one with the largest logit plus noise among the kept tokens.
 
-Four launches: the largest logit, what the filters leave, the draw, and the join. Parts of a vocabulary have programs of
-their own in the first and third, as one program a row would leave most of a device idle. What a part finds lies in
-``values`` (fp32) and ``tokens`` (int32), ``[2, rows, parts]``: that with the largest logit, which is NaN if any is, and
-the one drawn. Whoever needs the row's largest logit looks through its parts.
+There are four launches: the largest logit, the filters, the draw, and the join. In the first and third the vocabulary
+is divided into parts with their own programs, since one program per row would leave most of the device idle. The
+results of a part are in ``values`` (fp32) and ``tokens`` (int32), ``[2, rows, parts]``: the largest logit, NaN if any
+is, and the drawn token. The row's largest logit is the maximum over its parts.
 
-The noise is that of ``kernels.choose``: Philox 4x64 with ten rounds (Salmon et al., "Parallel random numbers: as easy
+The noise is that of ``kernels.sampling``: Philox 4x64 with ten rounds (Salmon et al., "Parallel random numbers: as easy
 as 1, 2, 3", SC 2011) as numpy counts it, a function of seed, position and token alone.
 """
 
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.gpu.launch import await_last
-from lorikeet.kernels.sampling import GREEDY_BELOW
+from lorikeet.kernels.base import GREEDY_BELOW
+from lorikeet.kernels.gpu.launch import wait_for_previous
 
 MOST_PARTS = 256
 
@@ -40,7 +40,7 @@ def _philox(word_0, word_1, key):
 
 @triton.jit
 def _gumbel(first, seed, position, WIDTH: tl.constexpr):
-    """Return fp32 noise of ``WIDTH`` tokens; eight share a block, half a word each, and the first begins one."""
+    """Return fp32 noise of ``WIDTH`` tokens. Eight tokens share a block, half a word each; ``first`` starts a block."""
     block = (first // 8 + tl.arange(0, WIDTH // 8)).to(tl.uint64)
     one, two, three, four = _philox(block + 1, block * 0 + position, seed)
     words = tl.interleave(tl.interleave(one, three), tl.interleave(two, four))
@@ -57,79 +57,80 @@ def _logits(row_logits, token, vocab):
 
 @triton.jit
 def _store_best(values, tokens, place, value, token):
-    """Store the largest value and the lowest of the tokens that have it; NaN if there is one."""
+    """Store the largest value, NaN if there is one, and the lowest token that has it."""
     most = tl.max(value, axis=0)
     first = tl.min(tl.where(value == most, token, 2147483647), axis=0)
-    is_sick = tl.max((value != value).to(tl.int32), axis=0) > 0
-    tl.store(values + place, tl.where(is_sick, float("nan"), most))
+    is_invalid = tl.max((value != value).to(tl.int32), axis=0) > 0
+    tl.store(values + place, tl.where(is_invalid, float("nan"), most))
     tl.store(tokens + place, first)
 
 
 @triton.jit
-def largest(logits, values, tokens, vocab, part_width, row_stride, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+def largest(logits, values, tokens, vocab, part_width, row_stride, WIDTH: tl.constexpr, PDL: tl.constexpr):
     """Find the largest logit of one part of a row, and the first token that has it."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     begin, lane = part * part_width, tl.arange(0, WIDTH)
     best, chosen = tl.full([WIDTH], float("-inf"), tl.float32), tl.zeros([WIDTH], tl.int32)
-    await_last(EARLY)
+    wait_for_previous(PDL)
     for at in range(begin, begin + part_width, WIDTH):
         value = _logits(logits + row * row_stride, at + lane, vocab)
-        better = (value > best) | (value != value)  # nothing is better than NaN but another one
+        better = (value > best) | (value != value)  # a NaN is kept
         best, chosen = tl.where(better, value, best), tl.where(better, at + lane, chosen)
     _store_best(values, tokens, row * parts + part, best, chosen)
 
 
 @triton.jit
 def _top(values, row, parts):
-    """Return a row's largest logit; any number where one is NaN, as such a row gets no token."""
+    """Return a row's largest logit. It is undefined if one is NaN; such a row gets no token."""
     part = tl.arange(0, _MOST_PARTS)
     return tl.max(tl.load(values + row * parts + part, mask=part < parts, other=float("-inf")), axis=0)
 
 
 @triton.jit
 def _scaled(value, top, scale):
-    """Return logits as filters and noise see them: 0 for the largest, divided by the temperature."""
+    """Return logits minus the largest, divided by the temperature."""
     return (value - top) / scale
 
 
 @triton.jit
 def _swap_order(bits):
-    """Turn the bits of a number into an integer that is ordered as the numbers are, or back."""
+    """Map the bits of a float to an integer with the same order, or back."""
     return tl.where(bits < 0, bits ^ ((1 << (bits.dtype.primitive_bitwidth - 1)) - 1), bits)
 
 
 @triton.jit
-def _place(number, dtype: tl.constexpr):
-    """Return an fp32 number's place, int64, in the order of all numbers of a logit's type, of which it is one."""
+def _rank_of(number, dtype: tl.constexpr):
+    """Return the rank (int64) of a number in the order of all numbers of the logits' dtype."""
     bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
     return _swap_order(number.to(dtype).to(bits, bitcast=True)).to(tl.int64)
 
 
 @triton.jit
-def _at_place(place, dtype: tl.constexpr):
-    """Return the fp32 number of a place; infinity for those beyond."""
+def _number_at(place, dtype: tl.constexpr):
+    """Return the fp32 number with a rank; infinity for ranks beyond it."""
     bits: tl.constexpr = tl.int32 if dtype.primitive_bitwidth == 32 else tl.int16
-    place = tl.minimum(place, _place(tl.full([], float("inf"), tl.float32), dtype))
+    place = tl.minimum(place, _rank_of(tl.full([], float("inf"), tl.float32), dtype))
     return _swap_order(place.to(bits)).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _highest_with(wanted, row_logits, vocab, lowest, top, scale, BY_MASS: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the highest number, ``lowest`` or more, with at least ``wanted`` in the logits that are not below it.
+    """Return the highest threshold, at least ``lowest``, for which the logits at or above it weigh at least ``wanted``.
 
-    A logit counts by its probability's numerator, or else as 1. Numbers are those of the logits' type. Each pass over
-    the row tries three, which gives two bits of the answer's place in their order: a sort without its memory, and its
-    sums do not depend on the other rows. Three are the least work: with seven, passes are fewer, but longer.
+    A logit weighs ``exp(logit - top)`` if ``BY_MASS``, else 1. The threshold is a number of the logits' dtype, found
+    by a search over the order of these numbers: each pass over the row tests three thresholds, which gives two bits of
+    its rank. That needs no memory for a sort, and sums do not depend on other rows. Three thresholds are fastest: with
+    seven there are fewer passes, but longer ones.
     """
     dtype: tl.constexpr = row_logits.dtype.element_ty
-    lane, log_base = tl.arange(0, WIDTH), 1.4426950408889634 / scale  # so that weights take one product each
-    place, step = _place(lowest, dtype), tl.full([], 1 << (dtype.primitive_bitwidth - 2), tl.int64)
-    reach = tl.maximum(_place(top, dtype) - place, 0)  # the place of a NaN may be below all others
+    lane, log_base = tl.arange(0, WIDTH), 1.4426950408889634 / scale  # so that a weight takes one multiplication
+    place, step = _rank_of(lowest, dtype), tl.full([], 1 << (dtype.primitive_bitwidth - 2), tl.int64)
+    reach = tl.maximum(_rank_of(top, dtype) - place, 0)  # the rank of a NaN may be below all others
     while step > reach:
         step = step // 4
     while step > 0:
-        low, middle = _at_place(place + step, dtype), _at_place(place + 2 * step, dtype)
-        high = _at_place(place + 3 * step, dtype)
+        low, middle = _number_at(place + step, dtype), _number_at(place + 2 * step, dtype)
+        high = _number_at(place + 3 * step, dtype)
         from_low = tl.zeros([WIDTH], tl.float32)
         from_middle, from_high = from_low, from_low
         for at in range(0, vocab, WIDTH):
@@ -142,23 +143,23 @@ def _highest_with(wanted, row_logits, vocab, lowest, top, scale, BY_MASS: tl.con
         place += step * (tl.sum(from_middle, axis=0) >= wanted).to(tl.int64)
         place += step * (tl.sum(from_high, axis=0) >= wanted).to(tl.int64)
         step = step // 4
-    return _at_place(place, dtype)
+    return _number_at(place, dtype)
 
 
 @triton.jit
 def _raised(least, bound):
-    """Return the larger one; a bound is NaN where -inf was divided by a temperature that fp32 takes for infinite."""
+    """Return the larger one. ``bound`` is NaN if -inf was divided by a temperature that is infinite in fp32."""
     return tl.where(bound > least, bound, least)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def filter_rows(
     logits, temperatures, top_ks, top_ps, min_ps, values, lowest, vocab, parts, row_stride,
-    WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find for one row the lowest scaled logit that min-p, top-k and top-p, in this order, leave; -inf without them."""
+    """Find the lowest scaled logit of a row that min-p, top-k and top-p keep, in this order; -inf without filters."""
     row = tl.program_id(0).to(tl.int64)
-    await_last(EARLY)
+    wait_for_previous(PDL)
     temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row)
     top_p, min_p = tl.load(top_ps + row), tl.load(min_ps + row)
     least = tl.full([], float("-inf"), tl.float32)
@@ -177,7 +178,7 @@ def filter_rows(
             for at in range(0, vocab, WIDTH):
                 value = _scaled(_logits(row_logits, at + lane, vocab), top, temperature)
                 sums = tl.where(value >= least, sums + tl.exp(value), sums)
-            mass = tl.maximum(top_p * tl.sum(sums, axis=0), 1.0)  # of the most likely token, which stays
+            mass = tl.maximum(top_p * tl.sum(sums, axis=0), 1.0)  # at least the most likely token is kept
             kept = _highest_with(mass, row_logits, vocab, kept, top, temperature, True, WIDTH)
             least = _raised(least, _scaled(kept, top, temperature))
     tl.store(lowest + row, least)
@@ -186,12 +187,12 @@ def filter_rows(
 @triton.jit
 def draw(
     logits, temperatures, lowest, seeds, positions, values, tokens, vocab, part_width, row_stride,
-    WIDTH: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Draw from one part of a row the best token whose scaled logit is at least ``lowest``; none for greedy rows."""
+    """Draw the best token of one part of a row among scaled logits of at least ``lowest``; nothing for greedy rows."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     begin, lane = part * part_width, tl.arange(0, WIDTH)
-    await_last(EARLY)
+    wait_for_previous(PDL)
     temperature = tl.load(temperatures + row)
     if temperature >= _GREEDY_BELOW:
         top, least = _top(values, row, parts), tl.load(lowest + row)
@@ -200,7 +201,7 @@ def draw(
         for at in range(begin, begin + part_width, WIDTH):
             value = _scaled(_logits(logits + row * row_stride, at + lane, vocab), top, temperature)
             kept = value >= least
-            if tl.max(kept.to(tl.int32), axis=0) > 0:  # noise is most of the work
+            if tl.max(kept.to(tl.int32), axis=0) > 0:  # skip the noise, which is most of the work
                 value = tl.where(kept, value + _gumbel(at, seed, position, WIDTH), float("-inf"))
                 better = value > best
                 best, chosen = tl.where(better, value, best), tl.where(better, at + lane, chosen)
@@ -208,15 +209,15 @@ def draw(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def join(temperatures, values, tokens, out, parts, EARLY: tl.constexpr):
-    """Choose for one row among what its parts have found; -1 if its largest logit is not finite."""
+def join(temperatures, values, tokens, out, parts, PDL: tl.constexpr):
+    """Choose a row's token from the results of its parts; -1 if its largest logit is not finite."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, _MOST_PARTS)
-    await_last(EARLY)
+    wait_for_previous(PDL)
     is_drawn = (tl.load(temperatures + row) >= _GREEDY_BELOW).to(tl.int64)
     logit = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
     place = (is_drawn * tl.num_programs(0) + row) * parts + part
     value = tl.load(values + place, mask=part < parts, other=float("-inf"))
     token = tl.load(tokens + place, mask=part < parts, other=0)
     first = tl.min(tl.where(value == tl.max(value, axis=0), token, 2147483647), axis=0)
-    is_sick = (tl.max((logit != logit).to(tl.int32), axis=0) > 0) | (tl.abs(tl.max(logit, axis=0)) == float("inf"))
-    tl.store(out + row, tl.where(is_sick, -1, first).to(tl.int64))
+    is_invalid = (tl.max((logit != logit).to(tl.int32), axis=0) > 0) | (tl.abs(tl.max(logit, axis=0)) == float("inf"))
+    tl.store(out + row, tl.where(is_invalid, -1, first).to(tl.int64))

@@ -1,21 +1,21 @@
-"""Norm, rotary embedding with the KV store, and gating: one pass over memory each. Arithmetic is in fp32."""
+"""RMS norm, rotary embedding with the KV store, and SiLU gating: one pass over memory each, with fp32 arithmetic."""
 
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.gpu.launch import await_last
+from lorikeet.kernels.gpu.launch import wait_for_previous
 
 
 @triton.jit
 def add_norm(
-    x, delta, weight, out, hidden, eps, ADDED: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr
+    x, delta, weight, out, hidden, eps, ADDED: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One row: ``x += delta`` if there is one; ``out`` is its RMS norm times ``weight``."""
+    """For one row, ``x += delta`` if ``ADDED``; ``out`` is its RMS norm times ``weight``."""
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, WIDTH)
     inside = column < hidden
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    await_last(EARLY)
+    wait_for_previous(PDL)
     value = tl.load(x + row + column, mask=inside, other=0.0)
     if ADDED:
         more = tl.load(delta + row + column, mask=inside, other=0.0)
@@ -29,11 +29,11 @@ def add_norm(
 
 
 @triton.jit
-def silu_mul(gate_up, out, columns, WIDTH: tl.constexpr, EARLY: tl.constexpr):
-    """A part of one row of ``silu(gate) * up``."""
+def silu_mul(gate_up, out, columns, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    """Compute ``silu(gate) * up`` for a part of one row."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < columns
-    await_last(EARLY)
+    wait_for_previous(PDL)
     gate = tl.load(gate_up + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * columns + columns + column, mask=inside, other=0.0)
     # Rounded between the two, as torch does.
@@ -45,18 +45,18 @@ def silu_mul(gate_up, out, columns, WIDTH: tl.constexpr, EARLY: tl.constexpr):
 def rotary_store(
     qkv, cos, sin, kv, slot_blocks, slot_offsets, q_norm, k_norm, eps,
     heads, kv_heads, row_stride, block_stride, part_stride, token_stride,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, NORMED: tl.constexpr, EARLY: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one row: queries are rotated in place, keys rotated into the row's slot, values copied there.
+    """For some heads of one row, rotate queries in place, rotate keys into the row's slot, and copy values there.
 
-    Rows whose slot is in block -1 only fill the launch, and are stored nowhere.
+    Padding rows, whose block is -1, are not stored.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     lane = tl.arange(0, WIDTH)
     is_lane = lane < HALF
     is_query, is_value = head < heads, head >= heads + kv_heads
     inside = (head < heads + 2 * kv_heads)[:, None] & is_lane[None, :]
-    await_last(EARLY)
+    wait_for_previous(PDL)
     place = qkv + row * row_stride + (head * 2 * HALF)[:, None] + lane[None, :]
     first = tl.load(place, mask=inside, other=0.0)
     second = tl.load(place + HALF, mask=inside, other=0.0)

@@ -1,8 +1,7 @@
-"""The Triton backend with the attention of FlashInfer, a library of kernels (Ye et al., MLSys 2025).
+"""The Triton backend with the attention of FlashInfer (Ye et al., MLSys 2025).
 
-A plan, made on the host for each step, says which program takes which tiles of which sequence; all layers run by it.
-Blocks that hold all layers are pages with a stride for it (its pull request 513). The steps of a graph go on without
-the host, so they keep the attention that finds its way on the device.
+FlashInfer makes a plan on the host for each step, which all layers use. Our blocks hold all layers; FlashInfer supports
+them as strided pages (its pull request 513). Steps in a graph run without the host, so they use Triton's attention.
 """
 
 from typing import Any, NamedTuple
@@ -11,11 +10,11 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HostFacts
+from lorikeet.kernels.base import Batch, HostMetadata
 from lorikeet.kernels.gpu.kernels import TritonKernels
 
 WORKSPACE_BYTES = 384 * 2**20
-"""For what splits of long contexts find; with less, large prefills are refused on large devices."""
+"""Workspace for results of splits. With less, FlashInfer refuses large prefills on large devices."""
 
 
 class _Planned(NamedTuple):
@@ -25,7 +24,7 @@ class _Planned(NamedTuple):
 
 
 class FlashInferKernels(TritonKernels):
-    """See the module, and ``kernels.base.Kernels``.
+    """Triton kernels with FlashInfer's attention. Implements ``kernels.base.Kernels``.
 
     Args:
         device: a GPU.
@@ -38,7 +37,7 @@ class FlashInferKernels(TritonKernels):
         self._planned: dict[int | None, _Planned] = {}
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-        """By the plan of this step and window; in a graph the attention that needs none."""
+        """Attention with the plan of this step and window; Triton's attention in a graph."""
         if batch.host is None:
             return super().attention(qkv, kv, batch, scale, window)
         block_size, kv_heads, head_dim = kv.shape[2:]
@@ -69,13 +68,13 @@ class FlashInferKernels(TritonKernels):
 
 
 class PageTables(NamedTuple):
-    """A step as FlashInfer's plans take it, in its order; int32.
+    """The arguments of a FlashInfer plan that describe a step, in its order; int32.
 
     Attributes:
         row_starts: ``[n + 1]``.
-        page_starts: ``[n + 1]``, of each sequence in ``pages``.
-        pages: those of all sequences that hold tokens.
-        last_page_tokens: ``[n]``.
+        page_starts: ``[n + 1]``, start of each sequence's pages in ``pages``.
+        pages: used blocks of all sequences, concatenated.
+        last_page_tokens: ``[n]``, tokens in each sequence's last block.
     """
 
     row_starts: Tensor
@@ -84,7 +83,7 @@ class PageTables(NamedTuple):
     last_page_tokens: Tensor
 
 
-def page_tables(host: HostFacts, block_size: int) -> PageTables:
+def page_tables(host: HostMetadata, block_size: int) -> PageTables:
     """Return the tables of a batch, on the host."""
     counts = (host.contexts + block_size - 1) // block_size
     is_page = torch.arange(host.block_tables.shape[1]) < counts[:, None]

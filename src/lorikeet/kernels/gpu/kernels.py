@@ -1,4 +1,4 @@
-"""Calling the Triton kernels."""
+"""The Triton backend: launches the Triton kernels."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,20 +10,29 @@ from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import MOST_ROWS, Batch, HeadNorms, LayersShape, LayerWeights, LoraBatch, LoraDelta, Weight
+from lorikeet.kernels.base import (
+    MAX_SEGMENT_ROWS,
+    Batch,
+    HeadNorms,
+    LayersShape,
+    LayerWeights,
+    LoraBatch,
+    LoraDelta,
+    SamplingTensors,
+    Weight,
+)
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
 from lorikeet.kernels.reference import add_lora_einsum
-from lorikeet.kernels.sampling import SamplingTensors
 
 _MOST_PARTS = 8
 
 
 class _LoraTile(NamedTuple):
-    """Of one LoRA kernel: rows, ranks, and inputs or outputs at a time, who computes them, and tiles on their way.
+    """Tile of one LoRA kernel: rows, ranks, and inputs or outputs per iteration; warps and pipeline stages.
 
-    If it is of one row, that of the kernels for one.
+    With ``rows`` 1 it is for the kernels for segments of one row.
     """
 
     rows: int
@@ -34,7 +43,7 @@ class _LoraTile(NamedTuple):
 
 
 class _LoraTiles(NamedTuple):
-    """Of both; the first one's inputs are split until it has so many ``programs``."""
+    """Tiles of both LoRA kernels. The inputs of ``shrink`` are split until it has ``programs`` programs."""
 
     shrink: _LoraTile
     expand: _LoraTile
@@ -42,56 +51,56 @@ class _LoraTiles(NamedTuple):
 
 
 _LEAST_RANKS = 16
-"""A product of Triton's needs so much each way."""
+"""Least size of each dimension of ``tl.dot``."""
 _ONE_ROW = _LoraTiles(_LoraTile(1, 16, 256, 4, 1), _LoraTile(1, 32, 128, 2, 1), 4 * PROGRAMS)
 _ONE_ROW_OF_MANY = _LoraTiles(_LoraTile(1, 16, 512, 4, 1), _LoraTile(1, 16, 128, 2, 1), 4 * PROGRAMS)
 _FEW_ROWS = _LoraTiles(_LoraTile(16, 32, 256, 4, 3), _LoraTile(16, 16, 256, 4, 4))
 _MANY_ROWS = _LoraTiles(_LoraTile(64, 64, 128, 4, 3), _LoraTile(64, 32, 128, 8, 2))
-"""For long segments, whose inputs would else be read once for every few ranks. With four warps the second one's sums of
-parts do not fit into registers, and with three stages not into most devices' shared memory, as the compiler tells.
+"""For long segments, whose inputs would otherwise be read once for every few ranks. With four warps the sums of
+``expand`` do not fit into registers, and with three stages its tiles do not fit into most devices' shared memory.
 """
 _LORA = ((1, 16, _ONE_ROW), (1, 2**31, _ONE_ROW_OF_MANY), (16, 2**31, _FEW_ROWS))
-"""By the rows of a segment and segments at most."""
+"""Tiles by most rows of a segment and most segments."""
 
 _NORM_WARPS = 4
 _ROTARY_HEADS, _ROTARY_WARPS = 16, 4
 _COLUMNS, _SILU_WARPS = 1024, 4
 _DRAWN, _DRAW_WARPS = 1024, 4
 _FILTERED, _FILTER_WARPS = 8192, 16
-"""A row is filtered by one program, which goes over it a dozen times or so; for the draw, it is split."""
+"""One program filters a row, in a dozen passes or so. For the draw a row is split."""
 
 
 class TritonKernels:
-    """See ``kernels.base.Kernels``. Products of the base model are the library's.
+    """The Triton backend; products of the base model run in torch. ``kernels.base.Kernels`` documents the methods.
 
-    Nothing here waits for the device, but what adapters add as einsums.
+    No method waits for the device, except LoRA by einsum.
 
     Attributes:
-        threads: is of no use here.
+        threads: unused.
     """
 
     name = "triton"
     threads = 1
     fits_graphs = True
 
-    def apart(self, cores: Sequence[int]) -> AbstractContextManager[None]:
-        """The one thread runs where it likes."""
+    def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
+        """Do nothing."""
         return nullcontext()
 
     def pack(self, weight: Tensor) -> Weight:
-        """Plain."""
+        """Return the weight itself."""
         return weight
 
     def repack(self, weight: Tensor, packed: Weight) -> None:
-        """A copy."""
+        """Copy the weight."""
         assert isinstance(packed, Tensor)
         packed.copy_(weight)
 
     def layers_in_one_call(self, weights: Sequence[LayerWeights], shape: LayersShape) -> None:
-        """Kernel by kernel: the host launches them ahead of the device, or a graph does."""
+        """Return None: kernels are launched one by one ahead of the device, or by a graph."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
-        """``x @ weightᵀ + bias``, then what adapters add."""
+        """``x @ weightᵀ + bias``, then the LoRA delta."""
         assert isinstance(weight, Tensor)
         out = F.linear(x, weight, bias)
         if delta is not None:
@@ -100,7 +109,7 @@ class TritonKernels:
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Residual and norm."""
+        """Add the residual, then norm."""
         out = torch.empty_like(x)
         rows, hidden = x.shape
         width = power_of_2(hidden)
@@ -112,7 +121,7 @@ class TritonKernels:
     def rotary_store(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
     ) -> None:
-        """Norm, rotate, scatter the rows to their slots."""
+        """Norm, rotate, and store keys and values in their slots."""
         kv_heads, head_dim = kv.shape[-2:]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         half = head_dim // 2
@@ -124,7 +133,7 @@ class TritonKernels:
         )  # fmt: skip
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-        """Decodes and prefills apart, where the host knows which are which."""
+        """Decodes and prefills in separate launches, if the host has the metadata."""
         return attend(qkv, kv, batch, scale, window)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -136,7 +145,7 @@ class TritonKernels:
         return out
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-        """The largest logits, filters, a draw; of few rows, each vocabulary is split."""
+        """Sample in four launches; the vocabulary is split if there are few rows."""
         rows, vocab = logits.shape
         temperature, top_k, top_p, min_p, seed, position = parameters
         stride, place = logits.stride(0), logits.device
@@ -172,11 +181,11 @@ def _shrink(x: Tensor, delta: LoraDelta, lora_tiles: _LoraTiles) -> Tensor:
     tables = batch.on(x.device)
     ranks, inputs, count = batch.largest_rank, x.shape[1], len(targets.each)
     tile, _, programs = lora_tiles
-    tile = tile._replace(width=tile.width * 2 // x.element_size())  # as many bytes in fp32: there is no room for more
+    tile = tile._replace(width=tile.width * 2 // x.element_size())  # equally many bytes in fp32, to fit shared memory
     tiles, rank_tiles = tiles_of(_segment_rows(batch), tile.rows), tiles_of(ranks, tile.ranks)
     parts, part_inputs = _parts(programs // (len(tables) * tiles * rank_tiles * count), inputs, tile.width)
-    even = tiles_of(ranks, _LEAST_RANKS) * _LEAST_RANKS  # all strides are multiples of 16
-    inner = torch.empty(parts, count, len(x), even, dtype=torch.float32, device=x.device)
+    padded = tiles_of(ranks, _LEAST_RANKS) * _LEAST_RANKS  # all strides are multiples of 16
+    inner = torch.empty(parts, count, len(x), padded, dtype=torch.float32, device=x.device)
     part_stride, target_stride, inner_stride, _ = inner.stride()
     tensors = x, inner, tables, targets.on(x.device), layer * len(LORA_MODULES), inputs, _padded_rank(batch)
     strides = x.stride(0), inner_stride, target_stride, part_stride
@@ -201,7 +210,7 @@ def _expand(out: Tensor, inner: Tensor, delta: LoraDelta, tile: _LoraTile) -> No
         inner, out, tables, targets.on(out.device), layer * len(LORA_MODULES), _padded_rank(batch), column_tiles,
         out.stride(0), inner_stride, target_stride, part_stride, parts,
     )  # fmt: skip
-    shape = tile.ranks, tile.width, batch.is_aligned, targets.are_even
+    shape = tile.ranks, tile.width, batch.is_aligned, targets.are_aligned
     options = launch(tile.warps, tile.stages)
     if tile.rows == 1:
         lora.expand_row[len(tables), count * column_tiles](*arguments, *shape, **options)
@@ -219,8 +228,8 @@ def _tiles(segment_rows: int, segments: int, ranks: int) -> _LoraTiles:
 
 
 def _segment_rows(batch: LoraBatch) -> int:
-    """Return how many rows a segment of its table on the device has at most."""
-    return min(batch.segment_rows, MOST_ROWS)
+    """Return the most rows of a segment in the batch's table on the device."""
+    return min(batch.segment_rows, MAX_SEGMENT_ROWS)
 
 
 def _padded_rank(batch: LoraBatch) -> int:
@@ -228,9 +237,9 @@ def _padded_rank(batch: LoraBatch) -> int:
 
 
 def _parts(wanted: int, inputs: int, width: int, most: int = _MOST_PARTS) -> tuple[int, int]:
-    """Return into how many parts inputs are split, by whole tiles, and how many inputs each has.
+    """Return the number of parts into which inputs are split, in whole tiles, and the inputs of each.
 
-    There are few numbers of parts, as there is a kernel for each.
+    The number before rounding is a power of two, since a kernel is compiled for each number.
     """
     parts = 1 << max(1, min(wanted, most)).bit_length() - 1
     part_inputs = tiles_of(tiles_of(inputs, width), parts) * width

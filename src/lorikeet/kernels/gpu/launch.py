@@ -1,4 +1,4 @@
-"""Launching Triton kernels, with programmatic dependent launch on Hopper and later."""
+"""Options for launching Triton kernels, with programmatic dependent launch (PDL) on Hopper and later."""
 
 from functools import cache
 
@@ -9,47 +9,47 @@ from triton.language.extra import cuda
 
 
 @triton.jit
-def await_last(EARLY: tl.constexpr):
-    """Wait for all that the kernels before have written; then let the next one begin.
+def wait_for_previous(PDL: tl.constexpr):
+    """With PDL, wait for the memory writes of the previous kernel, then let the next kernel start.
 
-    Every program must come here: the next kernel waits for this one alone.
+    Every program must call this: the next kernel waits for this kernel only.
     """
-    if EARLY:
+    if PDL:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
 
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 PROGRAMS = 264
-"""So many programs or more keep a large device busy: two on each multiprocessor of an H100."""
+"""Programs that keep a large device busy: two per multiprocessor of an H100."""
 
 
 @cache
-def _begins_early() -> bool:
-    """Whether kernels may begin while the one before them still runs (``early.await_last``): on Hopper and later."""
+def _has_pdl() -> bool:
+    """Return whether a kernel may start while the previous one runs (programmatic dependent launch, Hopper on)."""
     return not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def launch(warps: int, stages: int = 0) -> dict[str, int | bool]:
-    """Return what Triton is told beside a kernel's own arguments, with ``EARLY``, which every kernel has as its last.
+    """Return launch options, with ``PDL``, which is the last argument of every kernel.
 
     Args:
         warps: of a program.
-        stages: tiles on their way at a time; 0 for Triton's choice.
+        stages: pipeline stages, the number of tiles in flight; 0 for Triton's choice.
     """
-    options: dict[str, int | bool] = {"num_warps": warps, "EARLY": _begins_early()}
+    options: dict[str, int | bool] = {"num_warps": warps, "PDL": _has_pdl()}
     if stages:
         options["num_stages"] = stages
-    if _begins_early():
+    if _has_pdl():
         options["launch_pdl"] = True
     return options
 
 
 def tiles_of(count: int, width: int) -> int:
-    """Return how many tiles it takes. Triton's own function is one for kernels, too, and takes microseconds."""
+    """Return ``count / width`` rounded up. Triton's ``cdiv`` takes microseconds on the host."""
     return -(-count // width)
 
 
 def power_of_2(count: int) -> int:
-    """Return the least power of two that is no less; likewise."""
+    """Return the least power of two that is at least ``count``. Triton's function takes microseconds on the host."""
     return 1 << (count - 1).bit_length()

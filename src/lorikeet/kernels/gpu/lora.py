@@ -1,30 +1,31 @@
-"""What adapters of mixed ranks add to a product, straight from pool blocks.
+"""Grouped LoRA for adapters of mixed ranks, with weights read in place from pool blocks.
 
-Two launches, as Punica's SGMV has them (Chen et al., MLSys 2024): rows shrink to their adapter's rank, and expand to
-the outputs. Where rows are few, the inputs are split among programs, as split-K products are. Which rows belong to
-which adapter, and where its pieces lie, stands in tables on the device, so that the same launches serve any mix of
+There are two launches, as in Punica's SGMV (Chen et al., MLSys 2024): ``shrink`` multiplies rows with A, to their
+adapter's rank, and ``expand`` with B, to the outputs. With few rows, inputs are split among programs (split-K). Tables
+on the device tell which rows use which adapter and where its pieces are, so the same launches serve any mix of
 adapters.
 
-Each kernel has a form for segments of one row, where a product is no more than reading the adapter: tensor cores would
-be given tiles that are nearly empty.
+Each kernel has a variant for segments of one row, which is bound by reading the adapter: tiles of tensor cores would be
+nearly empty.
 
-A kernel that begins early looks up where its weights lie, may read some, and then waits.
+With PDL a kernel looks up the addresses of its weights, and may read some weights, before it waits for the previous
+kernel.
 
-Numbers that change from layer to layer or with the batch are not specialized: nobody is to wait for a kernel to be
-compiled anew because one of them has become a multiple of 16.
+Arguments that change between layers or batches are not specialised, so that they cause no recompilation when one of
+them becomes a multiple of 16.
 """
 
 import triton
 import triton.language as tl
 
-from lorikeet.kernels.gpu.launch import await_last
+from lorikeet.kernels.gpu.launch import wait_for_previous
 
 
 @triton.jit
 def _pieces(segments, segment, layer_module):
-    """Return the rows of a segment, the table of its adapter's pieces, and which of them are of (layer, module).
+    """Return the rows of a segment, its adapter's piece table, and the range of pieces for (layer, module).
 
-    A segment without rows has none: it only fills a table, and its addresses are 0.
+    An unused segment has no rows and no pieces; its addresses are 0.
     """
     begin = tl.load(segments + 4 * segment)
     end = tl.load(segments + 4 * segment + 1)
@@ -37,17 +38,17 @@ def _pieces(segments, segment, layer_module):
 
 @triton.jit
 def _piece(table, each, kind, ALIGNED: tl.constexpr):
-    """Return where a piece's A and B rows of that kind of element lie, and how many they are."""
+    """Return pointers to a piece's A and B rows, and their number."""
     a = tl.load(table + 3 * each).to(tl.pointer_type(kind))
     b = tl.load(table + 3 * each + 1).to(tl.pointer_type(kind))
-    if ALIGNED:  # else the compiler reads element by element: it knows nothing of addresses from a table
+    if ALIGNED:  # otherwise the compiler reads element by element, as it cannot know the alignment
         a, b = tl.multiple_of(a, 16), tl.multiple_of(b, 16)
     return a, b, tl.load(table + 3 * each + 2)
 
 
 @triton.jit
 def _columns(targets, target, EVEN: tl.constexpr):
-    """Return how many outputs a target has, and its first column."""
+    """Return the number of outputs of a target and its first column."""
     outputs, start = tl.load(targets + 3 + 3 * target), tl.load(targets + 2 + 3 * target)
     if EVEN:
         outputs, start = tl.multiple_of(outputs, 16), tl.multiple_of(start, 16)
@@ -58,27 +59,27 @@ def _columns(targets, target, EVEN: tl.constexpr):
 def shrink(
     x, inner, segments, targets, layer_modules, inputs, padded_rank, rank_tiles, parts, part_inputs,
     x_stride, inner_stride, target_stride, part_stride,
-    PRESETS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """``inner[part, target, row, rank] = x[row] @ A[rank]`` over one part of the inputs.
+    """Compute ``inner[part, target, row, rank] = x[row] @ A[rank]`` over one part of the inputs.
 
-    A program has a tile of rows of one segment and one of ranks, so that a step of few rows, too, has programs enough
-    to read adapters as fast as the memory can. ``padded_rank`` above 0 computes so many ranks of every adapter, those
-    that it has not as 0. ``WIDE`` multiplies in fp32: the interpreter knows no products of bfloat16.
+    A program computes a tile of rows of one segment and a tile of ranks, so that steps with few rows also have enough
+    programs to read adapters at memory bandwidth. ``padded_rank`` above 0 computes so many ranks of every adapter, with
+    0 for missing ones. ``WIDE`` multiplies in fp32, since the interpreter has no bfloat16 products.
     """
     segment = tl.program_id(0)
     tile, rank_tile = tl.program_id(1) // rank_tiles, tl.program_id(1) % rank_tiles
     target, part = tl.program_id(2) // parts, tl.program_id(2) % parts
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
     begin, end, table, piece, last = _pieces(segments, segment, layer_module)
-    row = begin + tile * PRESETS + tl.arange(0, PRESETS)
-    await_last(EARLY)
-    if begin + tile * PRESETS < end and piece < last:
+    row = begin + tile * ROWS + tl.arange(0, ROWS)
+    wait_for_previous(PDL)
+    if begin + tile * ROWS < end and piece < last:
         is_row = row < end
         first = rank_tile * RANKS
         rank = first + tl.arange(0, RANKS)
-        sums = tl.zeros([PRESETS, RANKS], tl.float32)
+        sums = tl.zeros([ROWS, RANKS], tl.float32)
         done = tl.cast(0, tl.int64)
         for each in range(piece, last):
             rows_a, _, ranks = _piece(table, each, x.dtype.element_ty, ALIGNED)
@@ -112,25 +113,25 @@ def shrink(
 def expand(
     inner, out, segments, targets, layer_modules, padded_rank, column_tiles,
     out_stride, inner_stride, target_stride, part_stride,
-    PARTS: tl.constexpr, PRESETS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
-    EVEN: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+    EVEN: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``out[row, column] += inner[:, target, row] @ Bᵀ[:, column]`` for a tile of rows and one of columns.
+    """Compute ``out[row, column] += inner[:, target, row] @ Bᵀ[:, column]`` for a tile of rows and one of columns.
 
-    The parts of the inputs are summed first, in their order, and rounded as torch's first product is. ``EVEN`` says
-    that columns and outputs of all targets are multiples of 16.
+    The parts of the inputs are summed first, in order, and rounded like torch's first product. ``EVEN``: columns and
+    outputs of all targets are multiples of 16.
     """
     segment, tile = tl.program_id(0), tl.program_id(1)
     target, column_tile = tl.program_id(2) // column_tiles, tl.program_id(2) % column_tiles
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
     outputs, start = _columns(targets, target, EVEN)
     begin, end, table, piece, last = _pieces(segments, segment, layer_module)
-    row = begin + tile * PRESETS + tl.arange(0, PRESETS)
+    row = begin + tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * WIDTH + tl.arange(0, WIDTH)
-    await_last(EARLY)
-    if begin + tile * PRESETS < end and piece < last and column_tile * WIDTH < outputs:
+    wait_for_previous(PDL)
+    if begin + tile * ROWS < end and piece < last and column_tile * WIDTH < outputs:
         is_row, is_column = row < end, column < outputs
-        sums = tl.zeros([PRESETS, WIDTH], tl.float32)
+        sums = tl.zeros([ROWS, WIDTH], tl.float32)
         done = tl.cast(0, tl.int64)
         for each in range(piece, last):
             _, rows_b, ranks = _piece(table, each, out.dtype.element_ty, ALIGNED)
@@ -161,7 +162,7 @@ def expand(
 
 @triton.jit
 def _rank_rows(table, piece, last, rank, width, AT: tl.constexpr, kind: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return where the A (``AT`` 0) or B (1) rows of some ranks lie, which of them there are, and how many in all."""
+    """Return pointers to the A (``AT`` 0) or B (1) rows of ranks, which of the ranks exist, and the total rank."""
     address, is_rank = rank * 0, rank < 0
     done = tl.cast(0, tl.int64)
     for each in range(piece, last):
@@ -179,9 +180,9 @@ def _rank_rows(table, piece, last, rank, width, AT: tl.constexpr, kind: tl.const
 def shrink_row(
     x, inner, segments, targets, layer_modules, inputs, padded_rank, parts, part_inputs,
     x_stride, inner_stride, target_stride, part_stride,
-    RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, EARLY: tl.constexpr,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """:func:`shrink` for segments of one row. The next tile of A is on its way while one is multiplied."""
+    """Compute :func:`shrink` for segments of one row. It prefetches the next tile of A while it multiplies one."""
     segment, rank_tile = tl.program_id(0), tl.program_id(1)
     target, part = tl.program_id(2) // parts, tl.program_id(2) % parts
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
@@ -192,7 +193,7 @@ def shrink_row(
     stop = tl.minimum(begin + part_inputs, inputs)
     column = begin + tl.arange(0, WIDTH)
     a = tl.load(rows_a[:, None] + column[None, :], mask=is_rank[:, None] & (column < stop)[None, :], other=0.0)
-    await_last(EARLY)
+    wait_for_previous(PDL)
     ranks = tl.maximum(ranks, padded_rank)
     if piece < last and rank_tile * RANKS < ranks:
         sums = tl.zeros([RANKS], tl.float32)
@@ -213,9 +214,9 @@ def expand_row(
     inner, out, segments, targets, layer_modules, padded_rank, column_tiles,
     out_stride, inner_stride, target_stride, part_stride,
     PARTS: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, EVEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """:func:`expand` for segments of one row. The next tile of B is on its way while one is multiplied."""
+    """Compute :func:`expand` for segments of one row. It prefetches the next tile of B while it multiplies one."""
     segment = tl.program_id(0)
     target, column_tile = tl.program_id(1) // column_tiles, tl.program_id(1) % column_tiles
     layer_module = layer_modules + tl.load(targets + 1 + 3 * target)
@@ -227,7 +228,7 @@ def expand_row(
     kind: tl.constexpr = out.dtype.element_ty
     rows_b, is_rank, ranks = _rank_rows(table, piece, last, rank, outputs, 1, kind, ALIGNED and EVEN)
     b = tl.load(rows_b[:, None] + column[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0)
-    await_last(EARLY)
+    wait_for_previous(PDL)
     if piece < last and column_tile * WIDTH < outputs:
         sums = tl.zeros([RANKS, WIDTH], tl.float32)
         for _tile in range(0, tl.maximum(ranks, padded_rank), RANKS):

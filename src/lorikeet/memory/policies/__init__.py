@@ -1,4 +1,7 @@
-"""Eviction and prefetch rules by name: one short file each, one line here (docs/decisions/memory-policies.md)."""
+"""Eviction and prefetch policies by name.
+
+A new policy is one file here and one entry in its table. docs/decisions/memory-policies.md explains the choices.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Prefetch of everything: the upper bound that TOPPINGS calls CACHED (section 7.1)."""
+"""Prefetch of all adapters: the upper bound that TOPPINGS calls CACHED (section 7.1)."""
 
 from collections.abc import Iterator
 
@@ -9,12 +9,12 @@ from lorikeet.memory.tree import NodeKind, NodeTransfer
 
 
 class AllPrefetch(PrefetchPolicy):
-    """Names every adapter that anybody may ask for, in the order in which they became known; nobody leaves for it."""
+    """Names every registered adapter, in order of registration. Nothing is evicted for it."""
 
-    fills = False
+    below_watermark_only = False
 
     def targets(self, now: float) -> Iterator[int]:
-        """Yield the adapters that are off the device and at rest."""
+        """Yield the adapters that are off the device and in no transfer."""
         tree = self.view.tree
         every = slice(tree.end)
         away = (tree.kind[every] == NodeKind.ADAPTER) & ~tree.on_device[every] & (tree.moving[every] == NodeTransfer.NO)

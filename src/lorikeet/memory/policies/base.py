@@ -1,7 +1,8 @@
-"""What a policy of the memory is: it looks at the tree, is told what happens, and says what it thinks.
+"""Interfaces of the memory's policies.
 
-Policies change nothing. The memory asks an :class:`EvictionPolicy` for scores and moves nodes in their order; a
-:class:`PrefetchPolicy` names nodes to bring to the device, best first.
+An :class:`EvictionPolicy` scores nodes of the tree, and the memory evicts the lowest score first. A
+:class:`PrefetchPolicy` names nodes to load to the device, best first. Policies read the :class:`MemoryView` and are
+notified of events; they change nothing in the memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,25 +15,24 @@ import numpy.typing as npt
 from lorikeet.memory.tree import DependencyTree, Nodes, NodeTransfer, Scores
 
 LOWEST = float(np.finfo(np.float64).min)
-"""Stands for a score of minus infinity, which would be no number any more with an infinite offset added."""
+"""Used for a score of minus infinity, which would become NaN when an infinite offset is added."""
 
 _Number = TypeVar("_Number", bound=np.generic)
 
 
 @dataclass
 class MemoryView:
-    """What policies may look at. The memory keeps it up to date; they only read.
+    """State that policies may read. The memory keeps it up to date.
 
     Attributes:
         tree: all nodes.
-        device_blocks: size of the device arena.
-        queued: requests in the admission queue.
-        waiting: their adapters, in its order, with how many requests want each; kept up to date where a policy follows
-            the queue.
-        resident_adapters: returns the number of adapters on the device or on their way to it, at this moment: it
-            changes with every single move.
-        load_s: predicted seconds until each of some adapters could be used if it was loaded now; 0 where nobody knows.
-        iteration_s: what a step takes at present; 0 where nobody knows.
+        device_blocks: size of the device arena, in blocks.
+        queued: number of requests in the admission queue.
+        waiting: adapter nodes of the queued requests, in queue order, with the number of requests for each; updated
+            only if a policy sets ``follows_queue``.
+        resident_adapters: returns the present number of adapters on the device or in flight to it.
+        load_s: returns the predicted seconds to load each of some adapters; 0 where not known.
+        iteration_s: duration of the last step in seconds; 0 where not known.
     """
 
     tree: DependencyTree
@@ -45,84 +45,86 @@ class MemoryView:
 
 
 class EvictionPolicy:
-    """Scores nodes: the lowest leaves first. Subclasses override what they need.
+    """Scores nodes; the lowest is evicted first. Subclasses override what they need.
 
     Args:
-        view: what there is to see.
+        view: the state of the memory.
 
     Attributes:
-        rescored_at_eviction: scores depend on who else is resident, and are asked for anew before every eviction
-            (of the adapters only); else those of the last tick count, renewed for nodes that were used since.
-        whole_branches: when a node leaves, what may leave of its branch (all nodes of the same ``top``) leaves too.
-        proposals: so many of the lowest are put before :meth:`choose`; with 1 the lowest leaves.
-        dispensable_below: adapters that score less may make room for what the queue wants before its turn has come.
-        follows_queue: it looks at ``view.waiting``.
+        rescored_at_eviction: whether scores of adapters depend on what else is resident, so that all of them are
+            scored again before every eviction. Else the scores of the last tick are used, updated for nodes that were
+            used since.
+        whole_branches: whether the eviction of a node also evicts everything evictable of its branch (all nodes of the
+            same ``top``).
+        proposals: number of lowest-scored nodes that are passed to :meth:`choose`; with 1 the lowest is evicted.
+        evictable_below: adapters with a lower score may be evicted for prefetches that queued requests need.
+        follows_queue: whether it reads ``view.waiting``.
     """
 
     rescored_at_eviction = False
     whole_branches = False
     proposals = 1
-    dispensable_below = -np.inf
+    evictable_below = -np.inf
     follows_queue = False
 
     def __init__(self, view: MemoryView) -> None:
         self.view = view
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return a finite score for each of ``nodes``; a node of a tie that lies deeper leaves first.
+        """Return a finite score for each of ``nodes``; of equal scores the deeper node is evicted first.
 
-        What is returned for the base's node is never looked at.
+        The score of the base model's node is ignored.
         """
         raise NotImplementedError
 
     def adapter_offset(self, now: float) -> float:
-        """Return what is added to the scores of adapters when they are compared with those of KV for eviction."""
+        """Return the number added to scores of adapters before they are compared with those of KV for eviction."""
         return 0.0
 
-    def adapter_offset_in(self, now: float) -> float:
-        """Return what is added to the scores of adapters when they are compared with those of KV for prefetching."""
+    def prefetch_adapter_offset(self, now: float) -> float:
+        """Return the number added to scores of adapters before they are compared with those of KV for prefetch."""
         return 0.0
 
     def choose(self, nodes: Sequence[int], now: float) -> int:
-        """Return which of the proposed nodes leaves, the lowest score first among them; the others stay."""
+        """Return which of the proposed nodes to evict; ``nodes`` are in order of score, the lowest first."""
         return nodes[0]
 
     def protect(self, adapter: int, until_s: float) -> None:
-        """A prefetch asks that an adapter be kept until then. What that means, if anything, is the policy's."""
+        """Handle the wish of a prefetch policy to keep an adapter until ``until_s``; ignored by default."""
 
     def arrived(self, adapter: int, path: Sequence[int], now: float) -> None:
-        """A request arrived for ``adapter`` and matched ``path``; visits and last uses are noted already."""
+        """Handle the arrival of a request for ``adapter`` that matches ``path``; visits and last use are updated."""
 
     def admitted(self, adapter: int, path: Sequence[int], now: float) -> None:
-        """A request received its blocks."""
+        """Handle the admission of a request."""
 
     def inserted(self, nodes: Sequence[int], now: float) -> None:
-        """Adapters or KV came to the device that were not there before; earlier KV first."""
+        """Handle adapters or KV that are new on the device; earlier KV first."""
 
     def removed(self, nodes: Sequence[int], now: float) -> None:
-        """Nodes left the device, in this order."""
+        """Handle the eviction of nodes from the device, in this order."""
 
     def forgotten(self, nodes: Sequence[int]) -> None:
-        """Nodes were taken out of the tree; their indices may stand for others later."""
+        """Handle the removal of nodes from the tree; their indices may be reused."""
 
     def batch(self, running: int, now: float) -> None:
-        """From now on so many sequences hold blocks."""
+        """Handle a change of the number of sequences that hold blocks."""
 
 
 class PrefetchPolicy:
-    """Names what should be on the device. Subclasses override :meth:`targets`.
+    """Names nodes to load to the device. Subclasses override :meth:`targets`.
 
     Args:
-        view: what there is to see.
-        eviction: of the same row.
+        view: the state of the memory.
+        eviction: eviction policy of the same preset.
 
     Attributes:
-        fills: bring nodes only while less than the row's ``prefetch_below`` of the device is in use, and up to it.
-            Else any free memory is used.
-        follows_queue: it looks at ``view.waiting``.
+        below_watermark_only: whether it prefetches only while less than the preset's ``prefetch_below`` of the device
+            is in use, up to it. Else it uses any free memory.
+        follows_queue: whether it reads ``view.waiting``.
     """
 
-    fills = True
+    below_watermark_only = True
     follows_queue = False
 
     def __init__(self, view: MemoryView, eviction: EvictionPolicy) -> None:
@@ -130,49 +132,53 @@ class PrefetchPolicy:
         self.eviction = eviction
 
     def targets(self, now: float) -> Iterator[int]:
-        """Yield nodes on the host (adapters also from their source), best first.
+        """Yield nodes to load, best first: KV on the host, and adapters on the host or at their source.
 
-        A node of KV may be named only when its parent is on the device, on its way there, or has been named before
-        (rows without the tree rule: any). Nodes that cannot be moved now are passed over by whoever asks, one by
-        one: an adapter is on its way, or passed over, before the next node is asked for. Where a row ``fills``, the
-        eviction policy's scores in ``tree.score`` are those of this moment.
+        A KV node may be yielded only if its parent is on the device, in flight to it, or was yielded before (any node
+        in presets without ``dependency_tree``). The swapper skips nodes that cannot be moved now. It starts or skips
+        each adapter before it takes the next node. If ``below_watermark_only``, the scores in ``tree.score`` are up to
+        date.
         """
         return iter(())
 
     def due_s(self, now: float) -> float:
-        """Return when :meth:`targets` will name more though nothing has happened; ``inf`` if never."""
+        """Return the next time at which :meth:`targets` yields more without any event; ``inf`` if never."""
         return float("inf")
 
     def evicts_below(self, node: int) -> float:
-        """Return below which score adapters may be evicted to make room for ``node``; -inf: nobody may."""
+        """Return the score below which adapters may be evicted to load ``node``; -inf: none may."""
         return -np.inf
 
     def arrived(self, adapter: int, now: float) -> None:
-        """A request arrived for ``adapter``; nothing has been loaded for it yet."""
+        """Handle the arrival of a request for ``adapter``, before anything is loaded for it."""
 
     def fetched(self, node: int, now: float) -> None:
-        """A node that it named is being brought."""
+        """Handle the start of a prefetch of a node that it named."""
 
     def forgotten(self, nodes: Sequence[int]) -> None:
-        """Nodes were taken out of the tree; their indices may stand for others later."""
+        """Handle the removal of nodes from the tree; their indices may be reused."""
 
 
 def is_prefetchable(tree: DependencyTree, node: int) -> bool:
-    """Whether a node's bytes are off the device, at rest, and could be brought to it."""
+    """Whether a node is off the device, in no transfer, and could be loaded to it."""
     entry = tree.adapters.get(node)
     if entry is not None and entry.retired:
         return False
     return not tree.on_device[node] and not tree.moving[node] and (entry is not None or bool(tree.on_host[node]))
 
 
-def stays(tree: DependencyTree, nodes: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-    """Return which nodes are on the device and not about to leave it, or are on their way to it."""
+def stays_on_device(
+    tree: DependencyTree, nodes: npt.NDArray[np.int64] | npt.NDArray[np.int32]
+) -> npt.NDArray[np.bool_]:
+    """Return which nodes are on the device and not being evicted, or are in flight to it."""
     moving = tree.moving[nodes]
-    there: npt.NDArray[np.bool_] = (tree.on_device[nodes] & (moving != NodeTransfer.OUT)) | (moving == NodeTransfer.IN)
-    return there
+    staying: npt.NDArray[np.bool_] = (tree.on_device[nodes] & (moving != NodeTransfer.OUT)) | (
+        moving == NodeTransfer.IN
+    )
+    return staying
 
 
-def by_node(values: npt.NDArray[_Number], tree: DependencyTree, empty: Any) -> npt.NDArray[_Number]:
-    """Return a policy's own array by node, lengthened with ``empty`` if the tree has grown."""
+def extend_to_nodes(values: npt.NDArray[_Number], tree: DependencyTree, empty: Any) -> npt.NDArray[_Number]:
+    """Return an array indexed by node, extended with ``empty`` to the size of the tree if that has grown."""
     missing = len(tree.kind) - len(values)
     return np.concatenate([values, np.full(missing, empty, values.dtype)]) if missing > 0 else values

@@ -1,4 +1,4 @@
-"""BFS (ELORA §VIII-H): whole branches move, an adapter with all its KV, chosen by the sum of their Eval."""
+"""BFS (ELORA §VIII-H): evicts whole branches, an adapter with all its KV, by the sum of their Eval."""
 
 import numpy as np
 
@@ -8,10 +8,9 @@ from lorikeet.memory.tree import NodeKind, Nodes, Scores
 
 
 class Bfs(Elora):
-    """Scores a node by the logarithm of the sum of Eval over its branch, on whichever tier the nodes lie.
+    """Scores a node by the logarithm of the sum of Eval over its branch, whichever tier the nodes are on.
 
-    LoRA_Eval is left out: the move of a branch takes its adapter along, so Now is the same for every branch and
-    cancels.
+    LoRA_Eval is left out: every branch includes its adapter, so Now is the same for all and cancels.
     """
 
     whole_branches = True
@@ -20,13 +19,13 @@ class Bfs(Elora):
         super().__init__(view, lora_eval=LoraEval.OFF)
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return the branch sums of ``nodes``; nodes of one branch have the same."""
+        """Return the branch sums of ``nodes``; nodes of one branch have equal scores."""
         tree, end = self.view.tree, self.view.tree.end
         tops = tree.top[nodes]
-        asked = np.zeros(end, np.bool_)
-        asked[tops] = True
+        is_wanted = np.zeros(end, np.bool_)
+        is_wanted[tops] = True
         members = np.flatnonzero(tree.kind[:end] >= NodeKind.ADAPTER)
-        members = members[asked[tree.top[members]]]
+        members = members[is_wanted[tree.top[members]]]
         each, branch = super().scores(members, now), tree.top[members]
         highest = np.full(end, LOWEST)
         np.maximum.at(highest, branch, each)

@@ -1,7 +1,8 @@
-"""Chameleon's adapter cache (§4.1): Score = F * Frequency + R * Recency + S * Size, and the lowest leaves.
+"""Chameleon's adapter cache (§4.1): Score = F * Frequency + R * Recency + S * Size, and the lowest is evicted.
 
-By the formula, and against a sentence beside it, small adapters leave before large ones: they are cheap to load again.
-Above the scores, which lie between 0 and 1, are tiers. Adapters that queued requests want leave after all others.
+By the formula small adapters are evicted before large ones, since they are cheap to load again; a sentence beside it in
+the paper says the opposite. Scores lie between 0 and 1. Adapters that queued requests want are in a higher tier, and
+are evicted after all others.
 """
 
 from collections import deque
@@ -10,34 +11,35 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, by_node, stays
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, extend_to_nodes, stays_on_device
 from lorikeet.memory.tree import NodeKind, Nodes, Scores
 
 WANTED = 10.0
 """Added while a queued request wants the adapter: tier 2."""
 PROTECTED = 5.0
-"""Added while a prefetch asks for it to be kept; still tier 1."""
+"""Added while a prefetch policy protects the adapter; still tier 1."""
 WINDOW_S = 300.0
-"""Uses are counted over so long: the paper's T_refresh."""
+"""Window in which uses are counted: the paper's T_refresh."""
 
 _UNKNOWN = -1
 
 
 class Chameleon(EvictionPolicy):
-    """See the module.
+    """Scores adapters by frequency, recency and size, in tiers.
 
-    All terms are between 0 and 1: uses in the window over the most of a resident adapter; the last use between the
-    oldest (0) and newest (1) of them; rank over the largest rank of all known adapters. KV scores below any adapter:
-    Chameleon has no history KV, so there is some only of requests that were preempted.
+    All terms are between 0 and 1. Frequency: uses in the window, divided by the most of any resident adapter. Recency:
+    last use, scaled between the oldest (0) and newest (1) of resident adapters. Size: rank, divided by the largest rank
+    of all registered adapters. KV scores below any adapter: Chameleon keeps no KV of finished requests, so there is
+    only KV of preempted ones.
 
     Args:
-        view: what there is to see.
-        frequency, recency, size: the weights F, R and S (§4.1). With 0, 1, 0 it is LRU within the tiers, with a third
-            each FairShare (§5.3).
+        view: the state of the memory.
+        frequency, recency, size: the weights F, R and S (§4.1). 0, 1, 0 gives LRU within the tiers; a third each
+            gives FairShare (§5.3).
     """
 
     rescored_at_eviction = True
-    dispensable_below = WANTED
+    evictable_below = WANTED
     follows_queue = True
 
     def __init__(self, view: MemoryView, *, frequency: float = 0.45, recency: float = 0.10, size: float = 0.45) -> None:
@@ -49,30 +51,30 @@ class Chameleon(EvictionPolicy):
         self._protected: dict[int, float] = {}
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return scores of adapters as they are now, by who is resident and who is wanted."""
+        """Return present scores; those of adapters depend on the resident and the wanted adapters."""
         tree = self.view.tree
         is_adapter = tree.kind[nodes] == NodeKind.ADAPTER
         scores = np.where(is_adapter, 0.0, -1.0)
         if not is_adapter.any():
             return scores
         known = np.flatnonzero(tree.kind[: tree.end] == NodeKind.ADAPTER)
-        resident = known[stays(tree, known)]
+        resident = known[stays_on_device(tree, known)]
         if len(resident):
             scores[is_adapter] = self._scores(nodes[is_adapter], resident, known, now)
         return scores
 
     def protect(self, adapter: int, until_s: float) -> None:
-        """Let all unprotected and unwanted adapters leave before this one until then."""
+        """Evict all unprotected and unwanted adapters before this one until ``until_s``."""
         self._protected[adapter] = until_s
 
     def admitted(self, adapter: int, path: Sequence[int], now: float) -> None:
-        """Count a use. A prefetch is none."""
-        self._forget_uses(now)  # here, too, as nobody asks for scores while there is room for everybody
+        """Count a use. Prefetches do not count."""
+        self._forget_uses(now)  # here as well, since no scores are computed while memory is free
         self._frequency[adapter] += 1
         self._uses.append((now, adapter))
 
     def forgotten(self, nodes: Sequence[int]) -> None:
-        """Others may get their places."""
+        """Clear the state of removed nodes, whose indices may be reused."""
         for node in nodes:
             self._protected.pop(node, None)
             if node < len(self._rank):
@@ -97,13 +99,13 @@ class Chameleon(EvictionPolicy):
         return scores
 
     def _forget_uses(self, now: float) -> None:
-        self._frequency = by_node(self._frequency, self.view.tree, 0.0)
+        self._frequency = extend_to_nodes(self._frequency, self.view.tree, 0.0)
         while self._uses and self._uses[0][0] <= now - WINDOW_S:
             self._frequency[self._uses.popleft()[1]] -= 1
 
     def _ranks(self, known: Nodes) -> npt.NDArray[np.int64]:
-        """Return ranks by node. They are asked of an adapter only once: it looks through all its modules and layers."""
-        self._rank = by_node(self._rank, self.view.tree, _UNKNOWN)
+        """Return ranks by node. Each is computed once, since that goes over all modules and layers of an adapter."""
+        self._rank = extend_to_nodes(self._rank, self.view.tree, _UNKNOWN)
         for node in known[self._rank[known] == _UNKNOWN].tolist():
             self._rank[node] = self.view.tree.adapters[node].ref.max_rank
         return self._rank
@@ -114,12 +116,12 @@ class Chameleon(EvictionPolicy):
 
 
 def _share(values: npt.NDArray[np.float64] | npt.NDArray[np.int64], nodes: Nodes, among: Nodes) -> Scores:
-    """Return the values of ``nodes`` over the largest among some; 0 if that is 0."""
+    """Return the values of ``nodes`` divided by the largest value in ``among``; 0 if that is 0."""
     most = float(values[among].max())
     return np.minimum(values[nodes] / most, 1.0) if most > 0 else np.zeros(len(nodes))
 
 
 def _between(values: npt.NDArray[np.float64], nodes: Nodes, among: Nodes) -> Scores:
-    """Return where values lie between the smallest (0) and the largest (1) among some; 1 if all are equal."""
+    """Return values scaled between the smallest (0) and the largest (1) in ``among``; 1 if these are equal."""
     least, most = float(values[among].min()), float(values[among].max())
     return np.clip((values[nodes] - least) / (most - least), 0.0, 1.0) if most > least else np.ones(len(nodes))

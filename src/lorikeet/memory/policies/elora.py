@@ -1,11 +1,12 @@
-"""ELORA's cost model (§VI): what keeping a node saves, and how many adapters should be there.
+"""ELORA's cost model (§VI): how much keeping a node saves, and how many adapters should be resident.
 
     Eval = LoRA_Eval * cost * visit * (1 - sigmoid(t))                                               (Eq. 5, 6)
     LoRA_Eval = min(1, Now / Low)                                                                    (Eq. 4)
     Low = sum over adapters of 1 - (1 - prob)^BS                                                     (Eq. 3)
 
-Only the order matters, so scores are logarithms: far from 37 units of age, where 1 - sigmoid(t) is 0 in float64, they
-still tell old nodes from older ones. What the paper leaves open is settled in docs/decisions/memory-policies.md.
+Only the order matters, so scores are logarithms of Eval. In float64, 1 - sigmoid(t) is 0 from an age of 37 units on;
+its logarithm still distinguishes old nodes from older ones. docs/decisions/memory-policies.md says what the paper
+leaves open and what was decided.
 """
 
 import math
@@ -19,22 +20,22 @@ from lorikeet.memory.policies.base import LOWEST, EvictionPolicy, MemoryView
 from lorikeet.memory.tree import BASE, NodeKind, Nodes, Scores
 
 BATCH_WINDOW_S = 5.0
-"""BS is the mean batch size over so long (§VI-A)."""
-_PART = 8192
-"""Scored at a time, so that what is computed in between stays in the processor's cache."""
+"""Window of the mean batch size BS (§VI-A)."""
+_CHUNK_NODES = 8192
+"""Number of nodes scored at a time, so that intermediate arrays stay in the processor's cache."""
 TAU_S = 60.0
-"""The unit of t, which the paper does not give."""
+"""Unit of the age t, which the paper does not give."""
 
 
 class LoraEval(StrEnum):
-    """What LoRA_Eval means for an adapter that would leave the device."""
+    """How LoRA_Eval is applied to the scores of adapters for eviction."""
 
     MIRRORED = "mirrored"
-    """Scores are divided by it: adapters are kept the more, the fewer there are. The paper's stated aim."""
+    """Scores are divided by it: the fewer adapters are resident, the longer they are kept. The paper's stated aim."""
     LITERAL = "literal"
-    """Scores are multiplied with it, as printed: adapters leave the earlier, the fewer there are."""
+    """Scores are multiplied by it, as printed: the fewer adapters are resident, the earlier they are evicted."""
     OFF = "off"
-    """It is left out, for prefetching too."""
+    """It is left out, for prefetch as well."""
 
 
 class Factor(StrEnum):
@@ -46,11 +47,11 @@ class Factor(StrEnum):
 
 
 def required_adapters(prob: npt.NDArray[np.float64], batch: float) -> float:
-    """Return how many different adapters a batch is expected to hold (Eq. 3).
+    """Return the expected number of different adapters in a batch (Eq. 3).
 
     Args:
         prob: for each adapter, the share of requests that use it.
-        batch: requests in the batch; need not be whole.
+        batch: number of requests in the batch; may be fractional.
     """
     return float(np.sum(1 - (1 - prob) ** batch))
 
@@ -61,21 +62,21 @@ def quantity_coefficient(resident: float, required: float) -> float:
 
 
 class WindowMean:
-    """The mean over time of a number that changes in steps, over the last ``window_s`` or since it was first known."""
+    """Time average of a piecewise constant number, over the last ``window_s`` seconds or since its first value."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._steps: deque[tuple[float, float, float]] = deque()  # time, integral up to it, value since
 
     def set(self, value: float, now: float) -> None:
-        """From ``now`` on it has this value."""
+        """Set the value from ``now`` on."""
         if self._steps and self._steps[-1][2] == value:
             return
         self._steps.append((now, self._integral(now), value))
         self._forget(now)
 
     def mean(self, now: float) -> float:
-        """Return the mean up to ``now``; 0 if nothing is known."""
+        """Return the mean up to ``now``; 0 before the first value."""
         if not self._steps:
             return 0.0
         self._forget(now)
@@ -87,7 +88,7 @@ class WindowMean:
 
     @property
     def last(self) -> float:
-        """Its present value; 0 if nothing is known."""
+        """The present value; 0 before the first."""
         return self._steps[-1][2] if self._steps else 0.0
 
     def _forget(self, now: float) -> None:
@@ -102,16 +103,16 @@ class WindowMean:
 
 
 class Elora(EvictionPolicy):
-    """See the module.
+    """Scores nodes by the logarithm of ELORA's Eval.
 
-    LoRA_Eval has one value for all adapters and one for all KV, so it is no part of the scores: it is the offset
-    between them, and a move that changes the number of adapters leaves all scores as they are.
+    LoRA_Eval has one value for all adapters and one for all KV. So it is not part of the scores but the offset between
+    the two kinds, and scores stay valid when the number of resident adapters changes.
 
     Args:
-        view: what there is to see.
-        lora_eval: what the coefficient means for eviction.
-        tau_s: unit of age.
-        without: a factor that is left out.
+        view: the state of the memory.
+        lora_eval: how the coefficient is applied for eviction.
+        tau_s: unit of age, in seconds.
+        without: a factor to leave out, for ablations.
     """
 
     def __init__(
@@ -130,37 +131,37 @@ class Elora(EvictionPolicy):
         self._low = (-np.inf, 0.0)
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return log cost + log visit - softplus(t / tau), less what all nodes have in common.
+        """Return log cost + log visit - softplus(t / tau), without terms that are equal for all nodes.
 
-        That is the link's bandwidth in cost and the number of requests in visit. ``LOWEST`` if a factor is 0: such
-        are adapters that nobody has asked for yet.
+        Those are the link bandwidth in cost and the number of requests in visit. The score is ``LOWEST`` if a factor
+        is 0, as for adapters that no request has used yet.
         """
         scores = np.full(len(nodes), LOWEST)
-        for begin in range(0, len(nodes), _PART):
-            self._score(nodes[begin : begin + _PART], now, scores[begin : begin + _PART])
+        for begin in range(0, len(nodes), _CHUNK_NODES):
+            self._score(nodes[begin : begin + _CHUNK_NODES], now, scores[begin : begin + _CHUNK_NODES])
         return scores
 
     def adapter_offset(self, now: float) -> float:
-        """Return log LoRA_Eval of an adapter that leaves less that of KV; with the sign turned if mirrored."""
+        """Return log LoRA_Eval when an adapter is evicted minus that when KV is; negated if mirrored."""
         resident = self.view.resident_adapters()
         if self._lora_eval is LoraEval.OFF or resident == 0:
             return 0.0
         fewer = self._log_coefficient(resident - 1, now) - self._log_coefficient(resident, now)
         return -fewer if self._lora_eval is LoraEval.MIRRORED else fewer
 
-    def adapter_offset_in(self, now: float) -> float:
-        """Return log LoRA_Eval of an adapter that comes less that of KV: +inf if there is no adapter yet."""
+    def prefetch_adapter_offset(self, now: float) -> float:
+        """Return log LoRA_Eval when an adapter is loaded minus that when KV is; +inf if no adapter is resident."""
         if self._lora_eval is LoraEval.OFF:
             return 0.0
         resident = self.view.resident_adapters()
         return self._log_coefficient(resident + 1, now) - self._log_coefficient(resident, now)
 
     def batch(self, running: int, now: float) -> None:
-        """Note the batch size."""
+        """Record the batch size."""
         self._batch.set(running, now)
 
     def low(self, now: float) -> float:
-        """Return Low. Requests without an adapter count among the requests, but need none."""
+        """Return Low (Eq. 3). Requests for the base model count as requests, but need no adapter."""
         if self._low[0] != now:
             self._low = (now, self._compute_low(now))
         return self._low[1]
@@ -188,6 +189,6 @@ class Elora(EvictionPolicy):
         age = np.zeros(len(nodes))
         if self._without is not Factor.RECENCY:
             age = (now - tree.last_use_s[nodes]) / self._tau_s
-            value /= 1 + np.exp(-age)  # with the age taken off below: softplus, and no overflow, as no age is negative
+            value /= 1 + np.exp(-age)  # minus the age below, this is softplus; no overflow, since ages are not negative
         np.log(value, out=scores, where=known)
         scores -= age

@@ -1,7 +1,7 @@
-"""HALP (Song et al., NSDI 2023), which ELORA §VIII-H compares itself with: LRU proposes, a learned ranker picks.
+"""HALP (Song et al., NSDI 2023), a baseline of ELORA §VIII-H: LRU proposes nodes, a learned ranker picks one.
 
-The ranker says which of two nodes had better leave: a logistic function of the difference of their features. It is
-trained by what happened: when one of two nodes, of which one left and one stayed, is used again first.
+The ranker predicts which of two nodes should be evicted: a logistic function of the difference of their features. For
+each evicted node and each one that was kept instead, it is trained by which of the two is used again first.
 """
 
 from collections import OrderedDict, defaultdict
@@ -15,29 +15,29 @@ import numpy.typing as npt
 from lorikeet.memory.policies.base import MemoryView
 from lorikeet.memory.policies.lru import Lru
 
-_RATE = 0.05
-_PAIRS = 4096
-"""So many decisions wait for their outcome; the oldest are given up."""
+_LEARNING_RATE = 0.05
+_MAX_PAIRS = 4096
+"""Decisions that wait for their outcome; beyond that the oldest are dropped."""
 
 
 class _Pair(NamedTuple):
-    """A decision.
+    """One eviction decision between two nodes.
 
     Attributes:
-        left, stayed: nodes.
-        difference: of their features then, left less stayed.
+        evicted, kept: the two nodes.
+        difference: features of the evicted node minus those of the kept one, at the time.
     """
 
-    left: int
-    stayed: int
+    evicted: int
+    kept: int
     difference: npt.NDArray[np.float64]
 
 
 class Halp(Lru):
-    """Of the four least recently used candidates, the one leaves that the ranker says.
+    """Evicts, of the four least recently used candidates, the one that the ranker picks.
 
-    Features are the logarithms of age (in seconds), visits, size and depth, the first, second and last plus 1. The
-    ranker knows nothing at first, and then the least recently used leaves.
+    Features are the logarithms of age in seconds plus 1, visits plus 1, size, and depth plus 1. An untrained ranker
+    picks the least recently used.
     """
 
     proposals = 4
@@ -50,7 +50,7 @@ class Halp(Lru):
         self._pairs_of: defaultdict[int, set[int]] = defaultdict(set)
 
     def choose(self, nodes: Sequence[int], now: float) -> int:
-        """Return the node that the ranker puts before all others, of equals the first."""
+        """Return the node that the ranker scores highest; of equals the first."""
         features = self._features(nodes, now)
         best = int(np.argmax(features @ self._weights))
         for other, node in enumerate(nodes):
@@ -59,13 +59,13 @@ class Halp(Lru):
         return nodes[best]
 
     def arrived(self, adapter: int, path: Sequence[int], now: float) -> None:
-        """Learn from the decisions about the nodes that are used now."""
+        """Train on the decisions about nodes that are used now."""
         for node in (adapter, *path):
             for pair in self._take(node):
-                self._learn(pair.difference, was_right=pair.stayed == node)
+                self._learn(pair.difference, was_right=pair.kept == node)
 
     def forgotten(self, nodes: Sequence[int]) -> None:
-        """How the decisions about them would have turned out will not be known."""
+        """Drop decisions about removed nodes, whose outcome will not be known."""
         for node in nodes:
             self._take(node)
 
@@ -77,24 +77,24 @@ class Halp(Lru):
 
     def _learn(self, difference: npt.NDArray[np.float64], *, was_right: bool) -> None:
         predicted = 1 / (1 + np.exp(-difference @ self._weights))
-        self._weights += _RATE * (was_right - predicted) * difference
+        self._weights += _LEARNING_RATE * (was_right - predicted) * difference
 
     def _remember(self, pair: _Pair) -> None:
         number = next(self._ids)
         self._pairs[number] = pair
-        self._pairs_of[pair.left].add(number)
-        self._pairs_of[pair.stayed].add(number)
-        if len(self._pairs) > _PAIRS:
+        self._pairs_of[pair.evicted].add(number)
+        self._pairs_of[pair.kept].add(number)
+        if len(self._pairs) > _MAX_PAIRS:
             self._drop(next(iter(self._pairs)))
 
     def _take(self, node: int) -> list[_Pair]:
-        """Return the open decisions about a node, oldest first, and close them."""
+        """Remove and return the open decisions about a node, oldest first."""
         numbers = sorted(self._pairs_of.get(node, ()))
         return [self._drop(number) for number in numbers]
 
     def _drop(self, number: int) -> _Pair:
         pair = self._pairs.pop(number)
-        for node in (pair.left, pair.stayed):
+        for node in (pair.evicted, pair.kept):
             self._pairs_of[node].discard(number)
             if not self._pairs_of[node]:
                 del self._pairs_of[node]

@@ -1,7 +1,7 @@
-"""Hawkeye (Jain and Lin, ISCA 2016), which ELORA §VIII-H compares itself with: learn what Belady's policy would keep.
+"""Hawkeye (Jain and Lin, ISCA 2016), a baseline of ELORA §VIII-H: learns what Belady's optimal policy would keep.
 
-OPTgen replays past requests as the optimal policy would have served them. An adapter whose nodes that policy would
-mostly have kept is called friendly; nodes of the others leave first.
+OPTgen replays past requests as the optimal policy would have served them. An adapter is cache-friendly if that policy
+would have kept most of its nodes; nodes of other adapters are evicted first.
 """
 
 from collections import deque
@@ -9,25 +9,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, by_node
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, extend_to_nodes
 from lorikeet.memory.tree import NO_NODE, NodeKind, Nodes, Scores
 
 _HISTORY = 8
-"""The past is kept up to so many times the capacity, in blocks accessed."""
-_MOST, _FRIENDLY = 7, 4
-"""Counters of 3 bits; from 4 an adapter is friendly, and there they begin."""
+"""History length in accessed blocks, as a multiple of the capacity."""
+_MAX_COUNTER, _FRIENDLY = 7, 4
+"""Counters have 3 bits and start at 4; from 4 on an adapter is friendly."""
 _FRIENDLY_SCORE = 2.0**40
-"""More than any number of accesses."""
+"""Larger than any number of accesses."""
 
 
 class OptGen:
-    """What an optimal cache would have hit: one that knows the future and need not keep what it fetches.
+    """Computes the hits of an optimal cache, which knows the future and may bypass blocks.
 
-    Time is counted in requests. For each, it is known how many blocks the optimal cache holds then for later hits.
+    Time is counted in requests. For each past request it stores how many blocks the optimal cache holds for later hits.
 
     Args:
-        capacity: its blocks.
-        history: blocks accessed, after which the past is forgotten.
+        capacity: size of the cache in blocks.
+        history: number of accessed blocks after which older requests are forgotten.
     """
 
     def __init__(self, capacity: int, history: int) -> None:
@@ -40,12 +40,12 @@ class OptGen:
 
     @property
     def now(self) -> int:
-        """Number of the present request."""
+        """Number of the current request."""
         return self._first + len(self._blocks)
 
     def next_request(self, blocks: int) -> None:
-        """End the present request, which accessed so many blocks; one counts at least, or some are never forgotten."""
-        blocks = max(1, blocks)
+        """End the current request, which accessed ``blocks`` blocks."""
+        blocks = max(1, blocks)  # at least one, or requests without blocks would never be forgotten
         self._blocks.append(blocks)
         self._accessed += blocks
         forgotten = 0
@@ -61,7 +61,7 @@ class OptGen:
             self._held = np.concatenate([self._held, np.zeros_like(self._held)])
 
     def access_again(self, last: int, size: int) -> bool:
-        """Let the present request access what request ``last`` did before; return whether the optimal cache hits."""
+        """Access a node of ``size`` blocks that request ``last`` accessed; return whether the optimal cache hits."""
         if last < self._first:
             return False
         held = self._held[last - self._first : len(self._blocks)]
@@ -72,9 +72,9 @@ class OptGen:
 
 
 class Hawkeye(EvictionPolicy):
-    """Nodes of unfriendly adapters leave first, then the least recently accessed; one set of all nodes, unlike a CPU's.
+    """Evicts nodes of unfriendly adapters first, then the least recently accessed.
 
-    Its signature of an access, a program counter in the original, is the adapter.
+    All nodes form one cache set. The adapter takes the place of the program counter by which the original predicts.
     """
 
     def __init__(self, view: MemoryView) -> None:
@@ -87,12 +87,12 @@ class Hawkeye(EvictionPolicy):
         self._computed = 0
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return the number of each node's last access, the friendly ones' above all others."""
+        """Return the number of each node's last access, plus a large constant for nodes of friendly adapters."""
         self._lengthen()
         return self._score[nodes]
 
     def arrived(self, adapter: int, path: Sequence[int], now: float) -> None:
-        """Access the nodes of a request, and learn from those accessed before."""
+        """Access the nodes of a request, and train on those that were accessed before."""
         self._lengthen()
         tree = self.view.tree
         nodes = [adapter, *path]
@@ -105,7 +105,7 @@ class Hawkeye(EvictionPolicy):
         self._computed = 0
 
     def inserted(self, nodes: Sequence[int], now: float) -> None:
-        """Access KV that was just computed; all else was accessed by the request that it came for, if any."""
+        """Access newly computed KV; other nodes were accessed when the request arrived that they were loaded for."""
         self._lengthen()
         for node in nodes:
             if self._last[node] == NO_NODE and self.view.tree.kind[node] == NodeKind.KV:
@@ -113,14 +113,14 @@ class Hawkeye(EvictionPolicy):
                 self._computed += 1
 
     def removed(self, nodes: Sequence[int], now: float) -> None:
-        """A friendly node had to leave: its adapter is less so."""
+        """Make the adapter of an evicted friendly node less friendly."""
         self._lengthen()
         for node in nodes:
             if self._score[node] >= _FRIENDLY_SCORE:
                 self._learn(int(self.view.tree.top[node]), False)
 
     def forgotten(self, nodes: Sequence[int]) -> None:
-        """Others may get their places."""
+        """Clear the state of removed nodes, whose indices may be reused."""
         self._lengthen()
         self._last[nodes], self._score[nodes], self._counter[nodes] = NO_NODE, 0.0, _FRIENDLY
 
@@ -131,10 +131,11 @@ class Hawkeye(EvictionPolicy):
         self._last[nodes] = self._optimal.now
 
     def _learn(self, adapter: int, kept: bool) -> None:
-        self._counter[adapter] = min(self._counter[adapter] + 1, _MOST) if kept else max(self._counter[adapter] - 1, 0)
+        counter = self._counter[adapter]
+        self._counter[adapter] = min(counter + 1, _MAX_COUNTER) if kept else max(counter - 1, 0)
 
     def _lengthen(self) -> None:
         tree = self.view.tree
-        self._last = by_node(self._last, tree, NO_NODE)
-        self._score = by_node(self._score, tree, 0.0)
-        self._counter = by_node(self._counter, tree, _FRIENDLY)
+        self._last = extend_to_nodes(self._last, tree, NO_NODE)
+        self._score = extend_to_nodes(self._score, tree, 0.0)
+        self._counter = extend_to_nodes(self._counter, tree, _FRIENDLY)

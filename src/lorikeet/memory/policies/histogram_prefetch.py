@@ -1,34 +1,34 @@
 """Predictive prefetch of Chameleon (§4.1, §5.3) after "Serverless in the Wild" (Shahrad et al., ATC 2020).
 
-Each adapter's times between arrivals are kept in a histogram. Before the earliest time at which the next arrival is
-to be expected it is loaded, and until the latest it is kept.
+Each adapter has a histogram of the times between its arrivals. It is loaded before the earliest time at which the next
+arrival is expected (5th percentile), and kept until the latest (99th percentile).
 """
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, by_node
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, extend_to_nodes
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
 from lorikeet.memory.tree import Nodes, NodeTransfer, Scores
 
 _BINS = 240
 _RANGE = 10.0
-"""The histogram reaches to so many mean gaps; longer ones are counted in the last bin."""
+"""Range of the histogram in mean gaps; longer gaps are counted in the last bin."""
 _EARLIEST, _LATEST = 0.05, 0.99
 _GAPS_NEEDED = 10
 _ROUNDING_S = 1e-9
 
 
 class GapHistogram:
-    """Times between the arrivals for one adapter.
+    """Histogram of the times between arrivals for one adapter.
 
-    The width of bins follows the mean: when it has doubled, pairs of bins become one; when it has halved, each bin
-    becomes two.
+    The bin width follows the mean gap: when that has doubled, pairs of bins are merged; when it has halved, each bin is
+    split in two.
 
     Attributes:
-        last_s: the last arrival.
-        gaps: number of times noted.
+        last_s: time of the last arrival.
+        gaps: number of gaps counted.
     """
 
     def __init__(self, now: float) -> None:
@@ -40,7 +40,7 @@ class GapHistogram:
         self._width_s = 0.0
 
     def add(self, now: float) -> None:
-        """Note an arrival."""
+        """Count the gap that ends with an arrival at ``now``."""
         gap_s, self.last_s = now - self.last_s, now
         self.gaps += 1
         self._sum_s += gap_s
@@ -53,7 +53,7 @@ class GapHistogram:
         self._fit()
 
     def quantile_s(self, share: float, *, upper: bool) -> float:
-        """Return a bound of the bin within which a share of all gaps is reached: its lower or its upper end."""
+        """Return the lower or upper bound of the bin in which the cumulative share of gaps reaches ``share``."""
         reached = int(np.searchsorted(np.cumsum(self._counts), share * self.gaps * (1 - 1e-12)))
         return (reached + upper) * self._width_s
 
@@ -76,14 +76,17 @@ class GapHistogram:
             self._counts[-1] += beyond
 
     def _fitting_width_s(self) -> float:
-        return max(_RANGE * self._sum_s / self.gaps / _BINS, 1e-9)  # all may have come at once
+        return max(_RANGE * self._sum_s / self.gaps / _BINS, 1e-9)  # all may have arrived at the same time
 
     def _bin(self, gap_s: float) -> int:
         return min(int(gap_s / self._width_s), _BINS - 1)
 
 
 class HistogramPrefetch(QueuePrefetch):
-    """What the queue wants, and then what is predicted, soonest first, into free memory only."""
+    """Names the adapters of queued requests, then those predicted to be needed, soonest first.
+
+    Predicted adapters are loaded into free memory only.
+    """
 
     def __init__(self, view: MemoryView, eviction: EvictionPolicy) -> None:
         super().__init__(view, eviction)
@@ -93,7 +96,7 @@ class HistogramPrefetch(QueuePrefetch):
         self._unused: set[int] = set()
 
     def targets(self, now: float) -> Iterator[int]:
-        """Yield the adapters of the queue, then those whose arrival is at hand."""
+        """Yield the adapters of the queue, then those whose next arrival is due."""
         yield from super().targets(now)
         coming, begin_s = self._coming(now)
         due = coming[begin_s <= now + _ROUNDING_S]
@@ -102,23 +105,23 @@ class HistogramPrefetch(QueuePrefetch):
                 yield adapter
 
     def due_s(self, now: float) -> float:
-        """Return when the next arrival will be at hand."""
+        """Return when the load of the next predicted adapter should begin."""
         _, begin_s = self._coming(now)
         return float(np.min(begin_s[begin_s > now + _ROUNDING_S], initial=np.inf))
 
     def _coming(self, now: float) -> tuple[Nodes, Scores]:
-        """Return the adapters that are expected and not here, and when to begin to load each."""
+        """Return the adapters that are expected and off the device, and when to begin to load each."""
         view, tree = self.view, self.view.tree
         expected = np.flatnonzero(self._latest_s >= now)
         away = expected[~tree.on_device[expected] & (tree.moving[expected] == NodeTransfer.NO)]
         return away, self._earliest_s[away] - view.iteration_s - view.load_s(away)
 
     def evicts_below(self, node: int) -> float:
-        """Return the same for what the queue wants; for what is predicted nobody leaves."""
+        """Return the limit of the queue prefetch for adapters of queued requests; -inf for predicted ones."""
         return super().evicts_below(node) if node in self.view.waiting else -np.inf
 
     def arrived(self, adapter: int, now: float) -> None:
-        """Note the gap, and predict the next arrival."""
+        """Count the gap, and predict the next arrival."""
         if adapter not in self.view.tree.adapters:
             return
         if adapter in self._unused:
@@ -130,19 +133,19 @@ class HistogramPrefetch(QueuePrefetch):
             return
         gaps.add(now)
         if gaps.gaps >= _GAPS_NEEDED:
-            self._earliest_s = by_node(self._earliest_s, self.view.tree, 0.0)
-            self._latest_s = by_node(self._latest_s, self.view.tree, -np.inf)
+            self._earliest_s = extend_to_nodes(self._earliest_s, self.view.tree, 0.0)
+            self._latest_s = extend_to_nodes(self._latest_s, self.view.tree, -np.inf)
             self._earliest_s[adapter] = now + gaps.quantile_s(_EARLIEST, upper=False)
             self._latest_s[adapter] = now + gaps.quantile_s(_LATEST, upper=True)
 
     def fetched(self, node: int, now: float) -> None:
-        """Keep what was predicted until the latest time at which it is expected."""
+        """Protect a predicted adapter until the latest time at which it is expected."""
         if node not in self.view.waiting:
             self._unused.add(node)
             self.eviction.protect(node, float(self._latest_s[node]))
 
     def forgotten(self, nodes: Sequence[int]) -> None:
-        """The adapters are gone."""
+        """Drop the histograms of removed adapters."""
         for node in nodes:
             self._gaps.pop(node, None)
             self._unused.discard(node)

@@ -1,4 +1,4 @@
-"""Prefetch in the order of scores: roots first, as dependence demands (ELORA §V-B and VI-C)."""
+"""Prefetch in the order of scores, parents before children (ELORA §V-B and VI-C)."""
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
@@ -6,36 +6,36 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.memory.policies.base import PrefetchPolicy, is_prefetchable, stays
+from lorikeet.memory.policies.base import PrefetchPolicy, is_prefetchable, stays_on_device
 from lorikeet.memory.tree import NO_NODE, DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
 
 _SORTED = 256
-"""So many of the best are put in order first, and twice as many each time that more are asked for."""
+"""Number of best nodes that are sorted first; doubled each time more are needed."""
 
 _Key = tuple[float, float, int, int]
-"""Score with the sign turned, last use likewise, depth, node: of equals the newer, then the higher comes first."""
+"""Negative score, negative last use, depth, node: of equal scores the newer node comes first, then the shallower."""
 
 
 class BestFirst(PrefetchPolicy):
-    """Names what scores highest, adapters and KV compared as the eviction policy says.
+    """Names the nodes with the highest scores; the eviction policy's offset applies between adapters and KV.
 
-    Candidates are nodes off the device whose parent is there or on its way, and those below them once they are named.
-    With a score that is the last use, this is "newest first".
+    Candidates are nodes off the device whose parent is on the device, in flight to it, or was named before. With LRU
+    scores this is "newest first".
     """
 
     flat = False
-    """Whether any node is a candidate, wherever its parent is."""
+    """Whether every node is a candidate, wherever its parent is."""
 
     def targets(self, now: float) -> Iterator[int]:
-        """Yield nodes, best first. How adapters compare with KV is asked anew for each: it changes as they come."""
+        """Yield nodes, best first. The offset of adapters is read again for each, since it changes as they load."""
         tree = self.view.tree
         ranks = self._ranks()
         adapters, kv = _off_device(tree)
-        is_open = np.ones(len(kv), np.bool_) if self.flat else stays(tree, tree.parent[kv])
+        is_open = np.ones(len(kv), np.bool_) if self.flat else stays_on_device(tree, tree.parent[kv])
         below = _Children(tree, kv[~is_open])
         best_adapters, best_kv = _Ranked(tree, adapters, ranks), _Ranked(tree, kv[is_open], ranks)
         while best_adapters.first or best_kv.first:
-            if _before(best_adapters.first, best_kv.first, self.eviction.adapter_offset_in(now)):
+            if _before(best_adapters.first, best_kv.first, self.eviction.prefetch_adapter_offset(now)):
                 node = best_adapters.pop()
             else:
                 node = best_kv.pop()
@@ -47,25 +47,28 @@ class BestFirst(PrefetchPolicy):
                     best_kv.add(child)
 
     def _ranks(self) -> Scores:
-        """Return by node what they are ordered by."""
+        """Return the rank of each node; the highest is named first."""
         return self.view.tree.score
 
 
 class BestFirstFlat(BestFirst):
-    """The same without the tree (ELORA-WOM): each node by itself."""
+    """``BestFirst`` that ignores the tree (ELORA-WOM): every node is a candidate."""
 
     flat = True
 
 
 class NewestFirst(BestFirst):
-    """Names what was used last, within the tree: for policies whose scores say nothing of what is off the device."""
+    """Names the most recently used nodes, parents before children.
+
+    For eviction policies whose scores say nothing about nodes off the device.
+    """
 
     def _ranks(self) -> Scores:
         return self.view.tree.last_use_s
 
 
 class Branches(PrefetchPolicy):
-    """Names branch after branch, an adapter and then its KV, the highest score first (ELORA §VIII-H, BFS)."""
+    """Names whole branches, an adapter and then its KV, the highest-scored branch first (ELORA §VIII-H, BFS)."""
 
     def targets(self, now: float) -> Iterator[int]:
         """Yield the nodes of each branch, parents before children."""
@@ -79,7 +82,7 @@ class Branches(PrefetchPolicy):
             named: set[int] = set()
             for node in branch[np.argsort(tree.depth[branch], kind="stable")].tolist():
                 parent = int(tree.parent[node])
-                is_open = parent == NO_NODE or parent in named or bool(stays(tree, np.array([parent]))[0])
+                is_open = parent == NO_NODE or parent in named or bool(stays_on_device(tree, np.array([parent]))[0])
                 if is_open and is_prefetchable(tree, node):
                     if tree.kind[node] == NodeKind.KV:
                         named.add(node)
@@ -87,12 +90,12 @@ class Branches(PrefetchPolicy):
 
 
 class _Ranked:
-    """Nodes of one kind by rank, to which others can be added. Only as many are sorted as are taken."""
+    """A priority queue of nodes of one kind by rank. Initial nodes are sorted lazily, only as many as are taken."""
 
     def __init__(self, tree: DependencyTree, nodes: Nodes, ranks: Scores) -> None:
         self._tree = tree
         self._ranks = ranks
-        self._heap: list[tuple[_Key, bool]] = []  # whether the key is the next of the sorted ones
+        self._heap: list[tuple[_Key, bool]] = []  # with whether the key comes from the sorted initial nodes
         self._sorted = self._falling(nodes)
         self._take_next()
 
@@ -102,7 +105,7 @@ class _Ranked:
         return self._heap[0][0] if self._heap else None
 
     def pop(self) -> int:
-        """Take the best out and return it."""
+        """Remove and return the best node."""
         key, was_sorted = heappop(self._heap)
         if was_sorted:
             self._take_next()
@@ -120,7 +123,7 @@ class _Ranked:
             heappush(self._heap, (key, True))
 
     def _falling(self, nodes: Nodes) -> Iterator[_Key]:
-        """Yield the keys of ``nodes`` in order, sorting no more of them at a time than may be needed."""
+        """Yield the keys of ``nodes`` in order, sorting ever larger parts of them as needed."""
         count = _SORTED
         while len(nodes):
             is_chosen = self._among_best(nodes, count)
@@ -130,21 +133,21 @@ class _Ranked:
             nodes, count = nodes[~is_chosen], 2 * count
 
     def _among_best(self, nodes: Nodes, count: int) -> npt.NDArray[np.bool_]:
-        """Return which are the ``count`` best, and their equals in rank and last use."""
+        """Return a mask of the ``count`` best nodes and of those equal to them in rank and last use."""
         if count >= len(nodes):
             return np.ones(len(nodes), np.bool_)
         ranks = self._ranks[nodes]
         least = np.partition(ranks, -count)[-count]
         is_best: npt.NDArray[np.bool_] = ranks >= least
         ties = np.flatnonzero(ranks == least)
-        if len(ties) > count:  # where recency is no factor, most nodes are equal
+        if len(ties) > count:  # if scores ignore recency, most of them are equal
             last = self._tree.last_use_s[nodes[ties]]
             is_best[ties] = last >= np.partition(last, -count)[-count]
         return is_best
 
 
 class _Children:
-    """Finds the nodes below a node, among some."""
+    """Finds the children of a node among given nodes."""
 
     def __init__(self, tree: DependencyTree, nodes: Nodes) -> None:
         self._tree = tree
@@ -152,7 +155,7 @@ class _Children:
         self._by_parent: npt.NDArray[np.int64] | None = None  # parent in the upper half of bits, node in the lower
 
     def of(self, parent: int) -> list[int]:
-        """Return them. They are put in order when the first is asked for."""
+        """Return the children of ``parent``; the first call sorts the nodes by parent."""
         if not self._tree.children[parent] or not len(self._nodes):
             return []
         if self._by_parent is None:
@@ -163,16 +166,15 @@ class _Children:
 
 
 def _off_device(tree: DependencyTree) -> tuple[Nodes, Nodes]:
-    """Return the adapters, and the KV on the host, that rest off the device."""
+    """Return the adapters off the device, and the KV that is on the host only; neither in a transfer."""
     end = tree.end
-    kind, rest = tree.kind[:end], ~tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
-    return np.flatnonzero(rest & (kind == NodeKind.ADAPTER)), np.flatnonzero(
-        rest & (kind == NodeKind.KV) & tree.on_host[:end]
-    )
+    kind, idle = tree.kind[:end], ~tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
+    adapters = np.flatnonzero(idle & (kind == NodeKind.ADAPTER))
+    return adapters, np.flatnonzero(idle & (kind == NodeKind.KV) & tree.on_host[:end])
 
 
 def _before(adapter: _Key | None, kv: _Key | None, offset: float) -> bool:
-    """Whether an adapter comes before KV if ``offset`` is added to its score."""
+    """Whether an adapter ranks before KV when ``offset`` is added to its score."""
     if adapter is None or kv is None:
         return adapter is not None
     return (adapter[0] - offset, *adapter[1:]) < kv

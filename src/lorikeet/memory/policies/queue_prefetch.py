@@ -1,4 +1,4 @@
-"""Prefetch by the queue (Chameleon §4.1, after S-LoRA): what waiting requests want, in their order."""
+"""Prefetch by the queue (Chameleon §4.1, after S-LoRA): the adapters of waiting requests, in queue order."""
 
 from collections.abc import Iterator
 
@@ -11,18 +11,18 @@ from lorikeet.memory.tree import NodeTransfer
 class QueuePrefetch(PrefetchPolicy):
     """Names the adapters of waiting requests that are not on the device.
 
-    Room for them is made by evicting adapters that no queued request wants, where the eviction policy tells those
-    apart; never others.
+    Only adapters that no queued request wants are evicted for them, and only if the eviction policy sets
+    ``evictable_below``.
     """
 
-    fills = False
+    below_watermark_only = False
     follows_queue = True
 
     def targets(self, now: float) -> Iterator[int]:
-        """Yield them in the order of the queue."""
+        """Yield the adapters in queue order."""
         tree, wanted = self.view.tree, np.fromiter(self.view.waiting, np.int64)
         yield from wanted[~tree.on_device[wanted] & (tree.moving[wanted] == NodeTransfer.NO)].tolist()
 
     def evicts_below(self, node: int) -> float:
-        """Return what the eviction policy says."""
-        return self.eviction.dispensable_below
+        """Return the limit of the eviction policy."""
+        return self.eviction.evictable_below

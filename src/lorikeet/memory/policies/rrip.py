@@ -1,10 +1,10 @@
-"""SRRIP with 2 bits (Jaleel et al., ISCA 2010), which ELORA §VIII-H compares itself with."""
+"""SRRIP with 2 bits (Jaleel et al., ISCA 2010), a baseline of ELORA §VIII-H."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, by_node
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, extend_to_nodes
 from lorikeet.memory.tree import Nodes, Scores
 
 _DISTANT = 3
@@ -13,11 +13,11 @@ _NEAR = 0
 
 
 class Srrip(EvictionPolicy):
-    """A node comes with interval 2, a hit sets it to 0, and who has 3 leaves; if nobody has, all age until one does.
+    """Predicts re-reference intervals: 2 for a new node, 0 after a hit; a node with 3 is evicted.
 
-    Ageing is counted once for all nodes: kept is a node's interval less the ageing that had happened by then. Its
-    order is that of the intervals, and does not change while nothing happens to the nodes. Where intervals stop at 3,
-    the node that reached it first has the lower score.
+    If no node has 3, all nodes age until one does. Ageing is one counter for all nodes: a node stores its interval
+    minus the counter at that time, so the order of nodes changes only when they are used. Of nodes that have reached 3,
+    the one that reached it first has the lowest score.
     """
 
     def __init__(self, view: MemoryView) -> None:
@@ -26,24 +26,24 @@ class Srrip(EvictionPolicy):
         self._aged = 0
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return intervals with the sign turned, up to what all have in common."""
-        self._interval = by_node(self._interval, self.view.tree, 0)
+        """Return negative intervals, up to a constant that is the same for all nodes."""
+        self._interval = extend_to_nodes(self._interval, self.view.tree, 0)
         return -self._interval[nodes].astype(np.float64)
 
     def arrived(self, adapter: int, path: Sequence[int], now: float) -> None:
-        """Count hits: nodes that are on the device."""
+        """Set the interval of nodes that are hit on the device."""
         nodes = np.array([adapter, *path])
         self._set(nodes[self.view.tree.on_device[nodes]], _NEAR)
 
     def inserted(self, nodes: Sequence[int], now: float) -> None:
-        """Begin with a long interval."""
+        """Give new nodes a long interval."""
         self._set(np.array(nodes, np.int64), _LONG)
 
     def removed(self, nodes: Sequence[int], now: float) -> None:
-        """Age all, as far as was needed for these to be the first to leave."""
-        self._interval = by_node(self._interval, self.view.tree, 0)
+        """Age all nodes as far as was needed for the evicted ones to reach interval 3."""
+        self._interval = extend_to_nodes(self._interval, self.view.tree, 0)
         self._aged = max(self._aged, _DISTANT - int(self._interval[nodes].min(initial=_DISTANT)))
 
     def _set(self, nodes: Nodes, interval: int) -> None:
-        self._interval = by_node(self._interval, self.view.tree, 0)
+        self._interval = extend_to_nodes(self._interval, self.view.tree, 0)
         self._interval[nodes] = interval - self._aged

@@ -1,4 +1,4 @@
-"""Batching modes by name. A new one is one file and one line here."""
+"""Batching modes by name. A new mode is one file here and one entry in the table."""
 
 from functools import partial
 
@@ -16,4 +16,4 @@ BATCHING: dict[str, BatchingPolicy] = {
     "one-adapter": partial(OneAdapter, merged=False),
     "whole-models": partial(OneAdapter, merged=True, even_shares=True),
 }
-"""What a row's ``batching_mode`` may name."""
+"""The values of a preset's ``batching_mode``."""

@@ -1,7 +1,11 @@
-"""Who was passed over is owed: dLoRA's credits, which keep dynamic batching from starving anybody.
+"""dLoRA's batching mode: dynamic batching with tuned thresholds, and credits that prevent starvation.
+
+``DLora`` decides each iteration by Algorithm 1 (``dynamic.decide``). Requests that are passed over earn credits for
+their type (their adapter, or the base model), which the requests that run instead pay. A type with many credits is
+starving, and runs next.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
-Algorithm 3 (appendix A.1). It prints neither amounts nor values.
+Algorithms 1 and 3 (appendix A.1). The paper gives neither the amounts of credit nor the values of its parameters.
 """
 
 from collections import Counter
@@ -15,20 +19,19 @@ from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, Batc
 from lorikeet.scheduling.batching.mode_times import Iteration, ModeBatch, ModeTimes, ThresholdParams, Thresholds
 
 AdapterType = AdapterDigest | None
-"""Of a request: its adapter, None for the base model, which has credit like any other."""
+"""Type of a request: its adapter, or None for the base model, which has credits like an adapter."""
 
 
 class CreditParams(NamedTuple):
-    """In credits; one is a request that was passed over in one iteration.
+    """Parameters in credits; one credit is one request passed over in one iteration.
 
     Attributes:
-        initial: what a type begins with.
-        starves_above: with more than this a type starves, and goes first.
-        normal_below: with less than this it no longer does.
-        turn_ends_below: with less than this the turn of a type that is merged for it is over; None: as soon as it no
-            longer starves.
-        price: what a request of a type with a surplus pays for an iteration in which nobody is passed over, because
-            somebody starves.
+        initial: credits of a new type.
+        starves_above: a type with more credits than this is starving, and runs first.
+        normal_below: a starving type with fewer credits than this is no longer starving.
+        turn_ends_below: the merged turn of a starving type ends below this; None: as soon as it no longer starves.
+        price: credits that a request of a type with a surplus pays for an iteration that serves a starving type and
+            passes over no request.
     """
 
     initial: int
@@ -38,16 +41,16 @@ class CreditParams(NamedTuple):
     price: int = 2
 
     def satisfied_below(self, *, is_on_turn: bool) -> int:
-        """Return with less than what a type starves no longer, and its turn is over."""
+        """Return the number of credits below which a type is no longer starving, or its turn ends."""
         return self.normal_below if self.turn_ends_below is None or not is_on_turn else self.turn_ends_below
 
 
-def usual_params(max_batch: int, *, has_turns: bool) -> CreditParams:
-    """Return ours. No pass for the starving can then cost a type more than it has: that is at most ``max_batch``.
+def default_credit_params(max_batch: int, *, has_turns: bool) -> CreditParams:
+    """Return our defaults. With them no type can be charged more credits than it has: at most ``max_batch`` at a time.
 
     Args:
         max_batch: most requests in a batch.
-        has_turns: those who starve may be merged, so that a turn costs others little and may come sooner.
+        has_turns: whether starving types may get merged turns, which cost others little, so they may come sooner.
     """
     if not has_turns:
         return CreditParams(2 * max_batch, starves_above=2 * max_batch + 64, normal_below=2 * max_batch + 16)
@@ -60,11 +63,11 @@ def usual_params(max_batch: int, *, has_turns: bool) -> CreditParams:
     )
 
 
-def transfers(chosen: Sequence[LiveRequest], oldest: Sequence[LiveRequest]) -> dict[AdapterType, int]:
-    """Return what each type gains, or pays, if ``chosen`` run where the oldest should.
+def credit_transfers(chosen: Sequence[LiveRequest], oldest: Sequence[LiveRequest]) -> dict[AdapterType, int]:
+    """Return the credits that each type gains (or pays, if negative) when ``chosen`` run instead of the oldest.
 
-    Each request passed over earns its type one credit. Those who run in its place pay, in proportion to how many they
-    are, rounded to whole credits; if all who run are among the oldest anyway, all of these pay.
+    Each request passed over earns one credit for its type. The types of the requests that run in their place pay, in
+    proportion to the numbers of these, in whole credits. If all chosen requests are among the oldest, all of them pay.
     """
     running = {request.request_id for request in chosen}
     entitled = {request.request_id for request in oldest}
@@ -77,7 +80,7 @@ def transfers(chosen: Sequence[LiveRequest], oldest: Sequence[LiveRequest]) -> d
 
 
 def _apportion(total: int, weights: Mapping[AdapterType, int]) -> dict[AdapterType, int]:
-    """Split ``total`` in proportion, into whole parts; none is larger than its exact part rounded up."""
+    """Split ``total`` in proportion to the weights into integers; none is larger than its exact part rounded up."""
     parts: dict[AdapterType, int] = {}
     weight_before, sum_of_weights = 0, sum(weights.values())
     for each, weight in weights.items():
@@ -88,14 +91,14 @@ def _apportion(total: int, weights: Mapping[AdapterType, int]) -> dict[AdapterTy
 
 
 class Credits:
-    """Accounts of the types that have live requests.
+    """Credit accounts of the types that have live requests.
 
-    All begin with the same. What one gains others pay, so the mean never changes. With its last request a type leaves,
-    and is owed nothing any longer, and owes nothing: the rest goes to those who owe, or is taken from those who are
-    owed, in proportion.
+    All start with the same number of credits. Every gain of one type is paid by others, so the mean never changes. When
+    the last request of a type ends, its account is closed: a surplus goes to the types below the initial credits, a
+    deficit is taken from the types above, in proportion.
 
     Args:
-        params: values.
+        params: parameters of the credits.
     """
 
     def __init__(self, params: CreditParams) -> None:
@@ -104,7 +107,7 @@ class Credits:
         self._starving: set[AdapterType] = set()
 
     def __getitem__(self, each: AdapterType) -> int:
-        """Return a type's credit."""
+        """Return the credits of a type."""
         return self._credits.get(each, self._params.initial)
 
     def __len__(self) -> int:
@@ -112,21 +115,21 @@ class Credits:
         return len(self._credits)
 
     def total(self) -> int:
-        """Return the sum over all accounts: that of as many initial credits."""
+        """Return the sum of all accounts, which is their number times the initial credits."""
         return sum(self._credits.values())
 
-    def meet(self, types: Collection[AdapterType]) -> None:
-        """Open accounts for live types that have none, and close those of types that are gone."""
+    def update_types(self, types: Collection[AdapterType]) -> None:
+        """Open accounts for new types, and close those of types without live requests."""
         for gone in [each for each in self._credits if each not in types]:
             self._starving.discard(gone)
-            self._settle(self._credits.pop(gone) - self._params.initial)
+            self._close_account(self._credits.pop(gone) - self._params.initial)
         for each in types:
             self._credits.setdefault(each, self._params.initial)
 
-    def _settle(self, surplus: int) -> None:
-        """Hand what somebody had above the initial credit to those who owe, or what it owed to those who are owed.
+    def _close_account(self, surplus: int) -> None:
+        """Distribute the surplus of a closed account over the types in deficit, or its deficit over those in surplus.
 
-        Together they owe, or are owed, at least as much, since the mean is the initial credit.
+        Together these have at least as much, since the mean is always the initial credits.
         """
         sign = 1 if surplus > 0 else -1
         others = {each: sign * (self._params.initial - has) for each, has in self._credits.items()}
@@ -134,9 +137,9 @@ class Credits:
             self._credits[each] += sign * part
 
     def repayments(self, batch: Sequence[LiveRequest]) -> dict[AdapterType, int]:
-        """Return what an iteration moves in which all of ``batch`` run and nobody is passed over.
+        """Return the credits that move in an iteration in which all of ``batch`` run and none is passed over.
 
-        Those who are owed are served now, and pay for it; those who owe get it, in proportion to their requests.
+        Types in surplus are served now and pay; types in deficit receive, in proportion to their requests.
         """
         requests, initial = Counter(request.adapter for request in batch), self._params.initial
         debtors = {each: count for each, count in requests.items() if self[each] < initial}
@@ -147,11 +150,11 @@ class Credits:
         return {each: -part for each, part in paid.items()} | _apportion(sum(paid.values()), debtors)
 
     def starving(self, on_turn: AdapterDigest | None = None) -> Collection[AdapterType]:
-        """Mark who starves by now and who no longer does, and return those who do.
+        """Update which types are starving, and return them.
 
         Args:
-            on_turn: the adapter that is merged because it starved. Its turn goes on while it has requests and credit: a
-                switch back for every few iterations would cost more than they.
+            on_turn: the adapter that is merged because it starved. Its turn lasts until its credits are below
+                ``turn_ends_below``, since frequent switches would cost more than the iterations between them.
         """
         for each, has in self._credits.items():
             is_on_turn = on_turn is not None and each == on_turn
@@ -162,73 +165,74 @@ class Credits:
         return self._starving
 
     def turn_steps(self, passed_over: int) -> int:
-        """Return how long a turn lasts, at least 1, for which so many requests are passed over."""
+        """Return the number of iterations of a turn (at least 1) that passes over this many requests each time."""
         rules = self._params
         return max(1, (rules.starves_above - rules.satisfied_below(is_on_turn=True)) // max(1, passed_over))
 
     def apply(self, gains: Mapping[AdapterType, int], steps: int) -> None:
-        """Book the transfers of identical iterations."""
+        """Apply the gains of ``steps`` identical iterations."""
         for each, gain in gains.items():
             self._credits[each] += steps * gain
 
     def steps_until_review(self, gains: Mapping[AdapterType, int]) -> float:
-        """Return after how many such iterations something may change: who starves, who owes, or who can pay.
+        """Return after how many such iterations a type may change between starving, surplus, deficit and unable to pay.
 
-        Merged turns of the starving are not asked for: each of their iterations is decided anew.
+        Not used for merged turns of starving types, whose iterations are decided one by one.
         """
         rules, steps = self._params, float("inf")
         for each, gain in gains.items():
             has, starves = self._credits[each], each in self._starving
-            if gain > 0 and has < rules.initial:  # then nobody owes it anything any longer
+            if gain > 0 and has < rules.initial:  # until its deficit is settled
                 steps = min(steps, (rules.initial - has) // gain)
             elif gain > 0 and not starves:
                 steps = min(steps, (rules.starves_above - has) // gain + 1)
-            elif gain < 0 and has > rules.initial:  # it is owed no more then, and starves no longer before
+            elif gain < 0 and has > rules.initial:  # until its surplus is spent; it stops starving before that
                 steps = min(steps, (has - rules.initial) // -gain)
                 steps = min(steps, (has - rules.normal_below) // -gain + 1) if starves else steps
             elif gain < 0 and starves:
                 steps = min(steps, (has - rules.normal_below) // -gain + 1)
-            elif gain < 0:  # it is merged, and must have as much as an iteration costs before each
+            elif gain < 0:  # it is merged, and must be able to pay for each iteration
                 steps = min(steps, has // -gain)
         return max(1, steps)
 
 
 class _Pending(NamedTuple):
-    """What the last choice brings with every iteration of it.
+    """The last choice, with what each of its iterations causes.
 
     Attributes:
-        merged: adapter that is merged for it.
-        starving: whose turn it is; nobody's if nobody starves.
+        merged: adapter that is merged for it, None for none.
+        starving: the starving types that it serves; empty if none starves.
         gains: credits by type.
-        iteration: for the log of the period; None: it does not belong there.
-        is_brief: the next choice may differ for times alone: the first of its state or its period, since the end of the
-            last may have moved the thresholds, or the faster of two ways to serve those who starve.
+        iteration: entry for the log of the tuning period; None if it does not count there.
+        is_provisional: whether measured times alone may change the next choice. So it is for the first choice of a
+            merge state or period, as the thresholds may just have moved, and for turns of starving types that may be
+            served in two ways.
     """
 
     merged: AdapterDigest | None
     starving: Set[AdapterType]
     gains: dict[AdapterType, int]
     iteration: Iteration | None
-    is_brief: bool
+    is_provisional: bool
 
 
 class DLora(BatchingMode):
-    """See the module.
+    """Chooses between merged and unmerged iterations, and serves starving types first.
 
     Args:
         setup: of the replica.
-        tuned: whether the thresholds move.
+        tuned: whether the thresholds are tuned while serving.
         credited: whether credits are kept; without them nothing prevents starvation.
-        backfill: those who starve have merged turns, one adapter after the other, where that is the faster way to serve
-            everybody; else their turn is filled up with the oldest others. Without, it is theirs alone and unmerged, as
-            the paper has it.
-        threshold_params, credit_params: other values than ours.
+        backfill: serve starving types in merged turns, one adapter after the other, where that is faster for all;
+            otherwise fill their batch up with the oldest other requests. False: as in the paper, starving types run
+            alone and unmerged.
+        threshold_params, credit_params: parameters; None for our defaults.
 
     Attributes:
         max_batch: most requests in a batch.
-        thresholds: alpha and beta, and the log of the period.
-        credits: accounts of the types.
-        times: of steps and switches so far.
+        thresholds: alpha and beta, with their tuning.
+        credits: credit accounts of the types.
+        times: measured times of steps and switches.
     """
 
     def __init__(
@@ -245,18 +249,18 @@ class DLora(BatchingMode):
         self._tuned, self._credited, self._backfill = tuned, credited, backfill
         self.times = ModeTimes(setup.kernel_form, setup.rank)
         self.thresholds = Thresholds(self.times, threshold_params)
-        self.credits = Credits(credit_params or usual_params(setup.max_batch, has_turns=backfill))
+        self.credits = Credits(credit_params or default_credit_params(setup.max_batch, has_turns=backfill))
         self._merged: AdapterDigest | None = None
-        self._state: AdapterDigest | None = None  # what Algorithm 1 has merged: a turn of the starving interrupts it
+        self._state: AdapterDigest | None = None  # merged by Algorithm 1; a turn of a starving type interrupts it
         self._on_turn: AdapterDigest | None = None
         self._pending: _Pending | None = None
 
     def choose(self, live: Sequence[LiveRequest]) -> BatchingChoice:
-        """Return the starving if there are any, else what dynamic batching decides."""
+        """Return requests of starving types if there are any, else what dynamic batching decides."""
         self._pending = None
         counts = Counter(request.adapter for request in live)
         if self._credited:
-            self.credits.meet(counts)
+            self.credits.update_types(counts)
         if not live:
             return BatchingChoice(self._merged, frozenset())
         oldest = live[: self.max_batch]
@@ -264,34 +268,34 @@ class DLora(BatchingMode):
         starving = self.credits.starving(self._on_turn) if self._credited and len(counts) > 1 else ()
         candidate: AdapterDigest | None = None
         if starving:
-            merged, batch = self._pass(live, starving, legal)
+            merged, batch = self._starving_turn(live, starving, legal)
         else:
-            # What is merged for nobody is unmerged: the next may be merged without an unmerged iteration in between,
-            # unless the cost of those ought to be measured.
+            # A merged adapter without live requests counts as unmerged, so that another one can be merged without an
+            # unmerged iteration in between, unless unmerged iterations are due to be measured.
             state = self._state if counts[self._state] else None
             is_trial = self._tuned and state is None and self.times.lora_steps_due > 0
             merged, batch, candidate = self._decide(live, self._solvent(legal, oldest), state, is_trial=is_trial)
         is_first = merged != self._merged
         if self._tuned and (is_first or not starving):
-            is_first = self.thresholds.meet(merged, candidate) or is_first
+            is_first = self.thresholds.start_iteration(merged, candidate) or is_first
         logged = self._tuned and candidate is not None
         self._pending = _Pending(
             merged,
             frozenset(starving),
-            self._gains(batch, oldest, merged, is_pass=bool(starving)),
+            self._gains(batch, oldest, merged, serves_starving=bool(starving)),
             self._iteration(counts[candidate], oldest) if logged else None,
             is_first or (bool(starving) and self._backfill),
         )
         return allow(batch, live, merged)
 
     def ran(self, steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:
-        """Learn from the times, book the credits, and log the iterations.
+        """Record the times, apply the credits, and log the iterations for the tuning.
 
         Raises:
-            AssertionError: nothing was chosen before.
+            AssertionError: ``choose`` was not called before.
         """
         assert self._pending is not None
-        # Not before: a plan that runs nobody switches nothing.
+        # Set here, not in ``choose``, since a plan without sequences switches nothing.
         self._merged = self._pending.merged
         self._on_turn = self._merged if self._backfill and self._pending.starving else None
         if not self._pending.starving:
@@ -301,20 +305,20 @@ class DLora(BatchingMode):
             self.times.note(steps, work, step_s)
         has_learned = not has_measured and self.times.has_measured(len(work.rows))
         if has_learned or (is_trial and not self.times.lora_steps_due):
-            self.thresholds.begin()
+            self.thresholds.recalibrate()
         if switch_s:
             self.times.note_switch(self._merged is not None, switch_s)
         starving = self._pending.starving
-        if not starving or starving & work.types:  # else their adapters are on their way: it was no turn of theirs
+        if not starving or starving & work.types:  # else the starving types wait for their adapters and got no turn
             self.credits.apply(self._pending.gains, steps)
         if self._pending.iteration is not None:
             self.thresholds.note(self._pending.iteration, steps)
 
     def steps_until_review(self) -> float:
-        """Return the steps until credits or the end of a period may change the choice, 1 where times may do so too."""
+        """Return the steps until credits or the end of a period may change the choice; 1 if measured times may."""
         if self._pending is None:
             return inf
-        if self._pending.is_brief:
+        if self._pending.is_provisional:
             return 1
         steps = self.credits.steps_until_review(self._pending.gains)
         if self._pending.merged is None:
@@ -327,11 +331,11 @@ class DLora(BatchingMode):
         oldest: Sequence[LiveRequest],
         merged: AdapterDigest | None,
         *,
-        is_pass: bool,
+        serves_starving: bool,
     ) -> dict[AdapterType, int]:
-        if not self._credited or not (is_pass or merged is not None):
+        if not self._credited or not (serves_starving or merged is not None):
             return {}
-        return transfers(batch, oldest) or (self.credits.repayments(batch) if is_pass else {})
+        return credit_transfers(batch, oldest) or (self.credits.repayments(batch) if serves_starving else {})
 
     def _decide(
         self,
@@ -341,15 +345,15 @@ class DLora(BatchingMode):
         *,
         is_trial: bool = False,
     ) -> Decision:
-        """Return what Algorithm 1 comes to, as if ``merged`` were merged; nothing is merged in a trial."""
+        """Return the decision of Algorithm 1 with ``merged`` as the merged adapter; a trial merges nothing."""
         alpha = inf if is_trial else self.thresholds.alpha
         return decide(live, merged, legal, self.max_batch, alpha, self.thresholds.beta)
 
-    def _pass(
+    def _starving_turn(
         self, live: Sequence[LiveRequest], starving: Collection[AdapterType], legal: Collection[AdapterType]
     ) -> tuple[AdapterDigest | None, Sequence[LiveRequest]]:
-        """Return the turn of those who starve, and what is merged for it."""
-        if self._backfill and (turn := self._turn(live[: self.max_batch], starving, legal)) is not None:
+        """Return the adapter to merge for a turn of starving types, and the requests that run in it."""
+        if self._backfill and (turn := self._merged_turn(live[: self.max_batch], starving, legal)) is not None:
             return turn, requests_of(turn, live)[: self.max_batch]
         batch = [request for request in live if request.adapter in starving][: self.max_batch]
         if self._backfill:
@@ -358,12 +362,13 @@ class DLora(BatchingMode):
         is_merged = all(request.adapter == self._merged for request in batch)
         return (self._merged if is_merged else None), batch
 
-    def _turn(
+    def _merged_turn(
         self, oldest: Sequence[LiveRequest], starving: Collection[AdapterType], legal: Collection[AdapterType]
     ) -> AdapterDigest | None:
-        """Return whom of the starving to merge; None if all types after the other take longer than all together.
+        """Return which starving adapter to merge for a turn.
 
-        None as well if nobody has measured yet how long as many take together.
+        None if serving all types one after the other takes longer than serving them in one batch, or if batches of as
+        many adapters have not been measured yet.
         """
         counts = Counter(request.adapter for request in oldest)
         owed = [each for each in counts if each is not None and each in starving and each in legal]
@@ -377,7 +382,7 @@ class DLora(BatchingMode):
         return first if in_turn_s < together_s else None
 
     def _solvent(self, types: Collection[AdapterType], oldest: Sequence[LiveRequest]) -> Collection[AdapterType]:
-        """Return those whose credit covers everybody whom their merging would pass over in one iteration."""
+        """Return the types with enough credits for the requests that one merged iteration of theirs passes over."""
         if not self._credited:
             return types
         counts = Counter(request.adapter for request in oldest)

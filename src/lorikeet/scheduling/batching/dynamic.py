@@ -1,4 +1,4 @@
-"""When to merge and when to stop: dLoRA's dynamic batching.
+"""dLoRA's dynamic batching: when to merge an adapter, and when to unmerge it.
 
 Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
 Algorithm 1.
@@ -13,12 +13,12 @@ from lorikeet.scheduling.batching.mode import LiveRequest
 
 
 class Decision(NamedTuple):
-    """What one iteration comes to.
+    """The decision for one iteration.
 
     Attributes:
-        merged: adapter that is merged for it, None: none.
-        batch: who runs.
-        candidate: the adapter whose requests were weighed against the oldest of all; None: none could be merged.
+        merged: adapter that is merged for it, None for none.
+        batch: the requests that run.
+        candidate: adapter whose requests were compared with the oldest of all; None if none could be merged.
     """
 
     merged: AdapterDigest | None
@@ -36,16 +36,16 @@ def decide(
 ) -> Decision:
     """Choose between the oldest requests of any adapter, unmerged, and the oldest of one adapter, merged.
 
-    The ratio of the two counts decides: all live requests of the adapter, however many, over the batch of the oldest.
-    There is no way from one merged adapter to another but over an iteration that is unmerged; see ``DLora.choose``.
+    The ratio of two counts decides: all live requests of the adapter, divided by the size of a batch of the oldest
+    requests. Between two merged adapters there is always an unmerged iteration (but see ``DLora.choose``).
 
     Args:
-        live: all requests in the order of arrival, at least one.
-        merged: adapter that is merged so far, None: none.
+        live: all requests in order of arrival, at least one.
+        merged: adapter that is merged so far, None for none.
         legal: adapters that may be merged.
         max_batch: most requests in a batch.
-        alpha: beyond this ratio an adapter is merged.
-        beta: below this ratio it is no longer.
+        alpha: an adapter is merged if its ratio is above this.
+        beta: a merged adapter is unmerged if its ratio is below this.
     """
     oldest = live[:max_batch]
     counts = Counter(request.adapter for request in live)
@@ -60,11 +60,11 @@ def decide(
 
 
 def requests_of(adapter: AdapterDigest | None, live: Sequence[LiveRequest]) -> list[LiveRequest]:
-    """Return those of one adapter, in their order."""
+    """Return the requests of one adapter, in their order."""
     return [request for request in live if request.adapter == adapter]
 
 
 def _most_loaded(counts: Counter[AdapterDigest | None], legal: Container[AdapterDigest | None]) -> AdapterDigest | None:
-    """Return the legal adapter with the most requests; of several that whose oldest request came first."""
+    """Return the legal adapter with the most requests; of several, the one with the oldest request."""
     mergeable = [adapter for adapter in counts if adapter is not None and adapter in legal]
     return max(mergeable, key=counts.__getitem__, default=None)

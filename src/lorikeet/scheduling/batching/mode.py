@@ -1,8 +1,7 @@
-"""The contract between the scheduler and a batching mode: who may run in a step, and which adapter is merged for it.
+"""Interface of batching modes: which requests may run in a step, and which adapter is merged for it.
 
-A mode sees the requests of one replica as plain data, and never touches the memory. Before each plan it is asked to
-choose; when its steps have run, all or some, it is told how long that took. Each mode has a name in the table of
-``batching``.
+A mode gets the requests of one replica as plain data, and never touches the memory. The scheduler calls ``choose``
+before each plan, and ``ran`` when steps of the plan have run. ``batching.BATCHING`` lists the modes by name.
 """
 
 from abc import ABC, abstractmethod
@@ -17,10 +16,10 @@ class LiveRequest(NamedTuple):
     """A request of the replica, waiting or running.
 
     Attributes:
-        request_id: whose it is.
-        adapter: its type; None: the base model, which is never merged.
-        is_legal: its adapter is on the device, so it could be merged now.
-        tokens: known so far: prompt and answer.
+        request_id: its id.
+        adapter: its adapter version; None for the base model, which is never merged.
+        is_legal: whether its adapter is on the device, so that it could be merged now.
+        tokens: number of tokens so far, prompt and output.
     """
 
     request_id: RequestId
@@ -30,11 +29,11 @@ class LiveRequest(NamedTuple):
 
 
 class BatchingChoice(NamedTuple):
-    """Who may run.
+    """The requests that may run.
 
     Attributes:
-        merged: adapter that is merged into the base for them, None: none.
-        requests: who may run; None: everybody.
+        merged: adapter that is merged into the base weights for them, None for none.
+        requests: the requests that may run; None for all.
     """
 
     merged: AdapterDigest | None
@@ -42,19 +41,19 @@ class BatchingChoice(NamedTuple):
 
 
 ALL_REQUESTS = BatchingChoice(None, None)
-"""No adapter is merged, and nobody is left out."""
+"""All requests may run, and no adapter is merged."""
 
 
 class BatchWork(NamedTuple):
-    """What a step computed.
+    """The work of one step.
 
     Attributes:
-        prefills: sequences that prefilled.
-        prefill_tokens: tokens of theirs.
-        decodes: the other sequences, one token each.
-        rows: tokens under each adapter, the merged one left out.
+        prefills: number of sequences that prefilled.
+        prefill_tokens: number of their tokens.
+        decodes: number of the other sequences, with one token each.
+        rows: number of tokens by adapter, without the merged one.
         types: adapters of all sequences, None for the base model.
-        is_assisted: the host took part, so the step tells nothing of how long others take.
+        is_assisted: whether host cores took part, so that the step's time says nothing about other steps.
     """
 
     prefills: int
@@ -66,27 +65,27 @@ class BatchWork(NamedTuple):
 
 
 class BatchingMode(ABC):
-    """Decides step by step who may run, and which adapter is merged."""
+    """Decides for each plan which requests may run, and which adapter is merged."""
 
     follows_requests = True
-    """Whether it looks at the requests at all; if not, nobody need list them."""
+    """Whether ``choose`` reads the requests; if not, the scheduler does not list them."""
 
     @abstractmethod
     def choose(self, live: Sequence[LiveRequest]) -> BatchingChoice:
-        """Return who may run in the next plan.
+        """Return the requests that may run in the next plan.
 
         Args:
-            live: all requests of the replica, in the order of arrival.
+            live: all requests of the replica, in order of arrival (or of the admission queue's ``urgency``).
         """
 
-    def ran(self, steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:  # noqa: B027  # most need not
-        """Take in that steps of the last choice have run.
+    def ran(self, steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:  # noqa: B027  # optional
+        """Handle the end of steps of the last choice.
 
         Args:
-            steps: how many identical steps.
-            work: of one of them.
-            step_s: seconds that one took on average, without the switch.
-            switch_s: seconds in which another adapter, or none, was merged before the first; 0 if nothing changed.
+            steps: number of identical steps.
+            work: work of each of them.
+            step_s: mean seconds of a step, without the switch.
+            switch_s: seconds to change the merged adapter before the first step; 0 if it did not change.
         """
 
     def steps_until_review(self) -> float:
@@ -95,14 +94,14 @@ class BatchingMode(ABC):
 
 
 class BatchingSetup(NamedTuple):
-    """What a mode may know of the replica.
+    """Facts about the replica that a mode may use.
 
     Attributes:
         max_batch: most sequences in a step.
         kernel_form: how mixed ranks are computed.
-        rank: of an adapter.
-        known_adapters: how many adapters the replica serves now.
-        total_tokens: room of the whole pool, in tokens of KV.
+        rank: returns the largest rank of an adapter.
+        known_adapters: returns the number of adapters that the replica serves now.
+        total_tokens: size of the whole device memory, in tokens of KV.
     """
 
     max_batch: int
@@ -113,11 +112,11 @@ class BatchingSetup(NamedTuple):
 
 
 BatchingPolicy = Callable[[BatchingSetup], BatchingMode]
-"""What a name in the table of modes stands for."""
+"""Creates a batching mode."""
 
 
 class Unmerged(BatchingMode):
-    """Any mix of adapters in one batch, none of them merged.
+    """Runs any mix of adapters in one batch, with none of them merged.
 
     Args:
         setup: of the replica.
@@ -129,12 +128,12 @@ class Unmerged(BatchingMode):
         pass
 
     def choose(self, live: Sequence[LiveRequest]) -> BatchingChoice:
-        """Return everybody."""
+        """Allow all requests."""
         return ALL_REQUESTS
 
 
 def allow(batch: Sequence[LiveRequest], live: Sequence[LiveRequest], merged: AdapterDigest | None) -> BatchingChoice:
-    """Return the choice of ``batch`` among ``live``, of which it is a part."""
+    """Return the choice that lets ``batch`` run, a subset of ``live``."""
     if len(batch) == len(live):
         return BatchingChoice(merged, None)
     return BatchingChoice(merged, frozenset(request.request_id for request in batch))

@@ -1,4 +1,4 @@
-"""How long merged and unmerged steps take, learned while serving, and dLoRA's thresholds for switching between them."""
+"""Times of merged and unmerged steps, fitted while serving, and the tuning of dLoRA's thresholds alpha and beta."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import KernelForm
 from lorikeet.scheduling.batching.mode import BatchWork
-from lorikeet.scheduling.step_times import RobustFit, faded
+from lorikeet.scheduling.state import RobustFit, faded
 
 _SCALE = np.array((1.0, 100.0, 10.0, 1.0, 1000.0))
-"""Units of step, prefilled tokens, decodes, LoRA at all, and its work, so that all parts are about as large."""
+"""Units of the features (step, prefill tokens, decodes, any LoRA, LoRA work), so that they are of similar size."""
 _RIDGE = 1e-6
 _WINDOW = 256
 _PLAIN, _LORA = 0, 1
 _TRIAL_STEPS = 8
-"""Steps of a kind that make it known: one alone may have been held up by anything, and most often it is a prefill."""
-_FRESH_TIMES = 256
-"""As many times as long as a trial takes without LoRA, and another one is due: trials cost a small part of the time."""
+"""Steps of a kind after which its time counts as known; a single step may be delayed, and is most often a prefill."""
+_TRIAL_INTERVAL = 256
+"""Time without LoRA steps after which new ones are measured, in durations of a trial; so trials cost little."""
 
 
 def _sample(prefill_tokens: float, decodes: float, lora: float) -> NDArray[np.float64]:
@@ -29,11 +29,11 @@ def _sample(prefill_tokens: float, decodes: float, lora: float) -> NDArray[np.fl
 
 
 class ModeBatch(NamedTuple):
-    """A batch that may or may not have run.
+    """Size of a batch, run or only considered.
 
     Attributes:
-        requests: how many.
-        lora: its LoRA work if every request had one row: rows times ranks, as the kernel form counts them; 0 if merged.
+        requests: number of requests.
+        lora: its LoRA work with one row for each request: rows times ranks as the kernel form counts them; 0 if merged.
     """
 
     requests: int
@@ -44,10 +44,10 @@ def lora_work(form: KernelForm, rows: Mapping[AdapterDigest, int], rank: Callabl
     """Return the LoRA work of a step: rows times ranks.
 
     Args:
-        form: ``unpadded`` counts each row's own rank, ``padded`` the largest of the step, ``einsum`` that for every
-            adapter of the step.
-        rows: tokens under each adapter.
-        rank: of an adapter.
+        form: ``unpadded`` counts the rank of each row, ``padded`` the largest rank of the step, ``einsum`` the latter
+            once for every adapter of the step.
+        rows: number of tokens by adapter.
+        rank: returns the rank of an adapter.
     """
     if form is KernelForm.UNPADDED or not rows:
         return float(sum(count * rank(adapter) for adapter, count in rows.items()))
@@ -68,29 +68,29 @@ class _RunningMean:
 
 
 class ModeTimes:
-    """One line through the durations of recent steps of both modes, and the mean cost of a switch each way.
+    """A linear fit of recent step times in both modes, and the mean time of a switch each way.
 
-    The line has so much for a step, a token of prefill and a decode, which both modes share, and for LoRA at all and
-    its work, which merged steps and those of the base model alone are free of. Steps with LoRA and steps without are
-    forgotten separately: while one mode runs for long, the other's times stay known.
+    The fit has a cost per step, per prefill token and per decode, which both modes share, and costs for any LoRA and
+    for LoRA work, which merged and base-only steps do not have. Steps with and without LoRA are forgotten separately,
+    so that the times of one mode stay known while the other runs for long.
 
     Args:
         form: how mixed ranks are computed.
-        rank: of an adapter.
+        rank: returns the rank of an adapter.
 
     Attributes:
-        lora_steps_due: how many steps with LoRA ought to be measured: after a few without at first, later after a long
-            time without.
+        lora_steps_due: number of steps with LoRA that should be measured: at first after a few steps without, later
+            after a long time without.
     """
 
     def __init__(self, form: KernelForm, rank: Callable[[AdapterDigest], int]) -> None:
         self._form, self._rank = form, rank
         self._fit = RobustFit(features=len(_SCALE), kinds=2, window=_WINDOW, ridge=_RIDGE)
-        self._mix = np.zeros(3)  # sequences, prefilled tokens, decodes of recent steps
+        self._mix = np.zeros(3)  # sequences, prefill tokens, decodes of recent steps
         self._switches = {True: _RunningMean(), False: _RunningMean()}
         self._seen = [0, 0]  # steps of each kind
-        self._mixed = Counter[int]()  # steps with LoRA, by the binary digits of how many adapters they had
-        self._lora_s = 0.0  # all steps with LoRA together
+        self._mixed = Counter[int]()  # steps with LoRA, by the bit length of their number of adapters
+        self._lora_s = 0.0  # seconds of all steps with LoRA
         self._since_lora, self._since_lora_s = 0, 0.0  # steps and seconds without
         self.lora_steps_due = 0
 
@@ -100,21 +100,21 @@ class ModeTimes:
         return min(self._seen) >= _TRIAL_STEPS
 
     def has_measured(self, adapters: int) -> bool:
-        """Return whether enough steps had so many adapters unmerged, to the power of two, or more.
+        """Return whether enough steps ran with this many unmerged adapters (to the power of two) or more.
 
-        Else the line would be a guess: it was drawn through batches of few adapters, and many at once may cost far less
-        than so many times one.
+        Otherwise the fit would extrapolate from batches of few adapters, and many together may cost far less than the
+        sum of each.
         """
         least = adapters.bit_length()
         return sum(steps for digits, steps in self._mixed.items() if digits >= least) >= _TRIAL_STEPS
 
     def note(self, steps: int, work: BatchWork, step_s: float) -> None:
-        """Take identical steps in.
+        """Add identical steps to the fit.
 
         Args:
-            steps: how many.
-            work: of each.
-            step_s: mean duration, without a switch.
+            steps: number of steps.
+            work: work of each.
+            step_s: mean seconds of a step, without the switch.
         """
         lora = lora_work(self._form, work.rows, self._rank)
         kind = _LORA if lora else _PLAIN
@@ -136,20 +136,20 @@ class ModeTimes:
         lora_steps = self._seen[_LORA]
         if lora_steps < _TRIAL_STEPS:
             return self._since_lora >= _TRIAL_STEPS
-        return self._since_lora_s >= _FRESH_TIMES * _TRIAL_STEPS * self._lora_s / lora_steps
+        return self._since_lora_s >= _TRIAL_INTERVAL * _TRIAL_STEPS * self._lora_s / lora_steps
 
     def note_switch(self, to_merged: bool, switch_s: float) -> None:
-        """Take a switch in, to some merged adapter or to none."""
+        """Record the time of a switch to a merged adapter, or to none."""
         self._switches[to_merged].note(switch_s)
 
     def batch(self, adapters: Iterable[AdapterDigest | None]) -> ModeBatch:
-        """Return the unmerged batch of requests of these adapters, None for the base model."""
+        """Return the unmerged batch of one request for each of ``adapters``, None for the base model."""
         requests = Counter(adapters)
         total = requests.total()
         return ModeBatch(total, lora_work(self._form, {a: n for a, n in requests.items() if a is not None}, self._rank))
 
     def batch_s(self, batch: ModeBatch) -> float:
-        """Return about how long a step of a batch takes whose requests prefill and decode as those lately did."""
+        """Return the expected seconds of a step of a batch, with the recent mix of prefill tokens and decodes."""
         sequences, prefill_tokens, decodes = self._mix.tolist()
         per_sequence = batch.requests / sequences if sequences else 0.0
         prefill_tokens, decodes = prefill_tokens * per_sequence, decodes * per_sequence
@@ -157,12 +157,12 @@ class ModeTimes:
         return float(_sample(prefill_tokens, decodes, batch.lora * rows) @ self._fit.parts())
 
     def step_s(self, work: BatchWork) -> float:
-        """Return about how long a step of that work takes."""
+        """Return the expected seconds of a step with this work."""
         lora = lora_work(self._form, work.rows, self._rank)
         return float(_sample(work.prefill_tokens, work.decodes, lora) @ self._fit.parts())
 
     def switch_s(self, to_merged: bool) -> float:
-        """Return about how long a switch takes: as those seen, else as those the other way, 0 before any."""
+        """Return the expected seconds of a switch: the mean of past ones, or of those the other way; 0 before any."""
         known = self._switches[to_merged].value
         if known is None:
             known = self._switches[not to_merged].value
@@ -170,16 +170,16 @@ class ModeTimes:
 
 
 class ThresholdParams(NamedTuple):
-    """Where the thresholds begin, and how they move.
+    """Initial thresholds, and how they are tuned.
 
     Attributes:
-        alpha, beta: at the start.
-        decrement: what a threshold changes by where that makes its switch likelier.
-        factor: what it changes by where that makes its switch less likely.
+        alpha, beta: initial values.
+        decrement: step by which a threshold moves when that makes its switch more likely.
+        factor: factor by which it moves when that makes its switch less likely.
         least_alpha, most_alpha, least_beta: limits.
-        gap: beta stays at least so far below alpha: whichever moves pushes the other.
-        period_steps: iterations after which a period ends at the latest.
-        from_even: as soon as both modes are known, begin from where an adapter's part would break even.
+        gap: least distance of beta below alpha; the threshold that moves pushes the other.
+        period_steps: most iterations of a period.
+        from_even: whether alpha is set to the break-even ratio as soon as the times of both modes are known.
     """
 
     alpha: float = 0.8
@@ -195,28 +195,28 @@ class ThresholdParams(NamedTuple):
 
 
 class IterationTimes(Protocol):
-    """What the tuning must know of time, in seconds."""
+    """Times that the tuning needs, in seconds."""
 
     @property
     def is_known(self) -> bool:
-        """Whether the two modes can be compared yet."""
+        """Whether the times of both modes are known."""
         ...
 
     def batch_s(self, batch: ModeBatch) -> float:
-        """Return how long a step of a batch takes."""
+        """Return the seconds of a step of a batch."""
         ...
 
     def switch_s(self, to_merged: bool) -> float:
-        """Return how long a switch takes."""
+        """Return the seconds of a switch."""
         ...
 
 
 class Iteration(NamedTuple):
-    """Both batches of an iteration, of which one ran.
+    """The two possible batches of an iteration, of which one ran.
 
     Attributes:
-        merged: the oldest requests of the adapter that is merged or would be.
-        unmerged: the oldest of all.
+        merged: the oldest requests of the adapter that is or would be merged.
+        unmerged: the oldest requests of all.
     """
 
     merged: ModeBatch
@@ -224,7 +224,7 @@ class Iteration(NamedTuple):
 
 
 def throughput(batches: Sequence[tuple[ModeBatch, int]], times: IterationTimes, switch_s: float = 0.0) -> float:
-    """Return requests per second over iterations, each with how often it ran, a switch before the first included."""
+    """Return requests per second over iterations (batch, number of steps), a switch before the first included."""
     taken_s = switch_s + _seconds(batches, times)
     served = sum(steps * batch.requests for batch, steps in batches)
     return served / taken_s if taken_s else 0.0
@@ -235,23 +235,23 @@ def _seconds(batches: Sequence[tuple[ModeBatch, int]], times: IterationTimes) ->
 
 
 class Thresholds:
-    """Alpha and beta, and the log of the period since they were last looked at.
+    """The thresholds alpha and beta of dynamic batching, tuned period by period.
 
-    A period ends with a switch, with another adapter having the most requests, or after ``period_steps`` iterations.
-    Then the two modes are compared over its iterations: a period that ran unmerged moves alpha, one that ran merged
-    beta. The mode that did not run pays for the switch to it.
+    A period ends with a switch, when another adapter has the most requests, or after ``period_steps`` iterations. Then
+    the throughput of both modes is compared over its iterations. A period that ran unmerged moves alpha, one that ran
+    merged moves beta. The mode that did not run is charged with the switch to it.
 
-    The first period in which both modes are known does not move alpha but sets it, a factor above the part at which an
-    iteration of the adapter alone, with its share of a switch for the longest period, serves as many requests a second
-    as one of the oldest. The paper's values suit one machine; where adapters cost several times what the base model
-    does, break-even is many small moves away from them.
+    The first period in which both modes are known sets alpha instead: to a factor above the break-even ratio, at which
+    merged iterations, with their share of a switch per longest period, serve as many requests per second as unmerged
+    ones. The paper's values suit one machine; where adapters cost several times as much as the base model, break-even
+    is many small moves away from them.
 
     Args:
-        times: of steps and switches.
-        params: where to begin, and how to move.
+        times: times of steps and switches.
+        params: initial values, and how they are tuned; None for the defaults.
 
     Attributes:
-        alpha, beta: see ``dynamic.decide``.
+        alpha, beta: arguments of ``dynamic.decide``.
     """
 
     def __init__(self, times: IterationTimes, params: ThresholdParams | None = None) -> None:
@@ -261,41 +261,41 @@ class Thresholds:
         self._merged: AdapterDigest | None = None
         self._candidate: AdapterDigest | None = None
         self._log: list[tuple[Iteration, int]] = []
-        self.begin()
+        self.recalibrate()
 
-    def begin(self) -> None:
-        """Set alpha anew by the period that is running."""
-        self._has_begun = not self._params.from_even
+    def recalibrate(self) -> None:
+        """Set alpha to the break-even ratio again at the end of the current period."""
+        self._is_calibrated = not self._params.from_even
 
-    def meet(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
-        """End the period if an iteration that is about to run does not belong to it, and return whether it ended."""
+    def start_iteration(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
+        """End the period if the next iteration does not belong to it; return whether it ended."""
         if (merged, candidate) == (self._merged, self._candidate):
             return False
-        self._end()
+        self._end_period()
         self._merged, self._candidate = merged, candidate
         return True
 
     def note(self, iteration: Iteration, steps: int) -> None:
-        """Take identical iterations in, no more than are left of the period."""
+        """Log identical iterations, no more than are left of the period."""
         self._log.append((iteration, steps))
         if self.steps_left <= 0:
-            self._end()
+            self._end_period()
 
     @property
     def steps_left(self) -> int:
         """Iterations until the period ends at the latest."""
-        first = self._merged is None and not self._has_begun  # the less is run unmerged before one knows, the better
+        first = self._merged is None and not self._is_calibrated  # calibrate as soon as possible
         return (1 if first else self._params.period_steps) - sum(steps for _, steps in self._log)
 
-    def _end(self) -> None:
+    def _end_period(self) -> None:
         log, self._log = self._log, []
         if not log or not self._times.is_known:
             return
         merged = [(iteration.merged, steps) for iteration, steps in log]
         unmerged = [(iteration.unmerged, steps) for iteration, steps in log]
         rules = self._params
-        if not self._has_begun and (unmerged_s := _seconds(unmerged, self._times)):
-            self._has_begun = True
+        if not self._is_calibrated and (unmerged_s := _seconds(unmerged, self._times)):
+            self._is_calibrated = True
             switch_s = self._times.switch_s(to_merged=True) / rules.period_steps * sum(steps for _, steps in log)
             even = (_seconds(merged, self._times) + switch_s) / unmerged_s
             self.alpha = min(max(even * rules.factor, rules.least_alpha), rules.most_alpha)

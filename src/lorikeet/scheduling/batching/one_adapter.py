@@ -1,4 +1,4 @@
-"""One adapter at a time: merged, unmerged, or as whole models that take turns."""
+"""Batching modes that run one adapter at a time: merged, unmerged, or as whole models in turn."""
 
 from collections.abc import Sequence
 
@@ -8,16 +8,16 @@ from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, Batc
 
 
 class OneAdapter(BatchingMode):
-    """The adapter of the oldest request runs alone until none of its requests is left, later ones included.
+    """Runs the adapter of the oldest request alone until none of its requests is left, later ones included.
 
-    The base model takes its turn like an adapter, with nothing merged. An adapter that is not on the device yet is
-    chosen all the same, or nobody would bring it there; it is merged once it is.
+    The base model gets its turn like an adapter, with nothing merged. An adapter that is not on the device yet is
+    chosen too, since only then it is loaded; it is merged once it has arrived.
 
     Args:
         setup: of the replica.
-        merged: whether the adapter is merged into the base meanwhile. Unmerged it is how PEFT serves adapters.
-        even_shares: the requests that run hold, together, no more tokens than the pool has for each known adapter, as
-            if each were an engine of its own with that share of the memory. The oldest runs however long it is.
+        merged: whether the adapter is merged into the base weights for its turn. Unmerged is how PEFT serves adapters.
+        even_shares: limit the running requests together to an equal share of the memory for each registered adapter,
+            as if each adapter had an engine of its own. The oldest request runs even if it is larger.
     """
 
     def __init__(self, setup: BatchingSetup, *, merged: bool, even_shares: bool = False) -> None:
@@ -44,7 +44,7 @@ class OneAdapter(BatchingMode):
         return allow(batch, live, merged)
 
     def steps_until_review(self) -> float:
-        """Return the steps until the requests have grown beyond their share."""
+        """Return the number of steps until the requests exceed their share of the memory."""
         return self._steps_left
 
     def _within_share(self, batch: list[LiveRequest]) -> list[LiveRequest]:

@@ -1,1 +1,1 @@
-"""Chameleon's multi-level queue: size classes, quotas of tokens, two-phase admission, bypass."""
+"""Chameleon's multi-level queue: size classes, token quotas, two-phase admission, bypass."""

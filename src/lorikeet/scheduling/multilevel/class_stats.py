@@ -1,4 +1,4 @@
-"""Recent arrivals and ends, and the size classes and quotas that follow from them."""
+"""Statistics of recent requests, and the size classes and quotas computed from them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from lorikeet.scheduling.multilevel.options import ChameleonOptions
 from lorikeet.scheduling.multilevel.quotas import assign_quotas, class_load
 from lorikeet.scheduling.multilevel.size_classes import RequestSize, SizeClasses, find_classes, weighted_sizes
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import StepTimeEstimator
 
 
 class SlidingWindow:
-    """Rows of numbers by time, of which the recent ones are asked for.
+    """Rows of numbers with a time, of which only recent ones are kept.
 
     Args:
         columns: numbers in a row besides the time.
@@ -24,7 +24,7 @@ class SlidingWindow:
         self._begin = self._end = 0
 
     def add(self, at_s: float, *values: float) -> None:
-        """Append a row; times do not fall."""
+        """Append a row; times must not decrease."""
         if self._end == len(self._rows):
             kept = self._rows[self._begin : self._end]
             grown = np.empty((max(256, 2 * len(kept)), self._rows.shape[1]))
@@ -34,29 +34,29 @@ class SlidingWindow:
         self._end += 1
 
     def since(self, at_s: float) -> NDArray[np.float64]:
-        """Forget all rows before ``at_s``, and return the others without their times: ``[rows, columns]``."""
+        """Drop all rows before ``at_s``, and return the others without their times: ``[rows, columns]``."""
         times = self._rows[self._begin : self._end, 0]
         self._begin += int(np.searchsorted(times, at_s))
         return self._rows[self._begin : self._end, 1:]
 
     def __len__(self) -> int:
-        """Return the number of rows that are remembered."""
+        """Return the number of rows."""
         return self._end - self._begin
 
 
 _LARGEST_PERCENTILE = 99.9
-"""Of inputs and outputs in the window; it counts as 1 in the size, so that one outlier makes nobody else small."""
+"""Percentile of inputs and outputs that counts as size 1, so that one outlier does not make all others small."""
 
 ONE_CLASS = SizeClasses((0.0,), (), ())
 
 
 class ClassQuotas(NamedTuple):
-    """What a census comes to.
+    """Quotas of the classes after a refresh.
 
     Attributes:
         quotas: tokens of each class, smallest requests first.
         feasible: whether every class has at least its least quota.
-        longest_run_s: by class, of those that ended lately; a class of which nobody did is missing.
+        longest_run_s: by class, the longest run of recently finished requests in seconds; missing if there are none.
     """
 
     quotas: tuple[int, ...]
@@ -65,11 +65,14 @@ class ClassQuotas(NamedTuple):
 
 
 class ClassStats:
-    """The windows of arrivals and ends, and the classes by which requests are sorted until the next census.
+    """Sliding windows of arrivals and ends, and the size classes until the next refresh.
 
     Args:
-        options: what the paper leaves open.
-        max_model_len: longest sequence: what counts as the largest request until there are classes.
+        options: options of the queue.
+        max_model_len: most tokens of a sequence; counts as the largest request until there are classes.
+
+    Attributes:
+        classes: the present classes.
     """
 
     def __init__(self, options: ChameleonOptions, max_model_len: int) -> None:
@@ -80,26 +83,26 @@ class ClassStats:
         self.classes = ONE_CLASS
 
     def arrived(self, sizes: RequestSize, now: float) -> None:
-        """A request has come for the first time."""
+        """Record the first arrival of a request."""
         self._arrivals.add(now, *sizes)
 
     def ended(self, sizes: RequestSize, ran_s: float, now: float) -> None:
-        """A request has ended for good; it held its tokens for so long."""
+        """Record a finished request, which held its tokens for ``ran_s`` seconds."""
         self._ends.add(now, *sizes, ran_s)
 
-    def knows_more(self, now: float) -> bool:
-        """Whether enough has arrived lately to find classes, or twice as much as when they were found."""
+    def has_more_samples(self, now: float) -> bool:
+        """Whether enough requests have arrived lately to find classes, or twice as many as at the last refresh."""
         if len(self._arrivals) < self._enough:
             return False
         return len(self._arrivals.since(now - self._options.refresh_s)) >= self._enough
 
-    def renew(self, total_tokens: int, step_times: StepTimeEstimator, lasted_s: float, now: float) -> ClassQuotas:
-        """Find classes and quotas anew by what arrived and ended in the window (sections 5.1 and 6).
+    def refresh(self, total_tokens: int, step_times: StepTimeEstimator, lasted_s: float, now: float) -> ClassQuotas:
+        """Compute classes and quotas from the requests in the windows (spec, sections 5.1 and 6).
 
         Args:
-            total_tokens: to divide.
-            step_times: of the engine's steps.
-            lasted_s: since the first arrival.
+            total_tokens: tokens to divide.
+            step_times: estimates how long steps take.
+            lasted_s: seconds since the first arrival.
             now: the time.
         """
         options, since_s = self._options, now - self._options.refresh_s
@@ -126,7 +129,7 @@ class ClassStats:
         return ClassQuotas(quotas, feasible, {n: float(ran_s.max()) for n, (_, ran_s) in enumerate(came) if len(ran_s)})
 
     def of(self, sizes: Sequence[RequestSize] | NDArray[np.float64]) -> list[int]:
-        """Return the class of each."""
+        """Return the class of each request, by its sizes ``[requests, 3]``."""
         if not len(sizes) or not self.classes.boundaries:
             return [0] * len(sizes)
         weighted = weighted_sizes(np.asarray(sizes), self._largest, self._options.weights)

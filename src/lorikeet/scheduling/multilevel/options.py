@@ -1,4 +1,4 @@
-"""What the paper leaves open about the queue, and what the queue tells about itself."""
+"""Options of the queue that the Chameleon paper leaves open, and the queue's statistics."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,18 +13,36 @@ LEAST_SAMPLES = 100
 
 
 class AdapterCharge(StrEnum):
-    """Which requests pay for their adapter with tokens (A9 of the spec)."""
+    """Which requests pay tokens for their adapter (spec, A9)."""
 
     PER_REQUEST = "per-request"
+    """Every request."""
     IF_ABSENT = "if-absent"
-    """Those whose adapter is not on the device."""
+    """Requests whose adapter is not on the device."""
     SHARED = "shared"
-    """Those under whose adapter nobody runs."""
+    """Requests whose adapter no running request uses."""
 
 
 @dataclass(frozen=True)
 class ChameleonOptions:
-    """What the paper leaves open; see the spec's sections 5 to 7 for each."""
+    """Choices that the paper leaves open; sections 5 to 7 of the spec discuss each.
+
+    Attributes:
+        weights: weights of input, output and adapter in the size of a request.
+        overcommit: total of all quotas, as a multiple of the memory in tokens.
+        overload: how tokens are divided if the least quotas exceed the total.
+        k_rule: how the number of classes is chosen.
+        floor: whether each class gets at least its largest request.
+        share: how surplus tokens are divided.
+        largest_percentile: percentile of the sizes of a class that counts as its largest request.
+        charge: which requests pay for their adapter.
+        lazy_squash: squash a request only if the bypassed one could then start.
+        bypass: whether younger requests may be admitted before one whose adapter does not fit.
+        refresh_s: seconds between two computations of classes and quotas, and the window of recent requests.
+        least_samples: recent requests that are needed to find classes.
+        join_from: a request may join running ones of its adapter before its turn if the adapter is at least this many
+            times as large as the request's own tokens; infinite: never.
+    """
 
     weights: SizeWeights = PAPER_WEIGHTS
     overcommit: float = 1.0
@@ -39,19 +57,17 @@ class ChameleonOptions:
     refresh_s: float = REFRESH_S
     least_samples: int = LEAST_SAMPLES
     join_from: float = float("inf")
-    """Who joins others under an adapter saves its room; those come first whose adapter is at least so large, as a
-    multiple of their own tokens."""
 
 
 class QueueFigures(QueueStats, frozen=True):
-    """All that the queue tells about itself, since the start.
+    """All statistics of the queue since the start.
 
     Attributes:
-        boundaries: of the classes as they are now.
-        infeasible_refreshes: how often the least quotas of all classes did not fit beside each other.
-        admitted: requests.
-        longest_gap_s: by class number, the longest time in which nobody of a class with waiters was admitted.
-        longest_run_s: by class number, the longest time from admission to the end.
+        boundaries: boundaries between the present classes.
+        infeasible_refreshes: number of refreshes in which the least quotas of all classes exceeded the total.
+        admitted: number of admitted requests.
+        longest_gap_s: by class, the longest time without an admission while requests waited, in seconds.
+        longest_run_s: by class, the longest time from admission to the end, in seconds.
     """
 
     boundaries: tuple[float, ...]

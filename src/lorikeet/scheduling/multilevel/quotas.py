@@ -1,4 +1,8 @@
-"""Token quotas of the size classes: what each class needs (independent M/M/1 queues), gets and holds."""
+"""Token quotas of the size classes: what each class needs (independent M/M/1 queues), gets, and holds.
+
+``assign_quotas`` divides the tokens among the classes by their loads. ``QuotaAccounting`` counts what running requests
+hold of each quota.
+"""
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -8,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lorikeet.core.ids import RequestId
-from lorikeet.scheduling.step_times import StepTimeEstimator
+from lorikeet.scheduling.state import StepTimeEstimator
 
 
 class SurplusShare(StrEnum):
-    """How what is left after every class has its least quota is divided."""
+    """How the tokens that are left after every class has its least quota are divided."""
 
     LEAST = "least"
     """In proportion to the least quotas."""
@@ -21,22 +25,22 @@ class SurplusShare(StrEnum):
 
 
 class OverloadRule(StrEnum):
-    """How tokens are divided where the least quotas of all classes do not fit beside each other."""
+    """How tokens are divided if the least quotas of all classes together exceed the total."""
 
     PROPORTIONAL = "proportional"
-    """In proportion to them: every class waits alike."""
+    """In proportion to the least quotas, so that all classes wait alike."""
     SMALLEST_FIRST = "smallest-first"
-    """The classes of the smallest requests get theirs, and the others at least their largest request: the express
-    lane stays one."""
+    """The classes of the smallest requests get their least quotas, the others at least their largest request. Small
+    requests then stay fast."""
 
 
 class ClassLoad(NamedTuple):
-    """What comes to a class.
+    """The load of a class.
 
     Attributes:
-        largest_tokens: S, the largest request.
-        duration_s: D, from admission to the end.
-        rate_per_s: arrivals.
+        largest_tokens: S, size of the largest request.
+        duration_s: D, mean time from admission to the end.
+        rate_per_s: arrivals per second.
         slo_s: limit of the time from arrival to the end; infinite for none.
     """
 
@@ -47,12 +51,12 @@ class ClassLoad(NamedTuple):
 
     @property
     def least_tokens(self) -> float:
-        """Quota with which an M/M/1 queue meets the limit: S · D · (1 / SLO + rate) (section 6.1 of the spec)."""
+        """Quota with which an M/M/1 queue meets the limit: S · D · (1 / SLO + rate) (spec, section 6.1)."""
         return self.largest_tokens * self.duration_s * (1 / self.slo_s + self.rate_per_s)
 
 
 class Quotas(NamedTuple):
-    """Tokens of each class; they add up to the total. ``feasible``: every class has at least its least quota."""
+    """Tokens of each class, which add up to the total; ``feasible`` if every class has at least its least quota."""
 
     tokens: tuple[int, ...]
     feasible: bool
@@ -66,10 +70,15 @@ def assign_quotas(
     share: SurplusShare = SurplusShare.LEAST,
     overload: OverloadRule = OverloadRule.PROPORTIONAL,
 ) -> Quotas:
-    """Divide ``total_tokens`` among classes, smallest requests first.
+    """Divide ``total_tokens`` among classes, which are in order of size.
 
-    With ``floor`` no class has less than its largest request, which could otherwise never be admitted from the
-    class's own quota; in an overload too, as long as the largest requests of all classes fit beside each other.
+    Args:
+        loads: load of each class, smallest requests first.
+        total_tokens: tokens to divide.
+        floor: whether each class gets at least its largest request, which could otherwise never be admitted from the
+            class's own quota. In an overload this holds if the largest requests of all classes fit together.
+        share: how the surplus is divided.
+        overload: how the tokens are divided if they do not suffice.
     """
     floors = [load.largest_tokens if floor else 0.0 for load in loads]
     least = [max(load.least_tokens, floor) for load, floor in zip(loads, floors, strict=True)]
@@ -95,7 +104,7 @@ def _added(start: Sequence[float], weights: Sequence[float], rest: float) -> lis
 
 
 def _whole(values: Sequence[float], total: int) -> tuple[int, ...]:
-    """Round so that the sum is ``total``: the largest remainders are rounded up."""
+    """Round to integers with the sum ``total``; the largest remainders are rounded up."""
     whole = [int(value) for value in values]
     by_remainder = sorted(range(len(values)), key=lambda place: whole[place] - values[place])
     for place in by_remainder[: total - sum(whole)]:
@@ -104,7 +113,7 @@ def _whole(values: Sequence[float], total: int) -> tuple[int, ...]:
 
 
 SLO_FACTOR = 5.0
-"""Limit of a class's time from arrival to end, as a multiple of what its mean request takes alone."""
+"""Limit of the time from arrival to the end, as a multiple of the time that the class's mean request takes alone."""
 
 
 def class_load(
@@ -114,16 +123,18 @@ def class_load(
     step_times: StepTimeEstimator,
     largest_percentile: float,
 ) -> ClassLoad:
-    """Return what comes to a class; if nobody has ended yet, its requests take as long as one alone.
+    """Return the load of a class.
+
+    If no request of it has ended yet, its duration is the expected time of its mean request alone.
 
     Args:
-        arrived: ``[requests, 3]``, input, expected output and adapter of each that arrived, in tokens.
-        ran_s: how long each ran that ended.
-        over_s: for how long arrivals were counted.
-        step_times: of the engine's steps.
-        largest_percentile: of the requests' tokens, that counts as the largest.
+        arrived: ``[requests, 3]``, tokens of input, expected output and adapter of each request that arrived.
+        ran_s: seconds that each finished request ran.
+        over_s: seconds during which arrivals were counted.
+        step_times: estimates how long steps take.
+        largest_percentile: percentile of the requests' sizes that counts as the largest.
     """
-    if not len(arrived):  # many samples are gathered in bins, and a boundary may lie inside one
+    if not len(arrived):  # possible, since classes are found from binned samples and a boundary may lie inside a bin
         return ClassLoad(0.0, 0.0, 0.0, float("inf"))
     mean = arrived.mean(axis=0)
     alone_s = step_times.alone_s(float(mean[0]), float(mean[1]))
@@ -134,12 +145,13 @@ def class_load(
 
 
 class QuotaAccounting:
-    """Quotas and what is held of them: for every class, available = quota - held, which may be negative.
+    """Counts what running requests hold of each quota.
 
-    So available and held tokens of all classes always add up to the total.
+    For every class, available = quota - held, which may be negative. Available and held tokens of all classes add up to
+    the total.
 
     Args:
-        total_tokens: of all quotas; one class has them all at first.
+        total_tokens: sum of all quotas; at first one class has them all.
     """
 
     def __init__(self, total_tokens: int) -> None:
@@ -149,17 +161,17 @@ class QuotaAccounting:
         self._holdings: dict[RequestId, dict[int, int]] = {}
 
     def available(self, number: int) -> int:
-        """Return what a class may still lend."""
+        """Return the tokens that a class may still lend."""
         return self.quotas[number] - self.held[number]
 
     def hold(self, request_id: RequestId, number: int, tokens: int) -> None:
-        """Let a request hold so many tokens more of a class's quota."""
+        """Let a request hold ``tokens`` more of a class's quota."""
         parts = self._holdings.setdefault(request_id, {})
         parts[number] = parts.get(number, 0) + tokens
         self.held[number] += tokens
 
     def give_back(self, request_id: RequestId) -> None:
-        """Return all that a request holds to the classes that it came from."""
+        """Return all tokens that a request holds to the classes that lent them."""
         for number, tokens in self._holdings.pop(request_id).items():
             self.held[number] -= tokens
 
@@ -167,8 +179,16 @@ class QuotaAccounting:
         """Return the tokens that a request holds."""
         return sum(self._holdings[request_id].values())
 
+    def holders(self) -> dict[RequestId, int]:
+        """Return the tokens that each request holds."""
+        return {request_id: self.held_by(request_id) for request_id in self._holdings}
+
     def divide(self, quotas: Sequence[int], classes: Mapping[RequestId, int]) -> None:
-        """Begin with new classes: what a request holds is from now on of the class that it is in by now.
+        """Replace the classes; the tokens that a request holds then count for its new class.
+
+        Args:
+            quotas: tokens of each new class.
+            classes: the new class of each request that holds tokens.
 
         Raises:
             ValueError: the quotas do not add up to the total.

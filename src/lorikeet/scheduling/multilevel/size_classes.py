@@ -1,4 +1,4 @@
-"""Sizes requests as Chameleon does, and divides the sizes into classes."""
+"""Request sizes as in Chameleon, and their division into classes by one-dimensional k-means."""
 
 import itertools
 from enum import StrEnum
@@ -9,12 +9,12 @@ from numpy.typing import NDArray
 
 
 class RequestSize(NamedTuple):
-    """What the size of a request is made of, in tokens.
+    """The three parts of a request's size, in tokens.
 
     Attributes:
-        input_tokens: of its prompt.
-        output_tokens: expected of its answer.
-        adapter_tokens: KV that would fit where its adapter lies; 0 for the base model.
+        input_tokens: tokens of the prompt.
+        output_tokens: expected tokens of the output.
+        adapter_tokens: size of its adapter in tokens of KV; 0 for the base model.
     """
 
     input_tokens: float
@@ -23,7 +23,7 @@ class RequestSize(NamedTuple):
 
 
 class SizeWeights(NamedTuple):
-    """A, B and C of the weighted request size (section 5 of the spec; printed in the paper)."""
+    """Weights A, B and C of the weighted request size (spec, section 5), with the values printed in the paper."""
 
     input: float = 0.3
     output: float = 0.5
@@ -32,7 +32,7 @@ class SizeWeights(NamedTuple):
 
 PAPER_WEIGHTS = SizeWeights()
 OUTPUT_ONLY_WEIGHTS = SizeWeights(0.0, 1.0, 0.0)
-"""The ablation that looks at the predicted output alone."""
+"""Ablation that uses only the predicted output."""
 
 
 def weighted_sizes(
@@ -42,8 +42,8 @@ def weighted_sizes(
 
     Args:
         sizes: ``[..., 3]``, each row as in ``RequestSize``.
-        largest: maxima that count as 1; what is above them counts as 1, too.
-        weights: of the three parts.
+        largest: maxima that count as 1; larger values count as 1 as well.
+        weights: weights of the three parts.
     """
     most = np.maximum(np.asarray(largest, np.float64), 1.0)
     shares: NDArray[np.float64] = np.minimum(np.asarray(sizes, np.float64) / most, 1.0) @ np.asarray(weights)
@@ -54,25 +54,25 @@ MOST_CLASSES = 4
 """K_max, printed in the paper."""
 _ELBOW = 0.05
 _MOST_POINTS = 256
-"""Samples with more distinct values are first gathered in so many bins of equal width, each at its mean."""
+"""Samples with more distinct values are first gathered in this many bins of equal width, each at its mean."""
 
 
 class KRule(StrEnum):
     """How the number of classes is chosen."""
 
     ELBOW = "elbow"
-    """The first after which another class would take less than 5 % of the sum of squares of one class away."""
+    """The smallest number such that one more class reduces the sum of squares by less than 5 % of that of one class."""
     LITERAL = "literal"
-    """The smallest sum of squares: as many as may be, as it cannot rise with their number."""
+    """The number with the smallest sum of squares; usually the largest allowed, since the sum never rises with it."""
 
 
 class SizeClasses(NamedTuple):
     """Size classes, smallest first.
 
     Attributes:
-        centroids: of the classes.
-        boundaries: between them: halfway between two centroids.
-        squares: sum of squares within classes (WCSS) with 1, 2, ... of them.
+        centroids: mean size of each class.
+        boundaries: boundaries between classes, halfway between two centroids.
+        squares: sum of squares within classes (WCSS) for 1, 2, ... classes.
     """
 
     centroids: tuple[float, ...]
@@ -80,12 +80,12 @@ class SizeClasses(NamedTuple):
     squares: tuple[float, ...]
 
     def of(self, sizes: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the class of each size, 0 for the smallest; one on a boundary belongs to the smaller class."""
+        """Return the class of each size, 0 for the smallest; a size on a boundary belongs to the smaller class."""
         return np.searchsorted(self.boundaries, sizes, side="left")
 
 
 def find_classes(sizes: NDArray[np.float64], rule: KRule = KRule.ELBOW, most: int = MOST_CLASSES) -> SizeClasses:
-    """Return the best classes of ``sizes`` (any order, at least one), by dynamic programming, without chance."""
+    """Return the optimal classes of ``sizes`` (any order, at least one), by dynamic programming; deterministic."""
     points, counts = _gathered(sizes)
     squares, centroids = _best_partitions(points, counts, min(most, len(points)))
     number = _choose(squares, rule)
@@ -108,8 +108,8 @@ def _gathered(sizes: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[
 def _best_partitions(
     points: NDArray[np.float64], counts: NDArray[np.float64], most: int
 ) -> tuple[list[float], list[tuple[float, ...]]]:
-    """Return the least sum of squares, and the centroids that have it, with 1 to ``most`` classes."""
-    shifted = points - np.average(points, weights=counts)  # smaller squares lose fewer digits
+    """Return for 1 to ``most`` classes the least sum of squares, and the centroids that reach it."""
+    shifted = points - np.average(points, weights=counts)  # keeps squares small, for precision
     weight, first, second = (np.concatenate(([0.0], np.cumsum(counts * shifted**power))) for power in (0, 1, 2))
     begin, end = np.triu_indices(len(points) + 1, 1)
     cost = np.full((len(points) + 1, len(points) + 1), np.inf)  # of the class [begin, end)

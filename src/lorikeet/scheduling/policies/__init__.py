@@ -1,4 +1,4 @@
-"""Admission policies by name. A new one is one file and one line here."""
+"""Admission policies by name. A new policy is one file here and one entry in the table."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from lorikeet.scheduling.policies.priority import PriorityFirst
 from lorikeet.scheduling.policies.sjf import AGING_TOKENS_PER_S, ShortestFirst
 
 _CHAMELEON = ChameleonOptions(charge=AdapterCharge.SHARED, overcommit=2.0, join_from=0.25, largest_percentile=95.0)
-_OTHER_CHAMELEONS: dict[str, dict[str, Any]] = {
+_CHAMELEON_VARIANTS: dict[str, dict[str, Any]] = {
     "literal": {"k_rule": KRule.LITERAL},
     "lazy": {"lazy_squash": True},
     "literal-lazy": {"k_rule": KRule.LITERAL, "lazy_squash": True},
@@ -42,7 +42,7 @@ ADMISSION: dict[str, AdmissionPolicy] = {
     "chameleon": partial(ChameleonQueue, options=_CHAMELEON),
     **{
         f"chameleon:{name}": partial(ChameleonQueue, options=replace(_CHAMELEON, **change))
-        for name, change in _OTHER_CHAMELEONS.items()
+        for name, change in _CHAMELEON_VARIANTS.items()
     },
 }
-"""What a row's ``admission`` may name."""
+"""The values of a preset's ``admission``."""

@@ -4,25 +4,26 @@ from lorikeet.core.request import Request
 from lorikeet.scheduling.admission import OrderedQueue
 
 DEFAULT_TTFT_S = 60.0
-"""When a request is due that has no limit on its TTFT, after its arrival."""
+"""Deadline after arrival, in seconds, of a request without a limit on its TTFT."""
 
 
 class EarliestDeadline(OrderedQueue):
-    """By the time at which the first token is due: arrival + the limit on TTFT.
+    """Admits by the time at which the first token is due: arrival plus the limit on TTFT.
 
-    Requests without a limit count as due after a minute, so those that have one go before them, but not for ever: a
-    request is overtaken only by such as come before it is due. One that has missed its deadline stays in front of those
-    that can still meet theirs; to drop it is for whoever sheds load. If blocks run out, the last that is due gives way.
+    Requests without a limit count as due after a minute. Requests with a limit go before them, but cannot starve them:
+    a request is overtaken only by those that arrive before it is due. A request that has missed its deadline stays in
+    front of those that can still meet theirs; dropping it is up to load shedding. If blocks run out, the request with
+    the latest deadline is preempted.
 
     Source: C. L. Liu and J. W. Layland, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment",
     Journal of the ACM 20(1), 1973, section 7.
     """
 
     def rank(self, request: Request) -> tuple[float, float]:
-        """Return when it is due; of equal ones the older first."""
+        """Return the deadline; of equal ones the older request first."""
         limit_s = None if request.slo is None else request.slo.ttft_s
         return request.arrival_s + (DEFAULT_TTFT_S if limit_s is None else limit_s), request.arrival_s
 
     def precedence(self, request: Request) -> tuple[float, float]:
-        """Return the same: who would be admitted first keeps its room longest."""
+        """Return the rank: the request that would be admitted last is preempted first."""
         return self.rank(request)

@@ -1,4 +1,4 @@
-"""Fair shares of the tokens served."""
+"""Fair shares of served tokens between tenants or adapters (virtual token counter)."""
 
 from bisect import insort
 from collections import Counter
@@ -12,45 +12,45 @@ from lorikeet.memory.blocks import WaitReason
 from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, tokens_needed
 
 INPUT_WEIGHT, OUTPUT_WEIGHT = 1, 2
-"""Of a token, as in the paper's evaluation; a token of the answer takes longer to make."""
+"""Weights of a token as in the paper's evaluation; an output token takes longer to compute."""
 SPARE = 0.15
-"""Most of the pool that an owner beyond its share leaves free."""
-_MOST_PAID = 1024
-"""So many interrupted requests are remembered at least."""
-_MOST_IDLE = 1024
-"""So many owners are remembered at least before those whose counter no longer matters are forgotten."""
+"""Largest share of the memory that an owner above its equal share must leave free."""
+_MAX_PAID = 1024
+"""Remembered preempted requests after which those that no longer wait here are dropped."""
+_MAX_IDLE = 1024
+"""Remembered owners after which those whose counter no longer matters are dropped."""
 
 
 def by_tenant(request: Request) -> str:
-    """Return whose request it is."""
+    """Return the tenant of a request."""
     return request.tenant
 
 
 def by_adapter(request: Request) -> str:
-    """Return the version of the adapter, empty for the base model."""
+    """Return the adapter version of a request, empty for the base model."""
     return request.digest or ""
 
 
 class FairShares(AdmissionQueue):
-    """Whoever has been served the fewest tokens goes first; inside one owner first come, first served.
+    """Admits the owner with the fewest served tokens first; requests of one owner in order of arrival.
 
-    Every owner has a counter of tokens: those of a prompt are added when it is admitted, those of the answer when they
-    are generated. One that comes back after a pause is lifted to the smallest counter among those who wait (or to that
-    of the last who did, if nobody waits), so that nobody saves up service. Whoever finds no room ends admission, so an
-    owner of large requests does not lose its turn. The prompt of a request that was interrupted is not charged again.
+    Every owner (tenant or adapter) has a counter of weighted tokens. Prompt tokens are added at admission, output
+    tokens when they are generated. The counter of an owner that returns after a pause is raised to the smallest counter
+    of the owners with waiting requests (or to that of the last such owner), so that idle owners save up no service. A
+    request for which blocks are lacking ends admission, so that owners of large requests keep their turn. The prompt of
+    a preempted request is charged once.
 
-    Turns alone let those who hardly ever ask wait for the running requests of those who always do: the paper's bound on
-    the difference between two owners grows with the pool. So, and this is ours, an owner that would hold more
-    than an equal share of the pool leaves as much of it free as it holds beyond, up to ``spare`` of the whole, for
-    those who hold less. If blocks run out all the same, the last admitted gives way; by arrival it would often be a
-    request of an owner that has hardly waited.
+    Turns alone make rare owners wait for running requests of busy ones: the paper's bound on the difference between two
+    owners grows with the memory. Therefore (this is our addition) an owner that would hold more than an equal share of
+    the memory must leave its excess free, up to ``spare`` of the whole, for owners that hold less. If blocks run out,
+    the request admitted last is preempted; by arrival it would often be one of an owner that has hardly waited.
 
     Source: Y. Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 4 (virtual token counter).
 
     Args:
         view: of the engine.
-        owner: of a request: ``by_tenant`` or ``by_adapter``.
-        spare: share of the pool; 0 for the paper's policy.
+        owner: returns the owner of a request: ``by_tenant`` or ``by_adapter``.
+        spare: share of the memory; 0 for the paper's policy.
     """
 
     def __init__(self, view: AdmissionView, owner: Callable[[Request], str] = by_tenant, spare: float = SPARE) -> None:
@@ -64,14 +64,14 @@ class FairShares(AdmissionQueue):
         self._turn: dict[RequestId, int] = {}
         self._charged_tokens: dict[RequestId, int] = {}
         self._paid: set[RequestId] = set()
-        self._forget_at = _MOST_IDLE
+        self._forget_at = _MAX_IDLE
 
     def served(self, owner: str) -> int:
-        """Return an owner's counter: weighted tokens that it was served or, after a pause, is taken to have been."""
+        """Return the counter of an owner in weighted tokens, 0 if it has none."""
         return self._served.get(owner, 0)
 
     def add(self, request: Request, now: float) -> None:
-        """Insert by arrival into the queue of its owner, whose counter is lifted if it had nothing waiting."""
+        """Insert by arrival into the queue of the owner, whose counter is raised if it had no waiting request."""
         owner = self._owner(request)
         if owner not in self._queues:
             self._served[owner] = max(self.served(owner), self._level())
@@ -81,13 +81,13 @@ class FairShares(AdmissionQueue):
             self._forget()
 
     def remove(self, request: Request, now: float) -> None:
-        """Take it out."""
-        self._take_out(request)
+        """Remove a waiting request."""
+        self._dequeue(request)
         self._turn.pop(request.request_id, None)
         self._paid.discard(request.request_id)
 
     def admit(self, now: float) -> Admission:
-        """Yield the oldest of whoever has the smallest counter, charge it, and so on."""
+        """Yield the oldest request of the owner with the smallest counter, charge its prompt, and repeat."""
         heads = [self._head(owner, 0) for owner in self._queues]
         heapify(heads)
         held_tokens = self._held_tokens()
@@ -96,30 +96,30 @@ class FairShares(AdmissionQueue):
             _, _, owner, place = heappop(heads)
             request = self._queues[owner][place]
             needed_tokens = tokens_needed(request, self.view)
-            # Whoever holds nothing takes its turn, however much it needs: else it might never.
+            # An owner that holds nothing gets its turn however much it needs; otherwise it might never run.
             beyond_tokens = held_tokens[owner] and held_tokens[owner] + needed_tokens - share_tokens
-            if self._must_leave(needed_tokens, beyond_tokens):
+            if self._exceeds_share(needed_tokens, beyond_tokens):
                 continue
             self._turn[request.request_id] = next(self._turns)
             match (yield request):
                 case None:
                     self._charge_prompt(request)
-                    self._take_out(request)
+                    self._dequeue(request)
                     held_tokens[owner] += needed_tokens
-                case WaitReason.ROOM | WaitReason.ADAPTER_ROOM:
+                case WaitReason.KV_BLOCKS | WaitReason.ADAPTER_BLOCKS:
                     return
                 case _:
                     place += 1
             if place < len(self._queues.get(owner, ())):
                 heappush(heads, self._head(owner, place))
 
-    def _must_leave(self, needed_tokens: int, beyond_tokens: float) -> bool:
-        """Whether that much room must be left to others by an owner that would hold so much beyond its share."""
+    def _exceeds_share(self, needed_tokens: int, beyond_tokens: float) -> bool:
+        """Whether a request must wait because its owner would exceed its share and leave too little free for others."""
         left_tokens = min(beyond_tokens, self._spare * self.view.total_tokens)
         return left_tokens > 0 and self.view.free_tokens() - needed_tokens < left_tokens
 
     def _held_tokens(self) -> Counter[str]:
-        """Return what every owner holds: tokens of its running requests, whoever shares their room."""
+        """Return the tokens of the running requests of each owner; shared blocks count for each request."""
         held_tokens = Counter[str]()
         for request, output_tokens, _ in self.view.running():
             held_tokens[self._owner(request)] += len(request.prompt_token_ids) + output_tokens
@@ -129,7 +129,7 @@ class FairShares(AdmissionQueue):
         return self.served(owner), self._queues[owner][place].arrival_s, owner, place
 
     def waiting(self) -> Iterable[Request]:
-        """Return the first of every owner, then the second, each time by counter."""
+        """Return the first request of every owner by counter, then the second of each, and so on."""
         places = [
             (place, self.served(owner), request.arrival_s, request.request_id, request)
             for owner, queue in self._queues.items()
@@ -141,17 +141,17 @@ class FairShares(AdmissionQueue):
         """Return the number of waiting requests."""
         return sum(map(len, self._queues.values()))
 
-    def ended(self, request: Request, now: float, *, goes_on: bool = False) -> None:
-        """Charge what was generated since the last step; whoever goes on has paid for its prompt."""
+    def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
+        """Charge output tokens; a request that resumes has paid for its prompt."""
         self._charge_answers()
-        if goes_on:
-            if len(self._paid) >= _MOST_PAID:  # some go on elsewhere, and do not come back
+        if will_resume:
+            if len(self._paid) >= _MAX_PAID:  # some resume in another engine, and do not come back
                 self._paid &= {waiting.request_id for queue in self._queues.values() for waiting in queue}
             self._paid.add(request.request_id)
         del self._charged_tokens[request.request_id], self._turn[request.request_id]
 
     def review(self, now: float) -> Iterable[Request]:
-        """Charge what was generated."""
+        """Charge output tokens."""
         self._charge_answers()
         return ()
 
@@ -173,7 +173,7 @@ class FairShares(AdmissionQueue):
                 self._served[self._owner(request)] += OUTPUT_WEIGHT * fresh
                 self._charged_tokens[request.request_id] = output_tokens
 
-    def _take_out(self, request: Request) -> None:
+    def _dequeue(self, request: Request) -> None:
         owner = self._owner(request)
         self._queues[owner].remove(request)
         if not self._queues[owner]:
@@ -181,14 +181,14 @@ class FairShares(AdmissionQueue):
             self._last_owner = owner
 
     def _level(self) -> int:
-        """Return the counter that somebody who comes now has at least."""
+        """Return the least counter of an owner that arrives now."""
         if self._queues:
             return min(map(self.served, self._queues))
         return 0 if self._last_owner is None else self.served(self._last_owner)
 
     def _forget(self) -> None:
-        """Drop counters that coming back would lift anyway: the level never falls."""
+        """Drop counters that would be raised on return anyway, since the level never falls."""
         level = self._level()
         needed = {*self._queues, self._last_owner, *(self._owner(each.request) for each in self.view.running())}
         self._served = {owner: n for owner, n in self._served.items() if n > level or owner in needed}
-        self._forget_at = max(_MOST_IDLE, 2 * len(self._served))
+        self._forget_at = max(_MAX_IDLE, 2 * len(self._served))

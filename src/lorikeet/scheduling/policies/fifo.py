@@ -5,8 +5,8 @@ from lorikeet.scheduling.admission import OrderedQueue
 
 
 class Fifo(OrderedQueue):
-    """By the time of arrival."""
+    """Admits by time of arrival."""
 
     def rank(self, request: Request) -> float:
-        """Return its arrival."""
+        """Return the time of arrival."""
         return request.arrival_s

@@ -5,15 +5,16 @@ from lorikeet.scheduling.admission import OrderedQueue
 
 
 class PriorityFirst(OrderedQueue):
-    """By the request's priority, the lowest value first, and inside one by arrival, as vLLM's ``priority`` has it.
+    """Admits by priority, the lowest value first, then by arrival, as vLLM's ``priority`` policy.
 
-    If blocks run out the least urgent gives way. Less urgent requests wait for as long as more urgent ones come.
+    If blocks run out, the request with the highest value is preempted. Less urgent requests wait as long as more urgent
+    ones arrive.
     """
 
     def rank(self, request: Request) -> tuple[int, float]:
-        """Return its priority and arrival."""
+        """Return priority and arrival."""
         return request.priority, request.arrival_s
 
     def precedence(self, request: Request) -> tuple[int, float]:
-        """Return the same: who would be admitted first keeps its room longest."""
+        """Return the rank: the request that would be admitted last is preempted first."""
         return self.rank(request)

@@ -1,1 +1,1 @@
-"""How many tokens an answer will have: an oracle for simulations, history per adapter, and a learned head."""
+"""Prediction of output lengths: by the recent answers of an adapter, or by a learned model."""

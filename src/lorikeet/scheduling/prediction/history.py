@@ -1,28 +1,28 @@
-"""What the answers of an adapter were like lately."""
+"""Predicts output lengths by the recent answers of an adapter."""
 
 from collections import OrderedDict
 
 from datasketches import kll_ints_sketch
 
-_ENOUGH = 20
-"""Answers of an adapter from which on they are believed; before, all answers are asked."""
+_MIN_ANSWERS = 20
+"""Answers of an adapter that are needed to predict by them; with fewer, the answers of all adapters are used."""
 
 _SKETCH_ANSWERS = 500
-"""Answers in a sketch before a new one is begun: what is remembered are the last 500 to 1,000."""
+"""Answers per sketch before a new one is started, so that the last 500 to 1,000 answers count."""
 
 _RANK_ERROR_K = 200
-"""Of the sketches: with the library's usual 200, ranks are right to 1.3 % and a sketch takes about a kilobyte."""
+"""Accuracy of the sketches; with the library's default of 200 the rank error is 1.3 %, in about a kilobyte."""
 
-_MOST_ADAPTERS = 10_000
-"""The adapters that are remembered; of more, those that have not answered for longest are forgotten."""
+_MAX_ADAPTERS = 10_000
+"""Number of adapters with a history; beyond that the ones without an answer for longest are dropped."""
 
 
 class LengthHistory:
-    """Predicts the median of the recent answers of an adapter.
+    """Predicts the median length of the recent answers of an adapter.
 
-    The median is the constant that minimises the mean absolute error, and of log lengths too. An answer counts with
-    the tokens that it had, also where ``max_tokens`` cut it short: what matters is how long requests run. Adapters
-    are known by name, so that a new version goes on from what the last one was like.
+    The median is the constant that minimises the mean absolute error, of log lengths as well. Answers that
+    ``max_tokens`` cut short count with the tokens they had, since what matters is how long requests run. Adapters are
+    identified by name, so that a new version inherits the history of the last.
 
     Quantiles come from KLL sketches (Karnin, Lang, Liberty: Optimal quantile approximation in streams, FOCS 2016).
     """
@@ -32,25 +32,25 @@ class LengthHistory:
         self._by_adapter = OrderedDict[str | None, _Recent]()
 
     def predict(self, adapter: str | None) -> int | None:
-        """Return the tokens of the next answer of ``adapter`` (None for the base model).
+        """Return the predicted tokens of the next answer of ``adapter`` (None for the base model).
 
-        Before it has given 20 answers, the median of all is returned; None if nobody has given one.
+        With fewer than 20 answers of the adapter it is the median of all answers, and None without any answer.
         """
         recent = self._by_adapter.get(adapter)
-        return (recent if recent is not None and recent.answers >= _ENOUGH else self._all).median()
+        return (recent if recent is not None and recent.answers >= _MIN_ANSWERS else self._all).median()
 
     def add(self, adapter: str | None, tokens: int) -> None:
-        """Take note of an answer that has ended with ``tokens`` tokens."""
+        """Record a finished answer of ``tokens`` tokens."""
         recent = self._by_adapter.pop(adapter, None) or _Recent()
         self._by_adapter[adapter] = recent
-        if len(self._by_adapter) > _MOST_ADAPTERS:
+        if len(self._by_adapter) > _MAX_ADAPTERS:
             self._by_adapter.popitem(last=False)
         recent.add(tokens)
         self._all.add(tokens)
 
 
 class _Recent:
-    """Two sketches in turn: when the newer one is full it takes the place of the older, which is forgotten."""
+    """Two sketches: when the newer one is full, it replaces the older one."""
 
     def __init__(self) -> None:
         self._older = kll_ints_sketch(_RANK_ERROR_K)
@@ -68,7 +68,7 @@ class _Recent:
         self._median = None
 
     def median(self) -> int | None:
-        """Return the median of what is remembered; kept until the next answer. None without any."""
+        """Return the median of both sketches, None if they are empty; cached until the next answer."""
         if self._median is None and self.answers:
             both = kll_ints_sketch(_RANK_ERROR_K)
             both.merge(self._older)

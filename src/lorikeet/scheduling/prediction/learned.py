@@ -1,7 +1,7 @@
-"""A learned head: from the vector of a prompt, its length and its adapter to the length of the answer.
+"""A learned length model: predicts output lengths from the prompt's sentence vector, its length and the adapter.
 
-What `lorikeet train-predictor` learns is kept as plain arrays in a safetensors file: no code is run when it is read,
-and predicting needs numpy alone.
+`lorikeet train-predictor` writes the model as plain arrays to a safetensors file, so reading it runs no code, and
+prediction needs only numpy.
 """
 
 import json
@@ -15,20 +15,20 @@ from safetensors.numpy import save_file
 
 _FORMAT = "lorikeet answer lengths 1"
 
-_MOST_LOG_TOKENS = 20.0
+_MAX_LOG_TOKENS = 20.0
 
 
 class LengthModelError(ValueError):
-    """A file holds no head; the message says why."""
+    """A file contains no valid length model; the message says why."""
 
 
 class PredictionErrors(msgspec.Struct, frozen=True):
-    """How far predictions were off.
+    """Errors of predictions.
 
     Attributes:
-        requests: that were predicted.
-        mean_tokens: mean absolute error.
-        median_share: median of the error as a share of the true length.
+        requests: number of predictions.
+        mean_tokens: mean absolute error, in tokens.
+        median_share: median of the absolute error divided by the true length.
         in_quintile: share of predictions in the quintile of the true length.
     """
 
@@ -39,14 +39,14 @@ class PredictionErrors(msgspec.Struct, frozen=True):
 
 
 class LengthModelInfo(msgspec.Struct, frozen=True):
-    """What is known of a head.
+    """Facts about a length model.
 
     Attributes:
-        adapters: those that it knows, None for the base model.
-        tokenizer_sha256: of the base model's ``tokenizer.json``: answers were counted in its tokens.
-        requests: that it learned from.
-        learned, history: errors on the last requests of the log, which were held out: of a head that learned from the
-            others, and of the history predictor.
+        adapters: adapters with enough answers in the training data, None for the base model.
+        tokenizer_sha256: hash of the base model's ``tokenizer.json``, in whose tokens answers were counted.
+        requests: number of requests that it was trained on.
+        learned, history: errors on the last requests of the log, which were held out: of a model trained on the others,
+            and of the history predictor.
     """
 
     adapters: tuple[str | None, ...]
@@ -57,18 +57,18 @@ class LengthModelInfo(msgspec.Struct, frozen=True):
 
     @property
     def is_better(self) -> bool:
-        """Whether it was closer than history on what was held out."""
+        """Whether its error on held-out requests was smaller than that of history."""
         return self.learned.mean_tokens < self.history.mean_tokens
 
 
 class TreeEnsemble(msgspec.Struct, frozen=True):
-    """Regression trees whose values add up; all arrays are (trees, nodes), node 0 is a root.
+    """Regression trees whose values are added; all arrays are ``[trees, nodes]``, and node 0 is the root.
 
     Attributes:
-        feature: column that a node looks at, int32.
-        threshold: at most so much goes to the left, float64.
-        left, right: nodes, int32; a leaf names itself.
-        value: of a leaf, float64.
+        feature: feature column that a node compares, int32.
+        threshold: values up to this go to the left child, float64.
+        left, right: children, int32; a leaf is its own child.
+        value: value of a leaf, float64.
     """
 
     feature: np.ndarray
@@ -78,7 +78,7 @@ class TreeEnsemble(msgspec.Struct, frozen=True):
     value: np.ndarray
 
     def sums(self, features: np.ndarray) -> np.ndarray:
-        """Return the sum of the leaves that each row of ``features`` (rows, columns) float32 comes to."""
+        """Return the sum of the leaf values for each row of ``features`` ``[rows, columns]`` float32."""
         trees = np.arange(len(self.feature))
         rows = np.arange(len(features))[:, None]
         node = np.zeros((len(features), len(trees)), np.int32)
@@ -92,16 +92,16 @@ class TreeEnsemble(msgspec.Struct, frozen=True):
 
 
 class LengthModel:
-    """Predicts from vectors.
+    """Predicts output lengths from sentence vectors.
 
     Args:
-        about: what is known of it.
-        centre: mean of the vectors that it learned from, (dimensions,) float32.
-        axes: what vectors are projected on, (axes, dimensions) float32.
-        typical: for each adapter that it knows, and in the end for all together, the median and the standard deviation
-            of the log of the lengths of answers, (adapters + 1, 2) float32.
-        trees: over the projections, the log of the length of the prompt, and the two of the adapter.
-        base: what the trees add to, log of tokens.
+        about: facts about the model.
+        centre: mean of the training vectors, ``[dimensions]`` float32.
+        axes: principal axes on which vectors are projected, ``[axes, dimensions]`` float32.
+        typical: median and standard deviation of log output lengths for each known adapter, and last for all together,
+            ``[adapters + 1, 2]`` float32.
+        trees: regression trees over the projections, the log of the prompt length, and the two numbers of the adapter.
+        base: constant to which the trees are added, log tokens.
     """
 
     def __init__(
@@ -122,27 +122,27 @@ class LengthModel:
         self._rows = {adapter: row for row, adapter in enumerate(about.adapters)}
 
     def knows(self, adapter: str | None) -> bool:
-        """Return whether it learned from enough answers of ``adapter`` (None for the base model)."""
+        """Return whether the training data had enough answers of ``adapter`` (None for the base model)."""
         return adapter in self._rows
 
     def predict(self, vectors: np.ndarray, prompt_tokens: Sequence[int], adapters: Sequence[str | None]) -> list[int]:
-        """Return the tokens of the answers.
+        """Return the predicted output tokens of requests.
 
         Args:
-            vectors: of the ends of the prompts, (requests, dimensions) float32.
-            prompt_tokens: of the whole prompts.
-            adapters: names; one that it does not know is taken for an average one.
+            vectors: sentence vectors of the ends of the prompts, ``[requests, dimensions]`` float32.
+            prompt_tokens: lengths of the whole prompts.
+            adapters: names, None for the base model; an unknown adapter counts as an average one.
         """
         rows = [self._rows.get(adapter, len(self._rows)) for adapter in adapters]
         features = features_of(vectors, self._centre, self._axes, prompt_tokens, self._typical[rows])
-        logs = np.clip(self._base + self._trees.sums(features), 0.0, _MOST_LOG_TOKENS)
+        logs = np.clip(self._base + self._trees.sums(features), 0.0, _MAX_LOG_TOKENS)
         return [int(tokens) for tokens in np.rint(np.exp(logs))]
 
     def write(self, path: Path) -> None:
-        """Write it to a file.
+        """Write the model to a file.
 
         Raises:
-            OSError: that cannot be done.
+            OSError: the file cannot be written.
         """
         arrays = {
             "centre": self._centre,
@@ -159,42 +159,45 @@ class LengthModel:
 
     @classmethod
     def read(cls, path: Path) -> "LengthModel":
-        """Read a file.
+        """Read a model from a file.
 
         Raises:
-            LengthModelError: it cannot be read or is no head.
+            LengthModelError: the file cannot be read, or contains no valid model.
         """
         try:
             with safe_open(path, "numpy") as file:
                 about = msgspec.json.decode((file.metadata() or {})[_FORMAT], type=LengthModelInfo)
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             trees = TreeEnsemble(**{name: arrays[f"trees.{name}"] for name in TreeEnsemble.__struct_fields__})
-            head = cls(about, arrays["centre"], arrays["axes"], arrays["typical"], trees, float(arrays["base"][0]))
-            head._check()
+            model = cls(about, arrays["centre"], arrays["axes"], arrays["typical"], trees, float(arrays["base"][0]))
+            model._check()
         except (OSError, SafetensorError, msgspec.MsgspecError, KeyError, IndexError, ValueError) as error:
-            words = f"is missing {error}" if isinstance(error, KeyError) else str(error)
-            raise LengthModelError(f"{path}: not a file of lorikeet train-predictor: {words}") from error
-        return head
+            reason = f"is missing {error}" if isinstance(error, KeyError) else str(error)
+            raise LengthModelError(f"{path}: not a file of lorikeet train-predictor: {reason}") from error
+        return model
 
     def _check(self) -> None:
-        """Try it; sums end, as the nodes of a tree lead downwards.
+        """Check the arrays, and make a trial prediction. Children have larger numbers, so tree walks end.
 
         Raises:
-            IndexError, ValueError: something does not fit.
+            IndexError, ValueError: the arrays do not fit together.
         """
         trees, here = self._trees, np.arange(self._trees.feature.shape[1])
         if not all(((side >= here) & (side <= here[-1])).all() for side in (trees.left, trees.right)):
-            raise ValueError("a tree does not lead downwards")
+            raise ValueError("a tree has a cycle")
         if not ((trees.feature >= 0) & (trees.feature < len(self._axes) + 3)).all():
-            raise ValueError("a tree looks at what there is not")
+            raise ValueError("a tree uses a feature that does not exist")
         if self._typical.shape != (len(self._rows) + 1, 2):
-            raise ValueError("not every adapter has a typical length")
+            raise ValueError("the typical lengths do not match the adapters")
         self.predict(np.zeros((1, len(self._centre)), np.float32), [1], [None])
 
 
 def features_of(
     vectors: np.ndarray, centre: np.ndarray, axes: np.ndarray, prompt_tokens: Sequence[int], typical: np.ndarray
 ) -> np.ndarray:
-    """Return the features of the trees, ``[requests, axes + 3]`` float32; arguments as in ``LengthModel``."""
+    """Return the features of the trees, ``[requests, axes + 3]`` float32.
+
+    The arguments are those of ``LengthModel``; ``typical`` has one row for each request.
+    """
     logs = np.log(np.maximum(np.asarray(prompt_tokens, np.float32), 1.0))
     return np.concatenate([(vectors - centre) @ axes.T, logs[:, None], typical], axis=1).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What the API process and the predictor process say to each other: msgpack, each message after its length."""
+"""Messages between the API process and the predictor process: msgpack, each prefixed with its length."""
 
 import struct
 from collections.abc import Iterator
@@ -6,32 +6,32 @@ from collections.abc import Iterator
 import msgspec
 
 TEXT_TOKENS = 96
-"""Tokens at the end of a prompt that are looked at: there stands what is asked for, and reading costs CPU time."""
+"""Tokens at the end of a prompt that are encoded. The question is usually there, and encoding more costs CPU time."""
 
 LENGTH = struct.Struct("<I")
 
 
 class PredictorSetup(msgspec.Struct, frozen=True):
-    """To the process, first of all.
+    """First message to the predictor process.
 
     Attributes:
-        head: file of the learned head.
+        model_file: file of the length model.
         tokenizer: the base model's ``tokenizer.json``.
     """
 
-    head: str
+    model_file: str
     tokenizer: str
 
 
 class PredictionRequest(msgspec.Struct, frozen=True, array_like=True):
-    """To the process: predict.
+    """Request for a prediction, to the predictor process.
 
     Attributes:
-        number: of the question.
-        token_ids: the last ones of the prompt, at most ``TEXT_TOKENS``.
-        prompt_tokens: of the whole prompt.
-        adapter: its name, None for the base model.
-        until_s: on the monotonic clock of the machine; an answer after that is of no use.
+        number: id of the prediction request.
+        token_ids: the last tokens of the prompt, at most ``TEXT_TOKENS``.
+        prompt_tokens: length of the whole prompt.
+        adapter: name of the adapter, None for the base model.
+        until_s: deadline on the machine's monotonic clock; a later prediction is not used.
     """
 
     number: int
@@ -42,18 +42,18 @@ class PredictionRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PredictorReady(msgspec.Struct, frozen=True, tag=True):
-    """From the process: it can predict, and has used so much CPU time for its start."""
+    """From the predictor process: it is ready; ``cpu_s`` is the CPU time of its start."""
 
     cpu_s: float
 
 
 class PredictionBatch(msgspec.Struct, frozen=True, tag=True):
-    """From the process: what came of some questions.
+    """Predictions, from the predictor process.
 
     Attributes:
-        taken: how many questions; those that were too late already have no prediction.
-        predictions: (question, tokens).
-        cpu_s: CPU time that the process has used since it began.
+        taken: number of requests that it has taken; those past their deadline have no prediction.
+        predictions: (id of the prediction request, tokens).
+        cpu_s: CPU time of the process since its start.
     """
 
     taken: int
@@ -65,13 +65,13 @@ FROM_PROCESS = msgspec.msgpack.Decoder(PredictorReady | PredictionBatch)
 
 
 def frame(message: msgspec.Struct) -> bytes:
-    """Return a message as it is sent."""
+    """Return the encoded message with its length prefix."""
     content = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(content)) + content
 
 
 def take_frames(received: bytearray) -> Iterator[bytes]:
-    """Take all whole messages out of what was received so far; the beginning of another stays there."""
+    """Remove and yield all complete messages in ``received``; an incomplete one stays in it."""
     while len(received) >= LENGTH.size:
         end = LENGTH.size + LENGTH.unpack_from(received)[0]
         if len(received) < end:

@@ -1,4 +1,4 @@
-"""Learns a head from requests that have ended."""
+"""Trains a length model on finished requests."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from lorikeet.scheduling.prediction.learned import (
 )
 
 LEAST_REQUESTS = 100
-"""To learn from; with fewer there is nothing to be learned beyond history."""
+"""Least number of requests; with fewer a model learns nothing beyond history."""
 
 _HELD_OUT = 0.2
-"""Share of the requests, the last ones."""
+"""Share of the requests (the last ones) that is held out for the comparison with history."""
 
-_KNOWN = 20
-"""Answers of an adapter from which on a head knows it."""
+_MIN_ANSWERS = 20
+"""Answers of an adapter that a model needs to know it."""
 
 _AXES = 16
 _TREES = {
@@ -38,15 +38,15 @@ _TREES = {
 
 
 class TooFewRequests(ValueError):
-    """There is not enough to learn from."""
+    """There are too few requests to train on."""
 
 
 class Samples(NamedTuple):
-    """Requests that have ended, in the order in which they did.
+    """Finished requests, in the order in which they finished.
 
     Attributes:
-        vectors: of the ends of their prompts, (requests, dimensions) float32.
-        prompt_tokens, output_tokens: lengths of prompt and answer.
+        vectors: sentence vectors of the ends of their prompts, ``[requests, dimensions]`` float32.
+        prompt_tokens, output_tokens: lengths of prompt and output.
         adapters: names, None for the base model.
     """
 
@@ -56,7 +56,7 @@ class Samples(NamedTuple):
     adapters: Sequence[str | None]
 
     def part(self, begin: int, end: int) -> "Samples":
-        """Return those from ``begin`` to before ``end``."""
+        """Return the requests ``begin`` to ``end``, half-open."""
         return Samples(
             self.vectors[begin:end],
             self.prompt_tokens[begin:end],
@@ -66,18 +66,18 @@ class Samples(NamedTuple):
 
 
 def train(samples: Samples, tokenizer_sha256: str) -> LengthModel:
-    """Learn from the first four fifths, compare with history on the last fifth, and learn once more from all.
+    """Train on the first four fifths, compare with history on the last fifth, and train again on all.
 
     Args:
-        samples: at least ``LEAST_REQUESTS``.
-        tokenizer_sha256: of the tokenizer that counted the tokens.
+        samples: at least ``LEAST_REQUESTS`` requests.
+        tokenizer_sha256: hash of the tokenizer in whose tokens lengths are counted.
 
     Raises:
-        TooFewRequests: there are not so many.
+        TooFewRequests: there are fewer.
     """
     count = len(samples.output_tokens)
     if count < LEAST_REQUESTS:
-        raise TooFewRequests(f"{count} requests are too few to learn from; {LEAST_REQUESTS} are needed")
+        raise TooFewRequests(f"{count} requests are too few to train on; {LEAST_REQUESTS} are needed")
     cut = round(count * (1 - _HELD_OUT))
     first, last = samples.part(0, cut), samples.part(cut, count)
     nothing = PredictionErrors(0, 0.0, 0.0, 0.0)
@@ -95,7 +95,7 @@ def train(samples: Samples, tokenizer_sha256: str) -> LengthModel:
 
 
 def predict_by_history(samples: Samples, begin: int) -> list[int]:
-    """Return what history would have predicted for the requests from ``begin`` on, each told of all before it."""
+    """Return the predictions of history for the requests from ``begin`` on, each by all requests before it."""
     history, predicted = LengthHistory(), []
     for index, (adapter, tokens) in enumerate(zip(samples.adapters, samples.output_tokens, strict=True)):
         if index >= begin:
@@ -105,7 +105,7 @@ def predict_by_history(samples: Samples, begin: int) -> list[int]:
 
 
 def errors_of(predicted: Sequence[int], true: Sequence[int], all_lengths: Sequence[int]) -> PredictionErrors:
-    """Return how far predictions were off; the quintiles are those of ``all_lengths``."""
+    """Return the errors of predictions; the quintiles are those of ``all_lengths``."""
     off = np.abs(np.asarray(predicted, float) - np.asarray(true, float))
     return PredictionErrors(
         len(true),
@@ -116,17 +116,18 @@ def errors_of(predicted: Sequence[int], true: Sequence[int], all_lengths: Sequen
 
 
 def in_true_quintile(predicted: Sequence[int], true: Sequence[int], all_lengths: Sequence[int]) -> np.ndarray:
-    """Return for each prediction whether it lies in the quintile of ``all_lengths`` that the true length lies in."""
+    """Return for each prediction whether it is in the same quintile of ``all_lengths`` as the true length."""
     cuts = np.quantile(all_lengths, [0.2, 0.4, 0.6, 0.8])
     same: np.ndarray = np.searchsorted(cuts, predicted, "right") == np.searchsorted(cuts, true, "right")
     return same
 
 
 def _fit(samples: Samples, about: LengthModelInfo) -> LengthModel:
-    """Learn the log of lengths, by absolute error: a few very long answers must not decide."""
+    """Fit the log of lengths with absolute error, so that a few very long answers do not dominate."""
     logs = np.log(np.maximum(np.asarray(samples.output_tokens, float), 1.0))
     counts = Counter(samples.adapters)
-    known = tuple(sorted((a for a, count in counts.items() if count >= _KNOWN), key=lambda a: (a is not None, a or "")))
+    enough = (adapter for adapter, count in counts.items() if count >= _MIN_ANSWERS)
+    known = tuple(sorted(enough, key=lambda adapter: (adapter is not None, adapter or "")))
     chosen = [np.array([adapter == each for each in samples.adapters]) for adapter in known]
     typical = np.array(
         [(np.median(logs[mask]), logs[mask].std()) for mask in [*chosen, np.ones(len(logs), bool)]], np.float32

@@ -1,1 +1,1 @@
-"""LoRA of prefills computed on host cores while the adapter is still on its way to the device (TOPPINGS)."""
+"""LoRA of prefills computed by host workers while the adapter is being loaded to the device (TOPPINGS)."""

@@ -1,4 +1,4 @@
-"""What assisted prefills cost here: measured when the engine starts, in a fraction of a second."""
+"""Measures the costs of assisted prefills on this machine, in a fraction of a second when the engine starts."""
 
 import time
 from collections.abc import Iterable
@@ -31,31 +31,31 @@ from lorikeet.worker.transfer.device import Stream
 
 _HOST_TOKENS, _HOST_RANKS = (1, 16, 64), (8, 64)
 DEVICE_TOKENS = (16, 64, 256)
-"""Prefills of which the device is measured; the shortest is what workers hide behind."""
+"""Lengths of prefills that are measured on the device. The shortest is the time that hides the workers."""
 _SLICE_TOKENS = tuple(1 << exponent for exponent in range(9))
 _REPEATS = 5
 _DEVICE_LAYERS = 3
 _DEVICE_REPEATS = 2
-"""The first of which may compile kernels."""
-_DEVICE_S = 0.1
-"""No larger prefill is measured on the device once layers have taken so long."""
+"""The first one may compile kernels."""
+_MAX_DEVICE_S = 0.1
+"""Once measured layers have taken this long in sum, no longer prefill is measured."""
 
 _COPY_BLOCKS = 16
 _GROUP_S = 50e-6
-"""What the thread that copies does once per group of blocks, beside copying."""
+"""Overhead of the copy thread per group of blocks."""
 
-_LEAST_S = 1e-12
-"""Per token and rank: below what any core does, so that a fit of noise is not negative."""
+_MIN_TOKEN_RANK_S = 1e-12
+"""Lower bound of the time per token and rank, so that a fit of noise is not negative."""
 
 
 class HostTimes(NamedTuple):
     """One worker's time for a layer: ``fixed_s + token_s * tokens + token_rank_s * tokens * rank``.
 
     Attributes:
-        fixed_s: hand-over of no rows, and what else does not grow.
-        token_s: hand-over of a token's preset.
-        token_rank_s: computing, per rank of a token.
-        rank: the largest that was measured.
+        fixed_s: constant part.
+        token_s: hand-over of a token's row.
+        token_rank_s: compute time per token and rank.
+        rank: the largest rank that was measured.
     """
 
     fixed_s: float
@@ -64,7 +64,7 @@ class HostTimes(NamedTuple):
     rank: int
 
     def seconds(self, tokens: int) -> float:
-        """Return the time for tokens under an adapter of the largest rank."""
+        """Return the time of so many tokens with an adapter of the largest measured rank."""
         return self.fixed_s + (self.token_s + self.token_rank_s * self.rank) * tokens
 
 
@@ -81,22 +81,22 @@ def measure(
     *,
     cores_shared: bool,
 ) -> AssistCosts:
-    """Measure what prefills cost that the host assists. Both arenas are empty, and what is left there means nothing.
+    """Measure the costs of assisted prefills. Both arenas must be empty; their content is undefined afterwards.
 
     Args:
         pool: workers that are ready.
-        model: computes a layer for comparison.
+        model: runs prefills on the device.
         arena, host: device and host tier, ``[blocks, elements]``.
-        steps: the device's stream.
+        steps: the device's stream of steps.
         block_size: tokens of KV in a block.
-        most_tokens: longest prefill that is measured.
+        most_tokens: longest prefill to measure.
         preset: has the options of assisted prefills.
-        link_bytes_per_s: declared link, 0 to measure it.
-        cores_shared: whether workers run on the cores that compute the base model, and so hide behind nothing.
+        link_bytes_per_s: bandwidth of the declared link, 0 to measure it.
+        cores_shared: whether workers share the cores that compute the base model, so that nothing hides them.
 
     Raises:
-        ConfigError: the host tier is too small for an adapter's layer.
-        ExecutorError: a worker was lost meanwhile.
+        ConfigError: the host tier is too small for one layer of an adapter.
+        ExecutorError: a worker was lost.
     """
     geometry = model.geometry
     host_times = measure_host(pool, geometry, host, arena.device)
@@ -119,18 +119,18 @@ def measure(
         is_static=preset.host_layers is HostLayers.STATIC,
         waits=preset.host_layers is HostLayers.PATIENT,
     )
-    suits = suiting_tokens(host_times, geometry, costs.device_layer_s(DEVICE_TOKENS[0]), bandwidth)
-    pool.worker_tokens = suits * preset.host_chunk
+    tokens = tokens_per_worker(host_times, geometry, costs.device_layer_s(DEVICE_TOKENS[0]), bandwidth)
+    pool.worker_tokens = tokens * preset.host_chunk
     return msgspec.structs.replace(costs, worker_tokens=pool.worker_tokens)
 
 
-def suiting_tokens(times: HostTimes, geometry: ModelGeometry, layer_s: float, bandwidth: float) -> int:
-    """Return how many tokens suit one worker (TOPPINGS, section 4.2): what it computes while a layer is loaded.
+def tokens_per_worker(times: HostTimes, geometry: ModelGeometry, layer_s: float, bandwidth: float) -> int:
+    """Return how many tokens a worker gets (TOPPINGS, section 4.2): as many as it computes while a layer is loaded.
 
     Args:
         times: of a worker.
         geometry: of the model.
-        layer_s: of a layer in a short prefill on the device.
+        layer_s: time of a layer in a short prefill on the device.
         bandwidth: bytes per second over the link.
     """
     load_s = times.rank * sum(row_bytes(geometry).values()) / bandwidth
@@ -142,14 +142,14 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
     """Measure one worker.
 
     Args:
-        pool: has it.
+        pool: its first worker is measured.
         geometry: of the rank's share of the model.
-        host: the host tier, ``[blocks, elements]``, in which adapters come to lie.
-        place: where the model computes.
+        host: the host tier, ``[blocks, elements]``, in which test adapters are placed.
+        place: device of the model.
 
     Raises:
-        ConfigError: the host tier is too small for an adapter's layer.
-        ExecutorError: a worker was lost meanwhile.
+        ConfigError: the host tier is too small for one layer of an adapter.
+        ExecutorError: a worker was lost.
     """
     elements = host.shape[1]
     adapters: dict[int, HostAdapter] = {}
@@ -161,7 +161,7 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
             adapters[rank] = HostAdapter(ranks, tuple(BlockId(block) for block in range(blocks)))
     if not adapters:
         raise ConfigError(f"host_memory_bytes: {len(host)} blocks cannot hold a layer of an adapter; raise it")
-    pool.worker_tokens = pool.ring.shape.rows  # so that one worker gets all
+    pool.worker_tokens = pool.ring.shape.rows  # so that one worker gets all rows
     rescued = pool.rescued_slices
     pool.begin(list(adapters.values()))
     computed, handed_over = [], []
@@ -169,22 +169,22 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
     for (number, rank), tokens in product(enumerate(adapters), counts):
         x = torch.zeros(tokens, pool.ring.shape.inputs, dtype=host.dtype, device=place)
         qkv = torch.zeros(tokens, pool.ring.shape.outputs, dtype=host.dtype, device=place)
-        deal = pool.deal([HostRows(number, 0, tokens)])
+        assignment = pool.assign([HostRows(number, 0, tokens)])
         seconds = []
         for _ in range(_REPEATS):
-            pool.submit(0, x, deal)
+            pool.submit(0, x, assignment)
             pool.add_to(qkv)
             pool.settle()
             seconds.append(pool.computed_s)
-        if pool.rescued_slices > rescued:  # the rank has computed some itself, and nothing was timed
-            raise ExecutorError("a host worker was lost while it was measured")
+        if pool.rescued_slices > rescued:  # the rank has computed a part, which was not timed
+            raise ExecutorError("a host worker was lost during its measurement")
         computed.append((tokens * rank, min(seconds)))
         handed_over.append((tokens, median(list(pool.handovers_s)[-_REPEATS:])))
     pool.end()
     pool.handovers_s.clear()
-    token_rank_s, computing_s = _line(computed)
-    token_s, handover_s = _line(handed_over)
-    return HostTimes(handover_s + computing_s, token_s, max(_LEAST_S, token_rank_s), max(adapters))
+    token_rank_s, computing_s = _fit_line(computed)
+    token_s, handover_s = _fit_line(handed_over)
+    return HostTimes(handover_s + computing_s, token_s, max(_MIN_TOKEN_RANK_S, token_rank_s), max(adapters))
 
 
 @torch.inference_mode()
@@ -193,8 +193,8 @@ def measure_device(
 ) -> tuple[tuple[int, float], ...]:
     """Return (tokens, seconds) of a layer in prefills of some lengths.
 
-    That is what more layers take longer than one: beside a layer a step has an embedding, a last norm and a wait, which
-    on a GPU take as long as a layer of few tokens.
+    It is the difference of a step with several layers and one with one layer: a step also has an embedding, a last norm
+    and a wait, which on a GPU take as long as a layer of few tokens.
     """
     geometry = model.geometry
     most_layers = min(_DEVICE_LAYERS, geometry.layers)
@@ -203,7 +203,7 @@ def measure_device(
     times: list[tuple[int, float]] = []
     for tokens in [count for count in DEVICE_TOKENS if count <= most_tokens] or [most_tokens]:
         blocks = -(-tokens // block_size)
-        if times and (sum(seconds for _, seconds in times) > _DEVICE_S or blocks > len(arena)):
+        if times and (sum(seconds for _, seconds in times) > _MAX_DEVICE_S or blocks > len(arena)):
             break
         sequence = SequenceState(SequenceStart(RequestId(""), [0] * tokens, tokens, SamplingParams(max_tokens=1), None))
         sequence.add_blocks(BlockId(block) for block in range(blocks))
@@ -213,25 +213,25 @@ def measure_device(
         for layers in list(decoders) * _DEVICE_REPEATS:
             start_s = time.monotonic()
             decoders[layers].forward(batch, kv[:layers], logits=False)
-            steps.mark().wait()
+            steps.record_event().wait()
             best_s[layers] = min(best_s[layers], time.monotonic() - start_s)
         layer_s = best_s[1]
         if most_layers > 1:
             more_s = (best_s[most_layers] - layer_s) / (most_layers - 1)
-            layer_s = min(layer_s, max(more_s, layer_s / 3))  # of one layer's step it is more, whatever the noise
+            layer_s = min(layer_s, max(more_s, layer_s / 3))  # against noise: a layer is at least a third of its step
         times.append((tokens, layer_s))
     return tuple(times)
 
 
-def _line(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
-    """Return the slope and the start of a line through points; neither is negative."""
+def _fit_line(points: Iterable[tuple[int, float]]) -> tuple[float, float]:
+    """Return slope and intercept of a least-squares line through points, each at least 0."""
     at, seconds = np.array(list(points)).T
     slope, start = np.polyfit(at, seconds, 1)
     return max(0.0, float(slope)), max(0.0, float(start))
 
 
 def _measure_copy(arena: Tensor, host: Tensor) -> float:
-    """Return the bytes per second of copies from host to device."""
+    """Measure the bandwidth of copies from host to device, in bytes per second."""
     blocks = min(_COPY_BLOCKS, len(arena), len(host))
     arena[:blocks].copy_(host[:blocks])
     start_s = time.monotonic()

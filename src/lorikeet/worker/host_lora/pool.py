@@ -1,4 +1,4 @@
-"""Rank 0's host workers: which of them computes which rows, on a CPU rank and beside a GPU."""
+"""Rank 0's pool of host workers: assigns rows to workers and collects their results, for CPU ranks and for a GPU."""
 
 import ctypes
 import os
@@ -14,49 +14,49 @@ from torch import Tensor
 from lorikeet.core.assist_costs import WORKER_TOKENS, slice_rows
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.kernels.base import torch_dtype
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.worker.helper_process import Helper, HelperProcess, start_helper_process
-from lorikeet.worker.host_lora.ring import LOOKS, Backoff, Ring, RingShape, RingSlice
+from lorikeet.worker.host_lora.ring import POLLS, Backoff, Ring, RingShape, RingSlice
 from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker
 from lorikeet.worker.host_lora.worker_process import BeginStep, HostWorkerSetup
 from lorikeet.worker.transfer.device import DeviceBackend, StreamEvent, StreamSignals
 
 SLOTS = 2
-"""One is written while the other drains."""
+"""Slots of the ring: one is written while the other is read."""
 
 TIMEOUT_S = 5.0
-"""A worker that has not answered by then is taken for lost."""
+"""A worker that has not answered after this time counts as lost."""
 
 HANDOVERS = 4096
-"""So many of the latest tickets' hand-over times are kept."""
+"""Number of latest tickets whose hand-over times are kept."""
 
 OWN_CORE_SPIN_S = 5e-3
 SHARED_CORE_SPIN_S = 50e-6
-"""How long a worker polls without rest between two layers: about a layer's time on a core that nobody else wants."""
+"""How long a worker polls busily between two layers: about a layer's time if it has its own core."""
 
 _RANK = -1
 
 
 def start_worker_process() -> HelperProcess:
-    """Start a worker process; it takes a few seconds until it can compute, in which the caller may go on.
+    """Start a worker process. It becomes ready in the background, within a few seconds.
 
     Raises:
-        ExecutorError: the system refuses.
+        ExecutorError: the process cannot be started.
     """
     return start_helper_process("lorikeet.worker.host_lora.worker_process", "a host worker")
 
 
 class HostRows(NamedTuple):
-    """Rows of the batch for the host, ``start`` to ``stop`` (half-open), under one adapter of the step's list."""
+    """Rows ``start`` to ``stop`` (half-open) of the batch for the host; ``adapter`` is an index in the step's list."""
 
     adapter: int
     start: int
     stop: int
 
 
-class _Move(NamedTuple):
-    """Bytes of x to be copied into the ring: ``size`` from ``source`` on to ``target`` on in a slot."""
+class _RowCopy(NamedTuple):
+    """A copy of ``size`` bytes from byte ``source`` of x to byte ``target`` of a slot."""
 
     source: int
     target: int
@@ -64,15 +64,15 @@ class _Move(NamedTuple):
 
 
 class RowAssignment:
-    """How rows of a batch are dealt out to workers; the same for many layers of a step, so it is made once.
+    """An assignment of a batch's rows to workers. Many layers of a step share one, so it is made once.
 
     Attributes:
-        parts: what is dealt out.
-        number: of the cut in the ring.
-        slices: the cut.
-        workers: those that have slices.
-        moves: what is copied.
-        y: of each slot, what comes back for each part.
+        parts: the assigned rows.
+        number: number of the cut in the ring.
+        slices: the slices of the cut.
+        workers: workers that have slices.
+        copies: copies of rows of x into a slot.
+        y: for each slot, the results of each part.
     """
 
     def __init__(
@@ -82,31 +82,31 @@ class RowAssignment:
         self.number = number
         self.slices = slices
         self.workers = tuple(dict.fromkeys(part.worker for part in slices))
-        self.moves: list[_Move] = []
+        self.copies: list[_RowCopy] = []
         self.y: list[list[Tensor]] = [[] for _ in y]
         row = 0
         for part in parts:
             rows = part.stop - part.start
-            self.moves.append(_Move(part.start * row_bytes, row * row_bytes, rows * row_bytes))
+            self.copies.append(_RowCopy(part.start * row_bytes, row * row_bytes, rows * row_bytes))
             for slot, own in zip(y, self.y, strict=True):
                 own.append(slot[row : row + rows])
             row += rows
 
 
 def y_of(ring: Ring, rank: int) -> list[Tensor]:
-    """Return what comes back to a rank, by slot: ``[rows, out]`` of the model's dtype."""
+    """Return the y of a rank, for each slot: ``[rows, out]`` of the model's dtype."""
     return list(torch.from_numpy(ring.y).view(torch_dtype(ring.shape.dtype))[:, rank])
 
 
 class PoolSizes(NamedTuple):
-    """What a pool is made for.
+    """Sizes of a pool.
 
     Attributes:
         dtype: of the model.
         geometry: of a rank's share of the model.
-        rows: most rows of a layer.
-        parts: most parts of a layer.
-        timeout_s: for workers to answer.
+        rows: most rows of a step.
+        parts: most parts (sequences) of a step.
+        timeout_s: a worker that does not answer for so long counts as lost.
     """
 
     dtype: torch.dtype
@@ -117,26 +117,26 @@ class PoolSizes(NamedTuple):
 
 
 class HostPool:
-    """Hands rows out to workers and collects what they make of them. Used by one thread.
+    """Sends rows to workers and collects their results, on a CPU rank. Used by one thread.
 
-    Between :meth:`begin` and :meth:`end` lies a step; in it each :meth:`submit` is followed, after whatever the caller
-    has to do meanwhile, by :meth:`add_to`. No rows are ever lost: those of a worker that ends, fails or does not answer
-    are computed by the caller itself, once that worker writes nothing any more.
+    A step is enclosed by :meth:`begin` and :meth:`end`. In it each :meth:`submit` is followed by :meth:`add_to`; the
+    caller computes the base model in between. No rows are lost: the rows of a worker that dies, fails or does not
+    answer are computed by the caller, once that worker has ended and writes nothing.
 
     Args:
-        processes: the workers; owned by this object from now on.
-        cores: where each is to run, None for any core.
-        arenas: the memory of each rank's host tier, this one's first; the others' are owned by this object from now on.
-        sizes: what it is made for.
+        processes: the workers; owned by this object.
+        cores: the core of each worker, None for any core.
+        arenas: host arena of each rank, this rank's first; the other ranks' are owned by this object.
+        sizes: of the pool.
 
     Attributes:
-        worker_tokens: rows of one request that a worker takes while there are enough workers.
-        handovers_s: of the latest tickets: from x in the batch to the first worker's start, and from the last worker's
-            end to the sums in the batch, without the time of computing and of whatever the caller did meanwhile.
-        computed_s: how long workers took to compute the latest ticket.
-        rescued_slices: those that the rank has computed itself.
-        ring: see ``layout``.
-        ticket: the latest.
+        worker_tokens: rows of one request per worker while there are enough workers.
+        handovers_s: hand-over times of the latest tickets: from x in the batch to the first worker's start, plus from
+            the last worker's end to the sums in the batch; without computing and other work of the caller.
+        computed_s: compute time of the latest ticket, the maximum over workers.
+        rescued_slices: slices of lost workers that the rank has computed itself.
+        ring: shared memory with the workers.
+        ticket: number of the latest ticket.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class HostPool:
             outputs=sum(geometry.modules[module].out_features for module in ("q", "k", "v")),
             ranks=len(arenas),
             workers=len(processes),
-            cuts=2 * geometry.layers,  # a step has one for each layer at most
+            cuts=2 * geometry.layers,  # at most one per layer of a step
             slices=parts + len(processes),
             dtype=str(dtype).removeprefix("torch."),
         )
@@ -171,7 +171,7 @@ class HostPool:
         self._others = tuple(arenas[1:])
         self._row_bytes = self.ring.x[0, :1].nbytes
         self._slots = [int(x.ctypes.data) for x in self.ring.x]
-        self._own = SliceWorker(self.ring, _RANK, blocks, geometry)
+        self._fallback = SliceWorker(self.ring, _RANK, blocks, geometry)
         every_core = frozenset(os.sched_getaffinity(0))
         self._helpers = [
             Helper(
@@ -192,55 +192,55 @@ class HostPool:
         self._steps = 0
         self._cuts = 0
         self.ticket = 0
-        self._at_work: dict[int, HelperProcess] = {}
+        self._active: dict[int, HelperProcess] = {}
         self._submitted: tuple[int, RowAssignment] | None = None
         self._submitted_ns = 0
 
     @property
     def workers(self) -> int:
-        """How many there are to be."""
+        """Number of workers, ready or not."""
         return len(self._helpers)
 
     @property
     def process_ids(self) -> list[int]:
-        """Process ids of the workers that can compute now."""
+        """Process ids of the workers that are ready."""
         return [worker.process.pid for helper in self._helpers if (worker := helper.ready) is not None]
 
     @property
     def lost_workers(self) -> int:
-        """How many have ended unasked."""
+        """Number of worker processes that died."""
         return sum(helper.lost for helper in self._helpers)
 
     def wait_until_ready(self) -> None:
-        """Block until all workers can compute.
+        """Block until all workers are ready.
 
         Raises:
-            ExecutorError: one could not be started.
+            ExecutorError: a worker could not be started.
         """
         for helper in self._helpers:
             helper.wait_until_ready()
 
     def begin(self, adapters: Sequence[HostAdapter]) -> None:
-        """Begin a step: wake the workers, and tell them where its adapters lie."""
+        """Begin a step: wake the workers and send them its adapters."""
         self._steps += 1
-        self._own.begin(adapters)
+        self._fallback.begin(adapters)
         message = BeginStep(self._steps, self.ticket + 1, tuple(adapters))
-        self._at_work = {
+        self._active = {
             number: worker for number, helper in enumerate(self._helpers) if (worker := helper.ready) is not None
         }
-        for worker in self._at_work.values():
+        for worker in self._active.values():
             worker.send(message)
 
     def end(self) -> None:
         """End the step."""
         self._collect_all()
         self.ring.ended = self._steps
-        for number in self._at_work:
-            self._helpers[number].worked()
+        for number in self._active:
+            self._helpers[number].note_success()
 
-    def deal(self, parts: Sequence[HostRows]) -> RowAssignment:
-        """Deal rows out to the workers that are at work; it holds for the step."""
-        numbers = list(self._at_work) or [_RANK]
+    def assign(self, parts: Sequence[HostRows]) -> RowAssignment:
+        """Assign rows to the workers of this step. The assignment is valid until the end of the step."""
+        numbers = list(self._active) or [_RANK]
         rows = [part.stop - part.start for part in parts]
         starts = list(accumulate(rows, initial=0))
         slices = [
@@ -252,49 +252,49 @@ class HostPool:
         self.ring.write_cut(self._cuts, slices)
         return RowAssignment(parts, self._cuts, slices, self._row_bytes, self._y)
 
-    def submit(self, layer: int, x: Tensor, deal: RowAssignment) -> None:
-        """Let workers compute what adapters add to q, k and v of a layer.
+    def submit(self, layer: int, x: Tensor, assignment: RowAssignment) -> None:
+        """Let workers compute the LoRA delta of q, k and v of a layer.
 
-        This and :meth:`add_to` are what assistance costs the rank on every layer, with cold caches; so little is done.
+        This and :meth:`add_to` are the cost of assistance for the rank on every layer, so they do little.
 
         Args:
             layer: of the model.
             x: ``[T, in]`` of the batch, contiguous.
-            deal: which of its rows are meant.
+            assignment: of rows of x to workers.
         """
         self._submitted_ns = time.monotonic_ns()
         ticket = self.ticket = self.ticket + 1
         ring = self.ring
         ring.check_free(ticket)
         source, target = x.data_ptr(), self._slots[ticket % SLOTS]
-        for move in deal.moves:
-            ctypes.memmove(target + move.target, source + move.source, move.size)
-        ring.describe(ticket, self._steps, layer, deal.number)
+        for copy in assignment.copies:
+            ctypes.memmove(target + copy.target, source + copy.source, copy.size)
+        ring.describe(ticket, self._steps, layer, assignment.number)
         ring.signal_x(ticket)
-        self._submitted = layer, deal
+        self._submitted = layer, assignment
 
     def add_to(self, qkv: Tensor) -> None:
-        """Wait for what was submitted, and add it to its rows of ``qkv [T, out]``."""
+        """Wait for the results of the latest :meth:`submit`, and add them to their rows of ``qkv [T, out]``."""
         collecting_ns = time.monotonic_ns()
         assert self._submitted is not None
-        layer, deal = self._submitted
+        layer, assignment = self._submitted
         ticket = self.ticket
-        sums = [qkv[part.start : part.stop] for part in deal.parts]  # while workers may still be at it
-        is_whole = self._finish(ticket, layer, deal)
+        sums = [qkv[part.start : part.stop] for part in assignment.parts]  # while workers may still compute
+        is_whole = self._finish(ticket, layer, assignment)
         self.ring.signal_collected(ticket)
-        for total, y in zip(sums, deal.y[ticket % SLOTS], strict=True):
+        for total, y in zip(sums, assignment.y[ticket % SLOTS], strict=True):
             total.add_(y)
         self.ring.free(ticket)
         now_ns = time.monotonic_ns()
         self._submitted = None
         if is_whole:
-            self._note_times(ticket, deal, self._submitted_ns, collecting_ns, now_ns)
+            self._note_times(ticket, assignment, self._submitted_ns, collecting_ns, now_ns)
 
     def settle(self) -> None:
-        """Block until all that was added is there. It is."""
+        """Block until all results are added. They are when :meth:`add_to` returns."""
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self.ring.shut_down()
         for helper in self._helpers:
             helper.close()
@@ -303,142 +303,146 @@ class HostPool:
         self.ring.close()
 
     def _collect_all(self) -> None:
-        """Wait for workers that may still be at it."""
-        if self._submitted is not None:  # the step has failed
-            _, deal = self._submitted
-            self.add_to(torch.empty(max(part.stop for part in deal.parts), self.ring.shape.outputs))
+        """Wait for workers that may still compute."""
+        if self._submitted is not None:  # the step has failed in between
+            _, assignment = self._submitted
+            self.add_to(torch.empty(max(part.stop for part in assignment.parts), self.ring.shape.outputs))
 
-    def _finish(self, ticket: int, layer: int, deal: RowAssignment) -> bool:
-        """Wait until all of a ticket's y is there; False if this thread had to compute some of it."""
-        lost = [worker for worker in deal.workers if not self._wait_for(ticket, worker)]
-        slices = [part for part in deal.slices if part.worker in lost]
+    def _finish(self, ticket: int, layer: int, assignment: RowAssignment) -> bool:
+        """Wait until y of a ticket is complete; return False if this thread computed a part of it."""
+        lost = [worker for worker in assignment.workers if not self._wait_for(ticket, worker)]
+        slices = [part for part in assignment.slices if part.worker in lost]
         began_ns = time.monotonic_ns()
         for part in slices:
-            self._own.compute(ticket, layer, part)
+            self._fallback.compute(ticket, layer, part)
         for worker in lost:
             self.ring.signal_y(ticket, worker, began_ns, time.monotonic_ns())
         self.rescued_slices += len(slices)
         return not lost
 
-    def _note_times(self, ticket: int, deal: RowAssignment, submitted_ns: int, collecting_ns: int, now_ns: int) -> None:
-        began_ns, ended_ns = zip(*(self.ring.times_ns(ticket, worker) for worker in deal.workers), strict=True)
+    def _note_times(
+        self, ticket: int, assignment: RowAssignment, submitted_ns: int, collecting_ns: int, now_ns: int
+    ) -> None:
+        began_ns, ended_ns = zip(*(self.ring.times_ns(ticket, worker) for worker in assignment.workers), strict=True)
         self.computed_s = max(end - begin for begin, end in zip(began_ns, ended_ns, strict=True)) / 1e9
         handover_ns = min(began_ns) - submitted_ns + now_ns - max(*ended_ns, collecting_ns)
         self.handovers_s.append(handover_ns / 1e9)
 
     def _wait_for(self, ticket: int, number: int) -> bool:
-        """Wait for a worker's part of a ticket; False if it is lost, in which case it has ended."""
-        worker = self._at_work.get(number)
+        """Wait for a worker's slices of a ticket; return False if the worker is lost, in which case it has ended."""
+        worker = self._active.get(number)
         if worker is None:
             return self.ring.has_y(ticket, number)
-        rests, gives_up_at_s = Backoff(), time.monotonic() + self._timeout_s
+        backoff, deadline_s = Backoff(), time.monotonic() + self._timeout_s
         while True:
-            for _ in range(LOOKS):
+            for _ in range(POLLS):
                 if self.ring.has_y(ticket, number):
                     return True
-            is_gone = worker.is_gone.is_set() and not self.ring.has_y(ticket, number)  # its last act may have been y
-            if is_gone or time.monotonic() >= gives_up_at_s or self.ring.has_error(ticket, number):
+            has_ended = worker.has_ended.is_set() and not self.ring.has_y(
+                ticket, number
+            )  # it may have written y before it ended
+            if has_ended or time.monotonic() >= deadline_s or self.ring.has_error(ticket, number):
                 worker.end()
-                del self._at_work[number]
+                del self._active[number]
                 return False
-            rests.rest()
+            backoff.pause()
 
 
-class _Given(NamedTuple):
-    """A ticket whose y may not all be there.
+class _OpenTicket(NamedTuple):
+    """A ticket whose y may not be complete.
 
     Attributes:
-        ticket: which.
+        ticket: its number.
         layer: of the model.
-        deal: whose rows are whose.
-        x_is_there: a mark.
-        at_ns: when it was given to the device.
+        assignment: of its rows.
+        x_copied: event after the copy of x.
+        at_ns: when it was queued.
     """
 
     ticket: int
     layer: int
-    deal: RowAssignment
-    x_is_there: StreamEvent
+    assignment: RowAssignment
+    x_copied: StreamEvent
     at_ns: int
 
 
 class DevicePool(HostPool):
-    """See the module, and ``HostPool``.
+    """A pool for a GPU: the steps' stream copies x, waits for y and adds it, so the calling thread need not wait.
 
-    The thread is no more than ``SLOTS`` tickets ahead of the workers. Before it gets further, and at the end of a step,
-    it looks after them: rows of a worker that is lost it computes and signals in that worker's stead, since the stream
-    waits until somebody does. A slot is used again without asking: the stream reads y before it writes the next x.
+    The calling thread runs at most ``SLOTS`` tickets ahead of the workers. Before it runs further, and at the end of a
+    step, it waits for them: it computes and signals the rows of a lost worker, since the stream waits for that signal.
+    A slot is reused without a check: the stream reads y before it writes the next x.
 
     Args:
-        device: computes; its steps' stream is that of the calling thread.
-        exchange: its own.
-        processes, cores, arenas, sizes: see ``HostPool``; there is one arena.
+        device: the device; the steps' stream is the calling thread's.
+        signals: of the steps' stream.
+        processes, cores, arenas, sizes: as of ``HostPool``; there is one arena.
 
     Raises:
-        ExecutorError: the device does not take the ring.
+        ExecutorError: the device cannot register the ring.
 
     Attributes:
-        handovers_s: of tickets that were waited for with :meth:`settle`.
+        handovers_s: of tickets that were waited for with :meth:`settle` only.
     """
 
     def __init__(
         self,
         device: DeviceBackend,
-        exchange: StreamSignals,
+        signals: StreamSignals,
         processes: Sequence[HelperProcess],
         cores: Sequence[int | None],
         arenas: Sequence[HostArena],
         sizes: PoolSizes,
     ) -> None:
         super().__init__(processes, cores, arenas, sizes)
-        self._stream, self._exchange = device.steps, exchange
+        self._stream, self._signals = device.steps, signals
         self._x = torch.from_numpy(self.ring.x).view(sizes.dtype)
-        self._open: deque[_Given] = deque()
-        self._last: _Given | None = None
+        self._open: deque[_OpenTicket] = deque()
+        self._last: _OpenTicket | None = None
         try:
             self._unregister = device.register(torch.from_numpy(self.ring.memory))
         except RuntimeError as error:
             super().close()
-            raise ExecutorError(f"the device does not take the memory of host workers: {error}") from error
+            raise ExecutorError(f"the device cannot register the shared memory of host workers: {error}") from error
 
-    def submit(self, layer: int, x: Tensor, deal: RowAssignment) -> None:
-        """See ``HostPool``; ``x`` is the device's, and rows of it are copied when the stream comes to it."""
+    def submit(self, layer: int, x: Tensor, assignment: RowAssignment) -> None:
+        """As of ``HostPool``; ``x`` is on the device, and the stream copies its rows."""
         while len(self._open) >= SLOTS:
             self._collect()
         at_ns = time.monotonic_ns()
         ticket = self.ticket = self.ticket + 1
         slot = self._x[self.ring.slot(ticket)]
-        self.ring.describe(ticket, self._steps, layer, deal.number)
+        self.ring.describe(ticket, self._steps, layer, assignment.number)
         row = 0
-        for part in deal.parts:
+        for part in assignment.parts:
             rows = part.stop - part.start
             self._stream.copy(x[part.start : part.stop], slot[row : row + rows])
             row += rows
-        self._exchange.signal(torch.from_numpy(self.ring.x_word(ticket)), ticket)
-        self._open.append(_Given(ticket, layer, deal, self._stream.mark(), at_ns))
+        self._signals.signal(torch.from_numpy(self.ring.x_word(ticket)), ticket)
+        self._open.append(_OpenTicket(ticket, layer, assignment, self._stream.record_event(), at_ns))
 
     def add_to(self, qkv: Tensor) -> None:
-        """Let the stream wait for what was submitted, and add it to its rows of ``qkv [T, out]``."""
-        ticket, _, deal, _, _ = self._open[-1]
-        for worker in deal.workers:
-            self._exchange.wait_for(torch.from_numpy(self.ring.y_word(ticket, worker)), ticket)
-        for part, y in zip(deal.parts, deal.y[self.ring.slot(ticket)], strict=True):
-            self._exchange.add(y, qkv[part.start : part.stop])
+        """Let the stream wait for the results and add them to their rows of ``qkv [T, out]``."""
+        ticket, _, assignment, _, _ = self._open[-1]
+        for worker in assignment.workers:
+            self._signals.wait_for(torch.from_numpy(self.ring.y_word(ticket, worker)), ticket)
+        for part, y in zip(assignment.parts, assignment.y[self.ring.slot(ticket)], strict=True):
+            self._signals.add(y, qkv[part.start : part.stop])
 
     def settle(self) -> None:
-        """Block until all that was added is there.
+        """Block until all results are added.
 
         Raises:
             RuntimeError: the device has failed.
         """
         self._collect_all()
-        self._stream.mark().wait()
+        self._stream.record_event().wait()
         if self._last is not None:
-            self._note_times(self._last.ticket, self._last.deal, self._last.at_ns, 0, time.monotonic_ns())
+            self._note_times(self._last.ticket, self._last.assignment, self._last.at_ns, 0, time.monotonic_ns())
             self._last = None
 
     def close(self) -> None:
-        """End the workers; the device has done all steps."""
+        """Stop the workers. The device must have finished all steps."""
         self._unregister()
         super().close()
 
@@ -447,7 +451,7 @@ class DevicePool(HostPool):
             self._collect()
 
     def _collect(self) -> None:
-        """Wait for the workers of the oldest ticket, and do what those that are lost have not done."""
-        given = self._open.popleft()
-        given.x_is_there.wait()
-        self._last = given if self._finish(given.ticket, given.layer, given.deal) else None
+        """Wait for the workers of the oldest ticket, and compute the slices of lost ones."""
+        ticket = self._open.popleft()
+        ticket.x_copied.wait()
+        self._last = ticket if self._finish(ticket.ticket, ticket.layer, ticket.assignment) else None

@@ -1,4 +1,9 @@
-"""The shared memory of a rank and its host workers: a ring of slots, and tickets that say what they hold."""
+"""Shared memory between a rank and its host workers: a ring of slots for x and y, and tickets that describe them.
+
+The rank writes x of a layer into a slot and signals a ticket; each worker computes its slices of y and signals them.
+Flags are words that one process writes and others poll. A flag is written after the data that it announces; readers
+rely on the order of stores of x86.
+"""
 
 import fcntl
 import mmap
@@ -14,29 +19,29 @@ from numpy.typing import NDArray
 
 from lorikeet.adapters.numbers import KEPT_AS
 
-LOOKS = 10
-"""Looks between two rests."""
-NAP_S = 20e-6
+POLLS = 10
+"""Polls of a flag between two sleeps."""
+SLEEP_S = 20e-6
 _SPIN_S = 200e-6
 
 
 class Backoff:
-    """The rests of one wait, which begins now."""
+    """The pauses of one wait, which begins now: first they only yield, later they sleep."""
 
     def __init__(self) -> None:
-        self._naps_at_s = time.monotonic() + _SPIN_S
+        self._sleep_at_s = time.monotonic() + _SPIN_S
 
-    def rest(self) -> None:
-        """Let other threads run, those that copy above all; and sleep a little once the wait has become long.
+    def pause(self) -> None:
+        """Let other threads run, copy threads above all; sleep a little once the wait has become long.
 
-        A sleep of no time takes as long as a nap does since Python 3.11 (python/cpython issue 125997), a select of
-        nothing a microsecond.
+        Since Python 3.11 ``time.sleep(0)`` takes as long as a short sleep (python/cpython issue 125997); a select
+        without file descriptors takes a microsecond.
         """
-        nap(0 if time.monotonic() < self._naps_at_s else NAP_S)
+        short_sleep(0 if time.monotonic() < self._sleep_at_s else SLEEP_S)
 
 
-def nap(seconds: float = NAP_S) -> None:
-    """Sleep for a time that is far below a millisecond."""
+def short_sleep(seconds: float = SLEEP_S) -> None:
+    """Sleep for a time far below a millisecond."""
     select.select((), (), (), seconds)
 
 
@@ -50,25 +55,25 @@ _HEADER = 2 * _LINE
 _SLICE_WORDS = 4
 _CUT_WORDS = 2
 _TURNS = 4
-"""More than ranks are apart."""
+"""Turns that are kept; ranks are fewer turns apart."""
 _TRANSFERS = 64
-"""Of so many transfers it is known what has arrived with a rank; of older ones it seems that nothing has."""
+"""Number of transfers whose arrival on a rank is kept; older ones count as not arrived."""
 
 
 class RingShape(msgspec.Struct, frozen=True):
     """Sizes of a ring.
 
     Attributes:
-        slots: tickets whose x and y can be there at once.
-        descriptors: tickets that can be described at once.
+        slots: number of tickets whose x and y are kept.
+        descriptors: number of tickets whose descriptions are kept.
         rows: most rows of x in a ticket.
         inputs: elements of a row of x.
-        outputs: elements of a row of y on one rank: those of q, k and v, in this order, side by side.
-        ranks: tensor-parallel ranks. x is the same on all and there is one; each has a y of its own columns.
-        workers: that share the rows.
-        cuts: ways to cut rows that can be there at once.
+        outputs: elements of a row of y on one rank: q, k and v, concatenated.
+        ranks: tensor-parallel ranks. All share one x; each has a y with its own columns.
+        workers: number of workers that share the rows.
+        cuts: number of cuts that are kept. A cut is a division of rows among workers.
         slices: most slices in a cut.
-        dtype: of x and y, as in ``adapters.numbers.KEPT_AS``.
+        dtype: of x and y, a key of ``adapters.numbers.KEPT_AS``.
     """
 
     slots: int
@@ -84,7 +89,7 @@ class RingShape(msgspec.Struct, frozen=True):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All sizes, as the header has them."""
+        """All sizes, as stored in the header."""
         sizes = (self.slots, self.descriptors, self.rows, self.inputs, self.outputs)
         return (*sizes, self.ranks, self.workers, self.cuts, self.slices, list(KEPT_AS).index(self.dtype))
 
@@ -93,10 +98,10 @@ class RingSlice(NamedTuple):
     """Rows of a ticket for one worker.
 
     Attributes:
-        worker: who computes them, -1 for the rank itself.
-        adapter: its place in the list of the step's adapters.
+        worker: number of the worker, -1 for the rank itself.
+        adapter: index in the list of the step's adapters.
         start: first row of x and y.
-        rows: how many.
+        rows: number of rows.
     """
 
     worker: int
@@ -106,11 +111,11 @@ class RingSlice(NamedTuple):
 
 
 class SlotError(RuntimeError):
-    """What is to be written does not fit, or would overwrite what is still in use."""
+    """Data does not fit, or would overwrite data that is still in use."""
 
 
 class Ring:
-    """See the module. Rank and workers each map the same memory.
+    """The ring. The rank and each worker map the same memory.
 
     Args:
         fd: an anonymous file of the right size; owned by this object.
@@ -119,36 +124,36 @@ class Ring:
     Attributes:
         fd: file descriptor.
         shape: sizes.
-        memory: all of it, in bytes.
-        x: ``[slots, rows, inputs]``, kept as ``KEPT_AS`` says.
-        y: ``[slots, ranks, rows, outputs]``, likewise.
+        memory: all of it, as bytes.
+        x: ``[slots, rows, inputs]``, of the storage type in ``KEPT_AS``.
+        y: ``[slots, ranks, rows, outputs]``, of the same type.
     """
 
     def __init__(self, fd: int, shape: RingShape) -> None:
         self.fd = fd
         self.shape = shape
-        places = _Places(shape)
-        memory = mmap.mmap(fd, places.bytes)
+        offsets = _Offsets(shape)
+        memory = mmap.mmap(fd, offsets.bytes)
         self.memory: NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
-        self._words: NDArray[np.int64] = np.frombuffer(memory, np.int64, places.words)
-        self._flags = memoryview(memory)[: places.words * _WORD_BYTES].cast(
+        self._words: NDArray[np.int64] = np.frombuffer(memory, np.int64, offsets.words)
+        self._flags = memoryview(memory)[: offsets.words * _WORD_BYTES].cast(
             "q"
-        )  # a word of it takes a third of the time
+        )  # access takes a third of the time of a numpy array's
         kept_as = np.dtype(KEPT_AS[shape.dtype])
         sizes = (shape.slots, shape.rows, shape.inputs), (shape.slots, shape.ranks, shape.rows, shape.outputs)
         self.x: NDArray[Any]
         self.y: NDArray[Any]
         self.x, self.y = (
             np.frombuffer(memory, kept_as, int(np.prod(size)), at).reshape(size)
-            for size, at in zip(sizes, (places.x_bytes, places.y_bytes), strict=True)
+            for size, at in zip(sizes, (offsets.x_bytes, offsets.y_bytes), strict=True)
         )
-        self._places = places
+        self._offsets = offsets
 
     @classmethod
     def create(cls, shape: RingShape) -> "Ring":
-        """Take memory from the system, of a size that nobody can change."""
+        """Allocate the memory as an anonymous file, sealed against changes of its size."""
         fd = os.memfd_create("lorikeet-host-lora", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, _Places(shape).bytes)
+        os.ftruncate(fd, _Offsets(shape).bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         made = cls(fd, shape)
         made._words[: 2 + len(shape.numbers)] = (MAGIC, VERSION, *shape.numbers)
@@ -159,7 +164,7 @@ class Ring:
         """Map the ring behind a file descriptor.
 
         Raises:
-            ValueError: it is none, or of another shape.
+            ValueError: it is not a ring, or has another shape.
         """
         found = cls(fd, shape)
         expected = (MAGIC, VERSION, *shape.numbers)
@@ -171,67 +176,67 @@ class Ring:
         """Close the file; arrays that are in use keep the memory."""
         os.close(self.fd)
 
-    # --- of a step -----------------------------------------------------------------------------------
+    # --- steps ---------------------------------------------------------------------------------------
 
     @property
     def ended(self) -> int:
-        """The number of the last step that has no more tickets."""
-        return self._flags[self._places.ended]
+        """Number of the last step that has ended."""
+        return self._flags[self._offsets.ended]
 
     @ended.setter
     def ended(self, step: int) -> None:
-        self._flags[self._places.ended] = step
+        self._flags[self._offsets.ended] = step
 
     @property
     def is_shut_down(self) -> bool:
-        """Whether workers are to end."""
-        return bool(self._flags[self._places.shutdown])
+        """Whether workers must stop."""
+        return bool(self._flags[self._offsets.shutdown])
 
     def shut_down(self) -> None:
-        """Let workers end that look."""
-        self._flags[self._places.shutdown] = 1
+        """Tell polling workers to stop."""
+        self._flags[self._offsets.shutdown] = 1
 
-    # --- of a ticket ---------------------------------------------------------------------------------
+    # --- tickets -------------------------------------------------------------------------------------
 
     def slot(self, ticket: int) -> int:
-        """Return where x and y of a ticket lie."""
+        """Return the slot of a ticket's x and y."""
         return ticket % self.shape.slots
 
     def check_free(self, ticket: int) -> None:
-        """Do nothing if x of a ticket may be written.
+        """Check that x of a ticket may be written.
 
         Raises:
-            SlotError: what lies there has not been read.
+            SlotError: the slot's previous y has not been read.
         """
         before = ticket - self.shape.slots
-        if before > 0 and self._flags[self._places.slot_free[ticket % self.shape.slots]] < before:
+        if before > 0 and self._flags[self._offsets.slot_free[ticket % self.shape.slots]] < before:
             raise SlotError(f"ticket {ticket} needs the slot of ticket {before}, which is still in use")
 
     def write_cut(self, cut: int, slices: Sequence[RingSlice]) -> None:
-        """Write down how the rows of tickets are cut that are alike; those of all layers of a step often are.
+        """Write a cut, which tickets refer to. Often all layers of a step use the same cut.
 
         Args:
-            cut: its number, counting from 1 as tickets do.
-            slices: all rows of x.
+            cut: its number, counting from 1 like tickets.
+            slices: together all rows of x.
 
         Raises:
             SlotError: there are too many slices.
         """
         if len(slices) > self.shape.slices:
             raise SlotError(f"cut {cut} has {len(slices)} slices, at most {self.shape.slices} fit")
-        at = self._places.cut(cut)
-        self._flags[at] = 0  # a worker that lags behind may be reading what was there
+        at = self._offsets.cut(cut)
+        self._flags[at] = 0  # invalid while it is written: a slow worker may be reading the old cut
         first = at + _CUT_WORDS
         self._words[first : first + _SLICE_WORDS * len(slices)] = np.array(slices, np.int64).ravel()
         self._flags[at + 1] = len(slices)
         self._flags[at] = cut
 
     def cut(self, cut: int) -> list[RingSlice] | None:
-        """Return the slices of a cut; None if another has taken its place.
+        """Return the slices of a cut; None if it was overwritten.
 
-        That cannot be while the rank waits for anything in it.
+        It is not overwritten while the rank waits for one of its slices.
         """
-        at = self._places.cut(cut)
+        at = self._offsets.cut(cut)
         if self._flags[at] != cut:
             return None
         first = at + _CUT_WORDS
@@ -240,106 +245,106 @@ class Ring:
         return slices if self._flags[at] == cut else None
 
     def describe(self, ticket: int, step: int, layer: int, cut: int) -> None:
-        """Say what a ticket is; to be done before its x is signalled.
+        """Write the description of a ticket, before :meth:`signal_x`.
 
         Args:
-            ticket: which.
-            step: that it belongs to, and whose adapters its slices name.
+            ticket: its number.
+            step: its step, whose adapters the slices refer to.
             layer: of the model.
-            cut: of its rows.
+            cut: number of the cut of its rows.
         """
-        at = self._places.descriptor(ticket)
-        self._flags[at] = 0  # as in a cut
+        at = self._offsets.descriptor(ticket)
+        self._flags[at] = 0  # invalid while it is written
         self._flags[at + 1] = step
         self._flags[at + 2] = layer
         self._flags[at + 3] = cut
         self._flags[at] = ticket
 
     def step(self, ticket: int) -> int:
-        """Return the step that a ticket belongs to whose x is ready."""
-        return self._flags[self._places.descriptor(ticket) + 1]
+        """Return the step of a ticket whose x is ready."""
+        return self._flags[self._offsets.descriptor(ticket) + 1]
 
     def description(self, ticket: int) -> tuple[int, int] | None:
-        """Return layer and cut of a ticket whose x is ready; None if another ticket has taken its place."""
-        at = self._places.descriptor(ticket)
+        """Return layer and cut of a ticket whose x is ready; None if it was overwritten."""
+        at = self._offsets.descriptor(ticket)
         found, layer, cut = self._flags[at], self._flags[at + 2], self._flags[at + 3]
         return (layer, cut) if found == ticket == self._flags[at] else None
 
     def signal_x(self, ticket: int) -> None:
-        """Let the workers begin: x and the description are written."""
-        self._flags[self._places.x_ready[ticket % self.shape.slots]] = ticket
+        """Signal that x and the description of a ticket are written, so that workers begin."""
+        self._flags[self._offsets.x_ready[ticket % self.shape.slots]] = ticket
 
     def x_word(self, ticket: int) -> NDArray[np.int64]:
-        """Return the word that :meth:`signal_x` writes, for a device that does so itself."""
-        return self._word(self._places.x_ready[ticket % self.shape.slots])
+        """Return the word that :meth:`signal_x` writes, for a device that writes it itself."""
+        return self._word(self._offsets.x_ready[ticket % self.shape.slots])
 
     def has_x(self, ticket: int) -> bool:
-        """Tell whether a worker may begin with a ticket."""
-        return bool(self._flags[self._places.x_ready[ticket % self.shape.slots]] >= ticket)
+        """Return whether x of a ticket is ready."""
+        return bool(self._flags[self._offsets.x_ready[ticket % self.shape.slots]] >= ticket)
 
     def signal_y(self, ticket: int, worker: int, began_ns: int, ended_ns: int) -> None:
-        """Say that a worker has written its rows of y, and when it began and ended to (of the monotonic clock)."""
-        at = self._places.y_ready(ticket % self.shape.slots, worker)
+        """Signal that a worker has written its rows of y, with its start and end on the monotonic clock."""
+        at = self._offsets.y_ready(ticket % self.shape.slots, worker)
         self._flags[at + 1] = began_ns
         self._flags[at + 2] = ended_ns
         self._flags[at] = ticket
 
     def y_word(self, ticket: int, worker: int) -> NDArray[np.int64]:
-        """Return the word that becomes the ticket, or more, once a worker has written its rows of y."""
-        return self._word(self._places.y_ready(ticket % self.shape.slots, worker))
+        """Return the word that is at least the ticket once a worker has written its rows of y."""
+        return self._word(self._offsets.y_ready(ticket % self.shape.slots, worker))
 
     def has_y(self, ticket: int, worker: int) -> bool:
-        """Tell whether a worker has written its rows of a ticket."""
-        return bool(self._flags[self._places.y_ready(ticket % self.shape.slots, worker)] >= ticket)
+        """Return whether a worker has written its rows of a ticket."""
+        return bool(self._flags[self._offsets.y_ready(ticket % self.shape.slots, worker)] >= ticket)
 
     def times_ns(self, ticket: int, worker: int) -> tuple[int, int]:
-        """Return when a worker began and ended, of a ticket whose y it has written."""
-        at = self._places.y_ready(ticket % self.shape.slots, worker)
+        """Return when a worker started and ended a ticket whose y it has written."""
+        at = self._offsets.y_ready(ticket % self.shape.slots, worker)
         return self._flags[at + 1], self._flags[at + 2]
 
     def signal_error(self, ticket: int, worker: int) -> None:
-        """Say that a worker cannot compute a ticket and writes nothing any more."""
-        self._flags[self._places.error[worker]] = ticket
+        """Signal that a worker has failed on a ticket and writes nothing more."""
+        self._flags[self._offsets.error[worker]] = ticket
 
     def has_error(self, ticket: int, worker: int) -> bool:
-        """Tell whether a worker could not compute a ticket."""
-        return bool(self._flags[self._places.error[worker]] == ticket)
+        """Return whether a worker has failed on a ticket."""
+        return bool(self._flags[self._offsets.error[worker]] == ticket)
 
     def free(self, ticket: int) -> None:
-        """Let the slot of a ticket be used again: y has been read."""
-        self._flags[self._places.slot_free[ticket % self.shape.slots]] = ticket
+        """Free the slot of a ticket: y has been read."""
+        self._flags[self._offsets.slot_free[ticket % self.shape.slots]] = ticket
 
     # --- between ranks -------------------------------------------------------------------------------
 
     def signal_turn(self, turn: int, ticket: int) -> None:
-        """Tell the other ranks which ticket the next layer of an assisted step has, 0 for none."""
-        at = self._places.turns[turn % _TURNS]
+        """Publish to the other ranks the ticket of the next layer of an assisted step, 0 for none."""
+        at = self._offsets.turns[turn % _TURNS]
         self._flags[at + 1] = ticket
         self._flags[at] = turn
 
     def turn(self, turn: int) -> int | None:
-        """Return the ticket of a layer, 0 for none; None as long as rank 0 has not said."""
-        at = self._places.turns[turn % _TURNS]
+        """Return the ticket of a layer, 0 for none; None until rank 0 has published it."""
+        at = self._offsets.turns[turn % _TURNS]
         return self._flags[at + 1] if self._flags[at] == turn else None
 
     def signal_collected(self, ticket: int) -> None:
-        """Tell the other ranks that all of a ticket's y is there."""
-        self._flags[self._places.collected] = ticket
+        """Signal to the other ranks that y of a ticket is complete."""
+        self._flags[self._offsets.collected] = ticket
 
     def has_all(self, ticket: int) -> bool:
-        """Tell whether all of a ticket's y is there."""
-        return bool(self._flags[self._places.collected] >= ticket)
+        """Return whether y of a ticket is complete."""
+        return bool(self._flags[self._offsets.collected] >= ticket)
 
     def note_arrived(self, rank: int, transfer_id: int, blocks: int) -> None:
-        """Tell rank 0 how many blocks of a transfer have arrived with another rank; -1: no more will."""
-        at = self._places.arrived(rank, transfer_id)
-        self._flags[at] = -1  # whose number it is, is known again once it is there
+        """Publish how many blocks of a transfer have arrived on a rank; -1 if the transfer has failed."""
+        at = self._offsets.arrived(rank, transfer_id)
+        self._flags[at] = -1  # invalid while it is written
         self._flags[at + 1] = blocks
         self._flags[at] = transfer_id
 
     def arrived(self, rank: int, transfer_id: int) -> int:
-        """Return how many blocks of a transfer have arrived with a rank, as far as it has told; -1: no more will."""
-        at = self._places.arrived(rank, transfer_id)
+        """Return how many blocks of a transfer have arrived on a rank, 0 if unknown; -1 if the transfer has failed."""
+        at = self._offsets.arrived(rank, transfer_id)
         found, blocks = self._flags[at], self._flags[at + 1]
         return blocks if found == transfer_id == self._flags[at] else 0
 
@@ -347,8 +352,8 @@ class Ring:
         return self._words[at : at + 1]
 
 
-class _Places:
-    """Where everything lies: flags as indexes of words, x and y in bytes."""
+class _Offsets:
+    """Layout of the ring: flags as word indices, x and y as byte offsets."""
 
     def __init__(self, shape: RingShape) -> None:
         self._shape = shape
@@ -371,7 +376,7 @@ class _Places:
         self.bytes = self.y_bytes + shape.slots * shape.ranks * shape.rows * shape.outputs * item_bytes
 
     def y_ready(self, slot: int, worker: int) -> int:
-        """The times of a ticket share the line: whoever reads them has just read the flag. The rank is worker -1."""
+        """A ticket's times share the cache line of its flag, which is read first. The rank itself is worker -1."""
         return self._y_ready + (slot * (1 + self._shape.workers) + 1 + worker) * _LINE
 
     def arrived(self, rank: int, transfer_id: int) -> int:

@@ -1,4 +1,4 @@
-"""Starting what assisted prefills need, for rows and replicas that have them."""
+"""Starts host workers and measures costs, for presets with assisted prefills."""
 
 import platform
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ _ORDERED_CPUS = ("x86_64", "AMD64")
 
 
 def wanted_workers(settings: EngineSettings, preset: Preset) -> int:
-    """Return how many host workers a replica has.
+    """Return the number of host workers of a replica.
 
-    None for several accelerators, which would have to hear of each other layer by layer, and none on CPUs that may let
-    others see stores in another order than they were made (``layout``). There requests wait for their adapters.
+    It is 0 with several GPUs, which would have to synchronise on every layer, and on CPUs whose stores may become
+    visible in another order (the ring relies on the order). Then requests wait for their adapters.
     """
     is_assisted = preset.cold_start in (ColdStart.ASSIST, ColdStart.AUTO)
     is_one = settings.device == "cpu" or settings.tensor_parallel == 1
@@ -35,12 +35,12 @@ def wanted_workers(settings: EngineSettings, preset: Preset) -> int:
 
 
 def worker_cores(workers: int, threads: int, cores: set[int]) -> list[int | None]:
-    """Return the core of each worker: its own if ``threads`` threads of the ranks leave enough, else any.
+    """Return the core of each worker: its own core if the ranks' threads leave enough, else None (any core).
 
     Args:
-        workers: how many.
-        threads: those that the ranks insist on; 0 if they take what is there.
-        cores: that all may run on.
+        workers: number of workers.
+        threads: fixed number of threads of all ranks; 0 if they take a fair share.
+        cores: cores that workers and ranks may run on.
     """
     if threads and threads + workers <= len(cores):
         return list(sorted(cores)[-workers:])
@@ -48,10 +48,10 @@ def worker_cores(workers: int, threads: int, cores: set[int]) -> list[int | None
 
 
 def start_worker_processes(settings: EngineSettings, preset: Preset) -> list[HelperProcess]:
-    """Start the worker processes; they become ready beside whatever the caller does next.
+    """Start the worker processes. They become ready in the background.
 
     Raises:
-        ExecutorError: the system refuses.
+        ExecutorError: a process cannot be started.
     """
     started: list[HelperProcess] = []
     try:
@@ -72,24 +72,24 @@ def open_pool(
     cores: set[int],
     others: Sequence[HostArena] = (),
 ) -> tuple[HostPool, bool]:
-    """Return a pool of workers that are ready, and whether they share cores with the base model.
+    """Return a pool of ready workers, and whether they share cores with the base model.
 
     Args:
         processes: at least one; owned by the pool.
         settings: of the engine.
         geometry: of a rank's share of the model.
-        transfers: have the host tier of rank 0.
-        cores: that nobody but this replica uses.
-        others: those of the other ranks; owned by the pool.
+        transfers: of rank 0, with its host tier.
+        cores: cores that only this replica uses.
+        others: host tiers of the other ranks; owned by the pool.
 
     Raises:
         ExecutorError: a worker did not start.
     """
-    exchange = transfers.device.exchange()
-    # The base model takes its threads' cores; on a device it takes that of the thread which launches it.
-    threads = requested_threads(settings.threads) * settings.tensor_parallel if exchange is None else 1
+    signals = transfers.device.signals()
+    # On a CPU the base model uses its threads' cores; on a GPU only the core of the thread that launches kernels.
+    threads = requested_threads(settings.threads) * settings.tensor_parallel if signals is None else 1
     own = worker_cores(len(processes), threads, cores)
-    make = HostPool if exchange is None else partial(DevicePool, transfers.device, exchange)
+    make = HostPool if signals is None else partial(DevicePool, transfers.device, signals)
     pool = make(
         processes,
         own,
@@ -101,7 +101,7 @@ def open_pool(
     except BaseException:
         pool.close()
         raise
-    return pool, exchange is None and None in own
+    return pool, signals is None and None in own
 
 
 def build_host_lora(
@@ -114,24 +114,24 @@ def build_host_lora(
     others: Sequence[HostArena],
     longest_tokens: int,
 ) -> tuple[HostLoraLeader, AssistCosts]:
-    """Set workers up and measure what they and the device take.
+    """Set up the workers, and measure the costs of workers and device.
 
     Args:
-        processes: at least one; owned by what is returned.
+        processes: at least one; owned by the returned object.
         settings: all.
-        preset: says on which layers the host computes, and how the rest is planned.
+        preset: has the options of assisted prefills.
         model: the rank's share.
         arena: the device arena, empty.
-        transfers: have the host tier, empty.
-        others: those of the other ranks, empty; owned by what is returned.
-        longest_tokens: of a sequence.
+        transfers: with the host tier, empty.
+        others: host tiers of the other ranks, empty; owned by the returned object.
+        longest_tokens: tokens of the longest sequence.
 
     Raises:
         ConfigError: the host tier is too small.
         ExecutorError: a worker did not start.
     """
     engine, cluster = settings.engine, settings.cluster
-    is_alone = max(cluster.replicas, cluster.max_replicas) == 1  # others may be on this machine
+    is_alone = max(cluster.replicas, cluster.max_replicas) == 1  # other replicas may be on this machine
     cores = usable_cores() if is_alone else set[int]()
     pool, cores_shared = open_pool(processes, engine, model.geometry, transfers, cores, others)
     try:

@@ -1,4 +1,4 @@
-"""What a host worker computes for a ticket: the LoRA delta of q, k and v of one layer."""
+"""The computation of a host worker: the LoRA delta of q, k and v of one layer, for its rows of a ticket."""
 
 import time
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
-from lorikeet.kernels.base import LoraPieces, LoraTargets
-from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.kernels.base import LoraPieces, LoraTargets, torch_dtype
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
 from lorikeet.models.weights import lora_targets
@@ -18,26 +17,25 @@ from lorikeet.worker.host_lora.ring import Ring, RingSlice
 
 
 def host_targets(geometry: ModelGeometry) -> LoraTargets:
-    """Return the modules that the host computes, and their columns in y."""
+    """Return the modules that the host computes and their columns in y."""
     return lora_targets(geometry)["qkv"]
 
 
 def write_delta(x: Tensor, pieces: Sequence[LoraPieces], layer: int, targets: LoraTargets, y: Tensor) -> None:
-    """Write ``x Aᵀ Bᵀᵀ`` of each target into its columns of ``y``, zeros where the adapter leaves it alone.
+    """Write the LoRA delta ``x Aᵀ Bᵀ`` of each target into its columns of ``y``; zeros for unchanged targets.
 
-    A is whole on every rank, as q, k and v are split by their outputs alone; so ``x Aᵀ`` is computed once for all.
-
-    Workers call this for their slices, and a rank calls it for slices of workers that it has lost. Sums are in fp32;
-    each result is rounded once.
+    A is the same on every rank, as q, k and v are split by output only, so ``x Aᵀ`` is computed once for all ranks.
+    Workers call this for their slices, and a rank for the slices of lost workers. Sums are in fp32; each result is
+    rounded once.
 
     Args:
         x: ``[rows, in]``.
-        pieces: of each rank, weights where they lie.
+        pieces: weights of the adapter on each rank, in place.
         layer: of the model.
-        targets: see :func:`host_targets`.
+        targets: from :func:`host_targets`.
         y: ``[ranks, rows, out]``, overwritten.
     """
-    wide = x.float().numpy()  # numpy multiplies few rows several times as fast as torch does, and many as fast
+    wide = x.float().numpy()  # for few rows numpy is several times as fast as torch
     for module, column, outputs in targets.each:
         columns = y[:, :, column : column + outputs]
         inner = [wide @ a.float().numpy().T for a, _ in pieces[0].get((layer, module), ())]
@@ -55,8 +53,8 @@ class HostAdapter(msgspec.Struct, frozen=True):
     """An adapter in the host arenas.
 
     Attributes:
-        ranks: as in ``AdapterRef.ranks``.
-        blocks: where it lies in each, in packing order.
+        ranks: as of ``AdapterRef.ranks``.
+        blocks: its blocks in each arena, in packing order.
     """
 
     ranks: dict[str, tuple[int, ...]]
@@ -64,11 +62,11 @@ class HostAdapter(msgspec.Struct, frozen=True):
 
 
 class SliceWorker:
-    """Computes slices of tickets from weights in the host arena, in the calling thread.
+    """Computes slices of tickets from weights in the host arena, on the calling thread.
 
     Args:
-        ring: where x, y and tickets lie.
-        number: whose slices.
+        ring: holds x, y and tickets.
+        number: of this worker.
         arenas: the host arena of each rank, ``[blocks, elements]`` of the model's dtype.
         geometry: of a rank's share of the model.
     """
@@ -87,22 +85,22 @@ class SliceWorker:
         self._cuts: dict[int, list[RingSlice]] = {}
 
     def begin(self, adapters: Sequence[HostAdapter]) -> None:
-        """Take over the adapters of a step; slices name them by their place in this list."""
-        known = dict(zip(self._places(), self._pieces, strict=True))
+        """Set the adapters of a step; slices refer to them by index."""
+        known = dict(zip(self._keys(), self._pieces, strict=True))
         self._adapters = list(adapters)
-        self._pieces = [known.get(place) for place in self._places()]
+        self._pieces = [known.get(key) for key in self._keys()]
         self._cuts.clear()
 
     def prepare(self) -> None:
-        """Find all weights now, which takes a millisecond for each new adapter, and not with its first ticket."""
+        """Make the views of all weights now, at a millisecond per new adapter, instead of with the first ticket."""
         for number in range(len(self._adapters)):
             self._weights(number)
 
     def run(self, ticket: int) -> None:
-        """Compute the own slices of a ticket whose x is ready, and signal y.
+        """Compute this worker's slices of a ticket whose x is ready, and signal y.
 
-        Where others had work and this worker had none, the rank may have gone on, and the ticket be gone: then nothing
-        is to be done.
+        If the worker has no slices the rank may not have waited for it, and the ticket may be overwritten. Then there
+        is nothing to do.
         """
         description = self._ring.description(ticket)
         if description is None:
@@ -121,7 +119,7 @@ class SliceWorker:
 
     @torch.inference_mode()
     def compute(self, ticket: int, layer: int, part: RingSlice) -> None:
-        """Compute one slice, whoever's it is, and signal nothing."""
+        """Compute one slice of any worker, without a signal."""
         slot, rows = self._ring.slot(ticket), slice(part.start, part.start + part.rows)
         write_delta(self._x[slot, rows], self._weights(part.adapter), layer, self._targets, self._y[slot, :, rows])
 
@@ -134,6 +132,6 @@ class SliceWorker:
             self._pieces[number] = pieces
         return pieces
 
-    def _places(self) -> list[tuple[object, ...]]:
-        """What says where each adapter's weights lie, though not what they are."""
+    def _keys(self) -> list[tuple[object, ...]]:
+        """Return what determines the views of each adapter's weights, though not their content."""
         return [(tuple(adapter.ranks.items()), adapter.blocks) for adapter in self._adapters]

@@ -1,13 +1,12 @@
-"""The body of a host worker: a process of one thread that computes what cold adapters add to prefills.
+"""The host worker process: one thread that computes the LoRA delta of adapters in flight for prefills.
 
-It is a process of its own so that it takes neither the interpreter nor the threads of the rank. It reads weights in
-place, from the host arenas, and x and y in the ring that it shares with its rank.
+It is a separate process so that it uses neither the interpreter lock nor the threads of the rank. It reads weights in
+place from the host arenas, and exchanges x and y through the ring that it shares with its rank.
 
-Started as ``python -m lorikeet.worker.host_lora.worker_process FD``, an inherited connection. Over that come a
+Started as ``python -m lorikeet.worker.host_lora.worker_process FD``, where FD is an inherited connection. It receives a
 :class:`HostWorkerSetup`, the file descriptors of the ring and of each rank's host arena, and then a :class:`BeginStep`
-for each step that needs workers. Between steps it waits for the connection; within one it polls the ring, first without
-rest, then with short naps. The process ends when the connection does, which is when whoever started it has ended, in
-whatever way.
+for each step with assisted prefills. Between steps it waits for the connection; within a step it polls the ring, first
+busily, then with short sleeps. It ends when the connection is closed, which also happens when its parent is killed.
 """
 
 import ctypes
@@ -23,27 +22,27 @@ import msgspec
 import torch
 
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.kernels.tensors import torch_dtype
+from lorikeet.kernels.base import torch_dtype
 from lorikeet.memory.host_arena import HostArena
-from lorikeet.worker.host_lora.ring import NAP_S, Ring, RingShape
+from lorikeet.worker.host_lora.ring import SLEEP_S, Ring, RingShape
 from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker
 
-_LOOKS = 100
-"""Looks at the ring between two at the clock."""
+_POLLS = 100
+"""Polls of the ring between two reads of the clock."""
 
 _PR_SET_TIMERSLACK = 29
 
 
 class HostWorkerSetup(msgspec.Struct, frozen=True):
-    """To the worker, first of all.
+    """To the worker: the first message.
 
     Attributes:
         shape: of the ring.
-        number: which worker it is.
+        number: of the worker.
         geometry: sizes of the rank's share of the model.
-        elements: of a block of the host arena.
-        cores: that it may run on, whatever whoever starts it is held to at that moment.
-        spin_s: how long it polls without rest for the next ticket.
+        elements: elements of a block of the host arena.
+        cores: cores it may run on; replaces the affinity that it inherits.
+        spin_s: how long it polls busily for the next ticket, in seconds.
     """
 
     shape: RingShape
@@ -55,12 +54,12 @@ class HostWorkerSetup(msgspec.Struct, frozen=True):
 
 
 class BeginStep(msgspec.Struct, frozen=True):
-    """To the worker: a step begins in which there may be something to compute.
+    """To the worker: a step with assisted prefills begins.
 
     Attributes:
-        step: counts such steps; the ring tells when it has ended.
-        ticket: the first of the step.
-        adapters: those that its slices name.
+        step: number of the step; the ring's ``ended`` shows when it is over.
+        ticket: first ticket of the step.
+        adapters: the adapters that slices refer to.
     """
 
     step: int
@@ -79,10 +78,10 @@ _BEGIN = msgspec.msgpack.Decoder(BeginStep)
 def run_step(
     worker: SliceWorker, ring: Ring, begin: BeginStep, number: int, spin_s: float, connection: Connection
 ) -> None:
-    """Compute the worker's slices until the step ends, or a message shows that it has.
+    """Compute the worker's slices until the step ends, or a new message shows that it has ended.
 
     Raises:
-        Exception: whatever went wrong with a ticket; the ring says so, too.
+        Exception: the error of a ticket, after it was signalled in the ring.
     """
     worker.begin(begin.adapters)
     worker.prepare()
@@ -97,13 +96,13 @@ def run_step(
 
 
 def _await(ring: Ring, ticket: int, step: int, spin_s: float, connection: Connection) -> bool:
-    """Wait for a ticket of the step; False if it has ended or the connection has something to say.
+    """Wait for a ticket of the step; return False if the step has ended or a message has arrived.
 
-    By the time that a worker looks, the next step may have begun, and the ticket may be of that one.
+    The ticket may already be of the next step, if that has begun meanwhile.
     """
-    rest_at_s = time.monotonic() + spin_s
+    sleep_at_s = time.monotonic() + spin_s
     while True:
-        for _ in range(_LOOKS):
+        for _ in range(_POLLS):
             if ring.has_x(ticket):
                 return ring.step(ticket) == step
             if ring.ended >= step:
@@ -111,18 +110,18 @@ def _await(ring: Ring, ticket: int, step: int, spin_s: float, connection: Connec
             os.sched_yield()
         if ring.is_shut_down:
             return False
-        # Select naps, and wakes at once if the rank has ended.
-        if time.monotonic() >= rest_at_s and select.select([connection], [], [], NAP_S)[0]:
+        # select sleeps, and returns immediately if the rank has ended.
+        if time.monotonic() >= sleep_at_s and select.select([connection], [], [], SLEEP_S)[0]:
             return False
 
 
 def main() -> None:
-    """Do what the connection says until it ends."""
-    # Whoever started this process decides when it ends; service managers signal every process of a service.
+    """Run steps until the connection is closed."""
+    # The rank decides when this process ends; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
-    _nap_precisely()
+    _sleep_precisely()
     connection = Connection(int(sys.argv[1]))
     try:
         setup = _SETUP.decode(connection.recv_bytes())
@@ -141,8 +140,8 @@ def main() -> None:
         pass  # the rank has ended
 
 
-def _nap_precisely() -> None:
-    """Let naps take what they are asked to, and not 50 µs more."""
+def _sleep_precisely() -> None:
+    """Set the timer slack to 1 ns, so that short sleeps do not take 50 µs longer."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

@@ -1,1 +1,1 @@
-"""Moves adapters and KV between disk, host memory and the device, beside the steps."""
+"""Transfers of adapters and KV between files, host memory and the device, in the background of the steps."""

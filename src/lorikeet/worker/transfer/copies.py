@@ -1,4 +1,4 @@
-"""Copies of blocks between host and device, beside the steps."""
+"""A thread that copies blocks between host and device in the background of the steps."""
 
 import threading
 import time
@@ -12,22 +12,22 @@ from lorikeet.worker.transfer.device import BlockCopy, Stream, StreamEvent
 from lorikeet.worker.transfer.finished import TransferCounts, TransferWork
 
 GROUP_BYTES = 16 * 2**20
-"""So much is copied at once, so that others have the link within a step's time, and a large adapter takes few wakings:
-on a CPU the step beside it waits for each."""
+"""Size of a group of blocks. It is small enough that a more urgent transfer gets the link within a step's time, and
+large enough that the copy thread wakes rarely: on a CPU each waking delays the step."""
 
-_FIRST = 2
-"""Groups that are begun by whoever asks: they take longer than a thread needs to wake while others run."""
+_GROUPS_BY_CALLER = 2
+"""Groups that :meth:`Copier.begin` starts on the calling thread; enough work until the copy thread wakes."""
 
 Job = TypeVar("Job")
 
 
 class CopyGroup(NamedTuple, Generic[Job]):
-    """Blocks to be copied at once.
+    """Blocks of one transfer that are copied together.
 
     Attributes:
-        job: what they belong to.
-        after: they are copied once the work before this mark is done.
-        copy: from where to where.
+        job: the transfer.
+        after: the copy starts after this event.
+        copy: source and target.
     """
 
     job: Job
@@ -38,27 +38,27 @@ class CopyGroup(NamedTuple, Generic[Job]):
 class _Begun(NamedTuple, Generic[Job]):
     group: CopyGroup[Job]
     due_s: float
-    """When its share of the link's time is over; of a link that is not declared, in the past."""
-    mark: StreamEvent | None
-    """None if the device has failed."""
+    """When the declared link is done with it; 0 without a declared link."""
+    event: StreamEvent | None
+    """The event after its copies; None if the device has failed."""
     error: str | None
 
 
 class Copier(Generic[Job]):
-    """A thread that copies in one direction, a few blocks at a time; it asks each time, so that the urgent go first.
+    """A thread that copies in one direction, one group of blocks at a time, the most urgent first.
 
-    Over a declared link each group takes its share of the link's time, and is done when that is over; until then its
-    copying gives way to others. The times of groups that follow each other add up, however late the thread wakes.
+    With a declared link each group is done only after its bytes divided by the link's bandwidth, and its copy yields to
+    other threads until then. The times of consecutive groups add up exactly, however late the thread wakes.
 
     Args:
         name: of the thread.
-        stream: copies; nobody else uses it.
-        ahead: groups that are given to it before the first of them is done; 1 if it copies as it is called.
+        stream: runs the copies; used by this object only.
+        ahead: groups that are given to the stream before the first of them is done; 1 for a synchronous stream.
         take: returns the next group, None if there is none now.
-        on_turn: called with each group when those before it are done, and before any of it is copied.
-        on_done: called after each group, with why it failed, None if it did not.
-        link_bytes_per_s: of the declared link, 0 for none.
-        counts: where copies of blocks are counted.
+        on_turn: called with each group once all earlier groups are done and before its copy is waited for.
+        on_done: called after each group with its error, None if it succeeded.
+        link_bytes_per_s: bandwidth of the declared link, 0 for none.
+        counts: counts the copied blocks.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class Copier(Generic[Job]):
         self._thread.start()
 
     def wake(self) -> None:
-        """Ask: there may be something to copy now."""
+        """Wake the thread: there may be something to copy."""
         self._woken.set()
 
     def begin(self) -> None:
-        """Begin to copy on the calling thread, where that is no more than to give groups to a stream that has none.
+        """Start copies on the calling thread, if the stream is asynchronous and idle.
 
-        The copier's own waits for the interpreter until all of a step has been launched. It was woken before.
+        The copy thread would get the interpreter lock only after all kernels of the step have been launched.
         """
         if self._ahead > 1 and not self._begun:
-            while len(self._begun) < _FIRST and self._give():
+            while len(self._begun) < _GROUPS_BY_CALLER and self._start_next():
                 pass
 
     def close(self) -> None:
-        """Wait for what is being copied; nothing else begins."""
+        """Wait for the copies that have begun, and stop."""
         self._closing.set()
         self._woken.set()
         self._thread.join()
@@ -111,7 +111,7 @@ class Copier(Generic[Job]):
         lower_priority()
         while self._begun or not self._closing.is_set():
             self._woken.clear()
-            if self._give():
+            if self._start_next():
                 continue
             if self._begun:
                 self._end(self._begun[0])
@@ -122,8 +122,8 @@ class Copier(Generic[Job]):
             elif not self._closing.is_set():
                 self._woken.wait()
 
-    def _give(self) -> bool:
-        """Give the next group to the stream, if there is one and room for it."""
+    def _start_next(self) -> bool:
+        """Give the next group to the stream, if there is one and the stream can take it; return whether it did."""
         with self._lock:
             has_room = len(self._begun) < self._ahead and not self._closing.is_set()
             group = self._take() if has_room else None
@@ -140,24 +140,24 @@ class Copier(Generic[Job]):
     def _begin(self, group: CopyGroup[Job], link_free_s: float) -> _Begun[Job]:
         self._counts.note(TransferWork.COPY, group.copy.blocks)
         due_s = link_free_s + group.copy.size_bytes / self._link_bytes_per_s if self._link_bytes_per_s else 0.0
-        mark, error = None, None
+        event, error = None, None
         try:
-            self._stream.follow(group.after)
+            self._stream.wait_event(group.after)
             self._stream.copy_blocks(group.copy, due_s)
-        except RuntimeError as failure:  # a device may refuse; its transfer fails, and no other
+        except RuntimeError as failure:  # fails this transfer only
             error = str(failure)
         try:
-            mark = self._stream.mark()  # some of the copies may have begun all the same
+            event = self._stream.record_event()  # after an error too: some copies may have begun
         except RuntimeError as failure:
             error = error or str(failure)
-        return _Begun(group, due_s, mark, error)
+        return _Begun(group, due_s, event, error)
 
     def _end(self, begun: _Begun[Job]) -> None:
-        """See a group to its end."""
-        group, due_s, mark, error = begun
+        """Wait for a group and report it."""
+        group, due_s, event, error = begun
         try:
-            if mark is not None:
-                mark.wait()
+            if event is not None:
+                event.wait()
         except RuntimeError as failure:
             error = str(failure)
         if due_s:

@@ -1,4 +1,4 @@
-"""What steps and copies run on: streams, events, graphs and pinned host memory, for CPU and CUDA."""
+"""Devices for steps and copies: streams, events, graphs and registered host memory, for CPU and CUDA."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from lorikeet.kernels.native import NativeUnavailableError, best_library, native
 
 
 class BlockCopy(NamedTuple):
-    """Blocks of an arena, and those of another that they are copied to.
+    """A copy of blocks from one arena to another.
 
     Attributes:
-        source, target: the arenas, ``[blocks, elements]``, as many elements in both.
-        source_blocks, target_blocks: which of theirs, as many; none of the target's twice.
+        source, target: the arenas, ``[blocks, elements]``, with equally many elements.
+        source_blocks, target_blocks: block indices, equally many; no target block occurs twice.
     """
 
     source: Tensor
@@ -25,20 +25,20 @@ class BlockCopy(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """How many blocks are copied."""
+        """Number of blocks."""
         return len(self.source_blocks)
 
     @property
     def size_bytes(self) -> int:
-        """How much is copied."""
+        """Number of bytes."""
         return self.blocks * self.source.shape[1] * self.source.itemsize
 
 
 class StreamEvent(Protocol):
-    """A place in a stream."""
+    """A point in a stream."""
 
     def wait(self) -> None:
-        """Block until all work before it is done.
+        """Block until all work before it is finished.
 
         Raises:
             RuntimeError: the device has failed.
@@ -47,70 +47,70 @@ class StreamEvent(Protocol):
 
 
 class Stream(Protocol):
-    """Work that is done in its order, beside that of other streams."""
+    """A queue of work that runs in order, concurrently with other streams."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Begin to copy a tensor between registered host memory and the device, or within the device.
+        """Queue a copy of a tensor between registered host memory and the device, or within the device.
 
-        Both are in use until a mark says that they are not.
+        Both tensors are in use until an event after the copy has happened.
 
         Raises:
-            RuntimeError: the device has failed, or they do not go together.
+            RuntimeError: the device has failed, or the shapes do not match.
         """
         ...
 
     def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
-        """Begin to copy blocks of an arena to another; otherwise as :meth:`copy`.
+        """Queue a copy of blocks; otherwise as :meth:`copy`.
 
         Args:
-            copy: from where to where.
-            until_s: time of the monotonic clock until which nobody waits for them.
+            copy: source and target.
+            until_s: time of the monotonic clock until which the copy may yield to other threads.
         """
         ...
 
-    def follow(self, mark: StreamEvent) -> None:
-        """Begin nothing more before the work before a mark of another stream is done. Returns at once."""
+    def wait_event(self, event: StreamEvent) -> None:
+        """Let further work wait for an event of another stream. Returns immediately."""
         ...
 
-    def mark(self) -> StreamEvent:
-        """Return a mark behind all work so far."""
+    def record_event(self) -> StreamEvent:
+        """Return an event after all work so far."""
         ...
 
 
 class Graph(Protocol):
-    """Work that is done anew with one call: on the same tensors, whatever they hold by then."""
+    """Captured work that can be replayed on the same tensors, with their current content."""
 
     def replay(self) -> None:
-        """Give all of it to the stream of the steps."""
+        """Queue all of it in the steps' stream."""
         ...
 
 
 class StreamSignals(Protocol):
-    """What the stream of the steps does beside copies with memory that other processes read and write, in its order.
+    """Signals between the steps' stream and other processes, through registered host memory, in stream order.
 
-    Nothing here waits for the device. Other processes see what was copied before they see the signal after it, and what
-    they write before a word is there once the word is. Host memory is registered; a word is one of 64 bits.
+    Methods only queue work. Other processes see copies before they see a later signal, and the stream sees what they
+    write before they write a word. A word has 64 bits.
     """
 
     def signal(self, word: Tensor, value: int) -> None:
-        """Write a word."""
+        """Queue a write of a word."""
         ...
 
     def wait_for(self, word: Tensor, value: int) -> None:
-        """Do nothing more before a word is at least ``value``."""
+        """Let further work wait until a word is at least ``value``."""
         ...
 
     def add(self, source: Tensor, total: Tensor) -> None:
-        """Add to a tensor of the device what then lies in host memory."""
+        """Queue ``total += source``: a tensor of the device, and host memory that is read at that point."""
         ...
 
 
 class DeviceBackend(Protocol):
-    """Where a rank computes.
+    """The device of a rank.
 
     Attributes:
-        copies_ahead: groups of blocks that are given to a stream before the first of them is done.
-        has_graphs: whether :meth:`capture` is to be used.
+        copies_ahead: number of groups of blocks to queue in a stream before the first of them is done.
+        has_graphs: whether the device can :meth:`capture`.
     """
 
     copies_ahead: int
@@ -118,7 +118,7 @@ class DeviceBackend(Protocol):
 
     @property
     def steps(self) -> Stream:
-        """The stream of whatever is computed."""
+        """The stream in which steps are computed."""
         ...
 
     def stream(self) -> Stream:
@@ -126,32 +126,32 @@ class DeviceBackend(Protocol):
         ...
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Run work of the steps' stream, and make a graph of it; it must not wait for the device.
+        """Run work of the steps' stream and capture it as a graph. The work must not wait for the device.
 
         Raises:
-            RuntimeError: the device has no graphs, or cannot capture this.
+            RuntimeError: the device has no graphs, or cannot capture this work.
         """
         ...
 
     def register(self, memory: Tensor) -> Callable[[], None]:
-        """Let copies reach host memory; return what ends that.
+        """Register host memory for copies; return a function that unregisters it.
 
         Raises:
-            RuntimeError: the device does not take it.
+            RuntimeError: the device cannot register it.
         """
         ...
 
-    def exchange(self) -> StreamSignals | None:
-        """Return what the steps' stream can do with memory of other processes; None: steps are done on return.
+    def signals(self) -> StreamSignals | None:
+        """Return the signals of the steps' stream; None for a synchronous device, which needs none.
 
         Raises:
-            RuntimeError: the device cannot.
+            RuntimeError: the driver does not support them.
         """
         ...
 
 
 class Cpu:
-    """Whatever is asked for is done on return. See ``DeviceBackend``; it is its own stream and mark."""
+    """The CPU: a synchronous device. Work is done on return. It is its own stream and event."""
 
     copies_ahead = 1
     has_graphs = False
@@ -159,28 +159,28 @@ class Cpu:
     def __init__(self) -> None:
         try:
             self._library: ctypes.CDLL | None = best_library()[1]
-        except NativeUnavailableError:  # whoever chooses kernels tells the user
+        except NativeUnavailableError:  # the choice of kernels reports this
             self._library = None
 
     @property
     def steps(self) -> Stream:
-        """The only one."""
+        """The only stream."""
         return self
 
     def stream(self) -> Stream:
-        """Return the only one."""
+        """Return the only stream."""
         return self
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """There is nothing to be won: a call costs no more than its work."""
+        """Fail: a CPU has no launch overhead to save."""
         raise RuntimeError("a CPU has no graphs")
 
     def register(self, memory: Tensor) -> Callable[[], None]:
-        """Copies reach all memory."""
+        """Do nothing: all memory can be copied."""
         return lambda: None
 
-    def exchange(self) -> StreamSignals | None:
-        """Whoever calls writes and waits itself."""
+    def signals(self) -> StreamSignals | None:
+        """Return None: the caller writes and waits itself."""
         return None
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -188,66 +188,66 @@ class Cpu:
         target.copy_(source)
 
     def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
-        """Copy; past the caches and giving way to other threads, where the native library can be used."""
+        """Copy. The native library, if available, bypasses the caches and yields to other threads."""
         if self._library is not None:
             native_copy(self._library, *copy, until_s)
             return
-        for taken, put in zip(copy.source_blocks, copy.target_blocks, strict=True):
-            copy.target[put].copy_(copy.source[taken])
+        for source, target in zip(copy.source_blocks, copy.target_blocks, strict=True):
+            copy.target[target].copy_(copy.source[source])
 
-    def follow(self, mark: StreamEvent) -> None:
-        """All work is done."""
+    def wait_event(self, event: StreamEvent) -> None:
+        """Do nothing: all work is done."""
 
-    def mark(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         """Return this object."""
         return self
 
     def wait(self) -> None:
-        """All work is done."""
+        """Do nothing: all work is done."""
 
 
 class CudaEvent:
-    """An event in a stream.
+    """An event in a CUDA stream.
 
     Attributes:
-        event: it.
+        event: torch's event.
     """
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
     def wait(self) -> None:
-        """Block until it has happened; the thread sleeps, and holds no lock of the interpreter's."""
+        """Block until it has happened. The thread sleeps and does not hold the interpreter lock."""
         self.event.synchronize()
 
 
 class CudaStream:
-    """A stream of the device.
+    """A CUDA stream.
 
     Attributes:
-        stream: torch's.
+        stream: torch's stream.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Give the copy to the device's copy engines."""
+        """Queue the copy for the device's copy engines."""
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
 
     def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
-        """Give the copies to the device's copy engines."""
+        """Queue the copies for the device's copy engines."""
         with torch.cuda.stream(self.stream):
-            for taken, put in zip(copy.source_blocks, copy.target_blocks, strict=True):
-                copy.target[put].copy_(copy.source[taken], non_blocking=True)
+            for source, target in zip(copy.source_blocks, copy.target_blocks, strict=True):
+                copy.target[target].copy_(copy.source[source], non_blocking=True)
 
-    def follow(self, mark: StreamEvent) -> None:
+    def wait_event(self, event: StreamEvent) -> None:
         """Let the stream wait for an event of this device."""
-        assert isinstance(mark, CudaEvent)
-        self.stream.wait_event(mark.event)
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
 
-    def mark(self) -> StreamEvent:
+    def record_event(self) -> StreamEvent:
         """Record an event."""
         event = torch.cuda.Event(blocking=True)
         event.record(self.stream)
@@ -255,10 +255,10 @@ class CudaStream:
 
 
 class CudaStreamSignals:
-    """See ``StreamSignals``; words are the driver's affair (CUDA Driver API, "Stream Memory Operations").
+    """Signals by the CUDA driver's stream memory operations. Implements ``StreamSignals``.
 
-    The stream sleeps until a word is there, and takes none of the device's multiprocessors for that. Registered memory
-    has the same address on the device, as it does everywhere but on integrated GPUs.
+    A waiting stream occupies no multiprocessor. Registered memory is assumed to have the same address on the device,
+    which holds except on integrated GPUs.
 
     Args:
         steps: the steps' stream.
@@ -271,61 +271,61 @@ class CudaStreamSignals:
         self._stream = steps
         try:
             driver = ctypes.CDLL("libcuda.so.1")
-            # The names behind those of the header since CUDA 11.7.
+            # The symbols behind the header's names since CUDA 11.7.
             self._write, self._wait = driver.cuStreamWriteValue64_v2, driver.cuStreamWaitValue64_v2
         except (OSError, AttributeError) as error:
-            raise RuntimeError(f"the driver cannot signal in a stream: {error}") from error
+            raise RuntimeError(f"the CUDA driver has no stream memory operations: {error}") from error
         for function in (self._write, self._wait):
             function.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint)
 
     def signal(self, word: Tensor, value: int) -> None:
-        """Write behind a fence, which is the default."""
-        self._do(self._write, word, value)
+        """Queue a write after a memory fence, which is the driver's default."""
+        self._call(self._write, word, value)
 
     def wait_for(self, word: Tensor, value: int) -> None:
-        """Wait until it is as large or larger, which is the default."""
-        self._do(self._wait, word, value)
+        """Let the stream wait for a value of at least ``value``, which is the driver's default comparison."""
+        self._call(self._wait, word, value)
 
     def add(self, source: Tensor, total: Tensor) -> None:
-        """Copy, then add."""
+        """Queue a copy and an addition."""
         total.add_(source.to(total.device, non_blocking=True))
 
-    def _do(self, function: Any, word: Tensor, value: int) -> None:
+    def _call(self, function: Any, word: Tensor, value: int) -> None:
         if code := function(self._stream.cuda_stream, word.data_ptr(), value, 0):
-            raise RuntimeError(f"the driver does not signal in a stream: CUDA error {code}")
+            raise RuntimeError(f"a stream memory operation failed: CUDA error {code}")
 
 
 class Cuda:
-    """See ``DeviceBackend``. To be made on the thread that runs the steps: their stream is that thread's current one.
+    """A CUDA device. Create it on the thread that runs the steps: the steps' stream is that thread's current stream.
 
     Args:
-        place: which device.
+        place: the device.
     """
 
     copies_ahead = 8
-    """So much is done in the time that Python takes to hear of an end and to ask for more."""
+    """Enough to keep the copy engines busy while Python handles the end of a copy and queues the next."""
     has_graphs = True
 
     def __init__(self, place: torch.device) -> None:
         self._place = place
         self._capturing = torch.cuda.Stream(place)
-        self._graph_memory: Any = None  # a type that torch does not name in public
+        self._graph_memory: Any = None  # of a private type of torch
         self._steps = CudaStream(torch.cuda.current_stream(place))
 
     @property
     def steps(self) -> Stream:
-        """The stream of the thread that made this object."""
+        """The current stream of the thread that created this object."""
         return self._steps
 
     def stream(self) -> Stream:
-        """Return a stream that the default stream does not wait for."""
+        """Return a new stream, which does not synchronise with the default stream."""
         return CudaStream(torch.cuda.Stream(self._place))
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Run it twice: once so that kernels are compiled and libraries have their workspaces, once to be captured.
+        """Run the work twice: once to compile kernels and allocate workspaces of libraries, once to capture it.
 
-        One graph is replayed at a time, so that all use the same memory for what lies between their kernels; for that
-        they must be captured in the same stream.
+        Graphs are replayed one at a time, so all share one memory pool for intermediate tensors. For that they must be
+        captured in the same stream.
         """
         steps, beside = torch.cuda.current_stream(self._place), self._capturing
         beside.wait_stream(steps)
@@ -333,22 +333,22 @@ class Cuda:
             work()
         steps.wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        # Threads that copy go on meanwhile.
+        # thread_local: copy threads continue during the capture.
         with torch.cuda.graph(graph, pool=self._graph_memory, stream=beside, capture_error_mode="thread_local"):
             work()
         self._graph_memory = graph.pool()
         return graph
 
     def register(self, memory: Tensor) -> Callable[[], None]:
-        """Lock the memory's pages; all of it is taken from the system now."""
+        """Lock the memory's pages, which allocates all of them."""
         if not memory.nbytes:
             return lambda: None
         with torch.cuda.device(self._place):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
         return lambda: self._unregister(memory)
 
-    def exchange(self) -> StreamSignals | None:
-        """Return what the steps' stream can do."""
+    def signals(self) -> StreamSignals | None:
+        """Return the signals of the steps' stream."""
         return CudaStreamSignals(self._steps.stream)
 
     def _unregister(self, memory: Tensor) -> None:
@@ -357,5 +357,5 @@ class Cuda:
 
 
 def device_at(place: torch.device) -> DeviceBackend:
-    """Return what computes with tensors at ``place``."""
+    """Return the device backend for a ``torch.device``."""
     return Cpu() if place.type == "cpu" else Cuda(place)

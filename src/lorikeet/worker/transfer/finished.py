@@ -1,4 +1,4 @@
-"""Finished transfers on their way to the loop, and counts of the work behind them. Imports no torch."""
+"""Collects finished transfers of all ranks for the engine loop, and counts transfer work by thread. No torch."""
 
 import threading
 from collections import Counter
@@ -10,7 +10,7 @@ from lorikeet.core.plan import TransferDone
 
 
 class TransferWork(StrEnum):
-    """A kind of work that must not run on the loop's thread."""
+    """Kinds of work that must not run on the engine loop's thread."""
 
     READ = "read"
     """A module of an adapter read from its files and checked."""
@@ -21,14 +21,14 @@ class TransferWork(StrEnum):
 
 
 class TransferThread(NamedTuple):
-    """A thread that has done work, by the system's number for it, which is unique over all processes."""
+    """A kind of work and the native id of a thread that did it, which is unique over all processes."""
 
     work: TransferWork
     thread: int
 
 
 class TransferCounts:
-    """Counts work by the thread that did it. Each piece of work is noted where it is done."""
+    """Counts transfer work by thread. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,12 +39,12 @@ class TransferCounts:
         self.add({TransferThread(work, threading.get_native_id()): times})
 
     def add(self, counts: dict[TransferThread, int]) -> None:
-        """Count what another process has counted."""
+        """Add counts of another process."""
         with self._lock:
             self._counts.update(counts)
 
     def take(self) -> dict[TransferThread, int]:
-        """Return the counts and begin anew."""
+        """Return the counts and reset them."""
         with self._lock:
             counts, self._counts = dict(self._counts), Counter()
             return counts
@@ -56,11 +56,11 @@ class TransferCounts:
 
 
 class FinishedTransfers:
-    """Transfers that every rank has finished, handed from the threads that notice to the loop.
+    """Collects the reports of ranks, and returns transfers that every rank has finished. Thread-safe.
 
     Args:
-        ranks: how many have to report a transfer before it counts as done.
-        on_done: called, on the reporting thread, when there is something new.
+        ranks: number of ranks that report each transfer.
+        on_done: called, on the reporting thread, when a transfer is done or :meth:`break_off` is called.
     """
 
     def __init__(self, ranks: int, on_done: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class FinishedTransfers:
         self._broken = False
 
     def report(self, done: TransferDone) -> None:
-        """Count one rank's report; the first error among them is the transfer's, and the longest time."""
+        """Add a rank's report. The transfer gets the first error and the longest duration of all reports."""
         with self._changed:
             reports = self._reports.setdefault(done.transfer_id, [])
             reports.append(done)
@@ -86,19 +86,19 @@ class FinishedTransfers:
         self._on_done()
 
     def break_off(self) -> None:
-        """Nothing more will come: wake whoever waits."""
+        """Wake waiting callers: a rank has died, so nothing more will be reported."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
         self._on_done()
 
     def take(self) -> list[TransferDone]:
-        """Return what was done since the last call."""
+        """Return the transfers that were done since the last call."""
         with self._changed:
             done, self._done = self._done, []
             return done
 
     def wait(self, timeout_s: float | None) -> None:
-        """Block until there is something to take, or nothing more will come, or the time is over."""
+        """Block until a transfer is done, :meth:`break_off` is called, or ``timeout_s`` is over (None: no limit)."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._done) or self._broken, timeout_s)

@@ -1,4 +1,4 @@
-"""A rank's loader process, seen from the rank."""
+"""The rank's side of its loader process."""
 
 import logging
 import time
@@ -21,49 +21,49 @@ _NAME = "the loader process"
 
 
 class LoaderError(RuntimeError):
-    """There is no loader process; the message says why."""
+    """There is no loader process now; the message says why."""
 
 
 def start_loader_process() -> HelperProcess:
-    """Start a loader process; that takes a fraction of a second, in which the caller may go on.
+    """Start a loader process. It becomes ready in the background, within a fraction of a second.
 
     Raises:
-        ExecutorError: the system refuses.
+        ExecutorError: the process cannot be started.
     """
     return start_helper_process("lorikeet.worker.transfer.loader_process", _NAME)
 
 
 @dataclass
 class _Reading:
-    """What a process reads.
+    """A read in progress.
 
     Attributes:
-        process: which one.
-        reader: who in it.
-        room: blocks that it may have filled by now.
-        filled: blocks that it has.
-        since_s: when it had the last word, or could go on again.
+        process: the process that reads.
+        reader: number of the reader in it.
+        allowed: blocks that it may fill so far.
+        filled: blocks that it has filled.
+        since_s: when it last reported, or was allowed to fill more blocks.
     """
 
     process: HelperProcess
     reader: int
-    room: int
+    allowed: int
     filled: int
     since_s: float
 
 
 class Loader(Helper):
-    """Sends reads to a loader process.
+    """Sends reads to a loader process, and replaces the process when it dies.
 
-    What was being read when a process ends unasked is reported as failed, once that process is gone and writes to no
-    block any more. So is what a process reads that does not get on with one of its reads.
+    The reads of a process that dies are reported as failed once it has ended and cannot write to blocks any more. A
+    process that makes no progress with one of its reads is killed.
 
     Args:
-        process: the first one; owned by this object from now on.
-        arena: where it writes.
-        setup: what it must know.
+        process: the first process; owned by this object.
+        arena: the host arena, to which it writes.
+        setup: sent to every process first.
         on_filled: called, on a thread of this object, when blocks have been filled.
-        on_ended: called there when a read has ended, well or not; not for what is being read when this is closed.
+        on_ended: called there when a read has ended or failed; not for reads in progress at :meth:`close`.
     """
 
     def __init__(
@@ -81,33 +81,33 @@ class Loader(Helper):
 
     @property
     def process_id(self) -> int | None:
-        """Process id of the loader, None while there is none."""
+        """Process id of the loader process, None while there is none."""
         running = self._running
         return None if running is None else running.process.pid
 
     def read(self, read: ReadAdapter) -> None:
-        """Begin to read an adapter.
+        """Start to read an adapter.
 
         Raises:
-            LoaderError: there is no loader, and it is too early for another.
+            LoaderError: there is no process, and it is too early to start another.
         """
         with self._changed:
-            running = self._wake()
+            running = self._ensure_started()
             if running is None:
                 raise LoaderError(self._reason)
-            self._reading[read.transfer_id] = _Reading(running, read.reader, read.room, 0, time.monotonic())
+            self._reading[read.transfer_id] = _Reading(running, read.reader, read.free_blocks, 0, time.monotonic())
             running.send(read)
 
-    def give_room(self, reader: int, blocks: int) -> None:
-        """Say that so many blocks of what ``reader`` reads can be filled again."""
+    def free_blocks(self, reader: int, blocks: int) -> None:
+        """Allow ``reader`` to fill so many more blocks, since as many have been copied."""
         with self._changed:
             for reading in self._reading.values():
                 if reading.reader == reader:
-                    reading.room, reading.since_s = reading.room + blocks, time.monotonic()
+                    reading.allowed, reading.since_s = reading.allowed + blocks, time.monotonic()
             if self._running is not None:
                 self._running.send(BlocksFreed(reader, blocks))
 
-    def _heard(self, content: bytes) -> None:
+    def _on_message(self, content: bytes) -> None:
         match FROM_LOADER.decode(content):
             case BlocksFilled() as filled:
                 with self._changed:
@@ -117,17 +117,17 @@ class Loader(Helper):
             case ReadEnded() as ended:
                 with self._changed:
                     del self._reading[ended.transfer_id]
-                self.worked()
+                self.note_success()
                 self._on_ended(ended)
 
-    def _owes(self, process: HelperProcess, since_s: float) -> bool:
+    def _is_reply_overdue(self, process: HelperProcess, since_s: float) -> bool:
         with self._changed:
             return any(
-                reading.process is process and reading.since_s <= since_s and reading.filled < reading.room
+                reading.process is process and reading.since_s <= since_s and reading.filled < reading.allowed
                 for reading in self._reading.values()
             )
 
-    def _gone(self, process: HelperProcess, reason: str) -> None:
+    def _on_death(self, process: HelperProcess, reason: str) -> None:
         with self._changed:
             lost = sorted(number for number, reading in self._reading.items() if reading.process is process)
             for transfer_id in lost:

@@ -1,11 +1,11 @@
-"""The body of a loader process: reads adapters from their files, checks them and packs them into host blocks.
+"""The loader process: reads adapters from their files, checks them and packs them into host blocks.
 
-It is a process of its own so that reading takes neither the interpreter nor, at its low priority, much of the cores
-from the steps, and so that a file that breaks under its reader ends nothing else.
+It is a separate process so that reading does not hold the interpreter lock of the engine and, at its low priority,
+takes little of the cores, and so that a file that changes while it is read crashes nothing else.
 
-Started as ``python -m lorikeet.worker.transfer.loader_process FD``, an inherited connection. Over that come a
-:class:`LoaderSetup`, the file descriptor of the host arena, and then reads. The process ends when the connection does,
-which is when whoever started it has ended, however that was.
+Started as ``python -m lorikeet.worker.transfer.loader_process FD``, where FD is an inherited connection. It receives a
+:class:`LoaderSetup`, the file descriptor of the host arena, and then :class:`ReadAdapter` messages. It ends when the
+connection is closed, which also happens when its parent is killed.
 """
 
 import os
@@ -34,15 +34,15 @@ from lorikeet.worker.transfer.finished import TransferCounts, TransferWork
 
 
 class LoaderSetup(msgspec.Struct, frozen=True):
-    """To the loader, first of all.
+    """To the loader: the first message.
 
     Attributes:
         geometry: sizes of the rank's share of the model.
-        rank, size: which share of how many.
-        elements: of a block.
-        dtype: of an element, as in ``adapters.numbers.KEPT_AS``.
-        readers: adapters that are read at once.
-        told_blocks: blocks of which it tells at once, unless it has to wait for room before.
+        rank, size: the tensor-parallel rank, and the number of ranks.
+        elements: elements of a block.
+        dtype: of an element, a key of ``adapters.numbers.KEPT_AS``.
+        readers: number of reader threads.
+        report_blocks: it reports progress after so many blocks, or when it has to wait for free blocks.
     """
 
     geometry: ModelGeometry
@@ -51,29 +51,29 @@ class LoaderSetup(msgspec.Struct, frozen=True):
     elements: int
     dtype: str
     readers: int
-    told_blocks: int
+    report_blocks: int
 
 
 class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
     """To the loader: read an adapter.
 
     Attributes:
-        transfer_id: which transfer it is for.
-        reader: who reads it; each reads one after the other.
-        adapter: what is read.
-        blocks: where to, in packing order. A block that occurs again is written when the earlier content was taken.
-        room: how many blocks may be filled before any is taken.
+        transfer_id: of the transfer.
+        reader: number of the reader; each reads one adapter after the other.
+        adapter: the adapter.
+        blocks: target blocks, in packing order. Staging blocks repeat: they are reused once they have been copied.
+        free_blocks: how many blocks may be filled before any is copied.
     """
 
     transfer_id: int
     reader: int
     adapter: AdapterRef
     blocks: tuple[BlockId, ...]
-    room: int
+    free_blocks: int
 
 
 class BlocksFreed(msgspec.Struct, frozen=True, tag=True):
-    """To the loader: so many more blocks of what ``reader`` reads have been copied and can be used again."""
+    """To the loader: so many more blocks of ``reader`` have been copied and can be filled again."""
 
     reader: int
     blocks: int
@@ -84,20 +84,20 @@ class LoaderReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksFilled(msgspec.Struct, frozen=True, tag=True):
-    """From the loader: the first ``blocks`` blocks of a transfer are complete."""
+    """From the loader: the first ``blocks`` blocks of a transfer have been filled."""
 
     transfer_id: int
     blocks: int
 
 
 class ReadEnded(msgspec.Struct, frozen=True, tag=True):
-    """From the loader: it has read an adapter to the end, or has given up.
+    """From the loader: a read has ended or failed.
 
     Attributes:
-        transfer_id: which transfer it was for.
-        error: what was wrong, None if nothing.
-        trace: where in the code, if nobody expected that.
-        counts: (work, thread, how often), of this and whatever else was done meanwhile.
+        transfer_id: of the transfer.
+        error: why it failed, None if it succeeded.
+        trace: traceback of an unexpected error, else empty.
+        counts: (work, thread, count) since the last message of this kind, of all readers.
     """
 
     transfer_id: int
@@ -113,7 +113,7 @@ _TO_LOADER = msgspec.msgpack.Decoder(ToLoader)
 
 
 class _Loader:
-    """Readers and what they share."""
+    """The reader threads and their shared state."""
 
     def __init__(self, connection: Connection, arena_fd: int, setup: LoaderSetup) -> None:
         self._connection = connection
@@ -123,23 +123,23 @@ class _Loader:
         self._blocks = HostArena.attached(arena_fd, setup.elements * kept_as.itemsize).bytes.view(kept_as)
         self._counts = TransferCounts()
         self._reads: list[SimpleQueue[ReadAdapter]] = [SimpleQueue() for _ in range(setup.readers)]
-        self._room = [threading.Semaphore(0) for _ in range(setup.readers)]
+        self._free = [threading.Semaphore(0) for _ in range(setup.readers)]
         for reader in range(setup.readers):
             threading.Thread(target=self._read_all, args=(reader,), name=f"reader-{reader}", daemon=True).start()
         self._send(LoaderReady())
 
     def begin(self, read: ReadAdapter) -> None:
-        self._room[read.reader] = threading.Semaphore(read.room)  # here, before any word that some was taken
+        self._free[read.reader] = threading.Semaphore(read.free_blocks)  # here, before any BlocksFreed
         self._reads[read.reader].put(read)
 
-    def give_room(self, reader: int, blocks: int) -> None:
-        self._room[reader].release(blocks)
+    def free_blocks(self, reader: int, blocks: int) -> None:
+        self._free[reader].release(blocks)
 
     def _send(self, message: FromLoader) -> None:
         with self._sending:
             try:
                 self._connection.send_bytes(msgspec.msgpack.encode(message))
-            except OSError:  # nobody is left to hear it
+            except OSError:  # the rank has ended
                 os._exit(0)
 
     def _read_all(self, reader: int) -> None:
@@ -148,24 +148,24 @@ class _Loader:
             error, trace = None, ""
             try:
                 self._read(read)
-            except Exception as problem:  # whatever is wrong with one adapter must not end the loader
+            except Exception as problem:  # an error in one adapter must not end the loader
                 error = str(problem) or type(problem).__name__
                 trace = "" if isinstance(problem, AdapterError) else traceback.format_exc()
             counts = tuple((work, thread, count) for (work, thread), count in self._counts.take().items())
             self._send(ReadEnded(read.transfer_id, error, trace, counts))
 
     def _read(self, read: ReadAdapter) -> None:
-        setup, ref, room = self._setup, read.adapter, self._room[read.reader]
+        setup, ref, free = self._setup, read.adapter, self._free[read.reader]
         packing = packing_for(ref, setup.geometry, setup.elements, len(read.blocks))
         weights = load_weights(ref, setup.geometry, setup.dtype, setup.rank, setup.size)
-        told = 0
+        reported = 0
         for filled in write_pieces(self._counted(weights), packing, read.blocks, self._blocks):
-            has_room = room.acquire(blocking=False)
-            if filled - told >= setup.told_blocks or not has_room:
+            has_free = free.acquire(blocking=False)
+            if filled - reported >= setup.report_blocks or not has_free:
                 self._send(BlocksFilled(read.transfer_id, filled))
-                told = filled
-            if not has_room:
-                room.acquire()
+                reported = filled
+            if not has_free:
+                free.acquire()
         self._counts.note(TransferWork.PACK, packing.blocks)
 
     def _counted(self, weights: Iterator[ModuleWeights]) -> Iterator[ModuleWeights]:
@@ -175,8 +175,8 @@ class _Loader:
 
 
 def main() -> None:
-    """Do what the connection says until it ends."""
-    # Whoever started this process decides when it ends; service managers signal every process of a service.
+    """Read adapters until the connection is closed."""
+    # The rank decides when this process ends; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICE)
@@ -189,9 +189,9 @@ def main() -> None:
                 case ReadAdapter() as read:
                     loader.begin(read)
                 case BlocksFreed(reader, blocks):
-                    loader.give_room(reader, blocks)
+                    loader.free_blocks(reader, blocks)
     except (EOFError, ConnectionError):
-        os._exit(0)  # readers may be anywhere, and have nothing to put in order
+        os._exit(0)  # readers may still run, and have nothing to clean up
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Transfers in flight on a rank, adapters that have arrived in part, and those loaded on its device."""
+"""State of transfers in flight on a rank, of adapters that have arrived in part, and of loaded adapters."""
 
 import math
 import threading
@@ -18,16 +18,16 @@ from lorikeet.worker.transfer.device import StreamEvent
 
 
 class PartialAdapter:
-    """Which layers of an adapter are complete on the device; one thread notes, others ask.
+    """An adapter that is being loaded to the device, and which of its layers have arrived. Thread-safe.
 
     Args:
-        transfer_id: of the transfer that brings it.
+        transfer_id: of the transfer that loads it.
         ref: the adapter.
-        host_blocks: where it lies in the host arena, in packing order. They hold it until the transfer is reported,
-            and as long as the step that runs then.
-        weights: its place in the device arena. What lies there is sound on layers that have arrived.
-        needed: for each layer, how many blocks must have been copied before all of its own have.
-        left_to_host: see ``Transfer``.
+        host_blocks: its blocks in the host arena, in packing order. They stay valid until the end of the step during
+            which the transfer is reported.
+        weights: views of the device arena, valid on layers that have arrived.
+        needed: for each layer, how many blocks of the transfer must have been copied before the layer is complete.
+        left_to_host: layers that the host computes in any case, as of ``Transfer``.
     """
 
     def __init__(
@@ -45,24 +45,24 @@ class PartialAdapter:
         self.host_blocks = host_blocks
         self.weights = weights
         self.needed = needed
-        self._arrived_s = [math.inf if blocks else -math.inf for blocks in needed]  # what has no blocks is there
+        self._arrived_s = [math.inf if blocks else -math.inf for blocks in needed]  # layers without blocks have arrived
         self._began_s = time.monotonic()
         self._has_begun = False
-        self._block_s = math.inf  # a block's time so far
+        self._block_s = math.inf  # mean seconds per block so far
         self._failed = False
         self._changed = threading.Condition()
 
     @classmethod
     def of(cls, transfer: Transfer, arena: Tensor, layout: AdapterLayout) -> "PartialAdapter":
-        """Return the arrival of a transfer of which nothing has been copied yet.
+        """Make the partial adapter of a transfer that has not begun.
 
         Args:
-            transfer: of an adapter, from the host to the device.
-            arena: of the device, ``[blocks, elements]``.
+            transfer: of an adapter, from the host to the device, in groups.
+            arena: the device arena, ``[blocks, elements]``.
             layout: of the adapter.
 
         Raises:
-            ValueError: it has not as many blocks as the adapter takes.
+            ValueError: the transfer's number of blocks is not the adapter's.
         """
         ref, groups = transfer.adapter, transfer.groups
         assert ref is not None
@@ -72,13 +72,13 @@ class PartialAdapter:
         return cls(transfer.transfer_id, ref, transfer.host_blocks, weights, needed, range(*transfer.left_to_host))
 
     def begin(self) -> None:
-        """Note that its blocks are being copied. Only the first call counts; until then it waited for others."""
+        """Record that copying begins. Only the first call counts."""
         with self._changed:
             if not self._has_begun:
                 self._has_begun, self._began_s = True, time.monotonic()
 
     def note(self, copied: int, *, failed: bool) -> None:
-        """Note how many blocks have been copied; once a copy has failed, nothing arrives any more."""
+        """Record the number of copied blocks. After a failed copy no further layer arrives."""
         now = time.monotonic()
         with self._changed:
             self._failed = failed
@@ -91,49 +91,49 @@ class PartialAdapter:
             self._changed.notify_all()
 
     def has(self, layer: int) -> bool:
-        """Tell whether a layer has arrived."""
+        """Return whether a layer has arrived."""
         return self._arrived_s[layer] < math.inf
 
     def wait_for(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Block until a layer has arrived; False if it never will, or has not within ``timeout_s``."""
+        """Block until a layer has arrived; return False if the transfer has failed or ``timeout_s`` is over."""
         with self._changed:
             self._changed.wait_for(lambda: self.has(layer) or self._failed, timeout_s)
             return self.has(layer)
 
     def due_s(self, layer: int) -> float:
-        """Return about when a layer arrives, by the pace of the blocks so far; infinity before the first."""
+        """Return the expected arrival of a layer (monotonic clock), by the rate so far; infinity before any block."""
         return self._began_s + self.needed[layer] * self._block_s if self.needed[layer] else self._began_s
 
     def arrived_s(self, layer: int) -> float:
         """Return when a layer arrived, in seconds of the monotonic clock; infinity if it has not.
 
-        One that the adapter does not change has always been there.
+        It is minus infinity for a layer that the adapter does not change.
         """
         return self._arrived_s[layer]
 
 
 STAGED_BLOCKS = 8
-"""Blocks behind the host tier through which each reader passes adapters that are to lie on the device only."""
+"""Staging blocks of each reader, behind the host tier, for adapters that are loaded to the device only."""
 
 
 @dataclass(eq=False)
 class TransferState:
-    """How far a transfer has come. Change it only under the lock of ``TransferManager``.
+    """Progress of a transfer. Change it only under the lock of ``TransferManager``.
 
     Attributes:
-        transfer: what was asked for.
-        demand: whether somebody waits for it by now.
-        host_blocks: where its blocks lie in the host arena or pass through it, in order.
+        transfer: as requested.
+        demand: whether a request waits for it now.
+        host_blocks: its blocks in the host arena, in order. Staging blocks repeat.
         reading: whether blocks are still to be read.
-        filled: blocks of ``host_blocks`` that hold what they should; all of them where nothing is to be read.
-        after: its copies follow the steps before this mark, which may use the blocks that it takes.
-        copying: blocks being copied, or in a stream behind others.
-        has_turn: some of its blocks are being copied, and are behind no others.
+        filled: number of ``host_blocks`` that have been read; all of them if nothing is to be read.
+        after: copies begin after this event of the steps' stream, since earlier steps may use the target blocks.
+        copying: blocks in the copy stream.
+        is_copying: whether some of its blocks are at the front of the copy stream.
         copied: blocks copied.
-        reader: whose turn it is to read it, and whose blocks it passes through; None before and after.
+        reader: the reader that reads it; None before and after reading.
         error: why it has failed, None if it has not.
-        arrival: what steps know of it that do not wait for its end, None if there is none.
-        weights: where an adapter will lie on the device; None until that is found, and of everything else.
+        partial: for steps that use layers before the end of the transfer, None if it has no groups.
+        weights: views of an adapter's weights on the device; None until computed, and for other transfers.
         active_s: seconds in which it was read or copied.
     """
 
@@ -144,53 +144,53 @@ class TransferState:
     filled: int
     after: StreamEvent
     copying: int = 0
-    has_turn: bool = False
+    is_copying: bool = False
     copied: int = 0
     reader: int | None = None
     error: str | None = None
-    arrival: PartialAdapter | None = None
+    partial: PartialAdapter | None = None
     weights: LoraWeights | None = None
     active_s: float = 0.0
     _active_since_s: float | None = None
 
     @property
     def urgency(self) -> tuple[bool, int]:
-        """The least is the most urgent: those that are awaited, in the order in which they began, then the others."""
+        """Sort key, most urgent first: demanded transfers, then prefetches, each in the order of their start."""
         return not self.demand, self.transfer.transfer_id
 
     @property
     def blocks(self) -> int:
-        """How many blocks it has."""
+        """Number of blocks."""
         return len(self.transfer.device_blocks or self.transfer.host_blocks)
 
     @property
     def to_copy(self) -> int:
-        """How many blocks are copied between host and device."""
+        """Number of blocks that are copied between host and device."""
         return 0 if self.transfer.source is Tier.SOURCE and self.transfer.target is Tier.HOST else self.blocks
 
     @property
     def is_staged(self) -> bool:
-        """Whether it passes through its reader's own blocks."""
+        """Whether it passes through its reader's staging blocks."""
         return self.transfer.source is Tier.SOURCE and not self.transfer.host_blocks
 
     @property
-    def room(self) -> int:
-        """How many blocks may be read before one of them is copied."""
+    def max_uncopied(self) -> int:
+        """Most blocks that may be read ahead of copying."""
         return STAGED_BLOCKS if self.is_staged else self.blocks
 
     @property
-    def is_over(self) -> bool:
-        """Whether nobody works on its blocks any more, nor needs to."""
+    def has_ended(self) -> bool:
+        """Whether it is complete, or has failed and nothing uses its blocks any more."""
         return not (self.reading or self.copying) and (self.error is not None or self.copied == self.to_copy)
 
     @property
     def is_ready(self) -> bool:
-        """Whether a block can be copied now. If it has failed, what is still being read has to go somewhere."""
-        goes_on = self.error is None or self.reading
-        return goes_on and self.copied + self.copying < min(self.filled, self.to_copy)
+        """Whether a block can be copied now. After an error copying continues while the reader needs staging blocks."""
+        is_needed = self.error is None or self.reading
+        return is_needed and self.copied + self.copying < min(self.filled, self.to_copy)
 
     def next_blocks(self, most: int) -> range:
-        """Return which of its blocks are to be copied next: at most so many, and none of the group after."""
+        """Return the indices of the next blocks to copy: at most ``most``, all of one of the transfer's groups."""
         begun = done = self.copied + self.copying
         for first, stop in self.transfer.groups:
             if done < stop - first:
@@ -198,17 +198,17 @@ class TransferState:
             done -= stop - first
         return range(begun, min(self.filled, begun + most))
 
-    def take_time(self) -> None:
-        """Count the time since the last call, if it was being read or copied then."""
+    def update_active_s(self) -> None:
+        """Add the time since the last call to ``active_s`` if it was being read or copied; call on every change."""
         now = time.monotonic()
         if self._active_since_s is not None:
             self.active_s += now - self._active_since_s
-        is_read = self.reading and self.reader is not None and self.filled - self.copied < self.room
-        self._active_since_s = now if is_read or self.has_turn else None
+        is_read = self.reading and self.reader is not None and self.filled - self.copied < self.max_uncopied
+        self._active_since_s = now if is_read or self.is_copying else None
 
 
 class LoadedAdapters:
-    """Where weights lie. The end of a transfer counts only if no eviction and no newer transfer came after it began."""
+    """Weights of loaded adapters. A transfer counts only if neither an eviction nor a newer transfer followed it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -216,35 +216,35 @@ class LoadedAdapters:
         self._weights: dict[AdapterDigest, LoraWeights] = {}
 
     def expect(self, digest: AdapterDigest, transfer_id: int) -> None:
-        """Note that a transfer brings an adapter; what an earlier one brought is forgotten."""
+        """Record that a transfer loads an adapter; weights of an earlier one are forgotten."""
         with self._lock:
             self._expected[digest] = transfer_id
             self._weights.pop(digest, None)
 
     def arrived(self, digest: AdapterDigest, transfer_id: int, weights: LoraWeights) -> None:
-        """Note what a transfer has brought, if it is still the one that is expected."""
+        """Store the weights that a transfer has loaded, if it is still the expected one."""
         with self._lock:
             if self._expected.get(digest) == transfer_id:
                 del self._expected[digest]
                 self._weights[digest] = weights
 
     def failed(self, digest: AdapterDigest, transfer_id: int) -> None:
-        """Note that a transfer will bring nothing."""
+        """Record that a transfer has failed."""
         with self._lock:
             if self._expected.get(digest) == transfer_id:
                 del self._expected[digest]
 
     def evict(self, digest: AdapterDigest) -> None:
-        """Forget an adapter, and whatever is on its way."""
+        """Forget an adapter and its expected transfer."""
         with self._lock:
             self._expected.pop(digest, None)
             self._weights.pop(digest, None)
 
     def weights(self, digest: AdapterDigest) -> LoraWeights:
-        """Return where an adapter's weights lie.
+        """Return the weights of an adapter, as views of the device arena.
 
         Raises:
-            ExecutorError: it is not in the arena.
+            ExecutorError: it is not loaded.
         """
         with self._lock:
             if digest not in self._weights:

@@ -1,9 +1,9 @@
-"""One rank's transfers between device, host and adapter files, beside the steps.
+"""One rank's transfers between device, host and adapter files, which run in the background of the steps.
 
-A transfer is read in a loader process, or copied by one of two threads, or both: blocks are copied as soon as they have
-been read. Whoever copies takes the next few blocks of the most urgent transfer each time, so one that is awaited waits
-for no more of the others than is in a stream already: a group of blocks, or as many groups as the device has ahead. A
-transfer with groups of its own is copied group by group, and steps can ask which layers of its adapter have arrived.
+A transfer is read by the loader process, or copied by one of two threads, or both: blocks are copied as soon as they
+have been read. A copy thread takes the next few blocks of the most urgent transfer each time, so a demanded transfer
+waits for at most the groups of blocks that are in the stream already. A transfer with ``groups`` is copied group by
+group, and steps can query which layers of its adapter have arrived.
 """
 
 import logging
@@ -31,8 +31,8 @@ from lorikeet.worker.transfer.state import STAGED_BLOCKS, LoadedAdapters, Partia
 
 _LOG = logging.getLogger(__name__)
 
-_TOLD_BYTES = 2 * 2**20
-"""Of so much that has been read its copier is told at once: less than a group, or nothing is copied during the rest."""
+_REPORT_BYTES = 2 * 2**20
+"""The loader reports progress after reading this much. It is less than a group, so that copying overlaps reading."""
 
 
 class TransferManager:
@@ -40,27 +40,27 @@ class TransferManager:
 
     Args:
         arena: the device arena, ``[blocks, elements]``.
-        host_blocks: size of the host tier.
+        host_blocks: size of the host tier, in blocks.
         geometry: sizes of this rank's share of the model.
-        rank, size: which share of how many.
-        process: reads adapters; owned by this object from now on.
-        settings: how many adapters are read at once, and the declared link.
-        on_done: called, on another thread, with every transfer that has ended, well or not.
-        device: whose the arena is; made of where that lies unless given.
+        rank, size: the tensor-parallel rank, and the number of ranks.
+        process: the loader process; owned by this object.
+        settings: number of concurrent reads, and the declared link.
+        on_done: called, on another thread, with every transfer that has ended or failed.
+        device: the device of the arena; by default made for the arena's ``torch.device``.
 
     Raises:
-        ExecutorError: the device does not take the host arena.
+        ExecutorError: the device cannot register the host arena.
 
     Attributes:
-        device: whose the arena is.
-        place: where that lies.
+        device: the device of the arena.
+        place: the arena's ``torch.device``.
         host: the host tier, ``[host_blocks, elements]``.
-        host_arena: the memory that it lies in.
-        adapters: those that have arrived in the device arena.
-        loader: what reads adapters.
-        counts: who has worked on blocks.
-        on_arrival: called, on another thread, with a transfer that comes in groups and how many of its blocks have
-            arrived so far; -1: no more will.
+        host_arena: the shared memory of the host tier.
+        adapters: adapters that are loaded in the device arena.
+        loader: sends reads to the loader process.
+        counts: number of blocks and modules processed, by thread.
+        on_arrival: called, on another thread, with the id of a transfer in groups and the number of its blocks that
+            have arrived so far; -1 if it has failed.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class TransferManager:
         self.place = arena.device
         self._layouts = AdapterLayouts(geometry, arena.shape[1])
         self._on_done = on_done
-        self._has_peers = size > 1
+        self._has_other_ranks = size > 1
         self.on_arrival: Callable[[int, int], None] = lambda transfer_id, blocks: None
-        self._most_reads = settings.load_threads
-        # Twice, so that prefetches keep nobody who is awaited from being read.
+        self._max_reads = settings.load_threads
+        # Twice as many, so that prefetches do not keep demanded adapters from being read.
         self._free_readers = list(range(2 * settings.load_threads))
         self._lock = threading.Lock()
-        self._underway: dict[int, TransferState] = {}
-        self._unread: dict[int, TransferState] = {}  # of these, those that nobody has begun to read
-        self._arrivals: dict[AdapterDigest, PartialAdapter] = {}
+        self._inflight: dict[int, TransferState] = {}
+        self._unread: dict[int, TransferState] = {}  # those of _inflight whose read has not begun
+        self._partial: dict[AdapterDigest, PartialAdapter] = {}
         self.adapters = LoadedAdapters()
         self.counts = TransferCounts()
         block_bytes, readers = arena[:1].nbytes, len(self._free_readers)
@@ -104,8 +104,8 @@ class TransferManager:
             raise ExecutorError(f"{size_bytes:,} bytes of host memory cannot be registered: {error}") from error
         self._group_blocks = max(1, GROUP_BYTES // block_bytes)
         dtype = str(arena.dtype).removeprefix("torch.")
-        told_blocks = max(1, min(self._group_blocks, _TOLD_BYTES // block_bytes))
-        setup = LoaderSetup(geometry, rank, size, arena.shape[1], dtype, readers, told_blocks)
+        report_blocks = max(1, min(self._group_blocks, _REPORT_BYTES // block_bytes))
+        setup = LoaderSetup(geometry, rank, size, arena.shape[1], dtype, readers, report_blocks)
         self.loader = Loader(process, self.host_arena, setup, self._filled, self._read_ended)
         self._copiers = {
             target: Copier(
@@ -113,7 +113,7 @@ class TransferManager:
                 self.device.stream(),
                 self.device.copies_ahead,
                 partial(self._next_group, target),
-                self._turned,
+                self._copy_begins,
                 self._copied,
                 settings.link_bytes_per_s,
                 self.counts,
@@ -122,84 +122,85 @@ class TransferManager:
         }
 
     def start(self, transfer: Transfer) -> None:
-        """Begin a transfer. A newer one of the same adapter to the device takes the place of an older."""
-        error, arrival = self._flaw(transfer), None
+        """Start a transfer. A newer transfer of the same adapter to the device replaces an older one."""
+        error, partial_adapter = self._invalid(transfer), None
         if transfer.groups and transfer.adapter is not None and error is None:
             try:
-                arrival = PartialAdapter.of(transfer, self._arena, self._layouts.of(transfer.adapter))
-            except ValueError as flaw:
-                error = str(flaw)
-        underway = TransferState(
+                partial_adapter = PartialAdapter.of(transfer, self._arena, self._layouts.of(transfer.adapter))
+            except ValueError as problem:
+                error = str(problem)
+        state = TransferState(
             transfer,
             transfer.demand,
             transfer.host_blocks,
             reading=transfer.source is Tier.SOURCE and error is None,
             filled=0 if transfer.source is Tier.SOURCE else len(transfer.host_blocks),
-            after=self.device.steps.mark(),
+            after=self.device.steps.record_event(),
             error=error,
-            arrival=arrival,
+            partial=partial_adapter,
         )
         if transfer.adapter is not None and transfer.target is Tier.DEVICE:
             self.adapters.expect(transfer.adapter.digest, transfer.transfer_id)
         with self._lock:
-            self._underway[transfer.transfer_id] = underway
-            if underway.reading:
-                self._unread[transfer.transfer_id] = underway
+            self._inflight[transfer.transfer_id] = state
+            if state.reading:
+                self._unread[transfer.transfer_id] = state
             if transfer.adapter is not None and transfer.target is Tier.DEVICE:
-                self._arrivals.pop(transfer.adapter.digest, None)
-                if arrival is not None:
-                    self._arrivals[transfer.adapter.digest] = arrival
-        self._go_on(underway)
+                self._partial.pop(transfer.adapter.digest, None)
+                if partial_adapter is not None:
+                    self._partial[transfer.adapter.digest] = partial_adapter
+        self._advance(state)
 
     def begin_copies(self) -> None:
-        """Begin to copy what has been started, without waiting for the threads that go on with it."""
+        """Start to copy new transfers on the calling thread, without waiting for the copy threads to wake."""
         for copier in self._copiers.values():
             copier.begin()
 
     def promote(self, transfer_ids: Collection[int]) -> None:
-        """Put transfers among those that are awaited; ids that are not under way any more are left out."""
+        """Make transfers demanded; ids that are no longer in flight are ignored."""
         with self._lock:
             for transfer_id in transfer_ids:
-                if transfer_id in self._underway:
-                    self._underway[transfer_id].demand = True
+                if transfer_id in self._inflight:
+                    self._inflight[transfer_id].demand = True
         self._start_reads()
 
-    def arrival(self, digest: AdapterDigest) -> PartialAdapter | None:
-        """Return what has arrived of an adapter that comes in groups; None if none does.
+    def partial_adapter(self, digest: AdapterDigest) -> PartialAdapter | None:
+        """Return an adapter that is loaded in groups; None if it is not, or is loaded completely.
 
-        Whoever asks before :meth:`LoadedAdapters.weights` finds it here or there, even while it changes sides. One
-        whose transfer has failed is found here until it is tried again: a step may be under way that counts on it. So
-        is every one where there are other ranks, until it is evicted: they may not have it yet.
+        A caller that tries this first and :meth:`LoadedAdapters.weights` second finds the adapter even if the transfer
+        ends in between. An adapter whose transfer has failed stays here until it is loaded again, since a running step
+        may use it. With several ranks all adapters stay here until they are evicted, since other ranks may not have
+        them yet.
         """
         with self._lock:
-            return self._arrivals.get(digest)
+            return self._partial.get(digest)
 
     def evict(self, digest: AdapterDigest) -> None:
-        """Forget an adapter on the device."""
+        """Forget an adapter on the device; its blocks may be reused."""
         with self._lock:
-            self._arrivals.pop(digest, None)
+            self._partial.pop(digest, None)
         self.adapters.evict(digest)
 
     def close(self) -> None:
-        """Abandon what is under way, once the blocks that are being copied have been."""
+        """Finish the copies that have begun, and abandon all other transfers."""
         for copier in self._copiers.values():
             copier.close()
         self.loader.close()
         try:
             self._unregister()
         finally:
-            # Whoever still knows this object does not keep gigabytes with it.
+            # References to this object must not keep gigabytes alive.
             self._unregister = lambda: None
             self.host = self._host_blocks = torch.empty(0, self.host.shape[1], dtype=self.host.dtype)
             self.host_arena.close()
 
-    def _flaw(self, transfer: Transfer) -> str | None:
-        """Return what makes a transfer impossible."""
+    def _invalid(self, transfer: Transfer) -> str | None:
+        """Return why a transfer is invalid, None if it is valid."""
         device, host = transfer.device_blocks, transfer.host_blocks
         for tier, blocks, total in ((Tier.DEVICE, device, len(self._arena)), (Tier.HOST, host, len(self.host))):
             missing = next((block for block in blocks if not 0 <= block < total), None)
             if missing is not None:
-                return f"there is no {tier} block {missing}, only {total} blocks"
+                return f"there is no {tier} block {missing}: the arena has {total} blocks"
         if transfer.source is Tier.SOURCE and transfer.adapter is None:
             return "only adapters have a source"
         if (transfer.source is not Tier.SOURCE or (host and device)) and len(host) != len(device):
@@ -210,181 +211,177 @@ class TransferManager:
                 return f"groups {transfer.groups} do not name each of {len(host)} blocks in the arenas once"
         return None
 
-    # Each of these is called when something has happened, under the lock or not as it says. What ends is taken out of
-    # ``_underway`` under the lock by one thread, which then reports it without.
+    # The methods below run on several threads, with or without the lock as each says. A transfer that has ended is
+    # removed from ``_inflight`` under the lock by one thread, which then reports it without the lock.
 
-    def _go_on(self, underway: TransferState) -> None:
-        """Let whatever can happen next. Not under the lock."""
+    def _advance(self, state: TransferState) -> None:
+        """Report a transfer if it has ended, else start what can be done next. Without the lock."""
         with self._lock:
-            is_over = self._take_if_over(underway)
-        if is_over:
-            self._report(underway)
-        elif underway.to_copy:
-            self._copiers[underway.transfer.target].wake()
+            has_ended = self._remove_if_ended(state)
+        if has_ended:
+            self._report(state)
+        elif state.to_copy:
+            self._copiers[state.transfer.target].wake()
         self._start_reads()
 
-    def _take_if_over(self, underway: TransferState) -> bool:
-        """Tell whether it has just ended. Under the lock."""
-        if not underway.is_over or self._underway.pop(underway.transfer.transfer_id, None) is None:
+    def _remove_if_ended(self, state: TransferState) -> bool:
+        """Remove a transfer if it has ended; return whether this call removed it. Under the lock."""
+        if not state.has_ended or self._inflight.pop(state.transfer.transfer_id, None) is None:
             return False
-        underway.take_time()
+        state.update_active_s()
         return True
 
-    def _report(self, underway: TransferState) -> None:
-        """Report a transfer that nobody works on any more. Not under the lock."""
-        transfer = underway.transfer
+    def _report(self, state: TransferState) -> None:
+        """Report a transfer that has ended. Without the lock."""
+        transfer = state.transfer
         if transfer.adapter is not None and transfer.target is Tier.DEVICE:
-            self._note_adapter(underway)
+            self._note_adapter(state)
             with self._lock:
-                is_last = self._arrivals.get(transfer.adapter.digest) is underway.arrival
-                if underway.arrival is not None and underway.error is None and is_last and not self._has_peers:
-                    del self._arrivals[transfer.adapter.digest]
-        if underway.error is not None:
+                is_newest = self._partial.get(transfer.adapter.digest) is state.partial
+                if state.partial is not None and state.error is None and is_newest and not self._has_other_ranks:
+                    del self._partial[transfer.adapter.digest]
+        if state.error is not None:
             what = "KV" if transfer.adapter is None else f"adapter {transfer.adapter.name}"
-            _LOG.warning("%s was not moved from %s to %s: %s", what, transfer.source, transfer.target, underway.error)
-        self._on_done(TransferDone(transfer.transfer_id, underway.error, underway.active_s))
+            _LOG.warning("%s: transfer from %s to %s failed: %s", what, transfer.source, transfer.target, state.error)
+        self._on_done(TransferDone(transfer.transfer_id, state.error, state.active_s))
         with self._lock:
-            self._free_reader(underway)
+            self._free_reader(state)
 
-    def _note_adapter(self, underway: TransferState) -> None:
-        """Let steps use an adapter that has arrived; it fails here if its blocks are not as many as it takes."""
-        transfer, ref = underway.transfer, underway.transfer.adapter
+    def _note_adapter(self, state: TransferState) -> None:
+        """Make an adapter that has arrived usable by steps. Fails it if the number of its blocks is wrong."""
+        transfer, ref = state.transfer, state.transfer.adapter
         assert ref is not None
-        self._find_weights(underway)
-        if underway.error is None:
-            assert underway.weights is not None
-            self.adapters.arrived(ref.digest, transfer.transfer_id, underway.weights)
+        self._find_weights(state)
+        if state.error is None:
+            assert state.weights is not None
+            self.adapters.arrived(ref.digest, transfer.transfer_id, state.weights)
         else:
             self.adapters.failed(ref.digest, transfer.transfer_id)
 
-    def _find_weights(self, underway: TransferState) -> None:
-        """Note where an adapter will lie on the device, unless that is known or of no use. Not under the lock."""
-        transfer = underway.transfer
-        is_settled = underway.weights is not None or underway.error is not None
-        if is_settled or transfer.adapter is None or transfer.target is not Tier.DEVICE:
+    def _find_weights(self, state: TransferState) -> None:
+        """Compute the views of an adapter's weights in the arena, unless that is done or useless. Without the lock."""
+        transfer = state.transfer
+        is_done = state.weights is not None or state.error is not None
+        if is_done or transfer.adapter is None or transfer.target is not Tier.DEVICE:
             return
         try:
             weights = self._layouts.of(transfer.adapter).weights(transfer.device_blocks, self._arena)
         except ValueError as error:
             with self._lock:
-                underway.error = str(error)
+                state.error = str(error)
         else:
             with self._lock:
-                underway.weights = weights
+                state.weights = weights
 
     # --- reading -------------------------------------------------------------------------------------
 
     def _start_reads(self) -> None:
-        """Give readers that are free something to do. Not under the lock."""
+        """Start reads while there are free readers. Without the lock."""
         while True:
             with self._lock:
-                underway = self._next_read()
-                if underway is None:
+                state = self._next_read()
+                if state is None:
                     return
-                self._start_read(underway)
-                is_over = self._take_if_over(underway)
-            if is_over:
-                self._report(underway)
+                self._start_read(state)
+                has_ended = self._remove_if_ended(state)
+            if has_ended:
+                self._report(state)
 
     def _next_read(self) -> TransferState | None:
-        """Return the most urgent transfer that is to be read, if it may be now. Under the lock."""
+        """Return the most urgent unread transfer if its read may start now. Under the lock."""
         if not (self._unread and self._free_readers):
             return None
-        first = min(self._unread.values(), key=lambda underway: underway.urgency)
-        others = [underway for underway in self._underway.values() if underway.reader is not None]
-        before = sum(underway.demand for underway in others) if first.demand else len(others)
-        return first if before < self._most_reads else None
+        first = min(self._unread.values(), key=lambda state: state.urgency)
+        reading = [state for state in self._inflight.values() if state.reader is not None]
+        ahead = sum(state.demand for state in reading) if first.demand else len(reading)
+        return first if ahead < self._max_reads else None
 
-    def _start_read(self, underway: TransferState) -> None:
-        """Under the lock."""
-        transfer, reader = underway.transfer, self._free_readers.pop()
+    def _start_read(self, state: TransferState) -> None:
+        """Send a read to the loader process. Under the lock."""
+        transfer, reader = state.transfer, self._free_readers.pop()
         del self._unread[transfer.transfer_id]
         assert transfer.adapter is not None
-        underway.reader = reader
-        underway.take_time()
-        if underway.is_staged:
+        state.reader = reader
+        state.update_active_s()
+        if state.is_staged:
             first = len(self.host) + STAGED_BLOCKS * reader
-            underway.host_blocks = tuple(BlockId(first + block % STAGED_BLOCKS) for block in range(underway.blocks))
+            state.host_blocks = tuple(BlockId(first + block % STAGED_BLOCKS) for block in range(state.blocks))
         try:
-            blocks, room = underway.host_blocks, underway.room
-            self.loader.read(ReadAdapter(transfer.transfer_id, reader, transfer.adapter, blocks, room))
+            blocks, free = state.host_blocks, state.max_uncopied
+            self.loader.read(ReadAdapter(transfer.transfer_id, reader, transfer.adapter, blocks, free))
         except LoaderError as error:
-            underway.reading, underway.error = False, str(error)
+            state.reading, state.error = False, str(error)
 
     def _filled(self, message: BlocksFilled) -> None:
         with self._lock:
-            underway = self._underway[message.transfer_id]
-            underway.filled = message.blocks
-            underway.take_time()
-        self._go_on(underway)
+            state = self._inflight[message.transfer_id]
+            state.filled = message.blocks
+            state.update_active_s()
+        self._advance(state)
 
     def _read_ended(self, message: ReadEnded) -> None:
         self.counts.add({TransferThread(work, thread): times for work, thread, times in message.counts})
         if message.trace:
             _LOG.error("transfer %d: %s", message.transfer_id, message.trace)
         with self._lock:
-            underway = self._underway[message.transfer_id]
-            underway.reading = False
+            state = self._inflight[message.transfer_id]
+            state.reading = False
             if message.error is None:
-                underway.filled = underway.blocks
+                state.filled = state.blocks
             else:
-                underway.error = message.error
-            underway.take_time()
-            if not underway.is_staged:
-                self._free_reader(underway)
-        self._go_on(underway)
+                state.error = message.error
+            state.update_active_s()
+            if not state.is_staged:
+                self._free_reader(state)
+        self._advance(state)
 
-    def _free_reader(self, underway: TransferState) -> None:
-        """Under the lock."""
-        if underway.reader is not None:
-            self._free_readers.append(underway.reader)
-            underway.reader = None
+    def _free_reader(self, state: TransferState) -> None:
+        """Make the transfer's reader available. Under the lock."""
+        if state.reader is not None:
+            self._free_readers.append(state.reader)
+            state.reader = None
 
     # --- copying -------------------------------------------------------------------------------------
 
     def _next_group(self, target: Tier) -> CopyGroup[TransferState] | None:
-        """Return the next blocks of the most urgent transfer that has any."""
+        """Return the next blocks of the most urgent transfer to ``target`` that has any, None if none has."""
         with self._lock:
-            ready = [
-                underway
-                for underway in self._underway.values()
-                if underway.transfer.target is target and underway.is_ready
-            ]
+            ready = [state for state in self._inflight.values() if state.transfer.target is target and state.is_ready]
             if not ready:
                 return None
-            underway = min(ready, key=lambda underway: underway.urgency)
-            blocks = underway.next_blocks(self._group_blocks)
-            underway.copying += len(blocks)
-        on_host = self._host_blocks, underway.host_blocks[blocks.start : blocks.stop]
-        on_device = self._arena, underway.transfer.device_blocks[blocks.start : blocks.stop]
+            state = min(ready, key=lambda state: state.urgency)
+            blocks = state.next_blocks(self._group_blocks)
+            state.copying += len(blocks)
+        on_host = self._host_blocks, state.host_blocks[blocks.start : blocks.stop]
+        on_device = self._arena, state.transfer.device_blocks[blocks.start : blocks.stop]
         if target is Tier.DEVICE:
-            return CopyGroup(underway, underway.after, BlockCopy(*on_host, *on_device))
-        return CopyGroup(underway, underway.after, BlockCopy(*on_device, *on_host))
+            return CopyGroup(state, state.after, BlockCopy(*on_host, *on_device))
+        return CopyGroup(state, state.after, BlockCopy(*on_device, *on_host))
 
-    def _turned(self, group: CopyGroup[TransferState]) -> None:
-        if group.job.copied:  # while others are being copied, so that nothing is left to do at the end
+    def _copy_begins(self, group: CopyGroup[TransferState]) -> None:
+        if group.job.copied:  # while blocks are being copied, so that nothing is left to do at the end
             self._find_weights(group.job)
         with self._lock:
-            group.job.has_turn = True
-            group.job.take_time()
-            if group.job.arrival is not None:
-                group.job.arrival.begin()
+            group.job.is_copying = True
+            group.job.update_active_s()
+            if group.job.partial is not None:
+                group.job.partial.begin()
 
     def _copied(self, group: CopyGroup[TransferState], error: str | None) -> None:
-        underway, blocks = group.job, group.copy.blocks
+        state, blocks = group.job, group.copy.blocks
         with self._lock:
-            underway.has_turn = False
-            underway.copying -= blocks
-            underway.copied += blocks  # even if it failed: what is still being read has to go somewhere
-            underway.take_time()
-            underway.error = underway.error or error
-            if underway.arrival is not None:
-                is_failed = underway.error is not None
-                underway.arrival.note(underway.copied, failed=is_failed)
-                self.on_arrival(underway.transfer.transfer_id, -1 if is_failed else underway.copied)
-            if underway.is_staged and underway.reading and underway.reader is not None:
-                self.loader.give_room(underway.reader, blocks)
-            is_over = self._take_if_over(underway)
-        if is_over:
-            self._report(underway)
+            state.is_copying = False
+            state.copying -= blocks
+            state.copied += blocks  # even after a failure, so that the reader gets its staging blocks back
+            state.update_active_s()
+            state.error = state.error or error
+            if state.partial is not None:
+                is_failed = state.error is not None
+                state.partial.note(state.copied, failed=is_failed)
+                self.on_arrival(state.transfer.transfer_id, -1 if is_failed else state.copied)
+            if state.is_staged and state.reading and state.reader is not None:
+                self.loader.free_blocks(state.reader, blocks)
+            has_ended = self._remove_if_ended(state)
+        if has_ended:
+            self._report(state)
             self._start_reads()

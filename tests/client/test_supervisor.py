@@ -1,0 +1,130 @@
+"""The supervisor's log of an engine's life: death, restart, giving up."""
+
+import asyncio
+import itertools
+import time
+
+import msgspec
+import pytest
+import zmq.asyncio
+from structlog.testing import capture_logs
+
+from lorikeet.client import supervisor
+from lorikeet.client.supervisor import EngineError, EngineSupervisor, describe_exit
+from lorikeet.core.clock import boot_id
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.ids import ReplicaId
+from lorikeet.core.messages import EngineReady, StepOutputs
+
+READY = EngineReady("0", ModelGeometry(1, 1, 1, {}, 4), 8, 4, 16, 32, 4, "native", boot_id(), 0.0)
+
+
+class FakeProcess:
+    """An engine that says it is ready and then does nothing until it is killed."""
+
+    pid = 1
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self.returncode: int | None = None
+        self._socket = socket
+        self._ended = asyncio.Event()
+
+    def end(self, code: int) -> None:
+        self.returncode = code
+        self._socket.close()
+        self._ended.set()
+
+    def kill(self) -> None:
+        self.end(-9)
+
+    async def wait(self) -> int | None:
+        await self._ended.wait()
+        return self.returncode
+
+
+class FakeHost:
+    address = "localhost"
+
+    def __init__(self, context: zmq.asyncio.Context) -> None:
+        self.processes: list[FakeProcess] = []
+        self.is_broken = False
+        self._context = context
+        self._numbers = itertools.count()
+
+    def bind_address(self) -> str:
+        return f"inproc://engine-{id(self)}-{next(self._numbers)}"
+
+    async def start(self, address: str, settings: bytes) -> FakeProcess:
+        if self.is_broken:
+            raise OSError("no memory left")
+        socket = self._context.socket(zmq.PAIR)
+        socket.connect(address)
+        await socket.send(msgspec.msgpack.encode(READY))
+        self.processes.append(FakeProcess(socket))
+        return self.processes[-1]
+
+    def close(self) -> None:
+        pass
+
+
+class FakeListener:
+    """Says that three requests were resumed."""
+
+    def __init__(self) -> None:
+        self.failure = asyncio.get_running_loop().create_future()
+
+    def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None: ...
+
+    def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None: ...
+
+    def on_restart(self, supervisor: EngineSupervisor) -> int:
+        return 3
+
+    def on_failed(self, supervisor: EngineSupervisor, failure: EngineError) -> None:
+        self.failure.set_result(failure)
+
+
+async def test_log_tells_of_death_restart_and_giving_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "DRAIN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(supervisor, "MAX_FAILED_STARTS", 1)
+    context = zmq.asyncio.Context()
+    host, listener = FakeHost(context), FakeListener()
+    engine = EngineSupervisor(ReplicaId("r"), host, context, b"{}", listener)
+    with capture_logs() as logs:
+        await engine.start(lambda progress: None)
+        host.processes[0].end(-11)
+        deadline_s = time.monotonic() + 30
+        while not (engine.restarts and engine.alive and logs[-1]["event"] == "engine restarted"):
+            assert time.monotonic() < deadline_s, f"no restart within 30 s: {logs}"
+            await asyncio.sleep(0.01)
+        host.is_broken = True
+        host.processes[1].end(1)
+        failure = await asyncio.wait_for(listener.failure, timeout=30)
+    await engine.close()
+    context.destroy(linger=0)
+
+    assert all(entry["replica"] == "r" for entry in logs)
+    assert [(entry["log_level"], entry["event"]) for entry in logs] == [
+        ("warning", "engine died"),
+        ("info", "restarting engine"),
+        ("info", "engine restarted"),
+        ("warning", "engine died"),
+        ("info", "restarting engine"),
+        ("warning", "engine did not start"),
+        ("error", "engine gave up"),
+    ]
+    died, _, restarted, died_again, _, _, gave_up = logs
+    assert died["exit"] == "SIGSEGV"
+    assert died["uptime_s"] >= 0
+    assert restarted["requests_resumed"] == 3
+    assert restarted["seconds"] >= 0
+    assert died_again["exit"] == "code 1"
+    assert gave_up["reason"] == str(failure)
+    assert "no memory left" in gave_up["reason"]
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(None, "unknown"), (0, "code 0"), (1, "code 1"), (-9, "SIGKILL"), (-200, "signal 200")]
+)
+def test_exit_code_is_described(code: int | None, text: str) -> None:
+    assert describe_exit(code) == text

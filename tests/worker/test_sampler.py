@@ -1,0 +1,206 @@
+"""The sampler against a slow, obvious one, and the properties that resuming elsewhere rests on."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorikeet.core.plan import SequenceStart, Token
+from lorikeet.core.request import SamplingParams
+from lorikeet.kernels.base import choose, gumbel_noise
+from lorikeet.worker.batch import SequenceState
+from lorikeet.worker.sampler import Sampler, bias_of, edit_logits
+from tests.kernels.choices import VOCAB, filters, kept_slowly
+
+
+def row(prompt: list[int] | None = None, outputs: list[int] | None = None, **params: Any) -> SequenceState:
+    """A sequence to sample for; greedy unless told otherwise."""
+    prompt, outputs = [1, 2] if prompt is None else prompt, outputs or []
+    sampling = SamplingParams(**{"max_tokens": 100, "temperature": 0.0, **params})
+    return SequenceState(SequenceStart("r", prompt + outputs, len(prompt), sampling, None))
+
+
+def sample(logits: torch.Tensor, rows: list[SequenceState]) -> list[Token | None]:
+    return Sampler(choose).sample(logits, rows)
+
+
+def random_logits(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(scale=3.0, size=(rows, vocab)).astype(np.float32))
+
+
+def edited_slowly(logits: list[float], prompt: list[int], outputs: list[int], params: SamplingParams) -> list[float]:
+    """Bias, penalties and min_tokens, token by token as their documentation says."""
+    edited = list(logits)
+    for token in range(len(edited)):
+        edited[token] += sum(bias for biased, bias in params.logit_bias if biased == token)
+        if token in prompt or token in outputs:
+            factor = params.repetition_penalty
+            edited[token] = edited[token] / factor if edited[token] > 0 else edited[token] * factor
+        if token in outputs:
+            edited[token] -= params.presence_penalty
+        edited[token] -= params.frequency_penalty * outputs.count(token)
+        if token in params.stop_token_ids and len(outputs) < params.min_tokens:
+            edited[token] = -math.inf
+    return edited
+
+
+token_lists = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+penalties = st.fixed_dictionaries(
+    {
+        "presence_penalty": st.sampled_from([0.0, 0.5, -1.0]),
+        "frequency_penalty": st.sampled_from([0.0, 0.25, 1.5]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3, 0.7]),
+        "logit_bias": st.lists(st.tuples(st.integers(0, VOCAB - 1), st.floats(-9, 9, width=32)), max_size=3).map(tuple),
+        "stop_token_ids": st.sampled_from([(), (3,), (0, 23)]),
+        "min_tokens": st.integers(0, 6),
+    }
+)
+temperatures = st.sampled_from([0.3, 1.0, 1.7])
+
+
+@given(st.integers(0, 2**32), token_lists, token_lists, penalties)
+def test_edits_equal_the_slow_and_obvious_ones(seed: int, prompt: list[int], outputs: list[int], given: Any) -> None:
+    logits = random_logits(seed)[0]
+    asked = row(prompt, outputs, **given)
+    expected = edited_slowly(logits.tolist(), prompt, outputs, asked.sampling)
+    edit_logits(logits, asked, bias_of(asked.sampling))
+    np.testing.assert_allclose(logits.numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@given(st.integers(0, 2**32), st.integers(0, 5000), temperatures, penalties, filters)
+def test_the_token_is_the_largest_noisy_logit_of_those_kept(
+    seed: int, position: int, temperature: float, edits: dict[str, Any], kept_by: dict[str, Any]
+) -> None:
+    logits = random_logits(seed)
+    outputs = [5] * position
+    asked = row([1, 2], outputs, seed=seed, temperature=temperature, **edits, **kept_by)
+    edited = edited_slowly(logits[0].tolist(), [1, 2], outputs, asked.sampling)
+    scaled = [value / temperature for value in edited]
+    noise = gumbel_noise(seed, position + 2, np.arange(VOCAB))
+    noisy = {token: scaled[token] + float(noise[token]) for token in kept_slowly(scaled, **kept_by)}
+    (token,) = sample(logits, [asked])
+    # Rounding may part the two where tokens tie almost exactly, nowhere else.
+    assert noisy.get(token.token_id, -math.inf) == pytest.approx(max(noisy.values()), abs=1e-4)
+
+
+@given(st.integers(0, 2**32), st.lists(st.tuples(temperatures, penalties, filters), min_size=1, max_size=5))
+def test_token_does_not_depend_on_the_rest_of_the_batch(seed: int, given: list[Any]) -> None:
+    rows = [
+        row([1, 2], [5] * i, seed=i, logprobs=3, temperature=temperature, **edits, **kept_by)
+        for i, (temperature, edits, kept_by) in enumerate(given)
+    ]
+    rows.append(row([1, 2], [5]))
+    logits = random_logits(seed, rows=len(rows))
+    alone = [sample(logits[i : i + 1], [asked])[0] for i, asked in enumerate(rows)]
+    assert sample(logits, rows) == alone
+
+
+def test_tokens_are_drawn_in_proportion_to_their_probability() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    draws = 4000
+    rows = [row(seed=seed, temperature=1.0) for seed in range(draws)]
+    tokens = [token.token_id for token in sample(probabilities.log().repeat(draws, 1), rows)]
+    shares = np.bincount(tokens, minlength=5) / draws
+    np.testing.assert_allclose(shares, probabilities.numpy(), atol=0.03)
+    assert shares[4] == 0
+
+
+def test_no_temperature_overflows() -> None:
+    tokens = sample(random_logits(0), [row(temperature=1e-40)])
+    assert tokens == [Token(int(random_logits(0).argmax()))]
+
+
+def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
+    logits = random_logits(1)
+    best = int(logits.argmax())
+    (token,) = sample(logits, [row(logit_bias=((best, -100.0),), temperature=0.5, seed=3, logprobs=2)])
+    expected = logits[0].log_softmax(dim=-1)
+    assert token.token_id != best
+    assert token.logprob == pytest.approx(float(expected[token.token_id]))
+    assert token.top == tuple(zip(expected.topk(2).indices.tolist(), expected.topk(2).values.tolist(), strict=True))
+
+
+def test_zero_alternatives_still_report_the_token_itself() -> None:
+    (token,) = sample(random_logits(1), [row(logprobs=0)])
+    assert token.logprob is not None
+    assert token.top == ()
+
+
+def test_a_stop_token_cannot_come_before_min_tokens() -> None:
+    logits = random_logits(2)
+    best = int(logits.argmax())
+    params: dict[str, Any] = {"stop_token_ids": (best,), "min_tokens": 2}
+    assert sample(logits, [row(outputs=[9], **params)])[0].token_id != best
+    assert sample(logits, [row(outputs=[9, 9], **params)])[0].token_id == best
+
+
+def test_token_ids_outside_of_the_vocabulary_have_no_effect() -> None:
+    logits = random_logits(3)
+    edits: dict[str, Any] = {"logit_bias": ((VOCAB, 5.0),), "stop_token_ids": (VOCAB + 1,), "min_tokens": 2}
+    asked = row([VOCAB], [VOCAB + 5], presence_penalty=1.0, repetition_penalty=2.0, **edits)
+    assert sample(logits, [asked])[0].token_id == int(logits.argmax())
+
+
+def test_logits_are_not_changed() -> None:
+    logits = random_logits(4, rows=2)
+    before = logits.clone()
+    sample(logits, [row(temperature=1.0, logit_bias=((1, 3.0),)), row(presence_penalty=1.0)])
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_reported_by_row(bad: float) -> None:
+    logits = random_logits(5, rows=3)
+    logits[1, 4] = bad
+    tokens = sample(logits, [row(), row(), row(temperature=1.0)])
+    assert [token is None for token in tokens] == [False, True, False]
+
+
+def test_a_temperature_that_fp32_cannot_hold_is_greedy() -> None:
+    logits = random_logits(5)
+    for top_p in (0.9, 1.0):
+        (token,) = sample(logits, [row(temperature=1e-46, top_p=top_p)])
+        assert token == Token(int(logits.argmax()))
+
+
+def test_temperature_infinite_in_fp32_draws_among_the_allowed_tokens() -> None:
+    held: dict[str, Any] = {"stop_token_ids": (3, 4, 5), "min_tokens": 2, "temperature": 1e39}
+    for top_k, top_p in ((0, 1.0), (2, 1.0), (2, 0.9), (0, 0.9)):
+        (token,) = sample(random_logits(5), [row(top_k=top_k, top_p=top_p, **held)])
+        assert token is not None
+        assert token.token_id not in (3, 4, 5)
+
+
+def test_a_row_that_its_own_penalty_leaves_without_finite_logits_fails_alone() -> None:
+    logits = random_logits(5, rows=2).abs() + 1
+    tokens = sample(logits, [row(repetition_penalty=1e-39, top_p=0.9, temperature=1.0), row()])
+    assert tokens == [None, Token(int(logits[1].argmax()))]
+
+
+def test_each_step_samples_as_if_it_were_the_first() -> None:
+    a = row([1, 2], seed=1, temperature=1.0)
+    b = row([3], seed=2, temperature=1.0, top_k=5, stop_token_ids=tuple(range(12)), min_tokens=3)
+    c = row([4, 5], seed=3, presence_penalty=1.5, logprobs=1)
+    sampler = Sampler(choose)
+    for step, rows in enumerate([[a, b], [a, b], [a, b, c], [a, b, c], [c, b], [b, a], [b, a]]):
+        logits = random_logits(step, rows=len(rows))
+        tokens = sampler.sample(logits, rows)
+        assert tokens == sample(logits, rows)
+        for sequence, token in zip(rows, tokens, strict=True):
+            assert token is not None
+            sequence.add_token(token.token_id)
+
+
+def test_bfloat16_logits_are_edited_as_floats() -> None:
+    logits = torch.tensor([[100.0, 100.0, 100.0]], dtype=torch.bfloat16)
+    (token,) = sample(logits, [row(logit_bias=((2, 1e-3),), seed=1)])
+    assert token == Token(2)
+
+
+def test_bias_comes_before_penalties() -> None:
+    (token,) = sample(torch.tensor([[2.0, 0.0, 1.4]]), [row([1], logit_bias=((1, 4.0),), repetition_penalty=3.0)])
+    assert token == Token(0)  # (0 + 4) / 3 < 1.4 < 2 < 0 / 3 + 4

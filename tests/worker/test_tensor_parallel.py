@@ -1,0 +1,233 @@
+"""Several ranks give the tokens of one, and a rank that dies is an error, not a hang."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM
+
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.executor import ExecutorError
+from lorikeet.core.ids import BlockId
+from lorikeet.core.plan import Tier
+from lorikeet.models.config import ModelConfigError, read_model_config
+from lorikeet.models.parallel import DistributedRankGroup
+from lorikeet.worker import tensor_parallel
+from lorikeet.worker.tensor_parallel import RankFailed, RankProcesses
+from lorikeet.worker.torch_executor import build_torch_executor
+from lorikeet.worker.transfer.finished import TransferWork
+from tests.models.checkpoints import make_checkpoint
+from tests.support.driver import (
+    ALL,
+    Driver,
+    Latch,
+    driving,
+    fp32_settings,
+    make_adapter,
+    peer_tokens,
+    random_tokens,
+)
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_model(folder: Path, **overrides: int) -> tuple[Path, dict[str, AdapterRef]]:
+    """Save a tiny model and two adapters for it."""
+    make_checkpoint(folder / "base", "llama", **overrides)
+    geometry = read_model_config(folder / "base").geometry(4)
+    return folder / "base", {
+        "narrow": make_adapter(
+            folder / "base", folder / "narrow", geometry, 1, r=3, target_modules=["q_proj", "o_proj"]
+        ),
+        "wide": make_adapter(folder / "base", folder / "wide", geometry, 2, r=16, target_modules=ALL),
+    }
+
+
+def run_everything(driver: Driver, adapters: dict[str, AdapterRef]) -> dict[str, list[int]]:
+    """Chunked prefill, mixed adapters, repeats, seeded sampling, a resumed sequence; return all tokens."""
+    assert [done.error for done in driver.load(*adapters.values())] == [None, None]
+    names = ["base", "narrow", "wide", "sampled"]
+    for index, name in enumerate(names):
+        params: dict[str, Any] = {"temperature": 1.0, "seed": 5} if name == "sampled" else {}
+        driver.add(name, random_tokens(8 + index, seed=index), adapters.get(name), **params)
+    driver.step({"base": 8, "narrow": 4})
+    driver.step({"base": 1, "narrow": 5, "wide": 10, "sampled": 11})
+    driver.decode(names, 4)
+    driver.decode(names, 8, repeat=4)
+    driver.drop("wide")
+    driver.add("wide", random_tokens(10, seed=2), adapters["wide"], driver.token_ids("wide"))
+    driver.step({"wide": 10 + len(driver.token_ids("wide"))})
+    driver.decode(names, 6, repeat=3)
+    return {name: driver.token_ids(name) for name in names}
+
+
+@pytest.mark.parametrize(("kv_heads", "ranks"), [(2, 2), (1, 2), (2, 4)])
+def test_tensor_parallel_ranks_give_the_tokens_of_one(tmp_path: Path, kv_heads: int, ranks: int) -> None:
+    folder, adapters = make_model(tmp_path, num_key_value_heads=kv_heads)
+    with driving(folder) as alone:
+        expected = run_everything(alone, adapters)
+    with driving(folder, tensor_parallel=ranks) as together:
+        assert run_everything(together, adapters) == expected
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kv_and_adapters_come_back_from_the_host_of_every_rank(tmp_path: Path, ranks: int) -> None:
+    folder, adapters = make_model(tmp_path)
+    wide = adapters["wide"]
+    prompt = random_tokens(9, seed=3)
+    with driving(folder, tensor_parallel=ranks, host_memory_bytes=2**21) as driver:
+        host = [BlockId(block) for block in range(driver.sizes.host_blocks)]
+        read, rest = tuple(host[: driver.blocks_of(wide)]), host[driver.blocks_of(wide) :]
+        for source, target in ((Tier.SOURCE, Tier.HOST), (Tier.HOST, Tier.DEVICE)):
+            (done,) = driver.move(driver.transfer(source, target, wide, read))
+            assert done.error is None
+        driver.add("a", prompt, wide)
+        driver.step({"a": 9})
+        driver.decode(["a"], 3)
+        held = driver.held_blocks()
+        away, nothing = tuple(rest[: len(held)]), tuple(rest[len(held) : 2 * len(held)])
+        driver.copy(Tier.HOST, away, held)
+        driver.copy(Tier.DEVICE, nothing, held)
+        driver.copy(Tier.DEVICE, away, held)
+        driver.decode(["a"], 8)
+        assert driver.token_ids("a") == peer_tokens(folder, wide, prompt, 12)
+        kinds = {worker.work for worker in driver.executor.transfers.counts.by_thread()}
+        threads = {worker.thread for worker in driver.executor.transfers.counts.by_thread()}
+        assert kinds == set(TransferWork)
+        assert threading.get_native_id() not in threads
+
+
+def test_a_load_counts_as_done_when_every_rank_has_it_and_one_failure_fails_it(tmp_path: Path) -> None:
+    folder, adapters = make_model(tmp_path)
+    woken = Latch()
+    with driving(folder, woken, tensor_parallel=2) as driver:
+        shutil.copytree(adapters["wide"].folder, tmp_path / "missing")
+        missing = msgspec.structs.replace(adapters["wide"], folder=str(tmp_path / "none"), digest="missing")
+        (done,) = driver.load(missing)
+        assert str(tmp_path / "none") in (done.error or "")
+        assert woken.wait()
+        (done,) = driver.load(adapters["wide"])
+        assert done.error is None
+        driver.add("a", random_tokens(5, seed=1), adapters["wide"])
+        driver.step({"a": 5})
+        assert len(driver.tokens["a"]) == 1
+
+
+def test_dead_rank_is_an_error_and_wakes_waiting_calls(tmp_path: Path) -> None:
+    folder, _ = make_model(tmp_path)
+    woken = Latch()
+    with driving(folder, woken, tensor_parallel=2) as driver:
+        driver.add("a", random_tokens(5, seed=1))
+        driver.step({"a": 5})
+        (process,) = multiprocessing.active_children()
+        os.kill(process.pid or 0, signal.SIGKILL)
+        driver.executor.wait_for_transfer(None)
+        assert woken.wait()
+        with pytest.raises(ExecutorError, match="rank 1 has died"):
+            driver.step({"a": 1})
+        with pytest.raises(ExecutorError, match="rank 1 has died"):
+            driver.executor.completed_transfers()
+
+
+def test_a_rank_that_dies_during_a_step_ends_the_step(tmp_path: Path) -> None:
+    folder, _ = make_model(tmp_path)
+    with driving(folder, tensor_parallel=2) as driver, ThreadPoolExecutor(1) as threads:
+        driver.add("a", random_tokens(5, seed=1))
+        (process,) = multiprocessing.active_children()
+        os.kill(process.pid or 0, signal.SIGSTOP)
+        step = threads.submit(driver.step, {"a": 5})
+        os.kill(process.pid or 0, signal.SIGKILL)
+        with pytest.raises(ExecutorError, match="rank 1 has died"):
+            step.result(timeout=60)
+
+
+def test_a_rank_that_breaks_during_a_step_is_an_error(tmp_path: Path) -> None:
+    folder, adapters = make_model(tmp_path)
+    with driving(folder, tensor_parallel=2) as driver:
+        driver.add("a", random_tokens(5, seed=1), adapters["wide"])
+        # Both ranks miss the adapter; what counts is that neither waits for the other for ever.
+        with pytest.raises(ExecutorError, match="is used, but is not loaded"):
+            driver.step({"a": 5})
+
+
+def test_closing_ends_the_ranks(tmp_path: Path) -> None:
+    folder, _ = make_model(tmp_path)
+    with driving(folder, tensor_parallel=2):
+        assert len(multiprocessing.active_children()) == 1
+    assert multiprocessing.active_children() == []
+
+
+def test_ranks_do_not_outlive_a_rank_0_that_is_killed(tmp_path: Path) -> None:
+    folder, _ = make_model(tmp_path)
+    script = (
+        "import multiprocessing, sys; from pathlib import Path; from tests.support.driver import driving\n"
+        f"with driving(Path({str(folder)!r}), tensor_parallel=2):\n"
+        "    print(multiprocessing.active_children()[0].pid, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True) as rank_0:
+        assert rank_0.stdout is not None
+        rank_1 = int(rank_0.stdout.readline())
+        assert psutil.pid_exists(rank_1)
+        rank_0.kill()
+        # Both, and the loader of each, write to this pipe: it ends when none of them is left.
+        assert rank_0.stdout.read() == ""
+
+
+def make_model_without_a_layer(tmp_path: Path) -> Path:
+    folder, _ = make_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.num_hidden_layers = 4
+    model.config.save_pretrained(folder)
+    return folder
+
+
+def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
+    folder = make_model_without_a_layer(tmp_path)
+    # Of this rank, or of the other one where that has gone before this one has met it.
+    with pytest.raises((ValueError, ExecutorError), match=r"layers\.3\..* missing"):
+        build_torch_executor(fp32_settings(tensor_parallel=2), folder, lambda *_: None, lambda: None)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_rank_that_has_gone_before_all_have_met_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model_without_a_layer(tmp_path)
+
+    def meet(*arguments: Any) -> None:
+        DistributedRankGroup(*arguments).close()
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(tensor_parallel, "DistributedRankGroup", meet)
+    with pytest.raises(ExecutorError, match=r"rank 1 did not start: .*layers\.3\..* missing"):
+        build_torch_executor(fp32_settings(tensor_parallel=2), folder, lambda *_: None, lambda: None)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_rank_that_has_gone_before_arenas_are_allocated_says_why() -> None:
+    ranks = RankProcesses.__new__(RankProcesses)
+    ours, theirs = multiprocessing.Pipe()
+    ranks._connections = [ours]
+    theirs.send_bytes(msgspec.msgpack.encode(RankFailed("no memory is left")))
+    theirs.close()
+    with pytest.raises(ExecutorError, match="rank 1 did not start: no memory is left"):
+        ranks.allocate(100, 0)
+    ours.close()
+
+
+def test_heads_that_do_not_divide_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    folder, _ = make_model(tmp_path)
+    with pytest.raises(ModelConfigError, match="4 attention heads cannot be split over 3"):
+        build_torch_executor(fp32_settings(tensor_parallel=3), folder, lambda *_: None, lambda: None)
