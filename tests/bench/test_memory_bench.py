@@ -217,7 +217,7 @@ def test_the_command_prints_tables(profile: str) -> None:
     ("arguments", "complaint"),
     [
         (["nowhere"], "'nowhere' is neither a file nor a shape"),
-        (["agent", "--presets", "vllm"], "no preset is called 'vllm'"),
+        (["agent", "--presets", "vllm"], "unknown preset 'vllm'"),
         (["agent", "--presets", ""], "name presets"),
         (["agent", "--presets", "adapter_share=0.3"], "comes before any preset"),
         (["agent", "--ranks", "big"], "'big' is not a rank"),

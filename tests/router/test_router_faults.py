@@ -423,7 +423,7 @@ async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
     [
         ({"preset": "toppings"}, "--profile"),
         ({"preset": "loraserve"}, "operating points"),
-        ({"preset": "nonsense"}, "no preset is called"),
+        ({"preset": "nonsense"}, "unknown preset"),
         ({"backends": ("http://a", "http://a/v1")}, "twice"),
         ({"backends": ("localhost:8001",)}, "no address"),
     ],

@@ -174,7 +174,7 @@ def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
     ("changes", "complaint"),
     [
         ({"profile": "nowhere"}, "unknown profile 'nowhere'"),
-        ({"preset": "vllm"}, "no preset is called 'vllm'"),
+        ({"preset": "vllm"}, "unknown preset 'vllm'"),
         ({"engine": {"max_runing": 3}}, "max_runing"),
         ({"engine": {"max_num_seqs": 0}}, "max_num_seqs"),
         ({"replicas": 0}, "$.replicas"),
