@@ -83,7 +83,7 @@ from lorikeet.memory.packing import pack
 from lorikeet.memory.tree import block_keys
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import PRESETS
-from lorikeet.router.connections import Connections, Reply
+from lorikeet.router.connections import BackendResponse, Connections
 from lorikeet.scheduling.admission import RunningRequest
 from lorikeet.scheduling.multilevel.options import REFRESH_S
 from lorikeet.scheduling.multilevel.queue import ChameleonQueue
@@ -690,7 +690,7 @@ def _bare_proxy(url: str, port: int) -> None:
     uvicorn.run(Starlette(routes=served), port=port, loop="uvloop", access_log=False, log_level="warning")
 
 
-async def _pieces(reply: Reply) -> AsyncIterator[bytes]:
+async def _pieces(reply: BackendResponse) -> AsyncIterator[bytes]:
     while piece := await reply.piece():
         yield piece
 

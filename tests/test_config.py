@@ -98,7 +98,7 @@ def test_scaling_limits_and_replica_count_may_come_from_different_sources(tmp_pa
 def test_a_row_is_found_by_name_and_auto_says_which_it_is() -> None:
     name, preset = resolve_preset("auto")
     assert PRESETS[name] == preset
-    with pytest.raises(ConfigError, match="there are: auto, lorikeet:plain"):
+    with pytest.raises(ConfigError, match="choose one of: auto, lorikeet:plain"):
         resolve_preset("plain")
 
 

@@ -155,14 +155,14 @@ async def test_request_uses_an_adapter_version_replaced_while_its_prompt_is_read
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, go_on = asyncio.Event(), asyncio.Event()
-    encode_chat = server.service.texts.encode_chat
+    encode_chat = server.service.text_processor.encode_chat
 
     async def encode_late(*arguments: Any, **options: Any) -> list[int]:
         reading.set()
         await go_on.wait()
         return await encode_chat(*arguments, **options)
 
-    monkeypatch.setattr(server.service.texts, "encode_chat", encode_late)
+    monkeypatch.setattr(server.service.text_processor, "encode_chat", encode_late)
     asking = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
     await reading.wait()
     assert (await load(server, "formal", "pirate", load_inplace=True))[0] == 200

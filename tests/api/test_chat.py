@@ -73,7 +73,7 @@ async def test_fields_of_a_message_that_say_nothing_are_not_there_for_the_templa
     asks_for_field = "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% endif %}"
     names = "{{ m.keys() | sort | join(' ') }} {{ m.content }}{% endfor %}"
     async with start() as server:
-        server.service.texts.template = ChatTemplate(asks_for_field + names, {})
+        server.service.text_processor.template = ChatTemplate(asks_for_field + names, {})
         messages = [{"role": "assistant", "content": "hi", **nothing}, {"role": "user", "name": "me", "content": "you"}]
         reply = await server.http.post(CHAT, json=body(messages=messages))
         assert reply.status_code == 200, reply.text

@@ -90,7 +90,7 @@ def test_continued_prompt_ends_with_the_text_of_the_last_message(template: str) 
 
 
 def test_a_message_that_the_template_does_not_show_cannot_be_continued() -> None:
-    with pytest.raises(TemplateError, match="does not show the last message"):
+    with pytest.raises(TemplateError, match="leaves out the last message"):
         ChatTemplate("{{ messages[0].content }}", {}).render_open(MESSAGES, extra={})
 
 

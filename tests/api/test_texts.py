@@ -91,7 +91,7 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
             assert texts != [LONG], "tokenized"
             return TOKENIZER.encode_batch_fast(texts)
 
-    server.service.texts.tokenizer = Refusing()  # type: ignore[assignment]
+    server.service.text_processor.tokenizer = Refusing()  # type: ignore[assignment]
     reply = await server.http.post(path, json={"model": "base", **content})
     assert reply.status_code == 400
     error = reply.json()["error"]

@@ -178,7 +178,7 @@ def test_the_command_writes_operating_points_into_the_profiles_file(
         (["--profile", "a100-80-llama-2-7b"], "goes with --operating-points"),
         (["--operating-points", "--slo", "soon"], "no limit"),
         (["--operating-points", "--slo", "ttft=1", "--ranks", "x"], "is not a rank"),
-        (["--operating-points", "--slo", "ttft=1", "--preset", "x"], "no preset is called 'x'"),
+        (["--operating-points", "--slo", "ttft=1", "--preset", "x"], "unknown preset 'x'"),
         (["--operating-points", "--slo", "ttft=1", "--profile", "nowhere"], "unknown profile 'nowhere'"),
     ],
 )

@@ -28,15 +28,15 @@ from lorikeet.client.supervisor import EngineError
 _T = TypeVar("_T")
 
 DRAIN_S = 30.0
-"""How long an unload waits for running requests of the adapter before it answers; it goes on afterwards."""
+"""Seconds that an unload waits for running requests of the adapter before it answers; the unload itself goes on."""
 
 
 async def load_adapter(service: Service, name: str, source: str, *, replace: bool) -> RegisteredAdapter:
     """Register an adapter.
 
     Raises:
-        ApiError: 400 for a name, source or adapter that will not do, 404 for a source that does not exist,
-            409 if another call changes the name, 500 if the store cannot be written.
+        ApiError: 400 for a name, source or adapter that is not valid, 404 for a source that does not exist, 409 if
+            another call changes the name, 500 if the store cannot be written.
     """
     _check_enabled(service)
     if service.models.is_base(name):
@@ -51,7 +51,7 @@ async def load_adapter(service: Service, name: str, source: str, *, replace: boo
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
     except AdapterStoreError as error:
-        raise _store_failed(name, error) from error
+        raise _store_error(name, error) from error
     except AdapterError as error:
         log.warning("adapter not loaded", adapter=name, source=source, error=str(error))
         raise ApiError(404 if isinstance(error, AdapterNotFound) else 400, _for_client(name, error)) from error
@@ -59,18 +59,18 @@ async def load_adapter(service: Service, name: str, source: str, *, replace: boo
     for warning in warnings:
         log.warning("adapter key ignored", adapter=name, warning=warning)
     log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
-    if service.catalog.has(record.digest):  # else it was removed meanwhile, and dropped
+    if service.catalog.has(record.digest):  # else it was removed meanwhile
         service.client.register_adapters([record.ref])
     if old is not None:
-        _in_background(service, _free(service, old))
+        _in_background(service, _drop_version(service, old))
     return loaded
 
 
 async def unload_adapter(service: Service, name: str) -> int | None:
-    """Remove an adapter: no new request gets it, running ones finish, then its memory is free on every tier.
+    """Remove an adapter: new requests cannot name it, running ones finish, then its memory is freed on every tier.
 
     Returns:
-        Bytes freed, of its weights and its KV on device and host; None if requests still ran after a while.
+        Bytes freed on device and host, its KV included; None if requests still ran after ``DRAIN_S``.
 
     Raises:
         ApiError: 404 for an unknown name, 409 if another call changes it, 500 if the registry cannot be written.
@@ -83,10 +83,10 @@ async def unload_adapter(service: Service, name: str) -> int | None:
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
     except AdapterStoreError as error:
-        raise _store_failed(name, error) from error
+        raise _store_error(name, error) from error
     log.info("adapter unloaded", adapter=name, digest=record.digest)
-    freeing = _in_background(service, _free(service, record))
-    freeing.add_done_callback(lambda _: _forget(service, name))
+    freeing = _in_background(service, _drop_version(service, record))
+    freeing.add_done_callback(lambda _: _forget_counts(service, name))
     try:
         return await asyncio.wait_for(asyncio.shield(freeing), DRAIN_S)
     except TimeoutError:
@@ -98,14 +98,14 @@ async def _in_thread(limiter: CapacityLimiter, work: Callable[[], _T]) -> _T:
         return await in_daemon_thread(work)
 
 
-def _forget(service: Service, name: str) -> None:
-    """Drop the counts of an adapter that is gone, unless its name was loaded again in the meantime."""
+def _forget_counts(service: Service, name: str) -> None:
+    """Drop the counts of a removed adapter, unless its name was loaded again meanwhile."""
     if name not in service.catalog.names():
         service.observer.usage.forget(name)
 
 
-async def _free(service: Service, record: AdapterRecord) -> int:
-    """Free a version on every tier unless another name still points to it."""
+async def _drop_version(service: Service, record: AdapterRecord) -> int:
+    """Free a version on every tier unless another name still points to it; return the bytes freed."""
     if service.catalog.has(record.digest):
         return 0
     try:
@@ -118,7 +118,7 @@ async def _free(service: Service, record: AdapterRecord) -> int:
 
 
 def _in_background(service: Service, work: Coroutine[Any, Any, int]) -> asyncio.Task[int]:
-    """Run ``work`` to its end whoever waits for it; the service keeps the task alive."""
+    """Run ``work`` to its end even if the caller is cancelled; the service keeps the task alive."""
     task = asyncio.create_task(work)
     service.background.add(task)
     task.add_done_callback(service.background.discard)
@@ -130,7 +130,7 @@ def _check_enabled(service: Service) -> None:
         raise ApiError(400, "LoRA is disabled on this server; start it with --enable-lora.")
 
 
-def _store_failed(name: str, error: AdapterStoreError) -> ApiError:
+def _store_error(name: str, error: AdapterStoreError) -> ApiError:
     log.error("adapter store failed", adapter=name, error=str(error))
     return ApiError(500, _for_client(name, error))
 
@@ -153,7 +153,7 @@ router = APIRouter()
 async def list_adapters(
     service: ServiceDep, limit: Annotated[int, Query(ge=1, le=1000)] = 100, cursor: str = ""
 ) -> dict[str, Any]:
-    """A page of adapters in the order of their names; ``next_cursor`` asks for the next one."""
+    """Return a page of adapters, sorted by name; pass ``next_cursor`` as ``cursor`` for the next page."""
     records = sorted(service.catalog.list(), key=lambda record: record.name)
     start = bisect.bisect_right(records, cursor, key=lambda record: record.name) if cursor else 0
     page = records[start : start + limit]
@@ -181,7 +181,7 @@ def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
 
 @router.get("/v1/adapters/{name:path}/stats")
 async def adapter_stats(name: str, service: ServiceDep) -> dict[str, Any]:
-    """Traffic of one adapter since the server started."""
+    """Return the traffic of one adapter since the server started."""
     record = _record(service, name)
     usage = service.observer.usage.peek(name)
     total = usage.total
@@ -205,7 +205,7 @@ async def adapter_stats(name: str, service: ServiceDep) -> dict[str, Any]:
 
 @router.get("/v1/adapters/{name:path}")
 async def get_adapter(name: str, service: ServiceDep) -> dict[str, Any]:
-    """One adapter."""
+    """Return one adapter."""
     return _card(service, _record(service, name))
 
 
@@ -313,7 +313,7 @@ def _sglang(service: Service, error: str | None, status: int = 400, warnings: Se
 
 @router.get("/v1/loras")
 async def list_loras(service: ServiceDep) -> dict[str, Any]:
-    """All adapters as Dynamo lists them."""
+    """Return all adapters as Dynamo lists them."""
     loras = {record.name: int(record.digest[:8], 16) for record in service.catalog.list()}
     return {"status": "success", "loras": loras, "count": len(loras)}
 

@@ -1,4 +1,4 @@
-"""The application: middleware, routes and error shapes around a :class:`Service`."""
+"""Builds the service from its parts, and the ASGI application with its middleware, routes and error handlers."""
 
 from fastapi import FastAPI
 
@@ -28,7 +28,7 @@ def create_service(
     settings: Settings,
     client: Engines,
     catalog: AdapterCatalog,
-    texts: TextProcessor,
+    text_processor: TextProcessor,
     models: ServedModels,
     limits: ModelLimits,
     request_log: RequestLog | None = None,
@@ -40,14 +40,14 @@ def create_service(
         settings: of the whole server.
         client: started.
         catalog: the adapters.
-        texts: tokenizer and chat template.
-        models: names.
+        text_processor: tokenizer and chat template.
+        models: names of the base model and the adapters.
         limits: of the model.
         request_log: None for none.
-        lengths: who predicts the lengths of answers; None for nobody.
+        lengths: predicts the lengths of answers; None for no predictions.
 
     Raises:
-        ConfigError: the settings' targets make no sense.
+        ConfigError: the SLO targets in the settings cannot be read.
     """
     metrics = RequestMetrics(models.base, limits.max_model_len)
     usage = AdapterUsage(settings.server.metrics_adapters)
@@ -58,7 +58,7 @@ def create_service(
         adapter_settings=settings.adapters,
         client=client,
         catalog=catalog,
-        texts=texts,
+        text_processor=text_processor,
         models=models,
         limits=limits,
         targets=read_targets(settings.server, settings.cluster),

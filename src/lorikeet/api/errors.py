@@ -27,7 +27,7 @@ _TYPES = {
     504: "GatewayTimeoutError",
 }
 
-_LONGEST_SHOWN = 100
+_MAX_SHOWN = 100
 """Characters of a body's key in an error message."""
 
 
@@ -135,7 +135,7 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     if not where:
         return bad_request(f"The body must be a JSON object: {first['msg']}.")
     reasons = " or ".join(dict.fromkeys(fault["msg"] for fault in of_field))
-    path = ".".join(str(part)[:_LONGEST_SHOWN] for part in where)
+    path = ".".join(str(part)[:_MAX_SHOWN] for part in where)
     return bad_request(f"{path}: {reasons}.", str(where[0]))
 
 

@@ -84,7 +84,7 @@ async def _serve(settings: Settings) -> None:
         model = await in_daemon_thread(partial(prepare_model, settings.model, progress.stage))
         log.info("model found", model=model.names[0], folder=str(model.path))
         config = read_model_config(model.path)
-        texts = TextProcessor.read(model.path, settings.model.chat_template)
+        text_processor = TextProcessor.read(model.path, settings.model.chat_template)
         request_log = _open_request_log(settings)
         if request_log is not None:
             stack.callback(request_log.close)
@@ -104,7 +104,14 @@ async def _serve(settings: Settings) -> None:
 
         names = ServedModels(model.names, model.aliases, str(model.path), catalog, engine_info.max_model_len)
         service = create_service(
-            settings, client, catalog, texts, names, _limits(model.path, config, engine_info), request_log, lengths
+            settings,
+            client,
+            catalog,
+            text_processor,
+            names,
+            _limits(model.path, config, engine_info),
+            request_log,
+            lengths,
         )
         for note in (*catalog.notes, lengths_note):
             log.info(note)

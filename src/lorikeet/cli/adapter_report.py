@@ -1,4 +1,4 @@
-"""What an adapter's folder holds, as data and as a table."""
+"""Describes the content of an adapter's folder, as data and as a table."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
 
 
 def show(description: dict[str, Any]) -> None:
-    """Print a description for people."""
+    """Print a description as text and a table."""
     console = Console(highlight=False)
     size = format_size(description["weight_bytes"])
     console.print(f"{description['folder']}: {description['parameters']:,} parameters, {size}", markup=False)
@@ -57,7 +57,7 @@ def show(description: dict[str, Any]) -> None:
         )
     console.print(table)
     if description["not_covered"]:
-        console.print(f"left as in the base: {_join(description['not_covered'])}")
+        console.print(f"not changed by the adapter: {_join(description['not_covered'])}")
     for warning in description["warnings"]:
         console.print(f"warning: {warning}", markup=False)
 

@@ -1,4 +1,4 @@
-"""``lorikeet adapters``: those of a running server, and what a folder holds."""
+"""``lorikeet adapters``: manages the adapters of a running server, and inspects PEFT folders."""
 
 import sys
 from pathlib import Path
@@ -67,7 +67,7 @@ def remove_adapter(
 def inspect(
     folder: Annotated[Path, typer.Argument(help="Folder with adapter_config.json.")], json_file: JsonFile = None
 ) -> None:
-    """Print what a PEFT folder holds and covers, or why it cannot be served. Needs no server."""
+    """Print what a PEFT folder contains, or why it cannot be served. Needs no server."""
     from lorikeet.adapters.checkpoint import DescribeOptions
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.adapters.reader import describe

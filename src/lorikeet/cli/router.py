@@ -1,4 +1,4 @@
-"""``lorikeet router``: one address for servers that others started."""
+"""``lorikeet router``: one address in front of servers that are already running."""
 
 import re
 from collections.abc import Iterable
@@ -22,17 +22,15 @@ def router(
     lora_modules: Annotated[
         list[str] | None,
         typer.Option(
-            help="Adapter that clients may ask for, as all backends find it; with its rank where it cannot be read "
-            "here. Repeatable.",
+            help="Adapter to serve, with a source that all backends can read; with its rank if it cannot be read here. "
+            "Repeatable.",
             metavar="NAME=SOURCE[,rank=16]",
         ),
     ] = None,
-    preset: Annotated[
-        str, typer.Option(help="The system whose routing and placement count: a preset's name.")
-    ] = "auto",
-    profile: Annotated[str, typer.Option(help="Profile of a backend, for systems that decide by costs.")] = "",
-    slo: Annotated[str, typer.Option(help="Limits that such systems keep to: ttft=0.5,tpot=0.1 (seconds).")] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    preset: Annotated[str, typer.Option(help="Preset whose routing and placement are used.")] = "auto",
+    profile: Annotated[str, typer.Option(help="Cost profile of a backend, for presets that decide by costs.")] = "",
+    slo: Annotated[str, typer.Option(help="SLO targets for such presets: ttft=0.5,tpot=0.1 (seconds).")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Of random choices.")] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
     api_key: Annotated[list[str] | None, typer.Option(help="Key that clients need; repeatable.")] = None,
@@ -46,11 +44,11 @@ def router(
     ] = None,
     backend_key: Annotated[
         str,
-        typer.Option(help="Key for the backends; else they get what clients send.", envvar="LORIKEET_BACKEND_KEY"),
+        typer.Option(help="Key for the backends; else they get the client's key.", envvar="LORIKEET_BACKEND_KEY"),
     ] = "",
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests may go on after SIGTERM.")] = 120,
-    log_level: Annotated[str, typer.Option(help="Of the router's own log.")] = "info",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False,
+    log_level: Annotated[str, typer.Option(help="Least severe level of the log.")] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Write the log as JSON only.")] = False,
 ) -> None:
     """Route requests to OpenAI-compatible servers, and have adapters loaded where they are placed.
 
@@ -101,10 +99,10 @@ def _read_adapters(texts: Iterable[str]) -> "tuple[RoutedAdapter, ...]":
 
 
 def read_adapter(text: str) -> "RoutedAdapter":
-    """Return the adapter that a value of ``--lora-modules`` names. A folder of this machine becomes an absolute path.
+    """Return the adapter that a value of ``--lora-modules`` names. A local folder becomes an absolute path.
 
     Raises:
-        AdapterError: nothing is known of it.
+        AdapterError: it cannot be read, and no rank is given.
         ValueError: it is neither ``NAME=SOURCE`` nor vLLM's JSON.
     """
     from lorikeet.router.adapters import describe_adapter

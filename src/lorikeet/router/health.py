@@ -8,21 +8,21 @@ from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused
-from lorikeet.router.connections import NoSocket, ServerLost
+from lorikeet.router.connections import BackendConnectionError, LocalSocketError
 
 HEALTH_S = 1.0
-"""Backends are asked how they are so often."""
+"""Seconds between two health checks of a backend."""
 MODELS_EVERY = 5
-"""With one of so many of these calls, which models they have."""
+"""Every fifth health check also lists the backend's models."""
 
 
 class HealthMonitor:
-    """Tells a backend_router who is there.
+    """Polls backends and reports those that come up, go down or drain to the backend router.
 
     Args:
-        backend_router: of the backends.
-        adapters: those that clients may ask for now, by name.
-        health_s: time between two calls to a backend.
+        backend_router: has the backends.
+        adapters: by name, those that clients may name now.
+        health_s: seconds between two checks of a backend.
     """
 
     def __init__(
@@ -31,41 +31,41 @@ class HealthMonitor:
         self._backend_router = backend_router
         self._adapters = adapters
         self._health_s = health_s
-        self._suspected = {replica: asyncio.Event() for replica in backend_router.backends}
+        self._check_now = {replica: asyncio.Event() for replica in backend_router.backends}
         self._tasks = BackgroundTasks()
 
     async def start(self) -> None:
-        """Ask everybody once; go on with that beside the requests."""
+        """Check all backends once, then keep checking in the background."""
         backends = self._backend_router.backends.values()
-        await asyncio.gather(*(self._look(backend, wants_models=True) for backend in backends))
+        await asyncio.gather(*(self._check_safely(backend, wants_models=True) for backend in backends))
         for backend in backends:
             self._tasks.run(self._watch(backend))
 
     async def close(self) -> None:
-        """Ask no longer."""
+        """Stop checking."""
         await self._tasks.close()
 
-    def suspect(self, backend: Backend) -> None:
-        """Something went wrong with a backend: ask it at once."""
-        self._suspected[backend.replica].set()
+    def check_soon(self, backend: Backend) -> None:
+        """Check a backend immediately, since a request to it has failed."""
+        self._check_now[backend.replica].set()
 
     async def _watch(self, backend: Backend) -> None:
-        suspected, calls = self._suspected[backend.replica], 0
+        check_now, calls = self._check_now[backend.replica], 0
         while True:
             try:
                 async with asyncio.timeout(self._health_s):
-                    await suspected.wait()
+                    await check_now.wait()
             except TimeoutError:
                 calls += 1
-            suspected.clear()
-            await self._look(backend, wants_models=calls % MODELS_EVERY == 0)
+            check_now.clear()
+            await self._check_safely(backend, wants_models=calls % MODELS_EVERY == 0)
 
-    async def _look(self, backend: Backend, *, wants_models: bool) -> None:
-        """Ask a backend once; what nobody foresaw is no reason to ask it never again."""
+    async def _check_safely(self, backend: Backend, *, wants_models: bool) -> None:
+        """Check a backend once; an unexpected error is logged and does not end the checks."""
         try:
             await self._check(backend, wants_models=wants_models)
         except Exception:
-            log.exception("a backend could not be looked after", backend=backend.url)
+            log.exception("health check failed unexpectedly", backend=backend.url)
 
     async def _check(self, backend: Backend, *, wants_models: bool) -> None:
         backend_router = self._backend_router
@@ -73,23 +73,23 @@ class HealthMonitor:
             health = await backend.check()
             if wants_models or not backend.is_up or (health.is_open and not backend.is_open):
                 await backend.list_models()
-        except NoSocket as error:
-            log.warning("backend cannot be asked", backend=backend.url, reason=str(error))
+        except LocalSocketError as error:
+            log.warning("backend cannot be checked", backend=backend.url, reason=str(error))
             return
-        except (ServerLost, TimeoutError, BackendRefused) as error:
+        except (BackendConnectionError, TimeoutError, BackendRefused) as error:
             why = str(error) or type(error).__name__
-            if not backend.is_up and why != backend.trouble:
-                log.warning("backend not there", backend=backend.url, reason=why)
-            backend.trouble = why
-            backend_router.down(backend, why)
+            if not backend.is_up and why != backend.last_error:
+                log.warning("backend not available", backend=backend.url, reason=why)
+            backend.last_error = why
+            backend_router.on_backend_down(backend, why)
             return
         if health.is_open and not backend.is_up:
-            backend_router.up(backend, self._adapters.values())
+            backend_router.on_backend_up(backend, self._adapters.values())
         elif health.is_open and not backend.is_open:
-            backend_router.reopen(backend)
+            backend_router.on_backend_reopened(backend)
         elif backend.is_open and not health.is_open:
-            backend_router.drain(backend)
+            backend_router.on_backend_draining(backend)
         elif not backend.is_up:
-            backend.trouble = "it takes no requests"
+            backend.last_error = "it takes no requests"
         if backend.is_up and health.requests is not None:
-            backend_router.gauge(backend, health.requests)
+            backend_router.on_backend_load(backend, health.requests)

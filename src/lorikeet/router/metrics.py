@@ -1,4 +1,4 @@
-"""The state of a router's backends, as ``/v1/cluster`` shows it and as Prometheus metrics."""
+"""The state of a router's backends, for ``/v1/cluster`` and as Prometheus metrics."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from lorikeet.router.backends import Backend
 
 
 def router_state(backend_router: BackendRouter) -> ClusterState:
-    """Return backends, and where adapters belong. Requests of other clients count as running."""
+    """Return the backends and the placement. Requests of other clients count as running."""
     fleet, table = backend_router.dispatcher.fleet, backend_router.dispatcher.router.table
     index = {info.replica: at for at, info in enumerate(fleet.infos())}
 
@@ -54,7 +54,7 @@ class RouterMetrics:
     """Counters of requests, and gauges of the backends.
 
     Args:
-        backend_router: of the backends.
+        backend_router: has the backends.
     """
 
     def __init__(self, backend_router: BackendRouter) -> None:
@@ -62,7 +62,7 @@ class RouterMetrics:
         ended = Counter("lorikeet:route_requests", "Requests ended.", ("outcome",), registry=self.registry)
         self._ended = {outcome: ended.labels(outcome=outcome) for outcome in _OUTCOMES}
         self.retried = Counter(
-            "lorikeet:route_retries", "Requests begun anew, before any of the answer was sent.", registry=self.registry
+            "lorikeet:route_retries", "Requests sent again, before any of the answer was sent.", registry=self.registry
         )
         self.continued = Counter(
             "lorikeet:route_continued", "Answers that went on at another backend.", registry=self.registry
@@ -70,7 +70,7 @@ class RouterMetrics:
         self.registry.register(_Backends(backend_router))
 
     def ended(self, outcome: str) -> None:
-        """Count a request: ``complete``, ``failed``, or ``left`` by its client."""
+        """Count a request that ended: ``complete``, ``failed``, or ``left`` if its client hung up."""
         self._ended[outcome].inc()
 
     def page(self) -> bytes:
@@ -79,11 +79,13 @@ class RouterMetrics:
 
 
 class _Backends(Collector):
+    """Gauges and counters of each backend, read at every scrape."""
+
     def __init__(self, backend_router: BackendRouter) -> None:
         self._backend_router = backend_router
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is known of each backend."""
+        """Yield the metrics."""
         up = GaugeMetricFamily("lorikeet:route_backend_up", "Whether it answers.", labels=["backend"])
         requests = GaugeMetricFamily("lorikeet:route_backend_requests", "Requests there.", labels=["backend"])
         adapters = GaugeMetricFamily("lorikeet:route_backend_adapters", "Adapters loaded.", labels=["backend"])
