@@ -48,6 +48,11 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
             {},
             "'a=b' cannot be preloaded, since adapters are disabled",
         ),
+        (
+            {"adapters": {"preload": ["a=b", "c=d", "a=e"]}},
+            {},
+            "'a' is preloaded twice: from 'b' and from 'e'",
+        ),
         ({"cluster": {"replicas": 0}}, {}, r"flags: \[cluster\]: .*replicas"),
         ({"cluster": {"start": "slurm"}}, {}, r"flags: \[cluster\]: .*'slurm'.*start"),
         ({"cluster": {"replicas": 5, "max_replicas": 4}}, {}, "replicas is 5, which is not between min_replicas"),

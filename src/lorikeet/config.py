@@ -155,7 +155,8 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         enabled: False serves the base model alone; registered adapters stay in the registry.
-        preload: ``name=source`` pairs, registered at start-up.
+        preload: ``name=source`` pairs, registered at every start, also if another version was loaded under such a name
+            at run time.
         adapter_dir: the only folder from which local adapters may be loaded at run time; empty allows none.
         allowed_sources: URL prefixes (``s3://bucket/team/``, ``hf://org/``) from which adapters may be loaded.
         store_dir: folder for the files of registered adapters; empty for the user's data folder.
@@ -305,9 +306,26 @@ def load_settings(
         raise ConfigError(
             f"settings: [adapters]: {settings.adapters.preload[0]!r} cannot be preloaded, since adapters are disabled"
         )
+    _check_names(settings.adapters.preload)
     check_keys((*settings.server.api_keys, *settings.server.admin_keys))
     check_origins(settings.server.allowed_origins)
     return settings
+
+
+def _check_names(preload: Iterable[str]) -> None:
+    """Check that no two of the adapters registered at start have one name.
+
+    Raises:
+        ConfigError: two have.
+    """
+    sources: dict[str, str] = {}
+    for pair in preload:
+        name, _, source = pair.partition("=")
+        if name in sources:
+            raise ConfigError(
+                f"settings: [adapters]: {name!r} is preloaded twice: from {sources[name]!r} and from {source!r}"
+            )
+        sources[name] = source
 
 
 def check_keys(keys: Iterable[str]) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
+import msgspec
 import pytest
 
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
 from lorikeet.adapters.sources import fetch, without_credentials
 from lorikeet.config import AdapterSettings
-from tests.adapters.builders import write_adapter
+from tests.adapters.builders import shard, write_adapter
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -51,6 +52,28 @@ def test_a_folder_inside_the_allowed_one_is_copied(allowed: Path, into: Path, fo
     fetch(form.format(allowed), AdapterSettings(adapter_dir=str(allowed)), into)
     for name in FILES:
         assert (into / name).read_bytes() == (allowed / "team/formal" / name).read_bytes()
+
+
+@pytest.mark.parametrize("source", ["team/formal", "memory://bucket/team/formal"])
+def test_the_files_of_a_sharded_adapter_are_copied(allowed: Path, into: Path, bucket: str, source: str) -> None:
+    folder = allowed / "team" / "formal"
+    shard(folder)
+    memory = fsspec.filesystem("memory")
+    memory.rm("/bucket/team/formal", recursive=True)
+    memory.put(str(folder), "/bucket/team/formal", recursive=True)
+    settings = AdapterSettings(adapter_dir=str(allowed), allowed_sources=(bucket,))
+    fetch(source, settings, into)
+    assert {file.name for file in into.iterdir()} == {file.name for file in folder.iterdir()}
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    fetch(source, msgspec.structs.replace(settings, max_bytes=size), into)
+    assert "allowed" in refusal(source, msgspec.structs.replace(settings, max_bytes=size - 1), into)
+    (folder / "adapter_model-00002-of-00002.safetensors").unlink()
+    memory.rm("/bucket/team/formal/adapter_model-00002-of-00002.safetensors")
+    with pytest.raises(AdapterNotFound, match=r"adapter_model-00002-of-00002.safetensors is not there"):
+        fetch(source, settings, into)
+    (folder / "adapter_model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
+    memory.put(str(folder / "adapter_model.safetensors.index.json"), "/bucket/team/formal/")
+    assert "cannot be the name" in refusal(source, settings, into)
 
 
 def test_without_an_adapter_folder_no_local_path_is_read(allowed: Path, into: Path) -> None:

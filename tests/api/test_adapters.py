@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import os
 import sqlite3
 import threading
@@ -69,6 +70,38 @@ async def test_error_of_broken_adapter_names_it_and_the_cause_and_no_path(server
                 assert "adapter_model.safetensors" in text or "there is no such folder" in text
                 assert str(server.sources) not in text
     assert [entry["source"] for entry in logged if entry["event"] == "adapter not loaded"][-1].endswith("nowhere")
+
+
+async def test_keys_that_are_ignored_are_named_in_every_dialect_and_in_the_log(server: Running) -> None:
+    config = server.sources / "pirate" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"created_by": "a tool"}))
+    source = str(server.sources / "pirate")
+    warning = "adapter_config.json: created_by is ignored"
+    with structlog.testing.capture_logs() as logged:
+        own = await server.http.post("/v1/adapters", json={"name": "a", "source": source})
+        vllm = await load(server, "b", source)
+        sglang = await server.http.post("/load_lora_adapter", json={"lora_name": "c", "lora_path": source})
+        dynamo = await server.http.post("/v1/loras", json={"lora_name": "d", "source": {"uri": source}})
+    assert own.json()["warnings"] == sglang.json()["warnings"] == dynamo.json()["warnings"] == [warning]
+    assert vllm == (200, f"Success: LoRA adapter 'b' added successfully.\nWarning: {warning}")
+    assert [entry["adapter"] for entry in logged if entry.get("warning") == warning] == ["a", "b", "c", "d"]
+    plain = await server.http.post("/v1/adapters", json={"name": "e", "source": str(server.sources / "json")})
+    assert "warnings" not in plain.json()
+
+
+async def test_a_config_that_is_not_utf8_is_a_400_on_every_route(server: Running) -> None:
+    config = server.sources / "pirate" / "adapter_config.json"
+    config.write_bytes(b'{"peft_type": "LORA", "base_model_name_or_path": "caf\xe9"}')
+    source = str(server.sources / "pirate")
+    replies = [
+        await server.http.post("/v1/adapters", json={"name": "a", "source": source}),
+        await server.http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": source}),
+        await server.http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": source}),
+        await server.http.post("/v1/loras", json={"lora_name": "a", "source": {"uri": source}}),
+    ]
+    for reply in replies:
+        assert reply.status_code == 400
+        assert "adapter_config.json: is not UTF-8: byte 0xe9 at position 53" in reply.text
 
 
 async def test_a_full_disk_is_the_servers_fault(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def test_it_may_have_as_many_sockets_as_its_process_may() -> None:
         "--backend http://a --allowed-origins {}",
         "--backend http://a --lora-modules one",
         "--backend http://a --lora-modules one=hf://org/one",
+        "--backend http://a --lora-modules one=hf://org/one,rank=8 --lora-modules one=hf://org/two,rank=8",
     ],
 )
 def test_wrong_flags_end_the_command_before_anything_starts(monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:

@@ -346,10 +346,12 @@ class RegisteredAdapter(NamedTuple):
     Attributes:
         record: the adapter to which the name points now.
         replaced: the adapter to which it pointed before; None if there was none, or it was the same version.
+        warnings: sentences about keys of its config that are ignored.
     """
 
     record: AdapterRecord
     replaced: AdapterRecord | None
+    warnings: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=256)

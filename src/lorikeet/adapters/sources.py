@@ -1,4 +1,4 @@
-"""Fetches the two files of an adapter from a source: a folder, or any URL that fsspec reads.
+"""Fetches the files of an adapter from a source: a folder, or any URL that fsspec reads.
 
 At run time everyone with an admin key may name a source, so it must be inside the allowed folder or below an allowed
 URL. Sources on the command line are trusted, since the user who starts the server can read its files anyway.
@@ -9,28 +9,31 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import fsspec
 
-from lorikeet.adapters.checkpoint import WEIGHTS_FILE
+from lorikeet.adapters.description import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
-from lorikeet.adapters.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
+from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES
+from lorikeet.adapters.reader import list_shards
 from lorikeet.config import AdapterSettings
 from lorikeet.core.extras import install_command
 
 _CHUNK_BYTES = 4 * 2**20
 _URL_LIMIT_S = 600.0
-"""Time limit for both files of a URL; a very slow server would otherwise block a thread and the adapter's name."""
+"""Time limit for all files of a URL; a very slow server would otherwise block a thread and the adapter's name."""
 _CREDENTIALS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)[^/]*@")
 _LOCAL_SCHEMES = ("file", "local")
 
 
 def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = False) -> None:
     """Copy ``adapter_config.json`` and ``adapter_model.safetensors`` from ``source`` into the folder ``into``.
+
+    If the weights are sharded, their index and the files that it names are copied instead.
 
     Args:
         source: a folder (relative to ``adapter_dir``, or to the working directory if trusted) or a URL
@@ -44,17 +47,56 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
         AdapterStoreError: the copy cannot be written.
         AdapterError: the source is not allowed, too large or cannot be read.
     """
-    limits = {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: settings.max_bytes}
     scheme, separator, rest = source.partition("://")
     if not separator or scheme.lower() in _LOCAL_SCHEMES:
         folder = _local_folder(rest if separator else source, settings, trusted)
-        for name, limit in limits.items():
-            with _open_local(folder, name, None if trusted else _allowed_folder(settings)) as stream:
-                _copy(stream, into / name, limit, source)
+        allowed = None if trusted else _allowed_folder(settings)
+
+        def copy(name: str, limit_bytes: int) -> None:
+            with _open_local(folder, name, allowed) as stream:
+                _copy(stream, into / name, limit_bytes, source)
+
+        _copy_all(copy, into, source, settings.max_bytes)
         return
     if not trusted:
         _check_allowed(source, settings.allowed_sources)
-    _fetch_url(source, into, limits)
+    _fetch_url(source, into, settings.max_bytes)
+
+
+def _copy_all(copy: Callable[[str, int], None], into: Path, source: str, max_bytes: int) -> None:
+    """Copy the files of an adapter.
+
+    Args:
+        copy: copies the file of a name into ``into``, if it is not larger than so many bytes.
+        into: see ``fetch``.
+        source: see ``fetch``.
+        max_bytes: limit of all weights files together.
+    """
+    copy(CONFIG_FILE, MAX_CONFIG_BYTES)
+    try:
+        copy(WEIGHTS_FILE, max_bytes)
+    except AdapterNotFound:
+        try:
+            copy(INDEX_FILE, MAX_CONFIG_BYTES)
+        except AdapterNotFound:
+            pass
+        else:
+            _copy_shards(copy, into, source, max_bytes)
+            return
+        raise
+
+
+def _copy_shards(copy: Callable[[str, int], None], into: Path, source: str, max_bytes: int) -> None:
+    try:
+        names = list_shards(into)
+    except AdapterStoreError:
+        raise
+    except AdapterError as error:
+        raise AdapterError(f"{source}: {error}") from error
+    left_bytes = max_bytes
+    for name in names:
+        copy(name, left_bytes)
+        left_bytes -= (into / name).stat().st_size
 
 
 def without_credentials(source: str) -> str:
@@ -141,21 +183,24 @@ def _segments(url: str) -> list[str]:
     return [scheme.lower(), *rest.rstrip("/").split("/")] if rest.strip("/") else [scheme.lower()]
 
 
-def _fetch_url(source: str, into: Path, limits: dict[str, int]) -> None:
+def _fetch_url(source: str, into: Path, max_bytes: int) -> None:
     until_s = time.monotonic() + _URL_LIMIT_S
     try:
         # Without the instance cache, since a cached listing could hide a new upload.
         files, root = fsspec.core.url_to_fs(source, skip_instance_cache=True)
-        for name, limit in limits.items():
+
+        def copy(name: str, limit_bytes: int) -> None:
             path = f"{root.rstrip('/')}/{name}"
             if not files.exists(path):
                 listing = [Path(str(found)).name for found in files.ls(root, detail=False)]
                 raise AdapterNotFound(f"{source}: {name} is not there{_other_formats(listing)}")
             size = cast("int | None", files.info(path).get("size"))
-            if size is not None and size > limit:
-                raise AdapterError(f"{source}: {name} has {size} bytes, at most {limit} are allowed")
+            if size is not None and size > limit_bytes:
+                raise AdapterError(f"{source}: {name} has {size} bytes, at most {limit_bytes} are allowed")
             with files.open(path, "rb") as stream:
-                _copy(stream, into / name, limit, source, until_s)
+                _copy(stream, into / name, limit_bytes, source, until_s)
+
+        _copy_all(copy, into, source, max_bytes)
     except AdapterError:
         raise
     except FileNotFoundError as error:

@@ -2,14 +2,14 @@
 
 import asyncio
 import bisect
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any, TypeVar
 
 from anyio import CapacityLimiter
 from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from lorikeet.adapters.catalog import AdapterRecord
+from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
 from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterError,
@@ -31,7 +31,7 @@ DRAIN_S = 30.0
 """Seconds that an unload waits for running requests of the adapter before it answers; the unload itself goes on."""
 
 
-async def load_adapter(service: Service, name: str, source: str, *, replace: bool) -> AdapterRecord:
+async def load_adapter(service: Service, name: str, source: str, *, replace: bool) -> RegisteredAdapter:
     """Register an adapter.
 
     Raises:
@@ -42,7 +42,7 @@ async def load_adapter(service: Service, name: str, source: str, *, replace: boo
     if service.models.is_base(name):
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
     try:
-        record, old = await _in_thread(service.loads, lambda: service.catalog.register(name, source, replace=replace))
+        loaded = await _in_thread(service.loads, lambda: service.catalog.register(name, source, replace=replace))
     except AdapterExists:
         raise invalid_input(
             f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
@@ -55,12 +55,15 @@ async def load_adapter(service: Service, name: str, source: str, *, replace: boo
     except AdapterError as error:
         log.warning("adapter not loaded", adapter=name, source=source, error=str(error))
         raise ApiError(404 if isinstance(error, AdapterNotFound) else 400, _for_client(name, error)) from error
+    record, old, warnings = loaded
+    for warning in warnings:
+        log.warning("adapter key ignored", adapter=name, warning=warning)
     log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
     if service.catalog.has(record.digest):  # else it was removed meanwhile
         service.client.register_adapters([record.ref])
     if old is not None:
         _in_background(service, _drop_version(service, old))
-    return record
+    return loaded
 
 
 async def unload_adapter(service: Service, name: str) -> int | None:
@@ -167,7 +170,13 @@ async def list_adapters(
 @router.post("/v1/adapters", dependencies=[JsonBody], status_code=201)
 async def add_adapter(body: NewAdapter, service: ServiceDep) -> dict[str, Any]:
     """Register an adapter, or replace it."""
-    return _card(service, await load_adapter(service, body.name, body.source, replace=body.replace))
+    loaded = await load_adapter(service, body.name, body.source, replace=body.replace)
+    return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
+
+
+def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Return the field of an answer that lists warnings, if there are any."""
+    return {"warnings": warnings} if warnings else {}
 
 
 @router.get("/v1/adapters/{name:path}/stats")
@@ -244,8 +253,9 @@ async def load_lora_adapter(body: LoadAdapter, service: ServiceDep) -> Response:
         raise invalid_input("Both 'lora_name' and 'lora_path' must be provided.")
     if body.is_3d_lora_weight:
         raise ApiError(501, "Adapters of mixture-of-experts models are not supported.", param="is_3d_lora_weight")
-    await load_adapter(service, body.lora_name, body.lora_path, replace=body.load_inplace)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    loaded = await load_adapter(service, body.lora_name, body.lora_path, replace=body.load_inplace)
+    lines = [f"Success: LoRA adapter '{body.lora_name}' added successfully."]
+    return PlainTextResponse("\n".join(lines + [f"Warning: {warning}" for warning in loaded.warnings]))
 
 
 @router.post("/v1/unload_lora_adapter", dependencies=[JsonBody])
@@ -267,25 +277,30 @@ async def load_lora_adapter_sglang(body: LoadAdapter, service: ServiceDep) -> Re
         return _sglang(service, "Both lora_name and lora_path must be provided.")
     if body.pinned:
         return _sglang(service, "Pinned adapters are not supported yet.", 501)
-    return await _sglang_outcome(service, load_adapter(service, body.lora_name, body.lora_path, replace=False))
+    try:
+        loaded = await load_adapter(service, body.lora_name, body.lora_path, replace=False)
+    except ApiError as error:
+        return _sglang_refused(service, error)
+    return _sglang(service, None, warnings=loaded.warnings)
 
 
 @router.post("/unload_lora_adapter", dependencies=[JsonBody])
 async def unload_lora_adapter_sglang(body: UnloadAdapter, service: ServiceDep) -> Response:
     """Unload an adapter as SGLang does."""
-    return await _sglang_outcome(service, unload_adapter(service, body.lora_name))
-
-
-async def _sglang_outcome(service: Service, work: Awaitable[object]) -> Response:
     try:
-        await work
+        await unload_adapter(service, body.lora_name)
     except ApiError as error:
-        return _sglang(service, error.message, error.status if error.status >= 500 else 400)
+        return _sglang_refused(service, error)
     return _sglang(service, None)
 
 
-def _sglang(service: Service, error: str | None, status: int = 400) -> Response:
+def _sglang_refused(service: Service, error: ApiError) -> Response:
+    return _sglang(service, error.message, error.status if error.status >= 500 else 400)
+
+
+def _sglang(service: Service, error: str | None, status: int = 400, warnings: Sequence[str] = ()) -> Response:
     body = {
+        **_warnings(warnings),
         "success": error is None,
         "error_message": error or "",
         "loaded_adapters": {record.name: record.source for record in service.catalog.list()},
@@ -306,8 +321,9 @@ async def list_loras(service: ServiceDep) -> dict[str, Any]:
 @router.post("/v1/loras", dependencies=[JsonBody])
 async def load_lora(body: DynamoAdapter, service: ServiceDep) -> dict[str, Any]:
     """Load an adapter as Dynamo does."""
-    record = await load_adapter(service, body.lora_name, body.source.uri, replace=False)
-    return {"status": "success", "lora_name": record.name, "lora_id": int(record.digest[:8], 16)}
+    record, _, warnings = await load_adapter(service, body.lora_name, body.source.uri, replace=False)
+    lora_id = int(record.digest[:8], 16)
+    return {"status": "success", "lora_name": record.name, "lora_id": lora_id, **_warnings(warnings)}
 
 
 @router.delete("/v1/loras/{name:path}")

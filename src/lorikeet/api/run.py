@@ -23,6 +23,7 @@ from lorikeet.api.app import create_app, create_service
 from lorikeet.api.length_prediction import open_length_predictor
 from lorikeet.api.logs import log
 from lorikeet.api.model_folder import ModelFolder, prepare_model
+from lorikeet.api.preload import preload_adapters
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.sampling import ModelLimits, SamplingDefaults
 from lorikeet.api.served_models import ServedModels
@@ -97,7 +98,7 @@ async def _serve(settings: Settings) -> None:
             log.info(note)
         catalog = await to_thread.run_sync(_open_catalog, settings, config, engine_info, model)
         stack.callback(catalog.close)
-        await _preload(catalog, settings.adapters.preload, progress)
+        await preload_adapters(catalog, settings.adapters.preload, partial(progress.display.show, "adapters"))
         client.register_adapters(await to_thread.run_sync(catalog.versions))
         log.info("adapters registered", adapters=len(catalog.names()))
 
@@ -275,26 +276,13 @@ def _open_catalog(
 
     reserved = (*model.names, *model.aliases)
     return AdapterCatalog(
-        settings.adapters, model.identity, engine_info.geometry, reserved_names=reserved, accept=accept
+        settings.adapters,
+        model.identity,
+        engine_info.geometry,
+        reserved_names=reserved,
+        dtype=config.dtype if settings.model.dtype == "auto" else settings.model.dtype,
+        accept=accept,
     )
-
-
-async def _preload(catalog: AdapterCatalog, pairs: tuple[str, ...], progress: _StartProgress) -> None:
-    """Register the adapters named in the settings.
-
-    Raises:
-        ConfigError: one of them cannot be registered.
-    """
-    for done, pair in enumerate(pairs):
-        name, separator, source = pair.partition("=")
-        if not separator or not name or not source:
-            raise ConfigError(f"adapter {pair!r}: not of the form name=source")
-        progress.display.show("adapters", done, len(pairs))
-        try:
-            await in_daemon_thread(partial(catalog.register, name, source, replace=True, trusted=True))
-        except AdapterError as error:
-            raise ConfigError(f"adapter {name!r} from {source}: {error}") from error
-        progress.display.show("adapters", done + 1, len(pairs))
 
 
 def _open_request_log(settings: Settings) -> RequestLog | None:

@@ -1,6 +1,7 @@
 """``lorikeet router``: one address in front of servers that are already running."""
 
 import re
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,7 +68,7 @@ def router(
         check_origins(pages)
         options = RouterOptions(
             backends=tuple(backend),
-            adapters=tuple(map(read_adapter, lora_modules or ())),
+            adapters=_read_adapters(lora_modules or ()),
             preset=preset,
             profile=profile,
             slo=parse_slo(slo),
@@ -85,6 +86,16 @@ def router(
     except (AdapterError, ConfigError, SloError, ValueError) as error:
         fail(str(error), code=2, as_json=log_json)
     run_router(options)
+
+
+def _read_adapters(texts: Iterable[str]) -> "tuple[RoutedAdapter, ...]":
+    """Return the adapters of all ``--lora-modules``; raises as ``read_adapter``, and if two have one name."""
+    adapters: dict[str, RoutedAdapter] = {}
+    for adapter in map(read_adapter, texts):
+        first = adapters.setdefault(adapter.name, adapter)
+        if first is not adapter:
+            raise ValueError(f"adapter {adapter.name!r} is named twice: from {first.source} and from {adapter.source}")
+    return tuple(adapters.values())
 
 
 def read_adapter(text: str) -> "RoutedAdapter":

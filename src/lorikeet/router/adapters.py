@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from lorikeet.adapters.checkpoint import WEIGHTS_FILE
+from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.peft_config import CONFIG_FILE
+from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, read_json
 from lorikeet.core.ids import AdapterDigest
 
 _WEIGHTS_FILES = (WEIGHTS_FILE, "adapter_model.bin")
@@ -58,14 +58,13 @@ def describe_adapter(name: str, source: str, rank: int | None = None) -> RoutedA
         digest.update(source.encode())
         return RoutedAdapter(name, source, AdapterDigest(digest.hexdigest()), rank, 0)
     try:
-        text = config.read_bytes()
-        ranks = msgspec.json.decode(text, type=_Ranks)
-        digest.update(text)
+        ranks = msgspec.convert(read_json(config, MAX_CONFIG_BYTES), _Ranks)
+        digest.update(config.read_bytes())
         with weights.open("rb") as stream:
             while piece := stream.read(2**20):
                 digest.update(piece)
         size_bytes = weights.stat().st_size
-    except (OSError, msgspec.DecodeError) as error:
+    except (AdapterError, OSError, msgspec.ValidationError) as error:
         raise AdapterError(f"adapter {name!r} in {source}: {error}") from error
     largest = max(ranks.r, *(ranks.rank_pattern or {}).values(), 0) if rank is None else rank
     return RoutedAdapter(name, source, AdapterDigest(digest.hexdigest()), largest, size_bytes)
