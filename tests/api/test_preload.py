@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.api.preload import preload_adapters
+from lorikeet.api.preload import names_to_show, preload_adapters
 from lorikeet.config import AdapterSettings, ConfigError
 from tests.api.fakes import GEOMETRY
 
@@ -38,11 +38,21 @@ async def test_a_version_loaded_at_run_time_gives_way_to_the_settings_with_a_not
     catalog.close()
 
 
-@pytest.mark.parametrize(("pair", "reason"), [("x", "not of the form"), ("x=/nowhere", "'x' from /nowhere: ")])
+@pytest.mark.parametrize(("pair", "reason"), [("x", "not of the form"), ("x=/nowhere", "'x': /nowhere: there is no")])
 async def test_a_name_that_cannot_be_registered_stops_the_start(
     sources: Path, tmp_path: Path, pair: str, reason: str
 ) -> None:
     catalog = AdapterCatalog(AdapterSettings(store_dir=str(tmp_path / "store")), "base", GEOMETRY)
     with pytest.raises(ConfigError, match=reason):
         await preload_adapters(catalog, [pair], lambda *_: None)
+    catalog.close()
+
+
+async def test_the_adapters_of_the_settings_are_shown_before_older_ones(sources: Path, tmp_path: Path) -> None:
+    settings = AdapterSettings(adapter_dir=str(sources), store_dir=str(tmp_path / "store"))
+    catalog = AdapterCatalog(settings, "base", GEOMETRY)
+    catalog.register("older", "pirate")
+    pairs = [f"{name}={sources / 'formal'}" for name in ("x", "a")]
+    await preload_adapters(catalog, pairs, lambda *_: None)
+    assert names_to_show(catalog, pairs) == ["x", "a", "older"]
     catalog.close()

@@ -385,7 +385,7 @@ async def _killing(reply: httpx.Response, process_id: int) -> AsyncIterator[str]
     ("flags", "message"),
     [
         (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1:0"),
-        (("--lora-modules", "x=/nowhere/at/all"), "adapter 'x' from /nowhere/at/all"),
+        (("--lora-modules", "x=/nowhere/at/all"), "adapter 'x': /nowhere/at/all: there is no such folder"),
         (("--memory", "100KiB"), "--memory 0.09766 MiB is too small for a sequence of 512 tokens"),
         (("--max-model-len", "100000"), "--max-model-len: 100000 is more than the model's"),
         (("--block-size", "0"), "--block-size: Expected `int` >= 1"),

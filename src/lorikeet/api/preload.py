@@ -29,7 +29,8 @@ async def preload_adapters(catalog: AdapterCatalog, pairs: Sequence[str], show: 
         try:
             loaded = await in_daemon_thread(partial(catalog.register, name, source, replace=True, trusted=True))
         except AdapterError as error:
-            raise ConfigError(f"adapter {name!r} from {source}: {error}") from error
+            where = "" if str(error).startswith(f"{source}: ") else f" from {source}"
+            raise ConfigError(f"adapter {name!r}{where}: {error}") from error
         for warning in loaded.warnings:
             log.warning("adapter key ignored", adapter=name, warning=warning)
         if loaded.replaced is not None:
@@ -40,3 +41,9 @@ async def preload_adapters(catalog: AdapterCatalog, pairs: Sequence[str], show: 
                 not_served=loaded.replaced.source,
             )
         show(done + 1, len(pairs))
+
+
+def names_to_show(catalog: AdapterCatalog, pairs: Sequence[str]) -> list[str]:
+    """Return the names of all adapters: first those of the settings' ``name=source``, then the others, oldest first."""
+    named = (pair.partition("=")[0] for pair in pairs)
+    return list(dict.fromkeys([*named, *catalog.names()]))

@@ -23,7 +23,7 @@ from lorikeet.api.app import create_app, create_service
 from lorikeet.api.length_prediction import open_length_predictor
 from lorikeet.api.logs import log
 from lorikeet.api.model_folder import ModelFolder, prepare_model
-from lorikeet.api.preload import preload_adapters
+from lorikeet.api.preload import names_to_show, preload_adapters
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.sampling import ModelLimits, SamplingDefaults
 from lorikeet.api.served_models import ServedModels
@@ -122,7 +122,8 @@ async def _serve(settings: Settings) -> None:
 
         def on_ready() -> None:
             progress.display.stop()
-            show_ready(url, names.base, catalog.names(), needs_key=needs_key, as_json=as_json)
+            shown = names_to_show(catalog, settings.adapters.preload)
+            show_ready(url, names.base, shown, needs_key=needs_key, as_json=as_json)
 
         server = _Server(service, settings.server.drain_timeout_s, on_ready)
         # From here on uvicorn's own handlers receive the signals.
