@@ -143,7 +143,10 @@ async def test_unloading_what_is_not_there_is_a_404(server: Running) -> None:
 async def test_loading_in_place_serves_the_new_version_and_frees_the_old(server: Running) -> None:
     await server.http.post(CHAT, json=body(model="formal"))
     write_adapter(server.sources / "formal", seed=99)
-    assert (await load(server, "formal", "formal"))[0] == 400
+    status, text = await load(server, "formal", "formal")
+    assert (status, "'load_inplace'" in text) == (400, True)
+    own = await server.http.post("/v1/adapters", json={"name": "formal", "source": str(server.sources / "formal")})
+    assert (own.status_code, "set 'replace' to True" in own.text) == (400, True)
     assert (await load(server, "formal", "formal", load_inplace=True))[0] == 200
     await server.http.post(CHAT, json=body(model="formal"))
     old, new = (request.digest for request in server.engine.submitted)

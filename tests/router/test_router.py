@@ -296,6 +296,7 @@ async def test_what_is_no_json_is_refused_and_so_are_other_routes(start: Start) 
             reply = await routing.http.request(method, path)
             assert reply.status_code == 404
             assert "is not proxied" in reply.json()["error"]["message"]
+            assert "/v1/load_lora_adapter" in reply.json()["error"]["message"]
 
 
 async def test_keys_are_asked_for_and_the_backends_get_theirs(start: Start) -> None:

@@ -31,8 +31,17 @@ DRAIN_S = 30.0
 """Seconds that an unload waits for running requests of the adapter before it answers; the unload itself goes on."""
 
 
-async def load_adapter(service: Service, name: str, source: str, *, replace: bool) -> RegisteredAdapter:
+async def load_adapter(
+    service: Service, name: str, source: str, *, replace: bool, replaced_by: str = "load_inplace"
+) -> RegisteredAdapter:
     """Register an adapter.
+
+    Args:
+        service: the server.
+        name: what clients will write.
+        source: where its files are.
+        replace: whether an existing name may get the new content.
+        replaced_by: the field of the body that says so.
 
     Raises:
         ApiError: 400 for a name, source or adapter that is not valid, 404 for a source that does not exist, 409 if
@@ -46,7 +55,7 @@ async def load_adapter(service: Service, name: str, source: str, *, replace: boo
     except AdapterExists:
         raise invalid_input(
             f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
-            "set 'load_inplace' to True."
+            f"set '{replaced_by}' to True."
         ) from None
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
@@ -170,7 +179,7 @@ async def list_adapters(
 @router.post("/v1/adapters", dependencies=[JsonBody], status_code=201)
 async def add_adapter(body: NewAdapter, service: ServiceDep) -> dict[str, Any]:
     """Register an adapter, or replace it."""
-    loaded = await load_adapter(service, body.name, body.source, replace=body.replace)
+    loaded = await load_adapter(service, body.name, body.source, replace=body.replace, replaced_by="replace")
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
 
 

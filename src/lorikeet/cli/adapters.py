@@ -41,7 +41,7 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = None, json_file: Jso
 @app.command("add")
 def add_adapter(
     name: Annotated[str, typer.Argument(help="What clients will write in `model`.")],
-    source: Annotated[str, typer.Argument(help="Folder or URL, as the server sees it.")],
+    source: Annotated[str, typer.Argument(help="Folder below the server's --adapter-dir, or an allowed URL.")],
     replace: Annotated[bool, typer.Option("--replace", help="Let an existing name point to the new content.")] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,

@@ -78,7 +78,7 @@ class ServerClient:
         try:
             status, content = asyncio.run(self._answer(method, path, **arguments))
         except aiohttp.ClientError as error:
-            fail(f"{self._url}: {_reason(error)}; is a server running there?")
+            fail(f"{self._url}: {_reason(error)}; is a server running there? (--url or LORIKEET_URL names another)")
         if status >= 400:
             fail(_message(status, content))
         return dict(json.loads(content))

@@ -150,9 +150,12 @@ class _Routes:
         return Response(self._parts.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def not_served(self, http: Request) -> Response:
-        """Answer 404 and name the routes that are proxied."""
-        said = f"{http.method} {http.url.path} is not proxied; lorikeet router serves {COMPLETIONS} and {CHAT}."
-        raise ApiError(404, said)
+        """Answer 404 and name the routes that clients may mean."""
+        raise ApiError(
+            404,
+            f"{http.method} {http.url.path} is not proxied; lorikeet router serves {COMPLETIONS} and {CHAT}, and for "
+            "adapters /v1/models, /v1/load_lora_adapter and /v1/unload_lora_adapter.",
+        )
 
 
 async def _read(http: Request, kind: Any) -> Any:
