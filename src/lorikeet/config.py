@@ -295,7 +295,7 @@ def load_settings(
         try:
             tables = tomllib.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:  # not readable, not UTF-8 or not TOML
-            raise ConfigError(f"{file}: {error}") from error
+            raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
         _merge(merged, tables, str(file))
     _merge(merged, _from_environment(os.environ if environment is None else environment), "environment")
     given = {s: {k: v for k, v in values.items() if v is not None} for s, values in (flags or {}).items()}

@@ -114,7 +114,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ModelConfigError(f"{path}: cannot be read: {error}") from error
+        raise ModelConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(values, dict):
         raise ModelConfigError(f"{path}: must hold a JSON object")
     return values
