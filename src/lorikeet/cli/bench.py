@@ -74,7 +74,7 @@ def bench_shape(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(MODEL_SHAPES)}.")],
     folder: Annotated[Path, typer.Argument(help="Created if it is missing.")],
 ) -> None:
-    """Write the config of a published model into a folder, to be a ``--model`` with ``--load-format dummy``."""
+    """Write the config of a published model into a folder, to be a --model with --load-format dummy."""
     if (folder / "config.json").exists():
         fail(f"{folder}: there is a model already", code=2)
     try:

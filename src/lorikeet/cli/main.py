@@ -1,5 +1,6 @@
 """The command ``lorikeet`` and its subcommands."""
 
+import inspect
 import sys
 from typing import Annotated
 
@@ -41,6 +42,12 @@ app.command()(workload)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(bench.app, name="bench")
 app.add_typer(profiles.app, name="profiles")
+
+for _group in (app, adapters.app, bench.app, profiles.app):
+    for _command in _group.registered_commands:
+        # Lines end where the terminal does, not where those of the docstring do.
+        _paragraphs = inspect.cleandoc(getattr(_command.callback, "__doc__", None) or "").split("\n\n")
+        _command.help = "\n\n".join(paragraph.replace("\n", " ") for paragraph in _paragraphs)
 
 
 def _show_version(wanted: bool) -> None:
