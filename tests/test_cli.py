@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -161,6 +162,8 @@ def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: py
         ["--link-gb-per-s", "fast"],
         ["--link-gb-per-s", "-1"],
         ["--config", "/no/such.toml"],
+        ["--adapter-dir", "/no/such/folder"],
+        ["--profile", "nosuch"],
         ["--api-key", ""],
         ["--api-key", "key", "--admin-key", " "],
         ["--port", "http"],
@@ -177,6 +180,26 @@ def test_a_wrong_setting_ends_the_command_before_anything_starts(
 ) -> None:
     monkeypatch.setattr("lorikeet.api.run.serve", lambda settings: pytest.fail("it started"))
     assert runner.invoke(app, ["serve", *arguments]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "10Q"], "Invalid value for '--memory': '10Q' is not a size"),
+        (["--config", "/no/such.toml"], "error: /no/such.toml: No such file or directory\n"),
+        (["--adapter-dir", "/no/such/folder"], "error: --adapter-dir: there is no folder '/no/such/folder'"),
+        (["--profile", "a100-80-llama-2-70"], "error: unknown profile 'a100-80-llama-2-70'; did you mean"),
+    ],
+)
+def test_a_wrong_setting_is_reported_in_plain_words(arguments: list[str], message: str) -> None:
+    assert message in runner.invoke(app, ["serve", *arguments]).output
+
+
+def test_the_help_of_serve_shows_defaults_and_wraps_at_the_terminal() -> None:
+    shown = runner.invoke(app, ["serve", "--help"]).output
+    assert re.search(r"--port .*\[default: \(8000\)\]", shown)
+    assert re.search(r"--max-adapter-size .*\[default: \(4.0 GiB\)\]", shown)
+    assert "or from LORIKEET_SECTION__KEY in the environment." in shown
 
 
 def test_every_flag_fills_a_setting_that_exists() -> None:

@@ -86,6 +86,25 @@ def build_settings(
     if not settings.server.api_keys and "VLLM_API_KEY" in environment:
         tables["server"]["api_keys"] = [environment["VLLM_API_KEY"]]
         settings = load_settings(tables, config, environment)
+    if settings.adapters.adapter_dir and not Path(settings.adapters.adapter_dir).expanduser().is_dir():
+        raise ConfigError(f"adapter_dir: there is no folder {settings.adapters.adapter_dir!r}")
+    _check_profile(settings.engine.profile)
     resolve_preset(settings.engine.preset)
     read_targets(settings.server, settings.cluster)
     return settings
+
+
+def _check_profile(name: str) -> None:
+    """Find a wrong name of a profile now, since many presets never look at it.
+
+    Raises:
+        ConfigError: there is none of this name, or it cannot be read.
+    """
+    if name:
+        from lorikeet.costs.catalog import load_profile  # takes time to import, and few servers need it
+        from lorikeet.costs.profile import ProfileError
+
+        try:
+            load_profile(name)
+        except ProfileError as error:
+            raise ConfigError(str(error)) from error

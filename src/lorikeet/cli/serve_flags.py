@@ -5,13 +5,14 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
 
-from lorikeet.cli.console import parse_size
+from lorikeet.cli.console import format_size, parse_size
 from lorikeet.config import ENVIRONMENT_PREFIX, Settings
 
 _HALF_NAMES = {"half": "float16", "float": "float32"}
@@ -89,7 +90,7 @@ FLAGS = (
     Flag("--max-model-len --context-length", "model.max_model_len", int, "Longest sequence, in tokens."),
     Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
     Flag("--cache-dir", "model.cache_dir", str, "Where converted weights are kept."),
-    Flag("--preset", "engine.preset", str, "System to run as, such as elora; auto."),
+    Flag("--preset", "engine.preset", str, "System to run as, such as elora; elora,eviction=lru changes an option."),
     Flag("--executor", "engine.executor", str, "torch, or paced: no arithmetic, steps take as long as --profile says."),
     Flag("--profile", "engine.profile", str, "Name or file of a profile, for --executor paced, and for some clusters."),
     Flag("--memory", "engine.memory_bytes", int, "Pool for adapters and KV, such as 4GiB.", parse_size, "SIZE"),
@@ -132,7 +133,7 @@ FLAGS = (
     ),
     Flag("--threads", "engine.threads", int, "Threads of one rank; 0 for a fair part of the cores."),
     Flag("--record", "engine.record", str, "Record plans, prompts and times there, for lorikeet replay.", None, "FILE"),
-    Flag("--enable-lora/--no-enable-lora", "adapters.enabled", bool, "Serve adapters; yes."),
+    Flag("--enable-lora/--no-enable-lora", "adapters.enabled", bool, "Serve adapters."),
     Flag(
         "--lora-modules --lora-paths",
         "adapters.preload",
@@ -141,13 +142,13 @@ FLAGS = (
         preload_pair,
         "NAME=SOURCE",
     ),
-    Flag("--adapter-dir", "adapters.adapter_dir", str, "The only folder that local adapters may be loaded from."),
+    Flag("--adapter-dir", "adapters.adapter_dir", str, "The only folder from which clients may add adapters."),
     Flag(
         "--allow-source", "adapters.allowed_sources", list[str], "URL prefix that adapters may come from; repeatable."
     ),
     Flag("--store-dir", "adapters.store_dir", str, "Where the content of adapters is kept."),
     Flag("--registry-url", "adapters.registry_url", str, "SQLAlchemy URL of the registry; SQLite in the store."),
-    Flag("--max-lora-rank", "adapters.max_rank", int, "Refuse larger ranks; no limit."),
+    Flag("--max-lora-rank", "adapters.max_rank", int, "Refuse larger ranks."),
     Flag("--max-adapter-size", "adapters.max_bytes", int, "Refuse larger weight files.", parse_size, "SIZE"),
     Flag(
         "--replicas --data-parallel-size --dp-size -dp",
@@ -155,13 +156,13 @@ FLAGS = (
         int,
         "Number of engines; the preset places adapters and routes requests.",
     ),
-    Flag("--min-replicas", "cluster.min_replicas", int, "Fewest engines when their number follows the load; 1."),
+    Flag("--min-replicas", "cluster.min_replicas", int, "Fewest engines when their number follows the load; else 1."),
     Flag("--max-replicas", "cluster.max_replicas", int, "Most engines; without it their number is fixed."),
     Flag(
         "--ray-address", "cluster.ray_address", str, "Ray cluster to join; else one is started here.", None, "ADDRESS"
     ),
-    Flag("--host", "server.host", str, "Address to listen on; 127.0.0.1."),
-    Flag("--port", "server.port", int, "Port; 8000, and 0 picks a free one."),
+    Flag("--host", "server.host", str, "Address to listen on."),
+    Flag("--port", "server.port", int, "Port; 0 picks a free one."),
     Flag(
         "--api-key",
         "server.api_keys",
@@ -295,15 +296,32 @@ def _variable(flag: Flag) -> str:
     return flag.setting.replace(".", "_")
 
 
+def _parsed(parse: Callable[[str], Any], text: str) -> Any:
+    """Return what ``parse`` does with ``text``; its errors are the command line's, without a prefix of their own."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _shown_default(flag: Flag) -> str | bool:
+    """Return the default as ``--help`` shows it; False for one that is empty, zero or no."""
+    section, key = flag.setting.split(".")
+    value = getattr(getattr(Settings(), section), key)
+    if not value:
+        return False
+    return "yes" if value is True else format_size(value) if flag.parse is parse_size else str(value)
+
+
 def _parameter(flag: Flag) -> inspect.Parameter:
     panel = flag.setting.split(".")[0].capitalize()
     option = typer.Option(
         *flag.names.split(),
         help=flag.help,
-        parser=flag.parse,
+        parser=None if flag.parse is None else partial(_parsed, flag.parse),
         metavar=flag.metavar,
         rich_help_panel=panel,
-        show_default=False,
+        show_default=_shown_default(flag),
     )
     kind: Any = flag.kind | None
     annotation = Annotated[kind, option]
