@@ -482,7 +482,9 @@ def test_a_read_that_is_lost_with_two_loaders_fails(adapters: dict[str, AdapterR
             before = bench.transfers.loader.process_id
             wait_until(lambda: bench.copied(load), "some of it is on the device")
             bench.signal_loader(signal.SIGKILL)
-            wait_until(lambda: bench.transfers.loader.process_id not in (None, before), "another loader is there")
+            wait_until(
+                lambda old=before: bench.transfers.loader.process_id not in (None, old), "another loader is there"
+            )
             wait_until(lambda: load in bench.ended or not bench.copied(load), "what was copied does not count")
         assert bench.wait(load).error == "the loader process was killed by SIGKILL"
         assert bench.wait(bench.start_load(adapters["small"])).error is None
