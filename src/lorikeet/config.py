@@ -169,6 +169,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         registry_url: SQLAlchemy URL of the registry; empty for SQLite in ``store_dir``.
         max_rank: adapters of a larger rank are refused; 0 for no limit.
         max_bytes: larger weight files are refused.
+        source_timeout_s: a URL that is not read completely within this time is given up; 0 for no limit.
     """
 
     enabled: bool = True
@@ -179,6 +180,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     registry_url: str = ""
     max_rank: Count = 0
     max_bytes: Positive = 4 * 2**30
+    source_timeout_s: Seconds = 600.0
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

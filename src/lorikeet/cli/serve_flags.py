@@ -156,6 +156,7 @@ FLAGS = (
     Flag("--registry-url", "adapters.registry_url", str, "SQLAlchemy URL of the registry; SQLite in the store."),
     Flag("--max-lora-rank", "adapters.max_rank", int, "Refuse larger ranks; no limit."),
     Flag("--max-adapter-size", "adapters.max_bytes", int, "Refuse larger weight files.", parse_size, "SIZE"),
+    Flag("--source-timeout", "adapters.source_timeout_s", float, "Seconds to read an adapter from a URL; 0: no limit."),
     Flag(
         "--replicas --data-parallel-size --dp-size -dp",
         "cluster.replicas",
