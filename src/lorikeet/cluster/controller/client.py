@@ -34,7 +34,7 @@ from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, FinishReason
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
-from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs
+from lorikeet.core.messages import Abort, EngineReady, Progress, StepOutputs
 from lorikeet.core.request import Request
 
 _RETRY_S = 1.0
@@ -90,7 +90,6 @@ class ClusterClient:
         self._moves = RequestMoves(self._streams, self._replicas, self._redispatch, kv_bandwidth or KvBandwidth())
         self._failure: EngineError | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
-        self._on_stats: list[Callable[[ReplicaId, EngineStats], None]] = []
         self._background: list[Callable[[], Coroutine[Any, Any, None]]] = [self._placement.run]
         self._tasks = BackgroundTasks()
 
@@ -156,10 +155,6 @@ class ClusterClient:
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         """Call ``callback`` with every adapter event. See ``Engines``."""
         self._on_adapter_event.append(callback)
-
-    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
-        """Call ``callback`` with the statistics of every replica. See ``Engines``."""
-        self._on_stats.append(callback)
 
     def describe(self) -> ClusterState:
         """Return a snapshot of the cluster. See ``Engines``."""
@@ -314,9 +309,6 @@ class ClusterClient:
                 self._apply(self._dispatcher.gauges(gauges, now))
         for exported in outputs.exported_kv:
             self._moves.on_exported(exported)
-        if outputs.stats is not None:
-            for on_stats in self._on_stats:
-                on_stats(replica_id, outputs.stats)
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
         """Continue the replica's requests elsewhere; they wait if no other replica is open."""
