@@ -123,6 +123,7 @@ def test_any_other_redirect_is_refused(files: str, into: Path, target: str, said
     assert not list(into.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["{url}/a", "hf://org/repo", "s3://bucket/a"])
 def test_time_limit_ends_a_trickle_in_the_middle_of_a_read(
     into: Path, monkeypatch: pytest.MonkeyPatch, source: str
