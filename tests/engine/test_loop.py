@@ -48,6 +48,17 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
     assert bench.tokens[RequestId("long")] == expected_tokens(20, 2)
 
 
+def test_every_step_is_counted_by_its_tokens() -> None:
+    bench = Bench(limits=SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64))
+    bench.engine.submit(request("r", list(range(20)), max_tokens=9))
+    bench.run()
+    stats = bench.engine.stats()
+    assert stats.steps == 10
+    assert stats.steps_by_tokens[:4] == (8, 1, 1, 0), "decodes of one token, and prefills of 4 and of 16"
+    assert sum(stats.steps_by_tokens) == 10
+    assert stats.computed_tokens == 28
+
+
 def test_a_request_that_waits_for_its_adapter_does_not_hold_up_another() -> None:
     bench = Bench()
     bench.engine.submit(request("cold", [1, 2, 3], 0.0, adapter("a")))

@@ -79,7 +79,6 @@ def create_service(
                 metrics.adapter_load.observe(event.seconds)
 
     client.on_adapter_event(on_adapter_event)
-    client.on_stats(metrics.observe_step)
     return service
 
 

@@ -23,6 +23,7 @@ from lorikeet.adapters.errors import UnknownAdapter
 from lorikeet.api.errors import ApiError, bad_request, engine_unavailable, model_not_found
 from lorikeet.api.generation import Generation, TextOptions
 from lorikeet.api.length_prediction import AnswerLengthPredictor
+from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.protocol import GenerationBody
@@ -36,9 +37,6 @@ from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import Request, Slo
-
-_MAX_CONCURRENT_LOADS = 4
-"""Adapter loads that may run at the same time."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,8 @@ class Service:
     """Running requests."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
     """Tasks that drop adapters; kept here so that they are not garbage-collected."""
-    loads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_MAX_CONCURRENT_LOADS))
-    """Limits adapter loads. Separate from the threads that tokenize, so that slow downloads delay no request."""
+    loads: LoadPlaces = field(default_factory=LoadPlaces)
+    """Limits adapter loads by host. Apart from the threads that tokenize, so that slow downloads delay no request."""
     removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     """Limits adapter removals to one at a time, as the catalog does. They never wait for a download."""
 

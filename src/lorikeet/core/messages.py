@@ -257,6 +257,10 @@ class AssistCounters(NamedTuple):
     lost_workers: int
 
 
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the classes in ``EngineStats.steps_by_tokens``."""
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges of an engine, taken after a step.
 
@@ -277,7 +281,9 @@ class EngineStats(msgspec.Struct, frozen=True):
         running_adapters, waiting_adapters: digests of running and of queued requests.
         prefix_queries_tokens, prefix_hits_tokens: tokens looked up in the prefix cache, and found, since the start.
         preemptions: since the start.
-        step_tokens: tokens computed by the last step.
+        steps_by_tokens: number of steps since the start by the tokens that each computed: at most the first of
+            ``STEP_TOKENS_BOUNDS``, above it and at most the second, …, above the last.
+        computed_tokens: tokens computed by all of them.
         memory: of the memory.
         modes: of the batching modes.
         queue: of the admission queue, None if it has no classes.
@@ -303,7 +309,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int
-    step_tokens: int
+    steps_by_tokens: tuple[int, ...]
+    computed_tokens: int
     memory: MemoryStats
     ahead_of_adapter: int = 0
     modes: ModeStats = ModeStats()
@@ -343,4 +350,18 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FromEngine = Progress | EngineReady | StepOutputs | Fatal
+HEARTBEAT_EVERY_S = 1.0
+"""Interval of :class:`Heartbeat`."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The engine process runs. It is sent while it starts, during a long step, and while there is nothing to do.
+
+    Attributes:
+        turn_s: how long the current turn of the loop has taken so far; 0 outside a turn.
+    """
+
+    turn_s: float
+
+
+FromEngine = Progress | EngineReady | StepOutputs | Heartbeat | Fatal
