@@ -70,10 +70,11 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
         if not trusted:
             check_below(source, source, settings.allowed_sources)
         allowed = None if trusted else settings.allowed_sources
-        until_s = time.monotonic() + (settings.source_timeout_s or math.inf)
+        limit_s = settings.source_timeout_s or math.inf
+        until_s = time.monotonic() + limit_s
 
         def copy(max_bytes: dict[str, int]) -> None:
-            _fetch_url(UrlRead(source, str(into), max_bytes, allowed), until_s - time.monotonic())
+            _fetch_url(UrlRead(source, str(into), max_bytes, allowed), until_s, limit_s)
 
     _copy_all(copy, into, source, settings.max_bytes)
 
@@ -175,9 +176,9 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
         os.close(descriptor)
 
 
-def _fetch_url(read: UrlRead, limit_s: float) -> None:
+def _fetch_url(read: UrlRead, until_s: float, limit_s: float) -> None:
     """Read a URL in a process of its own, which is killed when the time is over."""
-    source, until_s = read.source, time.monotonic() + limit_s
+    source = read.source
     if segments(source)[0] == "memory":  # only there in this process
         read_url(read, until_s)
         return
