@@ -182,7 +182,7 @@ class Rig:
         ranks = spread_ranks(ADAPTERS)
         refs = self.adapters("a", ranks)
         with self.replica(
-            row=PRESET, max_num_seqs=128, max_num_batched_tokens=PREFILL_TOKENS, host_memory_bytes=14 * GIB
+            preset=PRESET, max_num_seqs=128, max_num_batched_tokens=PREFILL_TOKENS, host_memory_bytes=14 * GIB
         ) as built:
             fill_host(built.engine, tuple(refs))
             run_all(built, make_requests("load", ADAPTERS, 4, 1, refs))
@@ -292,7 +292,7 @@ def loads(rig: Rig) -> None:
     """Print what loads take beside the link, and the steps beside them."""
     link = measure_limits().link_bytes_per_s
     refs = rig.adapters("load", [LOADED_RANK] * (1 + LOADS))
-    found = measure_loads(rig.settings(row=PRESET, host_memory_bytes=12 * GIB), refs)
+    found = measure_loads(rig.settings(preset=PRESET, host_memory_bytes=12 * GIB), refs)
     least_s = rig.adapter_bytes([LOADED_RANK]) / link
     beside = f"{median(found.beside_s) / median(found.others_s):.3f}"
     rows = [[*_beside(f"rank {LOADED_RANK}", least_s, found.loads_s), beside]]
@@ -316,7 +316,7 @@ def _cold_times(rig: Rig, preset: str, refs: Sequence[AdapterRef], times: int) -
     """Return medians; each request has an adapter of its own, and the first of each kind warms up."""
     found = {}
     waiting = iter(refs)
-    with rig.replica(row=preset, host_memory_bytes=12 * GIB) as built:
+    with rig.replica(preset=preset, host_memory_bytes=12 * GIB) as built:
         fill_host(built.engine, tuple(refs))
         settle(built.engine)
         for rank, tokens in product(COLD_RANKS, COLD_TOKENS):
@@ -333,8 +333,8 @@ def _cold_times(rig: Rig, preset: str, refs: Sequence[AdapterRef], times: int) -
 # --- without a GPU: a device that only takes time ----------------------------------------------------
 
 
-class TimedMark:
-    """A place in a stream that is reached at a time of the monotonic clock."""
+class TimedEvent:
+    """A point in a stream that is reached at a time of the monotonic clock."""
 
     def __init__(self, due_s: float) -> None:
         self.due_s = due_s
@@ -345,7 +345,7 @@ class TimedMark:
 
 
 class TimedStream:
-    """Work that takes time, one piece after the other. See ``engine.device.Stream``.
+    """Work that takes time, one piece after the other. Implements ``device.Stream``.
 
     Attributes:
         work: when each piece begins and ends.
@@ -372,14 +372,14 @@ class TimedStream:
             assert copy.source[taken].shape == copy.target[put].shape
         self.take(copy.size_bytes / self._link_bytes_per_s)
 
-    def follow(self, mark: StreamEvent) -> None:
-        """Begin no sooner."""
-        assert isinstance(mark, TimedMark)
-        self._free_s = max(self._free_s, mark.due_s)
+    def wait_event(self, event: StreamEvent) -> None:
+        """Start further work no sooner than the event."""
+        assert isinstance(event, TimedEvent)
+        self._free_s = max(self._free_s, event.due_s)
 
-    def mark(self) -> StreamEvent:
-        """Return the time when all is done."""
-        return TimedMark(max(self._free_s, time.monotonic()))
+    def record_event(self) -> StreamEvent:
+        """Return an event at the time when all work so far is done."""
+        return TimedEvent(max(self._free_s, time.monotonic()))
 
 
 class TimedGraph:
@@ -394,7 +394,7 @@ class TimedGraph:
 
 
 class TimedDevice:
-    """See ``engine.device.Device``. It stands in for the model's decoder and its kernels, too.
+    """A device whose work only takes time. Implements ``DeviceBackend``, the model's decoder and its kernels.
 
     Args:
         decode_s: of a graph.
@@ -423,8 +423,8 @@ class TimedDevice:
         """All memory will do."""
         return lambda: None
 
-    def exchange(self) -> None:
-        """There are no host workers."""
+    def signals(self) -> None:
+        """Return None: there are no host workers."""
 
     def forward(self, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
         """Take a step's time."""
@@ -433,11 +433,11 @@ class TimedDevice:
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Wait for the step, as a reader of its tokens does."""
-        self.steps.mark().wait()
+        self.steps.record_event().wait()
         return torch.zeros(len(logits), dtype=torch.int64)
 
-    def apart(self, cores: object) -> AbstractContextManager[None]:
-        """The one thread runs where it likes."""
+    def pin_threads(self, cores: object) -> AbstractContextManager[None]:
+        """Pin nothing: it has no threads."""
         return nullcontext()
 
     def model(self, settings: Settings, folder: Path, *_: object) -> RankModel:
@@ -475,14 +475,14 @@ def host(device: TimedDevice, requests: int = 150, count: int = LOADS) -> None:
 
 def host_load(rig: Rig, device: TimedDevice, count: int, rank: int) -> tuple[float, float]:
     """Return the median seconds of a load, and what the link alone would take."""
-    found = measure_loads(rig.settings(row=PRESET), rig.adapters("load", [rank] * (1 + count)))
+    found = measure_loads(rig.settings(preset=PRESET), rig.adapters("load", [rank] * (1 + count)))
     return median(found.loads_s), rig.adapter_bytes([rank]) / device.link_bytes_per_s
 
 
 def host_idle(rig: Rig, device: TimedDevice, requests: int) -> tuple[float, float]:
     """Return the device's idle share between its first and its last work, and the median gap in seconds."""
     refs = rig.adapters("idle", [8] * 8)
-    with rig.replica(row=PRESET, max_num_seqs=32) as built:
+    with rig.replica(preset=PRESET, max_num_seqs=32) as built:
         fill_host(built.engine, tuple(refs))
         run_all(built, make_requests("warm", len(refs), 64, 16, refs))
         device.steps.work.clear()

@@ -108,7 +108,7 @@ def steps(rounds: int) -> None:
 
 
 def kernel_times(rows: int, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, float]:
-    """Return the median seconds of a step by kernel, of steps that gave ``presets`` sequences a token each."""
+    """Return the median seconds of a step by kernel, of steps that gave ``rows`` sequences a token each."""
     watch = Stopwatch(default_kernels(), timed=KERNELS)
     with kernels_as(watch), replica(default_model(), threads=THREADS, touch_memory=True) as built:
         for turn in range(2):  # the first one warms up

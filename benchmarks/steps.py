@@ -86,7 +86,7 @@ class Stopwatch:
         return token_ids
 
     def decode_steps(self, rows: int) -> list[tuple[float, StepTimes]]:
-        """Return seconds and times of the steps that decoded ``presets`` sequences and did nothing else.
+        """Return seconds and times of the steps that decoded ``rows`` sequences and did nothing else.
 
         In the step before, all of them had got a token too, so that none was still at its prompt.
         """
