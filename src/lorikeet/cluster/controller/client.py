@@ -369,14 +369,20 @@ class ClusterClient:
         return routing_request(request, self.engine_info.block_size if self._dispatcher.router.wants_keys else None)
 
     def _apply(self, actions: Actions, reason: str = "") -> None:
-        """Carry out the dispatcher's actions; ``reason`` says why requests failed, if any did."""
+        """Carry out the dispatcher's actions; ``reason`` says why requests failed, if any did.
+
+        It names folders and digests, and is not for clients.
+        """
         self._files.carry_out(actions)
         for send in actions.sends:
             self._send(self._streams[send.request_id], send.replica)
         for request_id in actions.failed:
+            log.warning("request failed: its adapter could not be loaded", engine_request=request_id, reason=reason)
             self._moves.forget(request_id)
             self._streams.finish(
-                self._streams[request_id], FinishReason.ERROR, f"its adapter could not be loaded: {reason}"
+                self._streams[request_id],
+                FinishReason.ERROR,
+                "its adapter could not be loaded by any replica; the server's log says why",
             )
         self._files.end_retired()
 
