@@ -47,6 +47,14 @@ def router(
         str,
         typer.Option(help="Key for the backends; else they get what clients send.", envvar="LORIKEET_BACKEND_KEY"),
     ] = "",
+    backend_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds without a piece of any answer that is waited for, and without progress in its metrics, after "
+            "which a backend is taken out for a minute; 0 for never.",
+        ),
+    ] = 60,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests may go on after SIGTERM.")] = 120,
     log_level: Annotated[str, typer.Option(help="Of the router's own log.")] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False,
@@ -80,6 +88,7 @@ def router(
             admin_keys=tuple(admin_key or ()),
             allowed_origins=pages,
             backend_key=backend_key,
+            backend_timeout_s=backend_timeout,
             drain_timeout_s=drain_timeout,
             log_level=log_level,
             log_json=log_json,

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import time
+from collections import Counter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -11,10 +13,21 @@ from lorikeet.api.logs import log
 from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.router.adapters import RoutedAdapter
-from lorikeet.router.connections import Connections, Headers, Reply
+from lorikeet.router.connections import STUCK_S, AnswerWatch, Connections, Headers, Reply
 
 ANSWER_S = 10.0
 """A backend that takes longer to answer about its health is down."""
+LOAD_S = 120.0
+"""A backend that takes longer to load an adapter has refused it."""
+REST_S = 60.0
+"""A backend that hung gets no requests for so long, whatever it says of its health."""
+_LOG_EVERY_S = 10.0
+"""Failures of one kind at one backend are logged no more often."""
+
+_PROGRESS = re.compile(
+    r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_sum)?(?:\{.*\})? (\S+)", re.MULTILINE
+)
+"""Counters that rise while it computes, whoever asked."""
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
@@ -67,6 +80,8 @@ class Backend:
         adapters: by name, the versions that it has loaded for this router, as far as is known.
         base_cards: its base models, as it lists them.
         loads, unloads, refusals: calls so far.
+        failures: by reason, so far.
+        watch: of its answers.
     """
 
     def __init__(self, replica: ReplicaId, url: str, api_key: str = "") -> None:
@@ -85,6 +100,11 @@ class Backend:
         """By name, the version that it was last known to have. Kept while it is away: its process may have lived on."""
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         """By name, as long as somebody loads or unloads under it."""
+        self.failures = Counter[str]()
+        self.watch = AnswerWatch()
+        self._logged_s: dict[str, float] = {}
+        self._rests_until_s = 0.0
+        self._progress: tuple[str, ...] = ()
         self._has_metrics = True
         self._key: Headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         self._connections = Connections(self.url)
@@ -94,15 +114,43 @@ class Backend:
         """Whether what clients send as their key is not for this backend."""
         return bool(self._key)
 
-    async def open(self, method: str, path: str, headers: Headers, content: bytes | None = None) -> Reply:
-        """Send a request; return the answer once its head has come."""
-        return await self._connections.send(method, path, headers + self._key, content)
+    async def open(
+        self, method: str, path: str, headers: Headers, content: bytes | None = None, *, is_stream: bool = False
+    ) -> Reply:
+        """Send a client's request; return the answer once its head has come."""
+        return await self._connections.send(method, path, headers + self._key, content, self.watch, is_stream=is_stream)
 
     async def close(self) -> None:
         """Close all connections."""
         await self._connections.close()
 
     # --- health --------------------------------------------------------------------------------------
+
+    def failed(self, reason: str, detail: str) -> None:
+        """Count a failure, and log it unless one for the same reason was logged a moment ago."""
+        self.failures[reason] += 1
+        now = time.monotonic()
+        if now >= self._logged_s.get(reason, now):
+            self._logged_s[reason] = now + _LOG_EVERY_S
+            log.warning("backend failed", backend=self.url, reason=reason, detail=detail, times=self.failures[reason])
+
+    def hangs(self, timeout_s: float) -> bool:
+        """Whether nothing of any answer has come for ``timeout_s`` seconds of waiting; never for 0.
+
+        While it computes tokens, by its metrics, it does not hang. One without such metrics may take longer for a whole
+        answer, of which nothing comes before its end.
+        """
+        limit_s = timeout_s if self._progress or self.watch.streams else max(timeout_s, STUCK_S)
+        return timeout_s > 0 and self.watch.silent_s >= limit_s
+
+    def rest(self) -> None:
+        """Leave it alone for a while."""
+        self._rests_until_s = time.monotonic() + REST_S
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it is left alone."""
+        return time.monotonic() < self._rests_until_s
 
     async def check(self) -> BackendHealth:
         """Ask how it is, and how many requests it has.
@@ -121,7 +169,11 @@ class Backend:
 
     async def _count_requests(self) -> int | None:
         status, text = await self._ask("GET", "/metrics")
-        found = _REQUESTS.findall(text.decode(errors="replace")) if status == 200 else []
+        page = text.decode(errors="replace") if status == 200 else ""
+        found, progress = _REQUESTS.findall(page), tuple(_PROGRESS.findall(page))
+        if progress != self._progress:
+            self._progress = progress
+            self.watch.heard()
         self._has_metrics = bool(found)
         try:
             return round(sum(map(float, found))) if found else None
@@ -221,15 +273,23 @@ class Backend:
                 return
             if adapter.name in self.adapters or adapter.name in self._listed:
                 await self._unload(adapter.name)
-            status, text = await self._load(adapter)
-            if _is_there(status, text) and not self._may_have(adapter):
-                await self._unload(adapter.name)
-                status, text = await self._load(adapter)
+            try:
+                async with asyncio.timeout(LOAD_S):
+                    status, text = await self._load(adapter)
+                    if _is_there(status, text) and not self._may_have(adapter):
+                        await self._unload(adapter.name)
+                        status, text = await self._load(adapter)
+            except TimeoutError:
+                raise self._not_loaded(504, adapter, f"not within {LOAD_S:g} s") from None
             if status != 200 and not _is_there(status, text):
-                self.refusals += 1
-                raise BackendRefused(status, f"{self.url} cannot load adapter {adapter.name!r}: {error_text(text)}")
+                raise self._not_loaded(status, adapter, error_text(text))
             self._has(adapter)
         log.info("adapter loaded", backend=self.url, adapter=adapter.name)
+
+    def _not_loaded(self, status: int, adapter: RoutedAdapter, why: str) -> BackendRefused:
+        self.refusals += 1
+        self.failed("load", f"adapter {adapter.name!r}: {why}")
+        return BackendRefused(status, f"{self.replica} cannot load adapter {adapter.name!r}: {why}")
 
     async def _load(self, adapter: RoutedAdapter) -> tuple[int, bytes]:
         self.loads += 1
@@ -251,7 +311,7 @@ class Backend:
         status, text = await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         if status not in (200, 404):
             self.refusals += 1
-            raise BackendRefused(status, f"{self.url} does not unload adapter {name!r}: {error_text(text)}")
+            raise BackendRefused(status, f"{self.replica} does not unload adapter {name!r}: {error_text(text)}")
         self.adapters.pop(name, None)
         self._listed.pop(name, None)
         self._last.pop(name, None)
@@ -268,11 +328,12 @@ class Backend:
         try:
             return msgspec.convert(msgspec.json.decode(answer)["tokens"], list[int])
         except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError) as error:
-            raise BackendRefused(status, f"{self.url} does not tokenize: {error_text(answer)}") from error
+            raise BackendRefused(status, f"{self.replica} does not tokenize: {error_text(answer)}") from error
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
         headers: Headers = [] if body is None else [(b"content-type", b"application/json")]
-        reply = await self.open(method, path, headers, None if body is None else msgspec.json.encode(body))
+        content = None if body is None else msgspec.json.encode(body)
+        reply = await self._connections.send(method, path, headers + self._key, content)
         try:
             return reply.status, await reply.read()
         finally:

@@ -8,10 +8,12 @@ from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused
-from lorikeet.router.connections import NoSocket, ServerLost
+from lorikeet.router.connections import NoSocket, ServerLost, plain_reason
 
 HEALTH_S = 1.0
 """Backends are asked how they are so often."""
+TIMEOUT_S = 60.0
+"""A backend hangs if for so long nothing of any answer has come that is waited for."""
 MODELS_EVERY = 5
 """With one of so many of these calls, which models they have."""
 
@@ -23,11 +25,17 @@ class HealthMonitor:
         backend_router: of the backends.
         adapters: those that clients may ask for now, by name.
         health_s: time between two calls to a backend.
+        timeout_s: a backend of which no answer comes for so long hangs; 0 for never.
     """
 
     def __init__(
-        self, backend_router: BackendRouter, adapters: Mapping[str, RoutedAdapter], health_s: float = HEALTH_S
+        self,
+        backend_router: BackendRouter,
+        adapters: Mapping[str, RoutedAdapter],
+        health_s: float = HEALTH_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
+        self._timeout_s = timeout_s
         self._backend_router = backend_router
         self._adapters = adapters
         self._health_s = health_s
@@ -77,11 +85,20 @@ class HealthMonitor:
             log.warning("backend cannot be asked", backend=backend.url, reason=str(error))
             return
         except (ServerLost, TimeoutError, BackendRefused) as error:
-            why = str(error) or type(error).__name__
-            if not backend.is_up and why != backend.trouble:
+            why, told = str(error) or type(error).__name__, plain_reason(error)
+            if not backend.is_up and told != backend.trouble:
                 log.warning("backend not there", backend=backend.url, reason=why)
-            backend.trouble = why
+            if backend.is_up:
+                backend.failed("health", why)
+            backend.trouble = told
             backend_router.down(backend, why)
+            return
+        if backend.is_up and backend.hangs(self._timeout_s):
+            backend.trouble = f"nothing of its answers came for {self._timeout_s:g} s"
+            backend.failed("hangs", backend.trouble)
+            backend.rest()
+            backend_router.down(backend, backend.trouble)
+        if backend.is_resting:
             return
         if health.is_open and not backend.is_up:
             backend_router.up(backend, self._adapters.values())

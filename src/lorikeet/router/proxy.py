@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.api.errors import ApiError
+from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
 from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import RequestId
@@ -18,7 +18,7 @@ from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused
 from lorikeet.router.catalog import ModelCatalog
-from lorikeet.router.connections import Broken, Headers, Reply, ServerLost, Unreachable
+from lorikeet.router.connections import Broken, Headers, NoSocket, Reply, ServerLost, Unreachable, plain_reason
 from lorikeet.router.health import HealthMonitor
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import BackendLost, PromptLengths, ProxiedRequest, RequestBody
@@ -54,7 +54,16 @@ _NOT_ANSWERED = frozenset(
 
 
 class StreamCut(Exception):
-    """A stream ended before its end mark."""
+    """A backend has not given the answer, or the stream ended before its end mark.
+
+    Args:
+        message: what came instead; for clients.
+        reason: as it counts; empty to count nothing.
+    """
+
+    def __init__(self, message: str, reason: str = "broken") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class RouterParts(NamedTuple):
@@ -143,7 +152,10 @@ class ProxyTask:
             self.outcome = "failed"
         self.close()  # before a client that reads slowly has read it
         answer = Response(await reply.read(), reply.status)  # which has been read
-        answer.raw_headers += [each for each in reply.headers if not _is_withheld(each[0])]
+        headers = [each for each in reply.headers if not _is_withheld(each[0])]
+        if self._request.backend is not None:
+            headers = [_without_address(each, self._request.backend.url) for each in headers]
+        answer.raw_headers += headers
         return answer
 
     # --- one backend after the other -----------------------------------------------------------------
@@ -159,14 +171,14 @@ class ProxyTask:
             self._is_there = False
             try:
                 reply = self._reply = await self._request.unless_lost(partial(self._ask, backend))
-                if reply.status >= 400:
+                if reply.status != 200:
                     await self._request.unless_lost(reply.read)
             except (BackendLost, ServerLost) as error:
                 await self._leave(error)
                 continue
             if reply.status < 500 or reply.status in _FINAL or self._failures == MOST_FAILURES:
                 return reply
-            await self._leave(StreamCut(f"{backend.url} answers {reply.status}"))
+            await self._leave(StreamCut(f"{backend.replica} answers {reply.status}", "status"))
 
     async def _ask(self, backend: Backend) -> Reply:
         """Send the body. A backend that has lost the adapter is asked again after it has loaded it."""
@@ -183,7 +195,7 @@ class ProxyTask:
             await self._load(backend, adapter)
             return await self._send(backend)
         except BackendRefused as error:
-            raise ApiError(400 if error.status < 500 else 502, str(error)) from error
+            raise ApiError(400 if error.status < 500 else 502, hide_paths(str(error))) from error
 
     async def _load(self, backend: Backend, adapter: RoutedAdapter) -> None:
         """Have a backend load the adapter that it was to have.
@@ -212,7 +224,7 @@ class ProxyTask:
         if backend.has_own_key:
             headers = [each for each in headers if each[0] != b"authorization"]
         self._is_there = True
-        return await backend.open("POST", body.path, headers, content)
+        return await backend.open("POST", body.path, headers, content, is_stream=body.streams)
 
     async def _leave(self, error: Exception) -> None:
         """Give a backend up for this request, after what went wrong there.
@@ -224,6 +236,8 @@ class ProxyTask:
         self._backend_router.release(self._request)
         if self._reply is not None:
             self._reply.close()
+        if backend is not None:
+            _count_failure(backend, error)
         if self._is_there and isinstance(error, BackendLost | Broken):
             self._request.count_loss()
         if isinstance(error, Unreachable) and backend is not None:
@@ -234,7 +248,7 @@ class ProxyTask:
                 self._parts.monitor.suspect(backend)
             self._failures += 1
             if self._failures > MOST_FAILURES:
-                raise ApiError(502, f"No backend could answer this request; at last: {error!r}")
+                raise ApiError(502, f"No backend could answer this request; at last: {plain_reason(error)}.")
             await asyncio.sleep(_PAUSE_S * (self._failures - 1))
         if not self._has_sent:
             self._parts.metrics.retried.inc()
@@ -329,7 +343,7 @@ class ProxyTask:
             said = error_text(await reply.read())
             if reply.status != _BUSY or self._failures == MOST_FAILURES:
                 raise ApiError(reply.status, said)
-            error, pause_s = StreamCut(said), _busy_pause_s(reply.headers)
+            error, pause_s = StreamCut(said, ""), _busy_pause_s(reply.headers)
         if self._has_sent:
             self._parts.metrics.continued.inc()
         return reply
@@ -337,6 +351,26 @@ class ProxyTask:
 
 def _is_withheld(header: bytes) -> bool:
     return header in _NOT_ANSWERED or header.startswith(b"access-control-")
+
+
+def _without_address(header: tuple[bytes, bytes], url: str) -> tuple[bytes, bytes]:
+    """Return a header; a redirect to the backend itself loses its address, which is nothing for clients."""
+    name, value = header
+    return (name, value.removeprefix(url.encode()) or b"/") if name == b"location" else header
+
+
+def _count_failure(backend: Backend, error: Exception) -> None:
+    """Count what went wrong at a backend, unless that was done when it went down, or this machine is at fault."""
+    if isinstance(error, StreamCut):
+        reason = error.reason
+    elif isinstance(error, BackendFailed):
+        reason = "error"
+    elif isinstance(error, BackendLost | NoSocket):
+        reason = ""
+    else:
+        reason = "broken" if isinstance(error, Broken) else "unreachable"
+    if reason:
+        backend.failed(reason, str(error))
 
 
 def _read_usage(content: bytes) -> TokenUsage | None:
