@@ -116,6 +116,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             such prefills. With ``threads``, and on a GPU, it gets its own core if enough are left, else it shares
             cores. 0 for none: requests then wait for their adapters.
         record: file to which everything that the engine does is recorded, prompts included; empty for none.
+        heartbeat_timeout_s: an engine process that has sent no heartbeat for so long is killed and replaced, and its
+            requests continue; the server is not ready after a third of the time. A long step does not delay
+            heartbeats. 0 for never.
+        step_timeout_s: the same for an engine that still runs the same step after so long. Choose several times the
+            longest prefill step. 0 for never.
     """
 
     preset: str = "auto"
@@ -139,6 +144,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_threads: Positive = 1
     host_lora_workers: Count = 1
     record: str = ""
+    heartbeat_timeout_s: Seconds = 30.0
+    step_timeout_s: Seconds = 300.0
 
     @property
     def memory_ranks(self) -> int:
@@ -162,6 +169,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         registry_url: SQLAlchemy URL of the registry; empty for SQLite in ``store_dir``.
         max_rank: adapters of a larger rank are refused; 0 for no limit.
         max_bytes: larger weight files are refused.
+        source_timeout_s: a URL that is not read completely within this time is given up; 0 for no limit.
     """
 
     enabled: bool = True
@@ -172,6 +180,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     registry_url: str = ""
     max_rank: Count = 0
     max_bytes: Positive = 4 * 2**30
+    source_timeout_s: Seconds = 600.0
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

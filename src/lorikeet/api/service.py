@@ -20,6 +20,7 @@ from lorikeet.adapters.errors import UnknownAdapter
 from lorikeet.api.errors import ApiError, bad_request, engine_unavailable, model_not_found
 from lorikeet.api.generation import Generation, TextOptions
 from lorikeet.api.length_prediction import AnswerLengthPredictor
+from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.protocol import GenerationBody
@@ -33,9 +34,6 @@ from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import Request, Slo
-
-_LOADS_AT_ONCE = 4
-"""Of adapters."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class Service:
     """Requests under way."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
     """Adapters being dropped; kept here so that nobody collects the tasks."""
-    loads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_LOADS_AT_ONCE))
+    loads: LoadPlaces = field(default_factory=LoadPlaces)
     """Of adapters. Apart from the threads that tokenize: slow downloads delay no request."""
     removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     """Of adapters: one after the other, as the catalog does them, and none after a slow download."""

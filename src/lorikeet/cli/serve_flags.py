@@ -132,6 +132,13 @@ FLAGS = (
     ),
     Flag("--threads", "engine.threads", int, "Threads of one rank; 0 for a fair part of the cores."),
     Flag("--record", "engine.record", str, "Record plans, prompts and times there, for lorikeet replay.", None, "FILE"),
+    Flag(
+        "--heartbeat-timeout",
+        "engine.heartbeat_timeout_s",
+        float,
+        "Seconds until a silent engine is replaced; 0: never.",
+    ),
+    Flag("--step-timeout", "engine.step_timeout_s", float, "Seconds until an engine stuck in a step is; 0: never."),
     Flag("--enable-lora/--no-enable-lora", "adapters.enabled", bool, "Serve adapters; yes."),
     Flag(
         "--lora-modules --lora-paths",
@@ -149,6 +156,7 @@ FLAGS = (
     Flag("--registry-url", "adapters.registry_url", str, "SQLAlchemy URL of the registry; SQLite in the store."),
     Flag("--max-lora-rank", "adapters.max_rank", int, "Refuse larger ranks; no limit."),
     Flag("--max-adapter-size", "adapters.max_bytes", int, "Refuse larger weight files.", parse_size, "SIZE"),
+    Flag("--source-timeout", "adapters.source_timeout_s", float, "Seconds to read an adapter from a URL; 0: no limit."),
     Flag(
         "--replicas --data-parallel-size --dp-size -dp",
         "cluster.replicas",

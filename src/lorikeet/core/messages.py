@@ -343,4 +343,18 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FromEngine = Progress | EngineReady | StepOutputs | Fatal
+HEARTBEAT_EVERY_S = 1.0
+"""Interval of :class:`Heartbeat`."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The engine process runs. It is sent while it starts, during a long step, and while there is nothing to do.
+
+    Attributes:
+        turn_s: how long the current turn of the loop has taken so far; 0 outside a turn.
+    """
+
+    turn_s: float
+
+
+FromEngine = Progress | EngineReady | StepOutputs | Heartbeat | Fatal

@@ -21,12 +21,14 @@ from lorikeet.core.clock import boot_id
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.messages import (
+    HEARTBEAT_EVERY_S,
     Abort,
     DropAdapter,
     EngineReady,
     ExportRequest,
     Fatal,
     FromEngine,
+    Heartbeat,
     ImportKv,
     Progress,
     RegisterAdapters,
@@ -44,7 +46,9 @@ STATS_EVERY_S = 0.1
 
 
 class Channel:
-    """The engine's end of the channel. ``wake`` may be called from any thread, the rest from one.
+    """The engine's end of the channel. ``wake`` and ``send`` may be called from any thread, the rest from one.
+
+    A thread sends heartbeats, so that the API process can tell a long step from an engine that hangs.
 
     Args:
         address: ZeroMQ address that the API process is bound to.
@@ -61,6 +65,10 @@ class Channel:
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
+        self._using = threading.Lock()  # a socket may be used by several threads, but not at the same time
+        self._turn_began_s: float | None = math.inf  # None while it waits; inf before the first turn
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
 
     def wake(self) -> None:
         """End a :meth:`receive` that waits, or the next one."""
@@ -68,21 +76,44 @@ class Channel:
 
     def send(self, message: FromEngine) -> None:
         """Send a message. It is queued while the API process does not read."""
-        self._socket.send(self._encoder.encode(message))
+        with self._using:
+            if not self._is_closed.is_set():
+                self._socket.send(self._encoder.encode(message))
 
     def receive(self, wait_s: float) -> list[ToEngine]:
-        """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds; return all messages that have arrived."""
-        ready = dict(self._poller.poll(None if wait_s == math.inf else math.ceil(wait_s * 1000)))
+        """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds; return all messages that have arrived.
+
+        A turn of the loop begins when this returns.
+        """
+        self._turn_began_s = None
+        while not (ready := self._poll(min(wait_s, HEARTBEAT_EVERY_S))) and wait_s > HEARTBEAT_EVERY_S:
+            wait_s -= HEARTBEAT_EVERY_S
+            self.send(Heartbeat(0.0))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         messages = []
-        while self._socket.poll(0):
-            messages.append(self._decoder.decode(self._socket.recv()))
+        with self._using:
+            while self._socket.poll(0):
+                messages.append(self._decoder.decode(self._socket.recv()))
+        self._turn_began_s = time.monotonic()
         return messages
 
     def close(self) -> None:
         """Close once all sent messages are delivered, or after a second."""
-        self._socket.close(linger=1000)
+        with self._using:
+            self._is_closed.set()
+            self._socket.close(linger=1000)
+
+    def _poll(self, wait_s: float) -> dict[object, int]:
+        with self._using:
+            return dict(self._poller.poll(math.ceil(wait_s * 1000)))
+
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats before the first turn and during each; while it waits, :meth:`receive` does."""
+        while not self._is_closed.wait(HEARTBEAT_EVERY_S):
+            began_s = self._turn_began_s
+            if began_s is not None:
+                self.send(Heartbeat(max(0.0, time.monotonic() - began_s)))
 
 
 def serve(channel: Channel, engine: Engine) -> None:
