@@ -30,7 +30,7 @@ from lorikeet.cluster.routing.fleet import Fleet, replica_gauges
 from lorikeet.cluster.routing.request import RoutingRequest, routing_request
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.cluster.tasks import BackgroundTasks
-from lorikeet.config import EngineSettings, Settings
+from lorikeet.config import EngineSettings, Settings, for_engines
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, FinishReason
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
@@ -220,14 +220,17 @@ class ClusterClient:
 
     async def _start_replica(self, on_progress: Callable[[Progress], None]) -> ReplicaId:
         replica_id = ReplicaId(f"replica-{next(self._numbers)}")
-        encoded = msgspec.json.encode(self._settings)
+        encoded = msgspec.json.encode(for_engines(self._settings))
         supervisor = EngineSupervisor(
             replica_id, self._hosts(replica_id), self._context, encoded, self, EngineTimeouts.of(self._settings.engine)
         )
         replica = self._replicas[replica_id] = LiveReplica(supervisor)
         try:
             self._engine_info = await supervisor.start(on_progress)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, EngineError):
+                where = supervisor.address
+                log.warning("replica did not start", replica=replica_id, address=where, reason=str(error))
             self._replicas.pop(replica_id, None)
             self._files.lost(replica_id)
             supervisor.host.close()
