@@ -279,6 +279,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: ClusterSettings = msgspec.field(default_factory=ClusterSettings)
 
 
+def for_engines(settings: Settings) -> Settings:
+    """Return the settings as engine processes get them: without keys, and without URLs that may hold passwords.
+
+    Engines may run on other machines, and need none of these.
+    """
+    replace = msgspec.structs.replace
+    return replace(
+        settings,
+        adapters=replace(settings.adapters, preload=(), allowed_sources=(), registry_url=""),
+        server=replace(settings.server, api_keys=(), admin_keys=()),
+        cluster=replace(settings.cluster, registry_url=""),
+    )
+
+
 ENVIRONMENT_PREFIX = "LORIKEET_"
 _KEYS = ("api_keys", "admin_keys")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")

@@ -46,6 +46,14 @@ def router(
         str,
         typer.Option(help="Key for the backends; else they get the client's key.", envvar="LORIKEET_BACKEND_KEY"),
     ] = "",
+    backend_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds without a piece of any answer that is waited for, and without progress in its metrics, after "
+            "which a backend is taken out for a minute; 0 for never.",
+        ),
+    ] = 60,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests may go on after SIGTERM.")] = 120,
     log_level: Annotated[str, typer.Option(help="Least severe level of the log.")] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Write the log as JSON only.")] = False,
@@ -79,6 +87,7 @@ def router(
             admin_keys=tuple(admin_key or ()),
             allowed_origins=pages,
             backend_key=backend_key,
+            backend_timeout_s=backend_timeout,
             drain_timeout_s=drain_timeout,
             log_level=log_level,
             log_json=log_json,

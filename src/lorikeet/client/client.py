@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from lorikeet.client.state import ClusterState, ReplicaView, replica_state
 from lorikeet.client.supervisor import EngineError, EngineSupervisor, EngineTimeouts, LocalHost
-from lorikeet.config import Settings
+from lorikeet.config import Settings, for_engines
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import (
     AdapterEvent,
@@ -325,7 +325,7 @@ class EngineClient:
             ONLY_REPLICA,
             LocalHost(),
             self._context,
-            msgspec.json.encode(settings),
+            msgspec.json.encode(for_engines(settings)),
             self,
             EngineTimeouts.of(settings.engine),
         )

@@ -15,6 +15,19 @@ from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
 
 
+class EngineInput(msgspec.Struct, frozen=True):
+    """The line on the standard input of an engine process, as JSON.
+
+    Attributes:
+        settings: all settings; see ``config.for_engines``.
+        channel_key: key of the API process's end of the channel, in ZeroMQ's text form; empty for a channel that is
+            not encrypted. It is a secret: who has it may connect.
+    """
+
+    settings: msgspec.Raw = msgspec.Raw(b"{}")
+    channel_key: str = ""
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Start or resume a request."""
 

@@ -92,6 +92,9 @@ class _Backends(Collector):
         changes = CounterMetricFamily(
             "lorikeet:route_adapter_calls", "Calls to load and unload adapters.", labels=["backend", "call"]
         )
+        failures = CounterMetricFamily(
+            "lorikeet:backend_failures", "Failures of a backend.", labels=["backend", "reason"]
+        )
         for state in router_state(self._backend_router).replicas:
             up.add_metric([state.address], float(state.alive))
             requests.add_metric([state.address], float(state.running + state.waiting))
@@ -99,4 +102,6 @@ class _Backends(Collector):
         for backend in self._backend_router.backends.values():
             for call, count in (("load", backend.loads), ("unload", backend.unloads), ("refused", backend.refusals)):
                 changes.add_metric([backend.url, call], float(count))
-        yield from (up, requests, adapters, changes)
+            for reason, count in sorted(backend.failures.items()):
+                failures.add_metric([backend.url, reason], float(count))
+        yield from (up, requests, adapters, changes, failures)

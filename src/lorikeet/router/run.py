@@ -33,7 +33,7 @@ from lorikeet.router.app import create_app
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend
 from lorikeet.router.catalog import ModelCatalog
-from lorikeet.router.health import HEALTH_S, HealthMonitor
+from lorikeet.router.health import HEALTH_S, TIMEOUT_S, HealthMonitor
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import PromptLengths
 from lorikeet.router.proxy import RouterParts
@@ -55,6 +55,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
         api_keys, admin_keys, allowed_origins: as of ``lorikeet serve``.
         backend_key: sent to the backends instead of the client's key; empty for none.
         health_s: time between two health checks of a backend, in seconds.
+        backend_timeout_s: a backend of which no answer comes for so long is taken out for a minute; 0 for never.
         drain_timeout_s: how long requests may go on after SIGTERM, in seconds.
         log_level, log_json: of the router's own log.
     """
@@ -72,6 +73,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     allowed_origins: tuple[str, ...] = ()
     backend_key: str = ""
     health_s: float = HEALTH_S
+    backend_timeout_s: float = TIMEOUT_S
     drain_timeout_s: float = 120.0
     log_level: str = "info"
     log_json: bool = False
@@ -164,7 +166,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     backend_router = BackendRouter(backends, Dispatcher(router, prefetch=preset.pool_prefetch))
     placements = LocalPlacementService(Orchestrator(placement, time.monotonic()))
     catalog = ModelCatalog(backend_router, options.adapters, placements, preset.placement_period_s)
-    monitor = HealthMonitor(backend_router, catalog.adapters, options.health_s)
+    monitor = HealthMonitor(backend_router, catalog.adapters, options.health_s, options.backend_timeout_s)
     try:
         await monitor.start()
         await catalog.start()

@@ -31,6 +31,10 @@ class PoolFolderError(RuntimeError):
     """A copy cannot be read, written or trusted. The message names the adapter and the reason."""
 
 
+class PoolFolderUnwritableError(PoolFolderError):
+    """A copy cannot be written: the disk is full, for example. Other copies would fail as well."""
+
+
 def read_files(folder: Path) -> Files:
     """Read the two files of an adapter.
 
@@ -147,7 +151,8 @@ class PoolFolder:
             The version's folder, which a loader can read.
 
         Raises:
-            PoolFolderError: the content does not match the digest, or the folder cannot be written.
+            PoolFolderError: the content does not match the digest.
+            PoolFolderUnwritableError: the folder cannot be written.
         """
         place = self.folder(digest)
         if self._problem(digest) is None:
@@ -164,7 +169,7 @@ class PoolFolder:
                         self._remove(digest)
                         os.rename(staged, place)
         except OSError as error:
-            raise PoolFolderError(f"adapter {digest} cannot be stored in {self._root}: {error}") from error
+            raise PoolFolderUnwritableError(f"adapter {digest} cannot be stored in {self._root}: {error}") from error
         return place
 
     def delete(self, digest: AdapterDigest) -> None:
