@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from itertools import count, islice
 from typing import Protocol
 
-import msgspec
 import structlog
 import zmq
 import zmq.asyncio
@@ -23,6 +22,8 @@ from lorikeet.core.messages import (
     EngineStats,
     Fatal,
     FromEngine,
+    MessageCodec,
+    MessagesLost,
     Progress,
     RegisterAdapters,
     Shutdown,
@@ -347,7 +348,7 @@ class Connection:
     def __init__(self, process: EngineProcess, socket: zmq.asyncio.Socket) -> None:
         self.process = process
         self._socket = socket
-        self._encoder = msgspec.msgpack.Encoder()
+        self._codec = MessageCodec[ToEngine, FromEngine](FromEngine)
         self._messages = self._receive()
         self._clock: RemoteClock | None = None
 
@@ -361,10 +362,13 @@ class Connection:
         """Queue a message to the engine."""
         if self._clock is not None and isinstance(message, Submit):
             message = Submit(self._clock.to_remote(message.request))
-        self._socket.send(self._encoder.encode(message))
+        self._socket.send(self._codec.encode(message))
 
     def messages(self) -> AsyncIterator[FromEngine]:
-        """Return the stream of messages, always the same one. It ends once the process has ended and all is read."""
+        """Return the stream of messages, always the same one. It ends once the process has ended and all is read.
+
+        If messages are lost the process is killed, so that another one takes its place, and the stream ends.
+        """
         return self._messages
 
     def close(self) -> None:
@@ -372,7 +376,6 @@ class Connection:
         self._socket.close()
 
     async def _receive(self) -> AsyncIterator[FromEngine]:
-        decoder = msgspec.msgpack.Decoder(FromEngine)
         exited = asyncio.ensure_future(self.process.wait())
         receiving = None
         try:
@@ -383,11 +386,19 @@ class Connection:
                 else:
                     await asyncio.wait({receiving, exited}, return_when=asyncio.FIRST_COMPLETED)
                 if receiving.done():
-                    message = decoder.decode(receiving.result())
+                    try:
+                        message = self._codec.decode(receiving.result())
+                    except MessagesLost as error:
+                        _log.error("messages of an engine were lost, so it is replaced", reason=str(error))
+                        self.process.kill()
+                        await exited
+                        return
+                    receiving = None
+                    if message is None:
+                        continue
                     if self._clock is not None and isinstance(message, StepOutputs):
                         message = self._clock.to_local(message, time.monotonic())
                     yield message
-                    receiving = None
                 elif exited.done():
                     return
         finally:

@@ -13,6 +13,7 @@ import threading
 import time
 
 import msgspec
+import structlog
 import zmq
 
 from lorikeet import __version__
@@ -28,6 +29,8 @@ from lorikeet.core.messages import (
     Fatal,
     FromEngine,
     ImportKv,
+    MessageCodec,
+    MessagesLost,
     Progress,
     RegisterAdapters,
     Shutdown,
@@ -59,8 +62,7 @@ class Channel:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._codec = MessageCodec[FromEngine, ToEngine](ToEngine)
 
     def wake(self) -> None:
         """End a :meth:`receive` that waits, or the next one."""
@@ -68,16 +70,21 @@ class Channel:
 
     def send(self, message: FromEngine) -> None:
         """Send a message. It is queued while the API process does not read."""
-        self._socket.send(self._encoder.encode(message))
+        self._socket.send(self._codec.encode(message))
 
     def receive(self, wait_s: float) -> list[ToEngine]:
-        """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds; return all messages that have arrived."""
+        """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds; return all messages that have arrived.
+
+        Raises:
+            MessagesLost: messages of the API process are missing.
+        """
         ready = dict(self._poller.poll(None if wait_s == math.inf else math.ceil(wait_s * 1000)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         messages = []
         while self._socket.poll(0):
-            messages.append(self._decoder.decode(self._socket.recv()))
+            if (message := self._codec.decode(self._socket.recv())) is not None:
+                messages.append(message)
         return messages
 
     def close(self) -> None:
@@ -90,25 +97,14 @@ def serve(channel: Channel, engine: Engine) -> None:
 
     Raises:
         ExecutorError: a step failed; the supervisor starts another engine.
+        MessagesLost: messages of the API process are missing; likewise.
     """
     stats_due_s = 0.0
     while True:
         for message in channel.receive(0.0 if engine.is_busy else max(0.0, engine.due_s - time.monotonic())):
-            match message:
-                case Submit(request):
-                    engine.submit(request)
-                case Abort(request_id):
-                    engine.abort(request_id)
-                case ExportRequest(request_id):
-                    engine.export_with_kv(request_id)
-                case ImportKv():
-                    engine.import_kv(message)
-                case RegisterAdapters(adapters):
-                    engine.register_adapters(adapters)
-                case DropAdapter(digest):
-                    engine.drop_adapter(digest)
-                case Shutdown():
-                    return
+            if isinstance(message, Shutdown):
+                return
+            handle(message, engine)
         outputs = engine.step()
         now = time.monotonic()
         if now >= stats_due_s or not engine.is_busy:
@@ -116,6 +112,23 @@ def serve(channel: Channel, engine: Engine) -> None:
             stats_due_s = now + STATS_EVERY_S
         if outputs != StepOutputs((), (), ()):
             channel.send(outputs)
+
+
+def handle(message: ToEngine, engine: Engine) -> None:
+    """Pass a message, which is not ``Shutdown``, to the engine."""
+    match message:
+        case Submit(request):
+            engine.submit(request)
+        case Abort(request_id):
+            engine.abort(request_id)
+        case ExportRequest(request_id):
+            engine.export_with_kv(request_id)
+        case ImportKv():
+            engine.import_kv(message)
+        case RegisterAdapters(adapters):
+            engine.register_adapters(adapters)
+        case DropAdapter(digest):
+            engine.drop_adapter(digest)
 
 
 def main() -> None:
@@ -140,6 +153,9 @@ def main() -> None:
     try:
         with frozen_gc():
             serve(channel, replica.engine)
+    except MessagesLost as error:
+        structlog.get_logger("lorikeet").error("engine ends: messages of the API process were lost", reason=str(error))
+        sys.exit(1)
     finally:
         replica.engine.close()
         channel.close()
