@@ -116,6 +116,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             such prefills. With ``threads``, and on a GPU, it gets its own core if enough are left, else it shares
             cores. 0 for none: requests then wait for their adapters.
         record: file to which everything that the engine does is recorded, prompts included; empty for none.
+        heartbeat_timeout_s: an engine process that has sent no heartbeat for so long is killed and replaced, and its
+            requests continue; the server is not ready after a third of the time. A long step does not delay
+            heartbeats. 0 for never.
+        step_timeout_s: the same for an engine that still runs the same step after so long. Choose several times the
+            longest prefill step. 0 for never.
     """
 
     preset: str = "auto"
@@ -139,6 +144,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_threads: Positive = 1
     host_lora_workers: Count = 1
     record: str = ""
+    heartbeat_timeout_s: Seconds = 30.0
+    step_timeout_s: Seconds = 300.0
 
     @property
     def memory_ranks(self) -> int:

@@ -36,7 +36,7 @@ import zmq
 from structlog.testing import capture_logs
 
 from lorikeet.client.client import EngineClient, RequestHandle
-from lorikeet.client.supervisor import MAX_FAILED_STARTS, EngineError, EngineSupervisor
+from lorikeet.client.supervisor import MAX_FAILED_STARTS, EngineError
 from lorikeet.cluster.adapters.transport import DestinationLost, TransportError
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
@@ -51,11 +51,12 @@ from lorikeet.core.events import FinishReason
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import (
+    HEARTBEAT_EVERY_S,
     EngineReady,
     FromEngine,
+    Heartbeat,
     MessageCodec,
     MessagesLost,
-    RegisterAdapters,
     Shutdown,
     StepOutputs,
     ToEngine,
@@ -73,7 +74,6 @@ LONGEST = 48
 FAULTS_UNTIL_S = 5.0
 """Nothing goes wrong any more from then on."""
 ALL_END_BY_S = 600.0
-_PULSE_S = 0.5
 _GEOMETRY = ModelGeometry(1, 1, 1, {}, 4)
 _ROUTERS: tuple[Callable[[], Router], ...] = (RoundRobin, LeastLoaded, FewestTokens, FirstFit)
 
@@ -238,7 +238,7 @@ class SimulatedEngine:
         self._ended = asyncio.Event()
         self._goes_on = asyncio.Event()
         self._goes_on.set()
-        self._task = asyncio.ensure_future(self._run(start_fails))
+        self._tasks = [asyncio.ensure_future(self._run(start_fails)), asyncio.ensure_future(self._beat())]
 
     def kill(self) -> None:
         self._end(-9)
@@ -282,7 +282,8 @@ class SimulatedEngine:
             self._world.random.randrange(4)
         )  # it had not sent them, though it may have thought so
         self._ended.set()
-        self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     async def _run(self, start_fails: bool) -> None:
         try:
@@ -299,6 +300,13 @@ class SimulatedEngine:
             self._world.wrong.append(f"{self.name} failed: {traceback.format_exc()}")
             self._end(1)
 
+    async def _beat(self) -> None:
+        """Send heartbeats, as ``lorikeet.engine.process.Channel``."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_EVERY_S)
+            await self._goes_on.wait()
+            self._say(Heartbeat(0.0))
+
     async def _serve(self) -> None:
         """Do as ``lorikeet.engine.process.serve``; a step takes its time after it was computed."""
         engine, clock, wire = self.bench.engine, self.bench.clock, self.socket.to_engine
@@ -313,7 +321,7 @@ class SimulatedEngine:
                 message = self._codec.decode(data)
                 if isinstance(message, Shutdown):
                     return
-                if message is not None:
+                if message is not None and not isinstance(message, Heartbeat):
                     handle(message, engine)
             outputs = engine.step()
             self.bench.memory.check_integrity()
@@ -533,6 +541,10 @@ class World:
             ),
         }
         self._replicas = plan.choice((1, 1, 2, 3))
+        engine = EngineSettings(
+            max_num_seqs=self._bench["limits"].max_num_seqs, heartbeat_timeout_s=plan.choice((3.0, 30.0))
+        )
+        self._settings = Settings(ModelSettings("none"), engine=engine)
         self._client = self._make_client()
 
     # --- for those who take part ---
@@ -564,7 +576,6 @@ class World:
     async def run(self) -> None:
         await self._client.start(lambda progress: None)
         self._client.register_adapters([self._ref(name) for name in NAMES])
-        pulse = asyncio.ensure_future(self._pulse())
         events = sorted([*self._traffic(), *self._faults()], key=lambda event: event[0])
         for at_s, act in events:
             await asyncio.sleep(max(0.0, self._began_s + at_s - self.now()))
@@ -575,9 +586,7 @@ class World:
         _, pending = await asyncio.wait(waiting, timeout=ALL_END_BY_S)
         for task in pending & {*self._drops, *self._changes}:
             self.wrong.append(f"never ends: {task}")
-        await asyncio.sleep(8.0)
-        pulse.cancel()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(8.0)  # engines that died last are back
 
     async def close(self) -> None:
         for task in (*self._readers, *self._drops, *self._changes):
@@ -603,14 +612,11 @@ class World:
             mock.patch("zmq.asyncio.Context", return_value=Context(self)),
             mock.patch("lorikeet.client.client.LocalHost", partial(SimulatedHost, self, "engine")),
         ):
-            return EngineClient(Settings(ModelSettings("none"))) if self._replicas == 1 else self._make_cluster()
+            return EngineClient(self._settings) if self._replicas == 1 else self._make_cluster()
 
     def _make_cluster(self) -> ClusterClient:
-        settings = Settings(
-            ModelSettings("none"),
-            engine=EngineSettings(max_num_seqs=self._bench["limits"].max_num_seqs),
-            cluster=ClusterSettings(replicas=self._replicas, pool_dir="simulated"),
-        )
+        cluster = ClusterSettings(replicas=self._replicas, pool_dir="simulated")
+        settings = msgspec.structs.replace(self._settings, cluster=cluster)
         replicas = [ReplicaId(f"replica-{number}") for number in range(self._replicas)]
         placement = SimulatedPlacement(Orchestrator(FullReplication(replicas), self.now()), self.now)
         router = self._plan.choice(_ROUTERS)()
@@ -619,18 +625,6 @@ class World:
         return ClusterClient(
             settings, lambda name: SimulatedHost(self, name), transport, placement, router, 3.0, prefetch
         )
-
-    def _supervisors(self) -> list[EngineSupervisor]:
-        if isinstance(self._client, EngineClient):
-            return [self._client._supervisor]
-        return [replica.supervisor for replica in self._client._replicas.values()]
-
-    async def _pulse(self) -> None:
-        """Say something to every engine now and then, which it answers: a lost message shows at the next one."""
-        while True:
-            await asyncio.sleep(_PULSE_S)
-            for supervisor in self._supervisors():
-                supervisor.send(RegisterAdapters(()))
 
     # --- what is planned ---
 
@@ -718,7 +712,7 @@ class World:
     def _stop(self) -> None:
         if (engine := self._engine()) is not None:
             self.note(f"{engine.name} is stopped")
-            engine.stop(self._plan.uniform(0.05, 3.0))
+            engine.stop(self._plan.uniform(0.05, 6.0))
 
     def _wire(self) -> Wire | None:
         engine = self._engine()

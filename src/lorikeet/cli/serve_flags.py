@@ -132,6 +132,13 @@ FLAGS = (
     ),
     Flag("--threads", "engine.threads", int, "Threads of one rank; 0 for a fair part of the cores."),
     Flag("--record", "engine.record", str, "Record plans, prompts and times there, for lorikeet replay.", None, "FILE"),
+    Flag(
+        "--heartbeat-timeout",
+        "engine.heartbeat_timeout_s",
+        float,
+        "Seconds until a silent engine is replaced; 0: never.",
+    ),
+    Flag("--step-timeout", "engine.step_timeout_s", float, "Seconds until an engine stuck in a step is; 0: never."),
     Flag("--enable-lora/--no-enable-lora", "adapters.enabled", bool, "Serve adapters; yes."),
     Flag(
         "--lora-modules --lora-paths",

@@ -13,7 +13,7 @@ import msgspec
 import zmq.asyncio
 
 from lorikeet.client.state import ClusterState, ReplicaView, replica_state
-from lorikeet.client.supervisor import EngineError, EngineSupervisor, LocalHost
+from lorikeet.client.supervisor import EngineError, EngineSupervisor, EngineTimeouts, LocalHost
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import (
@@ -326,7 +326,12 @@ class EngineClient:
     def __init__(self, settings: Settings) -> None:
         self._context = zmq.asyncio.Context()
         self._supervisor = EngineSupervisor(
-            ONLY_REPLICA, LocalHost(), self._context, msgspec.json.encode(settings), self
+            ONLY_REPLICA,
+            LocalHost(),
+            self._context,
+            msgspec.json.encode(settings),
+            self,
+            EngineTimeouts.of(settings.engine),
         )
         self._failure: EngineError | None = None
         self._streams = Streams()
@@ -347,7 +352,7 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine is ready now."""
+        """Whether the engine is ready now, and answers."""
         return self._supervisor.alive
 
     @property
@@ -375,7 +380,7 @@ class EngineClient:
             raise self._failure
         handle = self._streams.open(request, self._abort)
         handle.replica = ONLY_REPLICA
-        if self._supervisor.alive:  # else on_restart sends it
+        if self._supervisor.is_connected:  # else on_restart sends it
             self._supervisor.send(Submit(handle.next_attempt()))
         return handle
 

@@ -6,13 +6,15 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
 from itertools import count, islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 import zmq
 import zmq.asyncio
 
+from lorikeet.config import EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import RemoteClock, boot_id
 from lorikeet.core.ids import AdapterDigest, ReplicaId
@@ -22,6 +24,7 @@ from lorikeet.core.messages import (
     EngineStats,
     Fatal,
     FromEngine,
+    Heartbeat,
     MessageCodec,
     MessagesLost,
     Progress,
@@ -44,11 +47,43 @@ DRAIN_TIMEOUT_S = 0.2
 _SHUTDOWN_TIMEOUT_S = 5.0
 """An engine that has not stopped after this time is killed."""
 
+_KILL_TIMEOUT_S = 5.0
+"""An engine whose end has not been reported so long after it was killed counts as ended; its machine may be lost."""
+
+_FIRST_MESSAGE_TIMEOUT_S = 300.0
+"""Least time until the first message of an engine process, which imports its libraries first."""
+
+CHECK_EVERY_S = 1.0
+"""Interval at which it is checked whether messages have come."""
+
+_LATE_SHARE = 1 / 3
+"""After this share of a timeout an engine counts as not ready."""
+
 _log = structlog.get_logger("lorikeet")
 
 
 class EngineError(RuntimeError):
     """The engine cannot be started, or has ended and will not be restarted."""
+
+
+class EngineTimeouts(NamedTuple):
+    """When an engine process that still runs is replaced; 0 for never. See ``EngineSettings``.
+
+    Attributes:
+        heartbeat_s: time without a message.
+        step_s: time in the same step.
+    """
+
+    heartbeat_s: float = 30.0
+    step_s: float = 300.0
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> "EngineTimeouts":
+        """Return those of the settings."""
+        return cls(settings.heartbeat_timeout_s, settings.step_timeout_s)
+
+
+DEFAULT_TIMEOUTS = EngineTimeouts()
 
 
 class EngineListener(Protocol):
@@ -81,7 +116,7 @@ class EngineListener(Protocol):
 
 
 class EngineSupervisor:
-    """Keeps one engine process running: starts it, passes its messages on, and restarts it when it dies.
+    """Keeps one engine process running: starts it, passes its messages on, and restarts it when it dies or hangs.
 
     Args:
         replica: id of the engine, for the listener and the log.
@@ -89,12 +124,13 @@ class EngineSupervisor:
         context: of the ZeroMQ sockets.
         settings: all settings as JSON.
         listener: its callbacks are called on the event loop.
+        timeouts: when it counts as hung.
 
     Attributes:
         replica, host: see above.
         engine_info: sizes of the running engine; set by :meth:`start`.
         stats: the newest gauges, None before the first.
-        alive: whether an engine is ready now.
+        is_connected: whether an engine is ready, so that messages reach it, though it may not answer at the moment.
         restarts: how often the engine was restarted.
     """
 
@@ -107,15 +143,17 @@ class EngineSupervisor:
         context: zmq.asyncio.Context,
         settings: bytes,
         listener: EngineListener,
+        timeouts: EngineTimeouts = DEFAULT_TIMEOUTS,
     ) -> None:
         self.replica = replica
         self.host = host
         self.stats: EngineStats | None = None
-        self.alive = False
+        self.is_connected = False
         self.restarts = 0
         self._context = context
         self._settings = settings
         self._listener = listener
+        self._timeouts = timeouts
         self._connection: Connection | None = None
         self._started_s = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -130,6 +168,11 @@ class EngineSupervisor:
         connection = await self._connect(on_progress)
         self._task = asyncio.create_task(self._supervise(connection))
         return self.engine_info
+
+    @property
+    def alive(self) -> bool:
+        """Whether an engine is ready now, and answers."""
+        return self.is_connected and self._connection is not None and not self._connection.is_late
 
     @property
     def process_id(self) -> int | None:
@@ -172,8 +215,10 @@ class EngineSupervisor:
         self.host.close()
 
     async def _connect(self, on_progress: Callable[[Progress], None]) -> "Connection":
-        self._connection = await connect(self.host, self._context, self._settings, on_progress)
-        self.engine_info, self.alive, self._started_s = self._connection.engine_info, True, time.monotonic()
+        self._connection = await connect(
+            self.host, self._context, self._settings, on_progress, self._timeouts, self.replica
+        )
+        self.engine_info, self.is_connected, self._started_s = self._connection.engine_info, True, time.monotonic()
         return self._connection
 
     async def _supervise(self, connection: "Connection") -> None:
@@ -192,7 +237,7 @@ class EngineSupervisor:
                     if message.stats is not None:
                         self.stats = message.stats
                     self._listener.on_outputs(self, message)
-            self.alive, self._connection, self.stats = False, None, None
+            self.is_connected, self._connection, self.stats = False, None, None
             connection.close()
             if self._closing:
                 return
@@ -231,7 +276,7 @@ class EngineSupervisor:
         return None
 
     def _give_up(self, failure: EngineError) -> None:
-        self.alive = False
+        self.is_connected = False
         _log.error("engine gave up", replica=self.replica, reason=str(failure))
         self._listener.on_failed(self, failure)
 
@@ -337,16 +382,30 @@ class Connection:
     Args:
         process: runs the engine.
         socket: bound to the address that the engine connects to.
+        timeouts: when the process is killed although it runs.
+        replica: for the log.
 
     Attributes:
         process: see above.
         engine_info: sizes of the engine; set by :meth:`on_ready`.
+        is_late: whether the engine has not answered for a while.
+        hung: why the process was killed; empty if it was not.
     """
 
     engine_info: EngineReady
 
-    def __init__(self, process: EngineProcess, socket: zmq.asyncio.Socket) -> None:
+    def __init__(
+        self, process: EngineProcess, socket: zmq.asyncio.Socket, timeouts: EngineTimeouts, replica: ReplicaId | None
+    ) -> None:
         self.process = process
+        self.is_late = False
+        self.hung = ""
+        self._timeouts = timeouts
+        self._replica = replica
+        self._messages_received = 0
+        self._turn_s = 0.0
+        self._exited = asyncio.ensure_future(process.wait())
+        self._watching = asyncio.create_task(self._watch())
         self._socket = socket
         self._codec = MessageCodec[ToEngine, FromEngine](FromEngine)
         self._messages = self._receive()
@@ -365,18 +424,20 @@ class Connection:
         self._socket.send(self._codec.encode(message))
 
     def messages(self) -> AsyncIterator[FromEngine]:
-        """Return the stream of messages, always the same one. It ends once the process has ended and all is read.
+        """Return the stream of messages but heartbeats, always the same one.
 
-        If messages are lost the process is killed, so that another one takes its place, and the stream ends.
+        It ends once the process has ended and all is read. If messages are lost the process is killed, so that another
+        one takes its place.
         """
         return self._messages
 
     def close(self) -> None:
         """Close the socket; queued messages are dropped."""
+        self._watching.cancel()
         self._socket.close()
 
     async def _receive(self) -> AsyncIterator[FromEngine]:
-        exited = asyncio.ensure_future(self.process.wait())
+        exited = self._exited
         receiving = None
         try:
             while True:
@@ -389,13 +450,18 @@ class Connection:
                     try:
                         message = self._codec.decode(receiving.result())
                     except MessagesLost as error:
-                        _log.error("messages of an engine were lost, so it is replaced", reason=str(error))
-                        self.process.kill()
-                        await exited
+                        _log.error("messages of an engine were lost", replica=self._replica, reason=str(error))
+                        self.hung = "messages were lost"
+                        await self._kill()
                         return
+                    self._messages_received += 1
                     receiving = None
                     if message is None:
                         continue
+                    if isinstance(message, Heartbeat):
+                        self._turn_s = message.turn_s
+                        continue
+                    self._turn_s = 0.0
                     if self._clock is not None and isinstance(message, StepOutputs):
                         message = self._clock.to_local(message, time.monotonic())
                     yield message
@@ -406,9 +472,55 @@ class Connection:
             if receiving is not None:
                 receiving.cancel()
 
+    async def _watch(self) -> None:
+        """Note when the engine is late, and kill it when it hangs. Send heartbeats, too.
+
+        Silence is counted in checks of this process: if it stood still itself, messages may wait to be read.
+        """
+        received, silent_s = 0, 0.0
+        while not self.hung:
+            await asyncio.sleep(CHECK_EVERY_S)
+            if self._messages_received:  # before, the socket may have no peer
+                self.send(Heartbeat(0.0))
+            silent_s = silent_s + CHECK_EVERY_S if self._messages_received == received else 0.0
+            received = self._messages_received
+            limit_s = self._timeouts.heartbeat_s
+            if not received:
+                limit_s = limit_s and max(limit_s, _FIRST_MESSAGE_TIMEOUT_S)
+            silent, stuck = _share(silent_s, limit_s), _share(self._turn_s, self._timeouts.step_s)
+            reason = f"no message for {silent_s:.3g} s" if silent > stuck else f"one step for {self._turn_s:.3g} s"
+            if max(silent, stuck) >= 1:
+                self.hung = reason
+                _log.error("engine hangs and is killed", replica=self._replica, reason=reason)
+            elif self.is_late != (max(silent, stuck) >= _LATE_SHARE):
+                self.is_late = not self.is_late
+                if self.is_late:
+                    _log.warning("engine does not answer", replica=self._replica, reason=reason)
+                else:
+                    _log.info("engine answers again", replica=self._replica)
+        await self._kill()
+
+    async def _kill(self) -> None:
+        """Kill the process, and wait for its end as long as that may take to be reported."""
+        self.is_late = True
+        with suppress(ProcessLookupError):  # it has just ended
+            self.process.kill()
+        await asyncio.wait({self._exited}, timeout=_KILL_TIMEOUT_S)
+        self._exited.cancel()  # does nothing if it has ended
+
+
+def _share(seconds: float, limit_s: float) -> float:
+    """Return which share of a limit has passed; 0 of none."""
+    return seconds / limit_s if limit_s else 0.0
+
 
 async def connect(
-    host: EngineHost, context: zmq.asyncio.Context, settings: bytes, on_progress: Callable[[Progress], None]
+    host: EngineHost,
+    context: zmq.asyncio.Context,
+    settings: bytes,
+    on_progress: Callable[[Progress], None],
+    timeouts: EngineTimeouts = DEFAULT_TIMEOUTS,
+    replica: ReplicaId | None = None,
 ) -> Connection:
     """Start an engine process and wait until it is ready.
 
@@ -417,6 +529,8 @@ async def connect(
         context: of the socket.
         settings: all settings as JSON.
         on_progress: called while the engine starts.
+        timeouts: when the process counts as hung, now and later.
+        replica: for the log.
 
     Raises:
         EngineError: it cannot be started; the message is for the user.
@@ -424,12 +538,12 @@ async def connect(
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 0)
-    process, address = None, host.bind_address()
+    process, connection, address = None, None, host.bind_address()
     try:
         socket.bind(address)
         address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         process = await host.start(address, settings)
-        connection = Connection(process, socket)
+        connection = Connection(process, socket, timeouts, replica)
         async for message in connection.messages():
             if isinstance(message, Progress):
                 on_progress(message)
@@ -438,11 +552,14 @@ async def connect(
             elif isinstance(message, EngineReady):
                 connection.on_ready(message)
                 return connection
-        raise EngineError(f"the engine process ended before it was ready (exit: {describe_exit(process.returncode)})")
+        exit_code = f"exit: {describe_exit(process.returncode)}"
+        raise EngineError(f"the engine process ended before it was ready ({connection.hung or exit_code})")
     except BaseException as error:
+        if connection is not None:
+            connection.close()
         if process is not None and process.returncode is None:
             process.kill()
-            await process.wait()
+            await asyncio.wait({asyncio.ensure_future(process.wait())}, timeout=_KILL_TIMEOUT_S)
         socket.close()
         if isinstance(error, (OSError, zmq.ZMQError)):
             raise EngineError(f"the engine process at {address} cannot be started: {error}") from error

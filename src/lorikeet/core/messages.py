@@ -63,9 +63,6 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop immediately."""
 
 
-ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | Shutdown
-
-
 LOADING_WEIGHTS = "loading weights"
 """The stage of ``Progress`` in which the base model's weights are read."""
 
@@ -343,7 +340,24 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FromEngine = Progress | EngineReady | StepOutputs | Fatal
+HEARTBEAT_EVERY_S = 1.0
+"""Interval of :class:`Heartbeat`."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The sender runs. Both ends send it, so that the other one also notices messages that were lost before it.
+
+    An engine process sends it while it starts, during a long step, and while there is nothing to do.
+
+    Attributes:
+        turn_s: how long the current turn of the engine's loop has taken so far; 0 outside a turn.
+    """
+
+    turn_s: float
+
+
+ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | Heartbeat | Shutdown
+FromEngine = Progress | EngineReady | StepOutputs | Heartbeat | Fatal
 
 
 Incoming = TypeVar("Incoming")

@@ -22,12 +22,14 @@ from lorikeet.core.clock import boot_id
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.messages import (
+    HEARTBEAT_EVERY_S,
     Abort,
     DropAdapter,
     EngineReady,
     ExportRequest,
     Fatal,
     FromEngine,
+    Heartbeat,
     ImportKv,
     MessageCodec,
     MessagesLost,
@@ -47,7 +49,9 @@ STATS_EVERY_S = 0.1
 
 
 class Channel:
-    """The engine's end of the channel. ``wake`` may be called from any thread, the rest from one.
+    """The engine's end of the channel. ``wake`` and ``send`` may be called from any thread, the rest from one.
+
+    A thread sends heartbeats, so that the API process can tell a long step from an engine that hangs.
 
     Args:
         address: ZeroMQ address that the API process is bound to.
@@ -63,6 +67,10 @@ class Channel:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._codec = MessageCodec[FromEngine, ToEngine](ToEngine)
+        self._using = threading.Lock()  # a socket may be used by several threads, but not at the same time
+        self._turn_began_s: float | None = math.inf  # None while it waits; inf before the first turn
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
 
     def wake(self) -> None:
         """End a :meth:`receive` that waits, or the next one."""
@@ -70,26 +78,59 @@ class Channel:
 
     def send(self, message: FromEngine) -> None:
         """Send a message. It is queued while the API process does not read."""
-        self._socket.send(self._codec.encode(message))
+        with self._using:
+            if not self._is_closed.is_set():
+                self._socket.send(self._codec.encode(message))
 
     def receive(self, wait_s: float) -> list[ToEngine]:
         """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds; return all messages that have arrived.
 
+        A turn of the loop begins when this returns. Heartbeats of the API process do not end it.
+
         Raises:
             MessagesLost: messages of the API process are missing.
         """
-        ready = dict(self._poller.poll(None if wait_s == math.inf else math.ceil(wait_s * 1000)))
-        if self._wake_fd in ready:
-            os.eventfd_read(self._wake_fd)
-        messages = []
-        while self._socket.poll(0):
-            if (message := self._codec.decode(self._socket.recv())) is not None:
-                messages.append(message)
+        self._turn_began_s = None
+        until_s = time.monotonic() + wait_s
+        while True:
+            is_woken = self._poll(min(wait_s, HEARTBEAT_EVERY_S))
+            messages = self._take()
+            wait_s = max(0.0, until_s - time.monotonic())
+            if messages or is_woken or not wait_s:
+                break
+            self.send(Heartbeat(0.0))
+        self._turn_began_s = time.monotonic()
         return messages
 
     def close(self) -> None:
         """Close once all sent messages are delivered, or after a second."""
-        self._socket.close(linger=1000)
+        with self._using:
+            self._is_closed.set()
+            self._socket.close(linger=1000)
+
+    def _poll(self, wait_s: float) -> bool:
+        """Wait for a message or for :meth:`wake`; return whether that was called."""
+        with self._using:
+            if self._wake_fd not in dict(self._poller.poll(math.ceil(wait_s * 1000))):
+                return False
+        os.eventfd_read(self._wake_fd)
+        return True
+
+    def _take(self) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        with self._using:
+            while self._socket.poll(0):
+                message = self._codec.decode(self._socket.recv())
+                if message is not None and not isinstance(message, Heartbeat):
+                    messages.append(message)
+        return messages
+
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats before the first turn and during each; while it waits, :meth:`receive` does."""
+        while not self._is_closed.wait(HEARTBEAT_EVERY_S):
+            began_s = self._turn_began_s
+            if began_s is not None:
+                self.send(Heartbeat(max(0.0, time.monotonic() - began_s)))
 
 
 def serve(channel: Channel, engine: Engine) -> None:

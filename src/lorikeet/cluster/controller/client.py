@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from lorikeet.client.client import RequestHandle, Streams
 from lorikeet.client.state import ClusterState, ReplicaState, ReplicaView, replica_state
-from lorikeet.client.supervisor import EngineError, EngineHost, EngineSupervisor
+from lorikeet.client.supervisor import EngineError, EngineHost, EngineSupervisor, EngineTimeouts
 from lorikeet.cluster.adapters.transport import Transport, TransportError
 from lorikeet.cluster.controller.adapter_files import AdapterCopier, AdapterFiles
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher
@@ -221,7 +221,9 @@ class ClusterClient:
     async def _start_replica(self, on_progress: Callable[[Progress], None]) -> ReplicaId:
         replica_id = ReplicaId(f"replica-{next(self._numbers)}")
         encoded = msgspec.json.encode(self._settings)
-        supervisor = EngineSupervisor(replica_id, self._hosts(replica_id), self._context, encoded, self)
+        supervisor = EngineSupervisor(
+            replica_id, self._hosts(replica_id), self._context, encoded, self, EngineTimeouts.of(self._settings.engine)
+        )
         replica = self._replicas[replica_id] = LiveReplica(supervisor)
         try:
             self._engine_info = await supervisor.start(on_progress)
@@ -437,7 +439,7 @@ class ReplicaJoiner:
             try:
                 await self._try(replica)
             except TransportError as error:
-                if not replica.supervisor.alive:
+                if not replica.supervisor.is_connected:
                     return
                 log.warning(
                     "cannot list the adapters of a replica; trying again",
@@ -453,7 +455,7 @@ class ReplicaJoiner:
         replica.epoch += 1
         epoch = replica.epoch
         held = await copier.scan(supervisor.replica)
-        if not supervisor.alive or replica.epoch != epoch or replica.is_leaving:
+        if not supervisor.is_connected or replica.epoch != epoch or replica.is_leaving:
             return
         supervisor.register_adapters(copier.placed_at(supervisor.replica))
         replica.is_joined = True

@@ -55,7 +55,7 @@ class _Reading:
 class Loader(Helper):
     """Sends reads to a loader process, and replaces the process when it dies.
 
-    The reads of a process that dies are reported as failed once it has ended and cannot write to blocks any more. A
+    The reads of a process that dies are reported as lost once it has ended and cannot write to blocks any more. A
     process that makes no progress with one of its reads is killed.
 
     Args:
@@ -64,6 +64,7 @@ class Loader(Helper):
         setup: sent to every process first.
         on_filled: called, on a thread of this object, when blocks have been filled.
         on_ended: called there when a read has ended or failed; not for reads in progress at :meth:`close`.
+        on_lost: called there with the number of a transfer whose read was lost with its process, and the reason.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class Loader(Helper):
         setup: LoaderSetup,
         on_filled: Callable[[BlocksFilled], None],
         on_ended: Callable[[ReadEnded], None],
+        on_lost: Callable[[int, str], None],
     ) -> None:
         self._on_filled = on_filled
         self._on_ended = on_ended
+        self._on_lost = on_lost
         self._reading: dict[int, _Reading] = {}
         super().__init__(process, _NAME, setup, (arena.fd,))
 
@@ -134,4 +137,4 @@ class Loader(Helper):
                 del self._reading[transfer_id]
         _LOG.error("%s while it read %d adapters", reason, len(lost))
         for transfer_id in lost:
-            self._on_ended(ReadEnded(transfer_id, reason, "", ()))
+            self._on_lost(transfer_id, reason)
