@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import time
 
-import msgspec
 import pytest
 import zmq.asyncio
 from structlog.testing import capture_logs
@@ -13,8 +12,17 @@ from lorikeet.client import supervisor
 from lorikeet.client.supervisor import EngineError, EngineSupervisor, EngineTimeouts, connect, describe_exit
 from lorikeet.core.clock import boot_id
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.ids import ReplicaId
-from lorikeet.core.messages import EngineReady, FromEngine, Heartbeat, StepOutputs
+from lorikeet.core.ids import ReplicaId, RequestId
+from lorikeet.core.messages import (
+    EngineReady,
+    FromEngine,
+    Heartbeat,
+    MessageCodec,
+    MessagesLost,
+    StepOutputs,
+    ToEngine,
+    TokenOutput,
+)
 from tests.support.waiting import until
 
 READY = EngineReady("0", ModelGeometry(1, 1, 1, {}, 4), 8, 4, 16, 32, 4, "native", boot_id(), 0.0)
@@ -25,14 +33,18 @@ class FakeProcess:
 
     pid = 1
 
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, codec: MessageCodec[FromEngine, ToEngine]) -> None:
         self.returncode: int | None = None
+        self.codec = codec
         self._socket = socket
         self._ended = asyncio.Event()
 
     async def send(self, message: FromEngine) -> None:
+        await self.send_bytes(self.codec.encode(message))
+
+    async def send_bytes(self, data: bytes) -> None:
         if self.returncode is None:
-            await self._socket.send(msgspec.msgpack.encode(message))
+            await self._socket.send(data)
 
     def end(self, code: int) -> None:
         self.returncode = code
@@ -64,9 +76,10 @@ class FakeHost:
             raise OSError("no memory left")
         socket = self._context.socket(zmq.PAIR)
         socket.connect(address)
+        codec = MessageCodec[FromEngine, ToEngine](ToEngine)
+        self.processes.append(FakeProcess(socket, codec))
         if not self.is_silent:
-            await socket.send(msgspec.msgpack.encode(READY))
-        self.processes.append(FakeProcess(socket))
+            await self.processes[-1].send(READY)
         return self.processes[-1]
 
     def close(self) -> None:
@@ -78,8 +91,10 @@ class FakeListener:
 
     def __init__(self) -> None:
         self.failure = asyncio.get_running_loop().create_future()
+        self.received: list[StepOutputs] = []
 
-    def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None: ...
+    def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None:
+        self.received.append(outputs)
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None: ...
 
@@ -192,3 +207,37 @@ async def test_an_engine_that_hangs_while_it_starts_is_killed(monkeypatch: pytes
 )
 def test_exit_code_is_described(code: int | None, text: str) -> None:
     assert describe_exit(code) == text
+
+
+def outputs(number: int) -> StepOutputs:
+    return StepOutputs((TokenOutput(RequestId("r"), 0, number, ()),), (), ())
+
+
+async def test_repeated_messages_are_ignored_and_an_engine_whose_messages_are_lost_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "DRAIN_TIMEOUT_S", 0.01)
+    context = zmq.asyncio.Context()
+    host, listener = FakeHost(context), FakeListener()
+    engine = EngineSupervisor(ReplicaId("r"), host, context, b"{}", listener)
+    with capture_logs() as logs:
+        await engine.start(lambda progress: None)
+        first = host.processes[0]
+        for data in [first.codec.encode(outputs(number)) for number in range(2)] * 2:
+            await first.send_bytes(data)
+        first.codec.encode(outputs(2))  # is lost
+        await first.send(outputs(3))
+        await until(lambda: engine.restarts == 1 and engine.alive, "another engine is there")
+    await engine.close()
+    context.destroy(linger=0)
+    assert listener.received == [outputs(0), outputs(1)]
+    assert first.returncode == -9
+    assert [entry["reason"] for entry in logs if "lost" in entry["event"]] == ["1 messages are missing before number 4"]
+
+
+def test_the_engine_notices_as_well() -> None:
+    here, there = MessageCodec[ToEngine, FromEngine](FromEngine), MessageCodec[FromEngine, ToEngine](ToEngine)
+    sent = [there.encode(outputs(number)) for number in range(3)]
+    assert [here.decode(data) for data in (sent[0], sent[0])] == [outputs(0), None]
+    with pytest.raises(MessagesLost):
+        here.decode(sent[2])

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 
@@ -16,6 +15,7 @@ from lorikeet.core.messages import (
     EngineStats,
     FromEngine,
     Heartbeat,
+    MessageCodec,
     Progress,
     RegisterAdapters,
     Shutdown,
@@ -40,16 +40,17 @@ class Peer:
         self._socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(self.address)
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self.codec = MessageCodec[ToEngine, FromEngine](FromEngine)
 
     def send(self, *messages: ToEngine) -> None:
         for message in messages:
-            self._socket.send(msgspec.msgpack.encode(message))
+            self._socket.send(self.codec.encode(message))
 
     def receive(self, *, heartbeats: bool = False) -> FromEngine:
         """Return the next message that is no heartbeat, or the next one of all."""
         while True:
-            message: FromEngine = self._decoder.decode(self._socket.recv())
+            message = self.codec.decode(self._socket.recv())
+            assert message is not None
             if heartbeats or not isinstance(message, Heartbeat):
                 return message
 

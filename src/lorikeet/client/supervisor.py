@@ -27,6 +27,8 @@ from lorikeet.core.messages import (
     Fatal,
     FromEngine,
     Heartbeat,
+    MessageCodec,
+    MessagesLost,
     Progress,
     RegisterAdapters,
     Shutdown,
@@ -424,7 +426,7 @@ class Connection:
         self._exited = asyncio.ensure_future(process.wait())
         self._watching = asyncio.create_task(self._watch())
         self._socket = socket
-        self._encoder = msgspec.msgpack.Encoder()
+        self._codec = MessageCodec[ToEngine, FromEngine](FromEngine)
         self._messages = self._receive()
         self._clock: RemoteClock | None = None
 
@@ -438,12 +440,13 @@ class Connection:
         """Queue a message to the engine."""
         if self._clock is not None and isinstance(message, Submit):
             message = Submit(self._clock.to_remote(message.request))
-        self._socket.send(self._encoder.encode(message))
+        self._socket.send(self._codec.encode(message))
 
     def messages(self) -> AsyncIterator[FromEngine]:
         """Return the stream of messages but heartbeats, always the same one.
 
-        It ends once the process has ended and all is read.
+        It ends once the process has ended and all is read. If messages are lost the process is killed, so that another
+        one takes its place.
         """
         return self._messages
 
@@ -458,7 +461,6 @@ class Connection:
         self._socket.close()
 
     async def _receive(self) -> AsyncIterator[FromEngine]:
-        decoder = msgspec.msgpack.Decoder(FromEngine)
         exited = self._exited
         receiving = None
         try:
@@ -469,9 +471,17 @@ class Connection:
                 else:
                     await asyncio.wait({receiving, exited}, return_when=asyncio.FIRST_COMPLETED)
                 if receiving.done():
-                    message = decoder.decode(receiving.result())
+                    try:
+                        message = self._codec.decode(receiving.result())
+                    except MessagesLost as error:
+                        _log.error("messages of an engine were lost", replica=self._replica, reason=str(error))
+                        self.hung = "messages were lost"
+                        await self._kill()
+                        return
                     self._messages_received += 1
                     receiving = None
+                    if message is None:
+                        continue
                     if isinstance(message, Heartbeat):
                         self._turn_s = message.turn_s
                         continue
@@ -487,13 +497,15 @@ class Connection:
                 receiving.cancel()
 
     async def _watch(self) -> None:
-        """Note when the engine is late, and kill it when it hangs.
+        """Note when the engine is late, and kill it when it hangs. Send heartbeats, too.
 
         Silence is counted in checks of this process: if it stood still itself, messages may wait to be read.
         """
         received, silent_s = 0, 0.0
         while not self.hung:
             await asyncio.sleep(CHECK_EVERY_S)
+            if self._messages_received:  # before, the socket may have no peer
+                self.send(Heartbeat(0.0))
             silent_s = silent_s + CHECK_EVERY_S if self._messages_received == received else 0.0
             received = self._messages_received
             if received and not (self._is_ending or self._has_peer):
@@ -512,6 +524,10 @@ class Connection:
                     _log.warning("engine does not answer", replica=self._replica, address=self._address, reason=reason)
                 else:
                     _log.info("engine answers again", replica=self._replica)
+        await self._kill()
+
+    async def _kill(self) -> None:
+        """Kill the process, and wait for its end as long as that may take to be reported."""
         self.is_late = True
         with suppress(ProcessLookupError):  # it has just ended
             self.process.kill()

@@ -3,7 +3,7 @@
 They are encoded with MessagePack. Both ends run the same version of Lorikeet, which ``EngineReady`` carries.
 """
 
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -74,9 +74,6 @@ class RegisterAdapters(msgspec.Struct, frozen=True, tag=True):
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop immediately."""
-
-
-ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | Shutdown
 
 
 LOADING_WEIGHTS = "loading weights"
@@ -368,13 +365,61 @@ HEARTBEAT_EVERY_S = 1.0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The engine process runs. It is sent while it starts, during a long step, and while there is nothing to do.
+    """The sender runs. Both ends send it, so that the other one also notices messages that were lost before it.
+
+    An engine process sends it while it starts, during a long step, and while there is nothing to do.
 
     Attributes:
-        turn_s: how long the current turn of the loop has taken so far; 0 outside a turn.
+        turn_s: how long the current turn of the engine's loop has taken so far; 0 outside a turn.
     """
 
     turn_s: float
 
 
+ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | Heartbeat | Shutdown
 FromEngine = Progress | EngineReady | StepOutputs | Heartbeat | Fatal
+
+
+Incoming = TypeVar("Incoming")
+Outgoing = TypeVar("Outgoing")
+
+
+class MessagesLost(RuntimeError):
+    """Messages of the other end are missing. Its state is no longer known, so the engine must be replaced."""
+
+
+class MessageCodec(Generic[Outgoing, Incoming]):
+    """Encodes and decodes the messages of one end of a channel, numbered from 0 in each direction.
+
+    ZeroMQ delivers in order. But when a connection between machines breaks and is made again, messages may be lost, and
+    neither end would know. The numbers show it.
+
+    Args:
+        incoming: type of the messages of the other end.
+    """
+
+    def __init__(self, incoming: Any) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(tuple[int, incoming])
+        self._sent = self._received = 0
+
+    def encode(self, message: Outgoing) -> bytes:
+        """Return the next message as bytes."""
+        number, self._sent = self._sent, self._sent + 1
+        return self._encoder.encode((number, message))
+
+    def decode(self, data: bytes) -> Incoming | None:
+        """Return a message; None if it has been received before.
+
+        Raises:
+            MessagesLost: messages before it are missing.
+            msgspec.DecodeError: it is not a message.
+        """
+        number, message = self._decoder.decode(data)
+        if number < self._received:
+            return None
+        if number > self._received:
+            raise MessagesLost(f"{number - self._received} messages are missing before number {number}")
+        self._received += 1
+        decoded: Incoming = message
+        return decoded

@@ -13,6 +13,7 @@ import threading
 import time
 
 import msgspec
+import structlog
 import zmq
 
 from lorikeet import __version__
@@ -31,6 +32,8 @@ from lorikeet.core.messages import (
     FromEngine,
     Heartbeat,
     ImportKv,
+    MessageCodec,
+    MessagesLost,
     Progress,
     RegisterAdapters,
     Shutdown,
@@ -70,8 +73,7 @@ class Channel:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._codec = MessageCodec[FromEngine, ToEngine](ToEngine)
         self._using = threading.Lock()  # a socket may be used by several threads, but not at the same time
         self._turn_began_s: float | None = math.inf  # None while it waits; inf before the first turn
         self._is_closed = threading.Event()
@@ -85,23 +87,25 @@ class Channel:
         """Send a message. It is queued while the API process does not read."""
         with self._using:
             if not self._is_closed.is_set():
-                self._socket.send(self._encoder.encode(message))
+                self._socket.send(self._codec.encode(message))
 
     def receive(self, wait_s: float) -> list[ToEngine]:
         """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds; return all messages that have arrived.
 
-        A turn of the loop begins when this returns.
+        A turn of the loop begins when this returns. Heartbeats of the API process do not end it.
+
+        Raises:
+            MessagesLost: messages of the API process are missing.
         """
         self._turn_began_s = None
-        while not (ready := self._poll(min(wait_s, HEARTBEAT_EVERY_S))) and wait_s > HEARTBEAT_EVERY_S:
-            wait_s -= HEARTBEAT_EVERY_S
+        until_s = time.monotonic() + wait_s
+        while True:
+            is_woken = self._poll(min(wait_s, HEARTBEAT_EVERY_S))
+            messages = self._take()
+            wait_s = max(0.0, until_s - time.monotonic())
+            if messages or is_woken or not wait_s:
+                break
             self.send(Heartbeat(0.0))
-        if self._wake_fd in ready:
-            os.eventfd_read(self._wake_fd)
-        messages = []
-        with self._using:
-            while self._socket.poll(0):
-                messages.append(self._decoder.decode(self._socket.recv()))
         self._turn_began_s = time.monotonic()
         return messages
 
@@ -111,9 +115,22 @@ class Channel:
             self._is_closed.set()
             self._socket.close(linger=1000)
 
-    def _poll(self, wait_s: float) -> dict[object, int]:
+    def _poll(self, wait_s: float) -> bool:
+        """Wait for a message or for :meth:`wake`; return whether that was called."""
         with self._using:
-            return dict(self._poller.poll(math.ceil(wait_s * 1000)))
+            if self._wake_fd not in dict(self._poller.poll(math.ceil(wait_s * 1000))):
+                return False
+        os.eventfd_read(self._wake_fd)
+        return True
+
+    def _take(self) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        with self._using:
+            while self._socket.poll(0):
+                message = self._codec.decode(self._socket.recv())
+                if message is not None and not isinstance(message, Heartbeat):
+                    messages.append(message)
+        return messages
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats before the first turn and during each; while it waits, :meth:`receive` does."""
@@ -128,25 +145,14 @@ def serve(channel: Channel, engine: Engine) -> None:
 
     Raises:
         ExecutorError: a step failed; the supervisor starts another engine.
+        MessagesLost: messages of the API process are missing; likewise.
     """
     stats_due_s = 0.0
     while True:
         for message in channel.receive(0.0 if engine.is_busy else max(0.0, engine.due_s - time.monotonic())):
-            match message:
-                case Submit(request):
-                    engine.submit(request)
-                case Abort(request_id):
-                    engine.abort(request_id)
-                case ExportRequest(request_id):
-                    engine.export_with_kv(request_id)
-                case ImportKv():
-                    engine.import_kv(message)
-                case RegisterAdapters(adapters):
-                    engine.register_adapters(adapters)
-                case DropAdapter(digest):
-                    engine.drop_adapter(digest)
-                case Shutdown():
-                    return
+            if isinstance(message, Shutdown):
+                return
+            handle(message, engine)
         outputs = engine.step()
         now = time.monotonic()
         if now >= stats_due_s or not engine.is_busy:
@@ -154,6 +160,23 @@ def serve(channel: Channel, engine: Engine) -> None:
             stats_due_s = now + STATS_EVERY_S
         if outputs != StepOutputs((), (), ()):
             channel.send(outputs)
+
+
+def handle(message: ToEngine, engine: Engine) -> None:
+    """Pass a message, which is not ``Shutdown``, to the engine."""
+    match message:
+        case Submit(request):
+            engine.submit(request)
+        case Abort(request_id):
+            engine.abort(request_id)
+        case ExportRequest(request_id):
+            engine.export_with_kv(request_id)
+        case ImportKv():
+            engine.import_kv(message)
+        case RegisterAdapters(adapters):
+            engine.register_adapters(adapters)
+        case DropAdapter(digest):
+            engine.drop_adapter(digest)
 
 
 def main() -> None:
@@ -180,6 +203,9 @@ def main() -> None:
     try:
         with frozen_gc():
             serve(channel, replica.engine)
+    except MessagesLost as error:
+        structlog.get_logger("lorikeet").error("engine ends: messages of the API process were lost", reason=str(error))
+        sys.exit(1)
     finally:
         replica.engine.close()
         channel.close()

@@ -24,6 +24,7 @@ from lorikeet.router.connections import (
     BackendUnreachable,
     ConnectionBroken,
     Headers,
+    LocalSocketError,
     plain_reason,
 )
 from lorikeet.router.health import HealthMonitor
