@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from lorikeet.api.connections import ConnectionLimits, ConnectionStats, limited_http
+from lorikeet.api.connections import ConnectionLimits, ConnectionStats, limited_http, raise_file_limit
+from tests.api.conftest import Running
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -133,3 +135,20 @@ async def test_connections_beyond_the_limit_get_503_and_the_others_go_on() -> No
         while not (answer := await exchange(port, HEAD + b"content-length: 0\r\n\r\n")).startswith(b"HTTP/1.1 200"):
             assert answer.startswith(b"HTTP/1.1 503")
         first[1][1].close()
+
+
+def test_limit_on_open_files_is_raised_as_far_as_allowed() -> None:
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1, most))
+        assert raise_file_limit() < most
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
+
+
+async def test_metrics_count_closed_connections_by_reason(server: Running) -> None:
+    server.service.connections.note("the head came too slowly", "127.0.0.1")
+    lines = (await server.http.get("/metrics")).text.splitlines()
+    wanted = 'lorikeet:connections_closed_total{model_name="base",reason="the head came too slowly"} 1.0'
+    assert wanted in lines

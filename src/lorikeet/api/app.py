@@ -8,7 +8,14 @@ from lorikeet.api import adapters, cluster, completions, info
 from lorikeet.api.errors import install_handlers
 from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
 from lorikeet.api.logs import log
-from lorikeet.api.metrics import AdapterUsage, ClusterCollector, ReplicasCollector, RequestMetrics, UsageCollector
+from lorikeet.api.metrics import (
+    AdapterUsage,
+    ClusterCollector,
+    ConnectionCollector,
+    ReplicasCollector,
+    RequestMetrics,
+    UsageCollector,
+)
 from lorikeet.api.middleware import AdmissionGate, add_middleware
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.request_log import RequestLog
@@ -69,6 +76,7 @@ def create_service(
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))
     metrics.add_collector(ClusterCollector(client, models.base))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
+    metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": models.base}))
     metrics.add_collector(LengthCollector(lengths, metrics.labels))
 
     def on_adapter_event(event: AdapterEvent) -> None:

@@ -203,7 +203,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _refuse(self, status: int, reason: str) -> None:
         self._stats.note(reason, self._who())
-        if status and (self.cycle is None or not self.cycle.response_started or self.cycle.response_complete):
+        if status and (self.cycle is None or not self.cycle.response_started or self.cycle.response_complete):  # type: ignore[redundant-expr]
             self._refuse_with(status, reason)
         else:
             self.transport.abort()

@@ -20,6 +20,7 @@ from anyio import to_thread
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.app import create_app, create_service
+from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
 from lorikeet.api.length_prediction import open_length_predictor
 from lorikeet.api.logs import log
 from lorikeet.api.model_folder import ModelFolder, prepare_model
@@ -32,7 +33,7 @@ from lorikeet.api.text_processor import TemplateError, TextProcessor, read_gener
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.client.client import EngineClient, Engines
 from lorikeet.client.supervisor import EngineError
-from lorikeet.config import ConfigError, Settings
+from lorikeet.config import ConfigError, ServerSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.extras import install_command
 from lorikeet.core.logs import configure_logs
@@ -116,7 +117,7 @@ async def _serve(settings: Settings) -> None:
             progress.display.stop()
             show_ready(url, names.base, catalog.names(), needs_key=needs_key, as_json=as_json)
 
-        server = _Server(service, settings.server.drain_timeout_s, on_ready)
+        server = _Server(service, _connection_limits(settings.server), settings.server.drain_timeout_s, on_ready)
         # From here on uvicorn's own handlers receive the signals.
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         with frozen_gc():
@@ -164,9 +165,12 @@ def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
 class _Server(uvicorn.Server):
     """Uvicorn that drains: after the first signal it goes on answering until accepted requests have ended."""
 
-    def __init__(self, service: Service, drain_timeout_s: float, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, service: Service, limits: ConnectionLimits, drain_timeout_s: float, on_ready: Callable[[], None]
+    ) -> None:
         config = uvicorn.Config(
             create_app(service),
+            http=limited_http(limits, service.connections),  # type: ignore[arg-type]
             loop="none",
             lifespan="off",
             access_log=False,
@@ -230,6 +234,16 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     return listener
+
+
+def _connection_limits(server: ServerSettings) -> ConnectionLimits:
+    return ConnectionLimits(
+        min(server.max_connections, raise_file_limit()),
+        server.max_head_bytes,
+        server.head_timeout_s,
+        server.body_timeout_s,
+        server.write_timeout_s,
+    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -17,6 +17,7 @@ from fastapi import Request as HttpRequest
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import UnknownAdapter
+from lorikeet.api.connections import ConnectionStats
 from lorikeet.api.errors import ApiError, bad_request, engine_unavailable, model_not_found
 from lorikeet.api.generation import Generation, TextOptions
 from lorikeet.api.length_prediction import AnswerLengthPredictor
@@ -85,6 +86,7 @@ class Service:
     gate: AdmissionGate
     lengths: AnswerLengthPredictor
     observer: RequestObserver
+    connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
     """Versions that requests ran under, to name those in metrics that have no name any more."""
     generations: set[Generation] = field(default_factory=set)

@@ -1,11 +1,10 @@
 """``lorikeet router``: builds a router from its options, serves, and drains at the end."""
 
 import asyncio
-import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from itertools import count
 from types import FrameType
 
@@ -13,6 +12,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
 from lorikeet.api.logs import log
 from lorikeet.api.terminal import fail, show_ready, shown_url
 from lorikeet.cluster.build import ClusterOptions, build_cluster_policies
@@ -54,6 +54,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
         host, port: where to listen; port 0 picks a free one.
         api_keys, admin_keys, allowed_origins: as of ``lorikeet serve``.
         backend_key: sent to the backends instead of the client's key; empty for none.
+        connections: what one client may take.
         health_s: time between two health checks of a backend, in seconds.
         drain_timeout_s: how long requests may go on after SIGTERM, in seconds.
         log_level, log_json: of the router's own log.
@@ -71,6 +72,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     backend_key: str = ""
+    connections: ConnectionLimits = ConnectionLimits()
     health_s: float = HEALTH_S
     drain_timeout_s: float = 120.0
     log_level: str = "info"
@@ -89,7 +91,6 @@ def run_router(options: RouterOptions) -> None:
         configure_logs("info", as_json=options.log_json)
         fail(str(error), as_json=options.log_json)
     try:
-        raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(options))
     except (ConfigError, OSError, ProfileError, ValueError) as error:
@@ -98,19 +99,15 @@ def run_router(options: RouterOptions) -> None:
         fail("stopped before it was ready", as_json=options.log_json)
 
 
-def raise_file_limit() -> None:
-    """Raise the limit on open files as far as allowed: a request takes two sockets, and the usual limit is 1024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # more than the system really allows: then the limit stays
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 async def _run(options: RouterOptions) -> None:
     async with open_router(options) as parts:
         preset, _ = resolve_preset(options.preset)
         app = create_app(parts, preset, options.api_keys, options.admin_keys, options.allowed_origins)
+        files = raise_file_limit() // 2  # a request takes two sockets
+        limits = options.connections._replace(max_connections=min(options.connections.max_connections, files))
         config = uvicorn.Config(
             app,
+            http=limited_http(limits, parts.metrics.connections),  # type: ignore[arg-type]
             host=options.host,
             port=options.port,
             loop="none",
