@@ -105,5 +105,6 @@ def create_app(service: Service) -> FastAPI:
         admin_keys=service.settings.admin_keys,
         tenant_header=service.settings.tenant_header,
         allowed_origins=service.settings.allowed_origins,
+        host=service.settings.host,
     )
     return app

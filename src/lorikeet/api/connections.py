@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from lorikeet.api.logs import log
 
@@ -203,7 +203,8 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _refuse(self, status: int, reason: str) -> None:
         self._stats.note(reason, self._who())
-        if status and (self.cycle is None or not self.cycle.response_started or self.cycle.response_complete):  # type: ignore[redundant-expr]
+        cycle: RequestResponseCycle | None = self.cycle  # None before the first request, whatever its type says
+        if status and (cycle is None or not cycle.response_started or cycle.response_complete):
             self._refuse_with(status, reason)
         else:
             self.transport.abort()

@@ -1,13 +1,14 @@
 """What every HTTP request of a server or a router passes before its route.
 
-In this order: request ids, keys and tenants, the check of a web page's origin, the limit on bodies. The gate that
-counts accepted sequences and closes for a drain is here too; routes pass it once they know how many sequences a body
-asks for.
+In this order: request ids, the name that the server is called by, keys and tenants, the check of a web page's origin,
+the limit on bodies. The gate that counts accepted sequences and closes for a drain is here too; routes pass it once
+they know how many sequences a body asks for.
 """
 
 import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -16,10 +17,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.api.errors import ApiError, bad_request
+from lorikeet.api.listening import is_loopback
 from lorikeet.api.logs import RequestIds
 from lorikeet.config import check_keys
 
 _RETRY_AFTER_S = 1
+_LONGEST_SHOWN = 100
 
 
 class AdmissionGate:
@@ -139,6 +142,46 @@ def _cross_origin_refusal(headers: Headers) -> ASGIApp:
     return ApiError(403, said).response()
 
 
+class HostGuard:
+    """Middleware for a server without keys that only its own machine reaches: refuses foreign names in ``Host``.
+
+    A web page that has its own name point at 127.0.0.1 (DNS rebinding) would be of the server's origin to the browser.
+    What has no ``Host`` is no browser.
+
+    Args:
+        app: what it guards.
+        names: that are answered beside ``localhost``, the names below it, and loopback addresses.
+    """
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
+        self._app = app
+        self._names = frozenset(map(str.lower, names))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        await (self._app if not host or self._is_known(host) else _foreign_host(host))(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        name = _host_of_origin(f"http://{host}").rstrip(".")
+        return name in self._names or name.endswith(".localhost") or is_loopback(name)
+
+
+def _host_of_origin(origin: str) -> str:
+    try:
+        return urlsplit(origin).hostname or ""
+    except ValueError:  # brackets that hold no address
+        return ""
+
+
+def _foreign_host(host: str) -> ASGIApp:
+    said = (
+        f"Without --api-key, this server answers only as localhost, not as {host[:_LONGEST_SHOWN]!r}; start it with a "
+        "key, or with the origin of that name as --allowed-origins."
+    )
+    return ApiError(403, said).response()
+
+
 _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"})
 _ADMIN_POSTS = frozenset(
     {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"}
@@ -251,6 +294,7 @@ def add_middleware(
     admin_keys: Sequence[str] = (),
     tenant_header: str = "",
     allowed_origins: Sequence[str] = (),
+    host: str = "",
 ) -> None:
     """Give requests their ids, check their keys, and limit their bodies.
 
@@ -259,6 +303,7 @@ def add_middleware(
         max_body_bytes: longer bodies get 413.
         api_keys, admin_keys, tenant_header: see ``Auth``.
         allowed_origins: of web pages that may use the server; ``*`` for any, empty for none but its own.
+        host: address that the server listens on.
 
     Raises:
         ConfigError: a key is empty.
@@ -267,6 +312,8 @@ def add_middleware(
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     app.add_middleware(CrossOriginGuard, allowed_origins=allowed_origins)
     app.add_middleware(Auth, api_keys=api_keys, admin_keys=admin_keys, tenant_header=tenant_header)
+    if is_loopback(host) and not api_keys and "*" not in allowed_origins:
+        app.add_middleware(HostGuard, names=(host, *filter(None, map(_host_of_origin, allowed_origins))))
     app.add_middleware(RequestIds)
     if allowed_origins:
         # No cookies: keys are in a header, which a page of an allowed origin must hold itself.

@@ -41,6 +41,7 @@ def create_app(
     api_keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     allowed_origins: Sequence[str] = (),
+    host: str = "",
 ) -> Starlette:
     """Return the ASGI application.
 
@@ -50,6 +51,7 @@ def create_app(
         api_keys: for all routes but health and metrics; empty for open access.
         admin_keys: for those that change adapters; empty means the API keys do.
         allowed_origins: of web pages that may use the router, whatever the backends allow.
+        host: address that it listens on.
     """
     app = Starlette()
     routes = _Routes(parts, preset)
@@ -75,6 +77,7 @@ def create_app(
         api_keys=api_keys,
         admin_keys=admin_keys,
         allowed_origins=allowed_origins,
+        host=host,
     )
     return app
 

@@ -13,6 +13,7 @@ import uvicorn
 import uvloop
 
 from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
+from lorikeet.api.listening import BoundServer, bind
 from lorikeet.api.logs import log
 from lorikeet.api.terminal import fail, show_ready, shown_url
 from lorikeet.cluster.build import ClusterOptions, build_cluster_policies
@@ -100,38 +101,41 @@ def run_router(options: RouterOptions) -> None:
 
 
 async def _run(options: RouterOptions) -> None:
-    async with open_router(options) as parts:
-        preset, _ = resolve_preset(options.preset)
-        app = create_app(parts, preset, options.api_keys, options.admin_keys, options.allowed_origins)
-        files = raise_file_limit() // 2  # a request takes two sockets
-        limits = options.connections._replace(max_connections=min(options.connections.max_connections, files))
-        config = uvicorn.Config(
-            app,
-            http=limited_http(limits, parts.metrics.connections),  # type: ignore[arg-type]
-            host=options.host,
-            port=options.port,
-            loop="none",
-            lifespan="off",
-            access_log=False,
-            proxy_headers=False,
-            log_config=None,
-            log_level="warning",
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=round(options.drain_timeout_s),
+    with bind(options.host, options.port) as listener:
+        async with open_router(options) as parts:
+            await _serve(options, listener, parts)
+
+
+async def _serve(options: RouterOptions, listener: socket.socket, parts: RouterParts) -> None:
+    preset, _ = resolve_preset(options.preset)
+    app = create_app(parts, preset, options.api_keys, options.admin_keys, options.allowed_origins, options.host)
+    files = raise_file_limit() // 2  # a request takes two sockets
+    limits = options.connections._replace(max_connections=min(options.connections.max_connections, files))
+    config = uvicorn.Config(
+        app,
+        http=limited_http(limits, parts.metrics.connections),  # type: ignore[arg-type]
+        loop="none",
+        lifespan="off",
+        access_log=False,
+        proxy_headers=False,
+        log_config=None,
+        log_level="warning",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(options.drain_timeout_s),
+    )
+
+    def on_ready(url: str) -> None:
+        names = [card["id"] for card in parts.catalog.base_cards()] or ["not known yet"]
+        show_ready(
+            url,
+            names[0],
+            list(parts.catalog.adapters),
+            needs_key=bool(options.api_keys),
+            as_json=options.log_json,
         )
 
-        def on_ready(url: str) -> None:
-            names = [card["id"] for card in parts.catalog.base_cards()] or ["not known yet"]
-            show_ready(
-                url,
-                names[0],
-                list(parts.catalog.adapters),
-                needs_key=bool(options.api_keys),
-                as_json=options.log_json,
-            )
-
-        with frozen_gc():
-            await _Server(config, on_ready).serve()
+    with frozen_gc():
+        await _Server(config, listener, on_ready).serve()
 
 
 @asynccontextmanager
@@ -172,19 +176,18 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
         await backend_router.close()
 
 
-class _Server(uvicorn.Server):
+class _Server(BoundServer):
     """Uvicorn that reports when it is ready and when it drains, and whose process ends with code 0 after a signal."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[str], None]) -> None:
-        super().__init__(config)
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+        super().__init__(config, listener)
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then call ``on_ready`` with the URL."""
         await super().startup(sockets)
         if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self._on_ready(shown_url(host, port))
+            self._on_ready(shown_url(*self._listener.getsockname()[:2]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running requests end, within the drain time."""
