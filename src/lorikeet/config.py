@@ -200,6 +200,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
             it: the API key of the request names the tenant.
+        shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
+            ``cached_tokens`` or the time whether another has sent the same prompt. Otherwise only those of the same
+            tenant do. Without API keys it is always shared.
         slo_ttft_s: target for the time to first token; 0 for none.
         slo_tpot_s: target for the mean time per output token after the first; 0 for none.
         adapter_slos: targets of single adapters, which override those of the server: ``name=ttft=0.5,tpot=0.1``, or one
@@ -234,6 +237,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
     tenant_header: str = ""
+    shared_prefix_cache: bool = False
     slo_ttft_s: Seconds = 0.0
     slo_tpot_s: Seconds = 0.0
     adapter_slos: tuple[str, ...] = ()

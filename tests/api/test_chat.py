@@ -286,7 +286,6 @@ async def test_a_request_that_takes_too_long_ends_with_504(start: Start) -> None
         ({"best_of": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"cache_salt": "x"}, "cache_salt"),
         ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
         ({"adapter_id": "someone/adapter"}, "adapter_id"),
         ({"adapter_source": "hub"}, "adapter_source"),

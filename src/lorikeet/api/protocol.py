@@ -70,6 +70,7 @@ class GenerationBody(Body):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     user: str | None = None
 
     @field_validator("stream_options")
@@ -260,7 +261,6 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "allowed_token_ids": (([],), "allowed_token_ids is not supported yet; use logit_bias."),
     "bad_words": (([],), "bad_words is not supported yet; use logit_bias."),
     "logits_processors": (([],), "Logits processors are not supported."),
-    "cache_salt": ((), "cache_salt is not supported yet."),
     "modalities": ((["text"],), "Only text is supported."),
     "audio": ((), "Audio is not supported."),
     "chat_template": ((), "A template per request is not supported; start the server with --chat-template."),

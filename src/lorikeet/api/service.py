@@ -175,6 +175,7 @@ class Service:
         arrival_s: float,
     ) -> list[Request]:
         requests: list[Request] = []
+        cache_salt = self._cache_salt(body, sender)
         logit_bias = logit_bias_pairs(body, self.limits.vocabulary, len(prompts) * (body.n or 1))
         for token_ids, tokens in zip(prompts, predicted, strict=True):
             check_prompt(token_ids, self.limits, job.prompt_param)
@@ -197,11 +198,18 @@ class Service:
                         adapter=adapter,
                         priority=body.priority or 0,
                         tenant=sender.tenant,
+                        cache_salt=cache_salt,
                         slo=slo,
                         predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
                     )
                 )
         return requests
+
+    def _cache_salt(self, body: GenerationBody, sender: Sender) -> str:
+        """Return what a request's KV is told apart by: its tenant, where keys keep tenants apart, and what it says."""
+        is_shared = self.settings.shared_prefix_cache or not self.settings.api_keys
+        tenant, salt = "" if is_shared else sender.tenant, body.cache_salt or ""
+        return f"{tenant}\0{salt}" if tenant or salt else ""
 
     def _shed(self, requests: list[Request]) -> None:
         """Refuse requests that would get their first token too late, before they make others wait.

@@ -197,6 +197,7 @@ FLAGS = (
     Flag("--drain-timeout", "server.drain_timeout_s", float, "Seconds that requests may go on after SIGTERM."),
     Flag("--metrics-adapters", "server.metrics_adapters", int, "Adapters with metrics of their own."),
     Flag("--tenant-header", "server.tenant_header", str, "Header that names a request's tenant; else its key does."),
+    Flag("--shared-prefix-cache", "server.shared_prefix_cache", bool, "Let API keys reuse each other's KV."),
     Flag("--slo-ttft", "server.slo_ttft_s", float, "Target for the time to first token, in seconds."),
     Flag("--slo-tpot", "server.slo_tpot_s", float, "Target for the mean time per token after the first, in seconds."),
     Flag(
