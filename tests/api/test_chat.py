@@ -425,3 +425,31 @@ async def test_a_prompt_past_the_context_is_told_with_its_length(server: Running
     reply = await server.http.post(CHAT, json=body(messages=messages))
     assert reply.status_code == 400
     assert "maximum context length is 256 tokens" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("last", "fields", "echoed"),
+    [
+        ({"role": "assistant", "content": "well, "}, {"continue_final_message": True}, "well, "),
+        ({"role": "assistant", "content": [{"type": "text", "text": "well, "}]}, {}, "well, "),
+        ({"role": "user", "content": "say "}, {"add_generation_prompt": False}, "say "),
+        ({"role": "user", "content": "say "}, {}, ""),
+        ({"role": "assistant", "content": "well, "}, {"echo": False}, ""),
+    ],
+)
+async def test_echo_opens_the_answer_with_the_last_message(
+    server: Running, last: dict[str, Any], fields: dict[str, Any], echoed: str
+) -> None:
+    asked = {**body(), "echo": True, "messages": [*MESSAGES, last], **fields}
+    whole = (await server.http.post(CHAT, json=asked)).json()["choices"][0]["message"]["content"]
+    assert whole == text_of(await events(server.http, CHAT, asked)) == f"{echoed}hello world"
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [('{"model": "base",\n "messages": [}', "line 2, column 15"), ('{"model": nope}', "line 1, column 11")],
+)
+async def test_invalid_json_is_a_400_with_line_and_column(server: Running, content: str, place: str) -> None:
+    reply = await server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400
+    assert f"Expecting value, at {place}." in reply.json()["error"]["message"]

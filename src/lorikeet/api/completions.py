@@ -17,7 +17,7 @@ from lorikeet.api.generation import Generation, OutputDelta
 from lorikeet.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody, refuse_unsupported
 from lorikeet.api.service import GenerationSpec, JsonBody, SenderDep, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.api.text_processor import TextProcessor, content_text
 from lorikeet.api.threads import off_the_loop
 from lorikeet.core.plan import Token
 
@@ -321,19 +321,27 @@ def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
 
 
 class ChatFormat:
-    """See :class:`lorikeet.api.completions.AnswerFormat`."""
+    """See :class:`lorikeet.api.completions.AnswerFormat`.
+
+    Args:
+        texts: the model's.
+        logprobs: whether to report them.
+        echo: text that opens every choice.
+    """
 
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, texts: TextProcessor, *, logprobs: bool) -> None:
+    def __init__(self, texts: TextProcessor, *, logprobs: bool, echo: str = "") -> None:
         self._texts = texts
+        self._echo = echo
         self.needs_every_token = logprobs
 
     def first(self, index: int) -> dict[str, Any]:
-        """The role comes in a chunk of its own."""
-        return self._choice(index, "delta", {"role": "assistant", "content": ""}, None, None) | {"logprobs": None}
+        """The role comes in a chunk of its own, with the echo."""
+        delta = {"role": "assistant", "content": self._echo}
+        return self._choice(index, "delta", delta, None, None) | {"logprobs": None}
 
     def chunk(self, piece: OutputDelta) -> dict[str, Any]:
         """Return the choice of one chunk."""
@@ -343,7 +351,7 @@ class ChatFormat:
 
     def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
         """Return a whole choice."""
-        message = {"role": "assistant", "content": text}
+        message = {"role": "assistant", "content": self._echo + text}
         choice = self._choice(index, "message", message, last.finish_reason, last.stop_reason)
         return choice | {"logprobs": self._logprobs(tokens)}
 
@@ -390,4 +398,13 @@ async def chat_completions(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     generation = await service.start(body, target, job, sender)
-    return await respond(http, body, generation, ChatFormat(service.texts, logprobs=bool(body.logprobs)), target.name)
+    answer = ChatFormat(service.texts, logprobs=bool(body.logprobs), echo=_echo(body))
+    return await respond(http, body, generation, answer, target.name)
+
+
+def _echo(body: ChatCompletionRequest) -> str:
+    """Return the text that opens the answer: as in vLLM, the last message's if the answer has the same role."""
+    last = body.messages[-1]
+    if not body.echo or (last.role != "assistant" and body.add_generation_prompt is not False):
+        return ""
+    return content_text(last)

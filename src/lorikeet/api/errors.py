@@ -1,5 +1,6 @@
 """Errors as clients see them: ``{"error": {"message", "type", "param", "code"}}``."""
 
+import json
 import re
 from collections.abc import Mapping
 from itertools import takewhile
@@ -83,6 +84,11 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def invalid_json(error: json.JSONDecodeError) -> ApiError:
+    """Return the 400 of a body that is no JSON, with the place."""
+    return bad_request(f"The body is not valid JSON: {error.msg}, at line {error.lineno}, column {error.colno}.")
+
+
 def not_supported(message: str, param: str | None = None) -> ApiError:
     """Return a 501."""
     return ApiError(501, message, param=param)
@@ -129,7 +135,8 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     faults = error.errors()
     first = faults[0]
     if first["type"] == "json_invalid":
-        return bad_request(f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return invalid_json(json.JSONDecodeError(reason, error.body, first["loc"][1]))
     of_field = [fault for fault in faults if fault["loc"][:2] == first["loc"][:2]]
     where = _common_prefix([fault["loc"] for fault in of_field])[1:]  # without "body" or "query"
     if not where:

@@ -173,6 +173,7 @@ class ChatFields(ChatOptions):
 class ChatCompletionRequest(GenerationBody, ChatFields):
     """Body of ``POST /v1/chat/completions``."""
 
+    echo: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 

@@ -36,6 +36,10 @@ spaces behind them are gone where a template takes away what a message ends with
 """
 
 
+_FAILURES_OF_TEMPLATES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What templates raise on messages that they do not expect, beside their own errors."""
+
+
 class TemplateError(ValueError):
     """There is no template, or it refused the messages; the message says which and why."""
 
@@ -70,6 +74,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
 
     def render_open(self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> str:
         """Return the prompt that ends with the text of the last message, which the answer continues.
@@ -96,14 +101,17 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for ``messages``; ``extra`` holds further variables of the template.
 
+        OpenAI's role ``developer`` is ``system`` to a template that does not know it.
+
         Raises:
             TemplateError: the template refuses the messages or fails on them.
         """
         variables = {**self._special_tokens, "tools": None, "documents": None, **extra}
-        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        known = messages if self._knows_developer else map(_as_system, messages)
+        variables |= {"messages": list(known), "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (jinja2.TemplateError, *_FAILURES_OF_TEMPLATES) as error:
             raise TemplateError(f"the chat template refuses these messages: {error}") from error
 
 
@@ -136,6 +144,10 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
         named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("default")
     return ChatTemplate(source, _special_tokens(config)) if source else None
+
+
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -624,10 +636,15 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
                 raise not_supported(f"messages.{index}: content of type {part.type!r} is not supported.", "messages")
             if part.text is None:
                 raise bad_request(f"messages.{index}: a text part has no text.", "messages")
-        plain["content"] = "\n".join(part.text or "" for part in message.content)
-    else:
-        plain["content"] = message.content or ""
+    plain["content"] = content_text(message)
     return plain
+
+
+def content_text(message: ChatMessage) -> str:
+    """Return a message's content as one string."""
+    if isinstance(message.content, list):
+        return "\n".join(part.text or "" for part in message.content)
+    return message.content or ""
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
