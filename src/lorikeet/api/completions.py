@@ -14,7 +14,14 @@ from starlette.responses import Response
 
 from lorikeet.api.errors import ApiError, bad_request, not_supported
 from lorikeet.api.generation import Generation, OutputDelta
-from lorikeet.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody, refuse_unsupported
+from lorikeet.api.large_bodies import PromptRoute, prepared_body
+from lorikeet.api.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationBody,
+    prompts_of,
+    refuse_unsupported,
+)
 from lorikeet.api.service import GenerationSpec, JsonBody, SenderDep, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
 from lorikeet.api.text_processor import TextProcessor, content_text
@@ -209,7 +216,7 @@ def _finite(logprob: float | None) -> float:
     return _LOWEST if logprob is None else max(logprob, _LOWEST)
 
 
-router = APIRouter(dependencies=[JsonBody])
+router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -284,7 +291,8 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
     if body.echo and body.logprobs is not None:
         raise not_supported("echo together with logprobs is not supported yet.", "echo")
     target = service.models.resolve(body.model, body.lora_path)
-    prompts = _prompts(body)
+    prepared = prepared_body(http)
+    prompts = prepared.prompts if prepared else prompts_of(body)
 
     async def encode() -> list[list[int]]:
         special = body.add_special_tokens is not False
@@ -296,28 +304,16 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
         prompt_param="prompt",
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
+        arrival_s=prepared.arrival_s if prepared else None,
     )
     generation = await service.start(body, target, job, sender)
     try:
-        echoes = await service.texts.decode_all(prompts) if body.echo else []
+        echoes = list(prepared.texts) if prepared else await service.texts.decode_all(prompts) if body.echo else []
     except BaseException:
         generation.close()
         raise
     answer = CompletionFormat(service.texts, logprobs=body.logprobs is not None, echoes=echoes, choices=body.n or 1)
     return await respond(http, body, generation, answer, target.name)
-
-
-def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
-    """Bring the four forms of ``prompt`` into one."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise bad_request("The prompt is empty; at least one token is needed.", "prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]
-    strings = [entry for entry in prompt if isinstance(entry, str)]
-    return strings or [entry for entry in prompt if isinstance(entry, list)]
 
 
 class ChatFormat:
@@ -379,8 +375,11 @@ async def chat_completions(
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
     target = service.models.resolve(body.model, body.lora_path)
+    prepared = prepared_body(http)
 
     async def encode() -> list[list[int]]:
+        if prepared:
+            return prepared.prompts
         token_ids = await service.texts.encode_chat(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
@@ -396,6 +395,7 @@ async def chat_completions(
         prompt_param="messages",
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        arrival_s=prepared.arrival_s if prepared else None,
     )
     generation = await service.start(body, target, job, sender)
     answer = ChatFormat(service.texts, logprobs=bool(body.logprobs), echo=_echo(body))

@@ -7,7 +7,7 @@ they know how many sequences a body asks for.
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -71,20 +71,28 @@ class Ticket:
 
 
 class BodyLimit:
-    """Refuses bodies above a size with 413, by their announced length or while they arrive."""
+    """Refuses bodies above a size with 413, by their announced length or while they arrive.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Args:
+        app: what it guards.
+        max_bytes: the size.
+        larger: the size for some paths.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, larger: Mapping[str, int]) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._larger = larger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = self._larger.get(scope["path"], self._max_bytes)
         announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdigit() and int(announced) > self._max_bytes:
-            await self._too_large().response()(scope, receive, send)
+        if announced.isdigit() and int(announced) > most:
+            await _too_large(most).response()(scope, receive, send)
             return
         received = 0
 
@@ -92,14 +100,15 @@ class BodyLimit:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._too_large()
+            if received > most:
+                raise _too_large(most)
             return message
 
         await self._app(scope, counted, send)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"The body is larger than {self._max_bytes} bytes.")
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {most} bytes.")
 
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -290,6 +299,7 @@ def add_middleware(
     app: Starlette,
     *,
     max_body_bytes: int,
+    larger_bodies: Mapping[str, int],
     api_keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     tenant_header: str = "",
@@ -301,6 +311,7 @@ def add_middleware(
     Args:
         app: has its routes.
         max_body_bytes: longer bodies get 413.
+        larger_bodies: the same for some paths.
         api_keys, admin_keys, tenant_header: see ``Auth``.
         allowed_origins: of web pages that may use the server; ``*`` for any, empty for none but its own.
         host: address that the server listens on.
@@ -309,7 +320,7 @@ def add_middleware(
         ConfigError: a key is empty.
     """
     # The last one added sees a request first.
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=larger_bodies)
     app.add_middleware(CrossOriginGuard, allowed_origins=allowed_origins)
     app.add_middleware(Auth, api_keys=api_keys, admin_keys=admin_keys, tenant_header=tenant_header)
     if is_loopback(host) and not api_keys and "*" not in allowed_origins:

@@ -5,12 +5,15 @@ only the first wrong one is reported: a body of millions of them would hold up t
 better part of a minute.
 """
 
+import json
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from lorikeet.api.errors import not_supported
+from lorikeet.api.errors import bad_request, not_supported
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
@@ -118,6 +121,23 @@ class CompletionRequest(GenerationBody):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None
+
+
+def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
+    """Bring the four forms of ``prompt`` into one.
+
+    Raises:
+        ApiError: 400, there is none.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("The prompt is empty; at least one token is needed.", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    strings = [entry for entry in prompt if isinstance(entry, str)]
+    return strings or [entry for entry in prompt if isinstance(entry, list)]
 
 
 class TextPart(Body):
@@ -291,3 +311,40 @@ def refuse_unsupported(body: Body) -> None:
         neutral, message = _FIELDS[name]
         if value not in neutral:
             raise not_supported(message, name)
+
+
+_MAYBE_SURROGATE = re.compile(
+    rb"\x00"  # UTF-16 or UTF-32, which JSON allows
+    rb"|\xed[\xa0-\xbf]"
+    rb"|\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
+)
+"""What a body must contain for its JSON to hold half a surrogate pair; most bodies are told apart by it alone.
+
+Each alternative begins with a letter of its own: so a body is searched for these, and not tried at every byte.
+"""
+
+
+def may_hold_surrogates(body: bytes) -> bool:
+    """Tell whether a body must be looked at more closely by :func:`refuse_lone_surrogates`."""
+    return _MAYBE_SURROGATE.search(body) is not None
+
+
+def refuse_lone_surrogates(body: bytes, value: Any) -> None:
+    """Check that all text of a body can be written as UTF-8.
+
+    Args:
+        body: as it came.
+        value: what it holds.
+
+    Raises:
+        ApiError: 400 naming the first field that cannot.
+    """
+    if not may_hold_surrogates(body):
+        return
+    for field, content in value.items() if isinstance(value, dict) else ():
+        try:
+            json.dumps({field: content}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            name = field.encode(errors="backslashreplace").decode()
+            code = ord(error.object[error.start])
+            raise bad_request(f"{name}: half a character, the lone surrogate U+{code:04X}.", name) from None

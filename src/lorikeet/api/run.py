@@ -106,6 +106,7 @@ async def _serve(settings: Settings) -> None:
         service = create_service(
             settings, client, catalog, texts, names, _limits(model.path, config, engine_info), request_log, lengths
         )
+        stack.push_async_callback(service.prompt_processes.close)
         for note in (*catalog.notes, lengths_note):
             log.info(note)
         needs_key = bool(settings.server.api_keys)

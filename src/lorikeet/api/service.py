@@ -1,14 +1,12 @@
 """The parts of a running server, how a body becomes requests to the engine, and how routes get at both."""
 
 import asyncio
-import json
 import math
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import structlog
 from anyio import CapacityLimiter
@@ -18,12 +16,13 @@ from fastapi import Request as HttpRequest
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import UnknownAdapter
 from lorikeet.api.connections import ConnectionStats
-from lorikeet.api.errors import ApiError, bad_request, engine_unavailable, model_not_found
+from lorikeet.api.errors import ApiError, engine_unavailable, model_not_found
 from lorikeet.api.generation import Generation, TextOptions
+from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_type
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.middleware import AdmissionGate, Ticket
 from lorikeet.api.observer import RequestObserver
-from lorikeet.api.protocol import GenerationBody
+from lorikeet.api.protocol import GenerationBody, may_hold_surrogates, refuse_lone_surrogates
 from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
 from lorikeet.api.served_models import ResolvedModel, ServedModels
 from lorikeet.api.slo_targets import SloTargets
@@ -50,6 +49,7 @@ class GenerationSpec:
         default_max_tokens: of an answer if the body does not say, as far as the context leaves room; None for all of
             the room.
         logprobs: alternatives to report with each token; None for no log probabilities.
+        arrival_s: monotonic time at which the body had been received; None for now.
     """
 
     prompts: int
@@ -57,6 +57,7 @@ class GenerationSpec:
     prompt_param: str
     default_max_tokens: int | None
     logprobs: int | None
+    arrival_s: float | None = None
 
 
 class Sender(NamedTuple):
@@ -85,6 +86,8 @@ class Service:
     targets: SloTargets
     gate: AdmissionGate
     lengths: AnswerLengthPredictor
+    body_gate: BodyGate
+    prompt_processes: PromptProcesses
     observer: RequestObserver
     connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
@@ -106,7 +109,7 @@ class Service:
         Raises:
             ApiError: it cannot be accepted, or its prompt or sampling is not valid.
         """
-        arrival_s = time.monotonic()
+        arrival_s = time.monotonic() if job.arrival_s is None else job.arrival_s
         sequences = job.prompts * (body.n or 1)
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
         slo = self.targets.of(None if target.adapter is None else target.adapter.name)
@@ -264,17 +267,6 @@ class Service:
         )
 
 
-_MAYBE_SURROGATE = re.compile(
-    rb"\x00"  # UTF-16 or UTF-32, which JSON allows
-    rb"|\xed[\xa0-\xbf]"
-    rb"|\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
-)
-"""What a body must contain for its JSON to hold half a surrogate pair; most bodies are told apart by it alone.
-
-Each alternative begins with a letter of its own: so a body is searched for these, and not tried at every byte.
-"""
-
-
 async def _service(request: HttpRequest) -> Service:
     # Not async, FastAPI would run it in a thread, for every request.
     service: Service = request.app.state.service
@@ -283,18 +275,10 @@ async def _service(request: HttpRequest) -> Service:
 
 async def _is_json(request: HttpRequest) -> None:
     """Check the content type, and that all text can be written as UTF-8, which no lone surrogate can."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"Only 'application/json' is allowed as Content-Type, not {kind!r}.")
-    if _MAYBE_SURROGATE.search(await request.body()):
-        body: Any = await request.json()
-        for field, value in body.items() if isinstance(body, dict) else ():
-            try:
-                json.dumps({field: value}, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                name = field.encode(errors="backslashreplace").decode()
-                code = ord(error.object[error.start])
-                raise bad_request(f"{name}: half a character, the lone surrogate U+{code:04X}.", name) from None
+    check_content_type(request)
+    body = await request.body()
+    if may_hold_surrogates(body):
+        refuse_lone_surrogates(body, await request.json())
 
 
 async def _sender(request: HttpRequest) -> Sender:

@@ -73,7 +73,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template does not compile: {error}") from error
-        self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
 
     def render_open(self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> str:
@@ -106,7 +107,7 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refuses the messages or fails on them.
         """
-        variables = {**self._special_tokens, "tools": None, "documents": None, **extra}
+        variables = {**self.special_tokens, "tools": None, "documents": None, **extra}
         known = messages if self._knows_developer else map(_as_system, messages)
         variables |= {"messages": list(known), "add_generation_prompt": add_generation_prompt}
         try:
@@ -408,6 +409,8 @@ class _Stop:
         return begun + (self.text[begun] == letter)
 
 
+_BEGINNING = 2**16
+"""Characters that are tokenized at once, however long the text is."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """A byte in vocabularies of SentencePiece."""
 
@@ -430,11 +433,15 @@ class TextProcessor:
     Args:
         tokenizer: the model's.
         template: None if the model has no chat template.
+
+    Attributes:
+        origin: the arguments of :meth:`read`, if it was read.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.origin: tuple[Path, str] | None = None
         self._bound = TokenLowerBound(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -458,7 +465,9 @@ class TextProcessor:
             raise ModelConfigError(f"{file}: cannot be read: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(tokenizer, read_chat_template(folder, chat_template))
+        texts = cls(tokenizer, read_chat_template(folder, chat_template))
+        texts.origin = folder, chat_template
+        return texts
 
     async def encode(
         self,
@@ -493,10 +502,23 @@ class TextProcessor:
     ) -> list[int]:
         """Return the token ids of one text; arguments and errors as of :meth:`encode`, which errors name ``param``."""
         if limits is not None:
-            check_text_length(self._bound.fewest(text), limits, param)
+            check_text_length(self.fewest_tokens(text, limits.max_model_len), limits, param)
         # Calls for single texts would keep Python to themselves until they are done, and every stream would wait.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    def fewest_tokens(self, text: str, most: int) -> int:
+        """Return a number of tokens that ``text`` has at least, which is above ``most`` for text that is far longer.
+
+        Of long text the beginning is tokenized first: tokens take some hundred bytes each until they are ids.
+        """
+        fewest, size = self._bound.fewest(text), max(_BEGINNING, 4 * most)
+        while fewest <= most and size < len(text):
+            (encoding,) = self.tokenizer.encode_batch_fast([text[:size]], add_special_tokens=False)
+            if len(encoding) > 2 * most:  # what follows does not halve it
+                fewest = len(encoding) // 2
+            size *= 2
+        return fewest
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ``token_ids``, all at once."""

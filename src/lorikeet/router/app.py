@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.registry import check_name
 from lorikeet.api.errors import ApiError, bad_request, hide_paths, install_handlers, model_not_found
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.api.logs import log
 from lorikeet.api.middleware import add_middleware
 from lorikeet.router.adapters import describe_adapter
@@ -73,7 +74,8 @@ def create_app(
     install_handlers(app)
     add_middleware(
         app,
-        max_body_bytes=MOST_BODY_BYTES,
+        max_body_bytes=SMALL_BODY_BYTES,
+        larger_bodies=dict.fromkeys((COMPLETIONS, CHAT), MOST_BODY_BYTES),
         api_keys=api_keys,
         admin_keys=admin_keys,
         allowed_origins=allowed_origins,
