@@ -4,6 +4,7 @@ Both hand a body to the service and write what the generation brings as one JSON
 differ only in how prompts are encoded and how choices are written.
 """
 
+import codecs
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
@@ -184,26 +185,49 @@ def chat_logprobs(texts: TextProcessor, tokens: Sequence[Token]) -> dict[str, An
     return {"content": content}
 
 
-def completion_logprobs(texts: TextProcessor, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-    """Return ``choices[].logprobs`` of a completion; ``offset`` is where the first token's text begins."""
+class TextOffsets:
+    """Where in an answer's text its tokens begin; the parts of a character begin where it does.
+
+    Args:
+        texts: the model's.
+        skip_special_tokens: whether the text lacks them.
+    """
+
+    def __init__(self, texts: TextProcessor, *, skip_special_tokens: bool) -> None:
+        self._texts = texts
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def add(self, token_id: int) -> int:
+        """Return the offset of the next token."""
+        begin = self._offset
+        if not (self._skip_special_tokens and self._texts.is_special(token_id)):
+            self._offset += len(self._decoder.decode(bytes(self._texts.token(token_id).utf8)))
+        return begin
+
+
+def completion_logprobs(texts: TextProcessor, tokens: Sequence[Token], offsets: TextOffsets) -> dict[str, Any]:
+    """Return ``choices[].logprobs`` of a completion; ``offsets`` counts from the answer's first token on."""
     strings = [texts.token(token.token_id).text for token in tokens]
-    offsets = []
-    for string in strings:
-        offsets.append(offset)
-        offset += len(string)
     return {
         "tokens": strings,
         "token_logprobs": [_finite(token.logprob) for token in tokens],
         "top_logprobs": [_top(texts, token, string) for token, string in zip(tokens, strings, strict=True)],
-        "text_offset": offsets,
+        "text_offset": [offsets.add(token.token_id) for token in tokens],
     }
 
 
 def _top(texts: TextProcessor, token: Token, string: str) -> dict[str, float]:
-    """The chosen token is among them even if it is not one of the likeliest, as in vLLM."""
+    """The chosen token is among them even if it is not one of the likeliest, as in vLLM.
+
+    Tokens of the same text, such as a letter and its byte, are told apart by vLLM's other name for a token.
+    """
     top = {string: _finite(token.logprob)}
     for token_id, logprob in token.top:
-        top.setdefault(texts.token(token_id).text, _finite(logprob))
+        if token_id != token.token_id:
+            text = texts.token(token_id).text
+            top[f"token_id:{token_id}" if text in top else text] = _finite(logprob)
     return top
 
 
@@ -229,17 +253,21 @@ class CompletionFormat:
         logprobs: whether to report them.
         echoes: text that opens the choices of each prompt; empty for none.
         choices: how many each prompt has.
+        skip_special_tokens: whether texts lack them.
     """
 
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, texts: TextProcessor, *, logprobs: bool, echoes: list[str], choices: int) -> None:
+    def __init__(
+        self, texts: TextProcessor, *, logprobs: bool, echoes: list[str], choices: int, skip_special_tokens: bool
+    ) -> None:
         self._texts = texts
+        self._skip_special_tokens = skip_special_tokens
         self._echoes = echoes
         self._choices = choices
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
         self.needs_every_token = logprobs
 
     def first(self, index: int) -> dict[str, Any] | None:
@@ -262,10 +290,10 @@ class CompletionFormat:
     def _logprobs(self, index: int, tokens: tuple[Token, ...] | list[Token]) -> dict[str, Any] | None:
         if not self.needs_every_token:
             return None
-        offset = self._offsets.get(index, 0)
-        logprobs = completion_logprobs(self._texts, tokens, offset)
-        self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
-        return logprobs
+        offsets = self._offsets.get(index)
+        if offsets is None:
+            offsets = self._offsets[index] = TextOffsets(self._texts, skip_special_tokens=self._skip_special_tokens)
+        return completion_logprobs(self._texts, tokens, offsets)
 
 
 def _choice(
@@ -312,7 +340,13 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
     except BaseException:
         generation.close()
         raise
-    answer = CompletionFormat(service.texts, logprobs=body.logprobs is not None, echoes=echoes, choices=body.n or 1)
+    answer = CompletionFormat(
+        service.texts,
+        logprobs=body.logprobs is not None,
+        echoes=echoes,
+        choices=body.n or 1,
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
     return await respond(http, body, generation, answer, target.name)
 
 

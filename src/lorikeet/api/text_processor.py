@@ -416,10 +416,11 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 class TokenText(NamedTuple):
-    """A token by itself.
+    r"""What a token adds to a text.
 
     Attributes:
-        text: U+FFFD for what is no whole character.
+        text: with the space that it begins with. What is no whole character is written as OpenAI does it,
+            ``bytes:\xe2\x80``.
         utf8: the bytes that it stands for, also where they are part of a character.
     """
 
@@ -530,20 +531,33 @@ class TextProcessor:
         return IncrementalDetokenizer(self.tokenizer, context, self._special if skip_special_tokens else ())
 
     def token(self, token_id: int) -> TokenText:
-        """Return a token by itself; what was asked for once is remembered."""
+        """Return what a token adds to a text; what was asked for once is remembered."""
         known = self._tokens.get(token_id)
         if known is None:
-            text = self.decode([token_id])
-            known = self._tokens[token_id] = TokenText(text, tuple(self._utf8(token_id, text)))
+            utf8 = self._utf8(token_id)
+            try:
+                text = utf8.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8)
+            known = self._tokens[token_id] = TokenText(text, tuple(utf8))
         return known
 
-    def _utf8(self, token_id: int, text: str) -> bytes:
+    def is_special(self, token_id: int) -> bool:
+        """Tell whether a token is one of those that ``skip_special_tokens`` leaves out."""
+        return token_id in self._special
+
+    def _utf8(self, token_id: int) -> bytes:
+        text = self.decode([token_id])
+        if token_id in self._special:
+            return text.encode()
         entry = self.tokenizer.id_to_token(token_id) or ""
         if "\ufffd" in text and (byte := _BYTE_TOKEN.fullmatch(entry)):
             return bytes.fromhex(byte[1])
         if "\ufffd" in text and all(letter in _BYTES for letter in entry):
             return bytes(map(_BYTES.__getitem__, entry))
-        return text.encode()
+        # Decoders of SentencePiece take the space away that a text begins with, and leave it further on.
+        twice = self.decode([token_id, token_id])
+        return (twice[len(text) :] if twice.startswith(text) else text).encode()
 
     async def decode_all(self, prompts: Sequence[str | list[int]]) -> list[str]:
         """Return the text of every prompt; those that are text already stay as they are."""
