@@ -17,6 +17,7 @@ import msgspec
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class ConfigError(ValueError):
@@ -197,11 +198,21 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_queued: most accepted and unfinished sequences; beyond that the answer is 429. A request counts as one
             sequence for each prompt and choice.
         max_body_bytes: larger request bodies are answered with 413.
+        max_connections: most connections open at once; beyond that the answer is 503. Fewer if the limit on open files
+            does not allow as many.
+        max_head_bytes: size of a request line with headers beyond which the answer is 431.
+        head_timeout_s: time for the request line and headers, from the first byte or the start of the connection; then
+            the answer is 408.
+        body_timeout_s: time for a body, beside the time that it takes at 16 KiB per second; then the answer is 408.
+        write_timeout_s: time for which a client may leave its answer unread; then the connection is closed.
         request_timeout_s: time after which a request ends with an error; 0 for never.
         drain_timeout_s: time for which accepted requests may continue after SIGTERM.
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
             it: the API key of the request names the tenant.
+        shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
+            ``cached_tokens`` or the time whether another has sent the same prompt. Otherwise only those of the same
+            tenant do. Without API keys it is always shared.
         slo_ttft_s: target for the time to first token; 0 for none.
         slo_tpot_s: target for the mean time per output token after the first; 0 for none.
         adapter_slos: targets of single adapters, which override those of the server: ``name=ttft=0.5,tpot=0.1``, or one
@@ -227,10 +238,16 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_origins: tuple[str, ...] = ()
     max_queued: Positive = 1024
     max_body_bytes: Positive = 8 * 2**20
+    max_connections: Positive = 4096
+    max_head_bytes: Positive = 64 * 1024
+    head_timeout_s: PositiveSeconds = 15.0
+    body_timeout_s: PositiveSeconds = 30.0
+    write_timeout_s: PositiveSeconds = 60.0
     request_timeout_s: Seconds = 600.0
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
     tenant_header: str = ""
+    shared_prefix_cache: bool = False
     slo_ttft_s: Seconds = 0.0
     slo_tpot_s: Seconds = 0.0
     adapter_slos: tuple[str, ...] = ()

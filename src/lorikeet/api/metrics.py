@@ -675,6 +675,24 @@ class ReplicasCollector(Collector):
         return merged.values()
 
 
+class ConnectionCollector(Collector):
+    """Connections that were closed for a limit.
+
+    Args:
+        closed: how many, by reason; counted on by others.
+        labels: of the metric.
+    """
+
+    def __init__(self, closed: Mapping[str, int], labels: Mapping[str, str]) -> None:
+        self._closed = closed
+        self._make = MetricFamilies(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metric."""
+        values = [((reason,), float(count)) for reason, count in self._closed.items()]
+        yield self._make.counts("lorikeet:connections_closed", "Connections closed for a limit.", ("reason",), values)
+
+
 class ClusterCollector(Collector):
     """Metrics of a cluster as a whole.
 

@@ -322,7 +322,8 @@ class PendingExports:
         """Start to copy the KV of a request that the scheduler has given up."""
         memory = self._memory
         adapter = BASE if request.adapter is None else memory.register(request.adapter)
-        keys = memory.keys_of(request.digest, request.prompt_token_ids + request.output_token_ids)
+        token_ids = request.prompt_token_ids + request.output_token_ids
+        keys = memory.keys_of(request.digest, token_ids, salt=request.cache_salt)
         self._leases[request.request_id] = memory.kv_migration.begin_export(adapter, keys, now)
 
     def adapters(self) -> set[AdapterDigest | None]:

@@ -6,6 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lorikeet.api.connections import ConnectionStats
+from lorikeet.api.metrics import ConnectionCollector
 from lorikeet.client.state import ClusterState, CopyCounts, ReplicaState
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend
@@ -54,7 +56,10 @@ class RouterMetrics:
     """Counters of requests, and gauges of the backends.
 
     Args:
-        backend_router: has the backends.
+        backend_router: of the backends.
+
+    Attributes:
+        connections: counts those that were closed for a limit.
     """
 
     def __init__(self, backend_router: BackendRouter) -> None:
@@ -68,6 +73,8 @@ class RouterMetrics:
             "lorikeet:route_continued", "Answers that went on at another backend.", registry=self.registry
         )
         self.registry.register(_Backends(backend_router))
+        self.connections = ConnectionStats()
+        self.registry.register(ConnectionCollector(self.connections.closed, {}))
 
     def ended(self, outcome: str) -> None:
         """Count a request that ended: ``complete``, ``failed``, or ``left`` if its client hung up."""

@@ -11,7 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.api.errors import ApiError, hide_paths
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
+from lorikeet.api.threads import off_the_loop
 from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import RequestId
 from lorikeet.router.adapters import RoutedAdapter
@@ -94,7 +96,8 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
     Raises:
         ApiError: its body is not valid, it names an unknown model, or no backend can answer it.
     """
-    body = RequestBody(path, await http.body())
+    content = await http.body()
+    body = await off_the_loop(partial(RequestBody, path, content), len(content) - SMALL_BODY_BYTES)
     adapter = parts.catalog.find(body.model)
     prompt_tokens = parts.lengths.tokens(body)
     request_id = RequestId(f"{http.state.request_id}-{next(parts.request_numbers)}")
