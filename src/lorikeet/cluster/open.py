@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lorikeet.adapters.catalog import registry_url
 from lorikeet.client.supervisor import LocalHost
+from lorikeet.cluster.adapters.folder import TEMPORARY_PREFIX, clear_abandoned_pools
 from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.build import ClusterOptions, build_migration, build_placement, build_points, build_router
 from lorikeet.cluster.controller.autoscaler import Autoscaler
@@ -86,7 +87,8 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
         prefetch=preset.pool_prefetch,
         kv_bandwidth=kv_bandwidth,
     )
-    pool_dir = Path(cluster.pool_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-pool-")))
+    pool_dir = Path(cluster.pool_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX)))
+    clear_abandoned_pools(pool_dir)
     url, identity = cluster.registry_url or registry_url(settings.adapters), _identity(settings)
     registry = ClusterRegistry(url, identity)
     stack.callback(registry.close)
