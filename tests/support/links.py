@@ -18,6 +18,7 @@ def notice_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
         ("_EXIT_REPORT_S", 0.05),
         ("DRAIN_TIMEOUT_S", 0.01),
         ("_SHUTDOWN_TIMEOUT_S", 0.1),
+        ("_KILL_TIMEOUT_S", 0.1),
     ):
         monkeypatch.setattr(supervisor, name, seconds)
     monkeypatch.setattr(FakeEngine, "kill", lambda self: None)  # nothing reaches it
