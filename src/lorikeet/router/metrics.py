@@ -57,7 +57,7 @@ class RouterMetrics:
     """Counters of requests, and gauges of the backends.
 
     Args:
-        backend_router: of the backends.
+        backend_router: has the backends.
 
     Attributes:
         connections: counts those that were closed for a limit.
