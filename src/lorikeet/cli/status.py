@@ -22,7 +22,7 @@ def status(
     cluster = ServerClient(url, api_key).get("/v1/cluster")
     if not write_json(json_file, cluster):
         return
-    console = Console()
+    console = Console(emoji=False)
     console.print(_replicas(cluster["replicas"]))
     if cluster["unrouted"]:
         console.print(f"{cluster['unrouted']} requests wait for a replica")
