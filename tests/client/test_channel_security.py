@@ -120,7 +120,7 @@ async def test_what_an_engine_of_another_machine_lacks_is_said_with_that_machine
 
     def say_only_fatal(engine: FakeEngine, message: FromEngine) -> None:
         if isinstance(message, Fatal):
-            engine._socket.send(msgspec.msgpack.encode(message))
+            engine._socket.send(engine._codec.encode(message))
 
     monkeypatch.setattr(FakeEngine, "_say", say_only_fatal)
     with pytest.raises(EngineError, match=r"^on 10\.0\.0\.3: /models/x: no such folder"):
