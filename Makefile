@@ -66,7 +66,7 @@ lint: setup docs
 	$(BIN)/hadolint Dockerfile
 
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 test: lint
 	$(PYTEST)

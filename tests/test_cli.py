@@ -246,7 +246,7 @@ def test_common_vllm_flags_are_ignored_with_a_note(arguments: str, said: str | N
     ("flag", "value", "reason"),
     [
         ("--model", "/no/such/folder", "no such folder"),
-        ("--preset", "x", "no preset is called"),
+        ("--preset", "x", "unknown preset"),
         ("--dtype", "int4", "int4"),
     ],
 )

@@ -48,6 +48,11 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
             {},
             "'a=b' cannot be preloaded, since adapters are disabled",
         ),
+        (
+            {"adapters": {"preload": ["a=b", "c=d", "a=e"]}},
+            {},
+            "'a' is preloaded twice: from 'b' and from 'e'",
+        ),
         ({"cluster": {"replicas": 0}}, {}, r"flags: \[cluster\]: .*replicas"),
         ({"cluster": {"start": "slurm"}}, {}, r"flags: \[cluster\]: .*'slurm'.*start"),
         ({"cluster": {"replicas": 5, "max_replicas": 4}}, {}, "replicas is 5, which is not between min_replicas"),
@@ -93,7 +98,7 @@ def test_scaling_limits_and_replica_count_may_come_from_different_sources(tmp_pa
 def test_a_row_is_found_by_name_and_auto_says_which_it_is() -> None:
     name, preset = resolve_preset("auto")
     assert PRESETS[name] == preset
-    with pytest.raises(ConfigError, match="there are: auto, lorikeet:plain"):
+    with pytest.raises(ConfigError, match="choose one of: auto, lorikeet:plain"):
         resolve_preset("plain")
 
 

@@ -17,6 +17,7 @@ import msgspec
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class ConfigError(ValueError):
@@ -162,13 +163,15 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         enabled: False serves the base model alone; registered adapters stay in the registry.
-        preload: ``name=source`` pairs, registered at start-up.
+        preload: ``name=source`` pairs, registered at every start, also if another version was loaded under such a name
+            at run time.
         adapter_dir: the only folder from which local adapters may be loaded at run time; empty allows none.
         allowed_sources: URL prefixes (``s3://bucket/team/``, ``hf://org/``) from which adapters may be loaded.
         store_dir: folder for the files of registered adapters; empty for the user's data folder.
         registry_url: SQLAlchemy URL of the registry; empty for SQLite in ``store_dir``.
         max_rank: adapters of a larger rank are refused; 0 for no limit.
         max_bytes: larger weight files are refused.
+        source_timeout_s: a URL that is not read completely within this time is given up; 0 for no limit.
     """
 
     enabled: bool = True
@@ -179,6 +182,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     registry_url: str = ""
     max_rank: Count = 0
     max_bytes: Positive = 4 * 2**30
+    source_timeout_s: Seconds = 600.0
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -194,11 +198,21 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_queued: most accepted and unfinished sequences; beyond that the answer is 429. A request counts as one
             sequence for each prompt and choice.
         max_body_bytes: larger request bodies are answered with 413.
+        max_connections: most connections open at once; beyond that the answer is 503. Fewer if the limit on open files
+            does not allow as many.
+        max_head_bytes: size of a request line with headers beyond which the answer is 431.
+        head_timeout_s: time for the request line and headers, from the first byte or the start of the connection; then
+            the answer is 408.
+        body_timeout_s: time for a body, beside the time that it takes at 16 KiB per second; then the answer is 408.
+        write_timeout_s: time for which a client may leave its answer unread; then the connection is closed.
         request_timeout_s: time after which a request ends with an error; 0 for never.
         drain_timeout_s: time for which accepted requests may continue after SIGTERM.
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
             it: the API key of the request names the tenant.
+        shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
+            ``cached_tokens`` or the time whether another has sent the same prompt. Otherwise only those of the same
+            tenant do. Without API keys it is always shared.
         slo_ttft_s: target for the time to first token; 0 for none.
         slo_tpot_s: target for the mean time per output token after the first; 0 for none.
         adapter_slos: targets of single adapters, which override those of the server: ``name=ttft=0.5,tpot=0.1``, or one
@@ -224,10 +238,16 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_origins: tuple[str, ...] = ()
     max_queued: Positive = 1024
     max_body_bytes: Positive = 8 * 2**20
+    max_connections: Positive = 4096
+    max_head_bytes: Positive = 64 * 1024
+    head_timeout_s: PositiveSeconds = 15.0
+    body_timeout_s: PositiveSeconds = 30.0
+    write_timeout_s: PositiveSeconds = 60.0
     request_timeout_s: Seconds = 600.0
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
     tenant_header: str = ""
+    shared_prefix_cache: bool = False
     slo_ttft_s: Seconds = 0.0
     slo_tpot_s: Seconds = 0.0
     adapter_slos: tuple[str, ...] = ()
@@ -276,6 +296,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: ClusterSettings = msgspec.field(default_factory=ClusterSettings)
 
 
+def for_engines(settings: Settings) -> Settings:
+    """Return the settings as engine processes get them: without keys, and without URLs that may hold passwords.
+
+    Engines may run on other machines, and need none of these.
+    """
+    replace = msgspec.structs.replace
+    return replace(
+        settings,
+        adapters=replace(settings.adapters, preload=(), allowed_sources=(), registry_url=""),
+        server=replace(settings.server, api_keys=(), admin_keys=()),
+        cluster=replace(settings.cluster, registry_url=""),
+    )
+
+
 ENVIRONMENT_PREFIX = "LORIKEET_"
 _KEYS = ("api_keys", "admin_keys")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
@@ -312,9 +346,26 @@ def load_settings(
         raise ConfigError(
             f"settings: [adapters]: {settings.adapters.preload[0]!r} cannot be preloaded, since adapters are disabled"
         )
+    _check_names(settings.adapters.preload)
     check_keys((*settings.server.api_keys, *settings.server.admin_keys))
     check_origins(settings.server.allowed_origins)
     return settings
+
+
+def _check_names(preload: Iterable[str]) -> None:
+    """Check that no two of the adapters registered at start have one name.
+
+    Raises:
+        ConfigError: two have.
+    """
+    sources: dict[str, str] = {}
+    for pair in preload:
+        name, _, source = pair.partition("=")
+        if name in sources:
+            raise ConfigError(
+                f"settings: [adapters]: {name!r} is preloaded twice: from {sources[name]!r} and from {source!r}"
+            )
+        sources[name] = source
 
 
 def check_keys(keys: Iterable[str]) -> None:

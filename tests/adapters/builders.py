@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lorikeet.adapters.checkpoint import PROJECTIONS
@@ -94,3 +94,17 @@ def write_adapter(folder: Path, tensors: Tensors | None = None, **config: Any) -
     write_config(folder, **config)
     save_file(lora_tensors() if tensors is None else tensors, folder / "adapter_model.safetensors")
     return folder
+
+
+def shard(folder: Path, parts: int = 2) -> None:
+    """Replace the weights file of a folder by several."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    places = {}
+    for part in range(parts):
+        name = f"adapter_model-{part + 1:05}-of-{parts:05}.safetensors"
+        names = sorted(tensors)[part::parts]
+        save_file({each: tensors[each] for each in names}, folder / name)
+        places |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": 0}, "weight_map": places}
+    (folder / "adapter_model.safetensors.index.json").write_text(json.dumps(index))

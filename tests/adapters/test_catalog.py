@@ -1,5 +1,6 @@
 """Names, versions and files: who may change them, and when files go."""
 
+import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ import pytest
 from sqlalchemy import event, insert
 from sqlalchemy.engine import Engine
 
+from lorikeet.adapters import manifest
 from lorikeet.adapters import store as store_module
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import (
@@ -24,7 +26,7 @@ from lorikeet.adapters.store import AdapterStore
 from lorikeet.adapters.weights import load_weights
 from lorikeet.config import AdapterSettings
 from lorikeet.core.ids import AdapterDigest
-from tests.adapters.builders import geometry, lora_tensors, write_adapter
+from tests.adapters.builders import geometry, lora_tensors, shard, write_adapter
 
 Open = Callable[..., AdapterCatalog]
 
@@ -118,7 +120,7 @@ def test_replacing_points_the_name_to_the_new_version_and_deletes_the_old(
 ) -> None:
     catalog = open_catalog()
     old = catalog.register("x", "formal").record
-    new, replaced = catalog.register("x", "pirate", replace=True)
+    new, replaced, _ = catalog.register("x", "pirate", replace=True)
     assert replaced is old
     assert new.digest != old.digest
     assert catalog.get("x") is new
@@ -128,7 +130,7 @@ def test_replacing_points_the_name_to_the_new_version_and_deletes_the_old(
 def test_replacing_with_the_same_content_changes_nothing(open_catalog: Open, settings: AdapterSettings) -> None:
     catalog = open_catalog()
     before = catalog.register("x", "formal").record
-    assert catalog.register("x", "formal", replace=True) == (before, None)
+    assert catalog.register("x", "formal", replace=True) == (before, None, ())
     assert versions(settings) == {before.digest}
 
 
@@ -286,8 +288,8 @@ def test_adapters_survive_a_restart_and_their_digest_is_not_computed_again(
     first = open_catalog()
     before = first.register("x", "formal").record
     first.close()
-    monkeypatch.setattr(store_module, "compute_digest", lambda _: pytest.fail("computed a digest"))
-    monkeypatch.setattr(store_module, "validate", lambda *_: pytest.fail("read the weights"))
+    monkeypatch.setattr(store_module, "describe", lambda *_: pytest.fail("read the files"))
+    monkeypatch.setattr(manifest, "describe", lambda *_: pytest.fail("read the files"))
     after = open_catalog().get("x")
     assert after is not None
     assert after.row == before.row
@@ -383,10 +385,13 @@ def test_registering_again_replaces_files_that_were_damaged(open_catalog: Open, 
     catalog = open_catalog()
     record = catalog.register("x", "formal").record
     file = Path(record.folder, name)
-    file.write_bytes(file.read_bytes()[:-4] if name.endswith("safetensors") else b"")
-    with pytest.raises(AdapterError, match=name):
-        list(load_weights(record.ref, geometry(), "float32"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-4] if name.endswith("safetensors") else b"")
+    if name != "adapter_config.json":  # which is not read any more
+        with pytest.raises(AdapterError, match=name):
+            list(load_weights(record.ref, geometry(), "float32"))
     catalog.register("x", "formal", replace=True)
+    assert name == "version.json" or file.read_bytes() == content
     assert len(list(load_weights(record.ref, geometry(), "float32"))) == 6
 
 
@@ -395,6 +400,56 @@ def test_weights_that_overflow_the_dtype_once_scaled_are_not_loaded(open_catalog
     record = open_catalog().register("x", "strong").record
     with pytest.raises(AdapterError, match=r"'x': q of layer 0: too large for float16"):
         list(load_weights(record.ref, geometry(), "float16"))
+
+
+def test_weights_that_overflow_the_dtype_of_the_server_are_not_registered(
+    open_catalog: Open, settings: AdapterSettings, sources: Path
+) -> None:
+    write_adapter(sources / "strong", lora_alpha=1e7)
+    with pytest.raises(AdapterError, match=r"strong: .*q of layer 0: too large for float16"):
+        open_catalog(dtype="float16").register("x", "strong")
+    assert not versions(settings)
+    open_catalog(dtype="bfloat16").register("x", "strong")
+
+
+def test_a_sharded_adapter_is_served(open_catalog: Open, sources: Path) -> None:
+    whole = open_catalog().register("whole", "formal").record
+    shard(sources / "formal")
+    record = open_catalog().register("x", "formal").record
+    assert {file.name for file in Path(record.folder).iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "version.json"
+    }  # fmt: skip
+    both = [list(load_weights(each.ref, geometry(), "float32")) for each in (whole, record)]
+    for one, other in zip(*both, strict=True):
+        assert (one.layer, one.module) == (other.layer, other.module)
+        assert (one.a == other.a).all()
+        assert (one.bt == other.bt).all()
+
+
+def test_patterns_are_not_matched_after_registration(open_catalog: Open, sources: Path) -> None:
+    write_adapter(sources / "formal", rank_pattern={"self_attn.q.*": 4}, alpha_pattern={".*1.self_attn.q_proj": 32})
+    record = open_catalog().register("x", "formal").record
+    before = list(load_weights(record.ref, geometry(), "float32"))
+    Path(record.folder, "adapter_config.json").unlink()
+    for one, other in zip(before, load_weights(record.ref, geometry(), "float32"), strict=True):
+        assert (one.bt == other.bt).all()
+
+
+def test_a_version_of_an_older_lorikeet_is_read_again(open_catalog: Open, settings: AdapterSettings) -> None:
+    first = open_catalog()
+    record = first.register("x", "formal").record
+    expected = list(load_weights(record.ref, geometry(), "float32"))
+    file = Path(record.folder, "version.json")
+    stored = json.loads(file.read_bytes())
+    file.write_text(json.dumps({name: stored[name] for name in ("weight_bytes", "weight_mtime_ns")}))
+    first.close()
+    catalog = open_catalog()
+    after = catalog.get("x")
+    assert after is not None
+    for one, other in zip(expected, load_weights(after.ref, geometry(), "float32"), strict=True):
+        assert (one.bt == other.bt).all()
+    catalog.register("x", "formal", replace=True)
+    assert json.loads(file.read_bytes())["modules"] == stored["modules"]
 
 
 def test_rows_of_another_base_are_kept_but_not_served(open_catalog: Open, settings: AdapterSettings) -> None:
@@ -469,7 +524,7 @@ def test_ten_thousand_adapters_open_with_a_handful_of_queries(
     def count(_connection: object, _cursor: object, statement: str, *_: object) -> None:
         statements.append(statement)
 
-    monkeypatch.setattr(store_module, "compute_digest", lambda _: pytest.fail("computed a digest"))
+    monkeypatch.setattr(store_module, "describe", lambda *_: pytest.fail("read the files"))
     event.listen(Engine, "before_cursor_execute", count)
     try:
         catalog = open_catalog()

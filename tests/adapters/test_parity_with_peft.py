@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorikeet.adapters.checkpoint import PROJECTIONS, inspect_adapter, validate
+from lorikeet.adapters.checkpoint import PROJECTIONS, DescribeOptions, describe_folder
 from lorikeet.adapters.store import reference
 from lorikeet.adapters.weights import load_weights
 from lorikeet.core.geometry import LORA_MODULES
@@ -52,6 +52,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"layers.1.self_attn.q_proj": 32, "q_proj": 2, "proj": 5, r"model.layers.\d+.mlp.up_proj": 3},
         "alpha_pattern": {"k_proj": 40, r"layers\.(0|2)\.mlp\.down_proj": 1, "down_proj": 2},
     },
+    "patterns that are odd in another dialect": {
+        "r": 8,
+        "target_modules": ATTENTION,
+        "rank_pattern": {r"k_proj(?#,{2})": 3, "o_proj{e<=1}": 5, "layers.{i}.self_attn.v_proj": 6, "a)|(.*q_proj": 7},
+        "alpha_pattern": {"layers.{i}.self_attn.q_proj": 128, "[[:alpha:]]_proj": 64, r"layers\.\d++\..*v_proj": 2},
+    },
+    "a target that the base lacks": {"target_modules": ["q_proj", "c_attn"]},
+    "biases that the base lacks": {"target_modules": ["q_proj"], "bias": "all"},
     "patterns with rsLoRA": {
         "r": 8,
         "use_rslora": True,
@@ -103,7 +111,7 @@ def test_every_module_gets_the_delta_that_peft_computes(tmp_path: Path, options:
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS.keys())
 def test_ranks_by_layer_are_those_of_the_tensors(tmp_path: Path, options: dict[str, Any]) -> None:
     model = peft_adapter(tmp_path, **options)
-    ranks = validate(inspect_adapter(tmp_path), geometry())
+    ranks = describe_folder(tmp_path, DescribeOptions(geometry())).ranks(LAYERS)
     for module in LORA_MODULES:
         for layer in range(LAYERS):
             part = model.get_submodule(f"base_model.model.model.layers.{layer}.{PROJECTIONS[module]}")

@@ -127,7 +127,7 @@ async def world(
     adapters = AdapterSettings(adapter_dir=str(tmp_path / "sources"), store_dir=str(tmp_path / "store"))
     settings = msgspec.structs.replace(live_settings(folder / "base"), adapters=adapters)
     async with engine_process(settings) as client:
-        catalog = AdapterCatalog(adapters, "base", client.hello.geometry, reserved_names=("base",))
+        catalog = AdapterCatalog(adapters, "base", client.engine_info.geometry, reserved_names=("base",))
         models = ServedModels(("base",), (), "base", catalog, CONTEXT_TOKENS)
         texts = TextProcessor(byte_level_tokenizer(), ChatTemplate("", {}))
         service = create_service(settings, client, catalog, texts, models, ModelLimits(CONTEXT_TOKENS, VOCAB))

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import os
 import sqlite3
 import threading
@@ -13,6 +14,7 @@ import structlog
 from anyio import to_thread
 
 from lorikeet.adapters.catalog import RegisteredAdapter
+from lorikeet.api.load_places import LOADS_AT_ONCE
 from lorikeet.core.ids import AdapterDigest
 from tests.api.conftest import Running, Start
 from tests.api.fakes import write_adapter
@@ -71,6 +73,38 @@ async def test_error_of_broken_adapter_names_it_and_the_cause_and_no_path(server
     assert [entry["source"] for entry in logged if entry["event"] == "adapter not loaded"][-1].endswith("nowhere")
 
 
+async def test_keys_that_are_ignored_are_named_in_every_dialect_and_in_the_log(server: Running) -> None:
+    config = server.sources / "pirate" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"created_by": "a tool"}))
+    source = str(server.sources / "pirate")
+    warning = "adapter_config.json: created_by is ignored"
+    with structlog.testing.capture_logs() as logged:
+        own = await server.http.post("/v1/adapters", json={"name": "a", "source": source})
+        vllm = await load(server, "b", source)
+        sglang = await server.http.post("/load_lora_adapter", json={"lora_name": "c", "lora_path": source})
+        dynamo = await server.http.post("/v1/loras", json={"lora_name": "d", "source": {"uri": source}})
+    assert own.json()["warnings"] == sglang.json()["warnings"] == dynamo.json()["warnings"] == [warning]
+    assert vllm == (200, f"Success: LoRA adapter 'b' added successfully.\nWarning: {warning}")
+    assert [entry["adapter"] for entry in logged if entry.get("warning") == warning] == ["a", "b", "c", "d"]
+    plain = await server.http.post("/v1/adapters", json={"name": "e", "source": str(server.sources / "json")})
+    assert "warnings" not in plain.json()
+
+
+async def test_a_config_that_is_not_utf8_is_a_400_on_every_route(server: Running) -> None:
+    config = server.sources / "pirate" / "adapter_config.json"
+    config.write_bytes(b'{"peft_type": "LORA", "base_model_name_or_path": "caf\xe9"}')
+    source = str(server.sources / "pirate")
+    replies = [
+        await server.http.post("/v1/adapters", json={"name": "a", "source": source}),
+        await server.http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": source}),
+        await server.http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": source}),
+        await server.http.post("/v1/loras", json={"lora_name": "a", "source": {"uri": source}}),
+    ]
+    for reply in replies:
+        assert reply.status_code == 400
+        assert "adapter_config.json: is not UTF-8: byte 0xe9 at position 53" in reply.text
+
+
 async def test_a_full_disk_is_the_servers_fault(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -122,14 +156,14 @@ async def test_request_uses_an_adapter_version_replaced_while_its_prompt_is_read
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, go_on = asyncio.Event(), asyncio.Event()
-    encode_chat = server.service.texts.encode_chat
+    encode_chat = server.service.text_processor.encode_chat
 
     async def encode_late(*arguments: Any, **options: Any) -> list[int]:
         reading.set()
         await go_on.wait()
         return await encode_chat(*arguments, **options)
 
-    monkeypatch.setattr(server.service.texts, "encode_chat", encode_late)
+    monkeypatch.setattr(server.service.text_processor, "encode_chat", encode_late)
     asking = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
     await reading.wait()
     assert (await load(server, "formal", "pirate", load_inplace=True))[0] == 200
@@ -352,18 +386,19 @@ async def test_adapters_are_changed_by_threads_of_their_own(server: Running) -> 
 
 
 async def test_loads_that_take_long_do_not_hold_up_removals(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
+    go_on, begun = threading.Event(), list[Any]()
     register = server.service.catalog.register
 
     def register_late(*arguments: Any, **options: Any) -> RegisteredAdapter:
+        begun.append(arguments)
         go_on.wait()
         return register(*arguments, **options)
 
     monkeypatch.setattr(server.service.catalog, "register", register_late)
-    most = int(server.service.loads.total_tokens)
+    most = LOADS_AT_ONCE
     loading = [asyncio.create_task(load(server, f"new-{n}", "pirate")) for n in range(most + 1)]
     try:
-        await until(lambda: server.service.loads.statistics().tasks_waiting == 1, "one load waits")
+        await until(lambda: len(begun) == most, "all places are taken")
         assert (await server.http.delete("/v1/adapters/formal")).status_code == 200
     finally:
         go_on.set()

@@ -127,10 +127,10 @@ async def test_the_sender_has_a_little_longer_than_the_request(start: Start, tim
         (generation,) = server.service.generations
         now_s = asyncio.get_running_loop().time()
         if timeout_s:
-            assert generation.sent_until_s is not None
-            assert generation.sent_until_s > now_s + timeout_s
+            assert generation.read_until_s is not None
+            assert generation.read_until_s > now_s + timeout_s
         else:
-            assert generation.sent_until_s is None
+            assert generation.read_until_s is None
         server.engine.open.set()
         assert (await asking).status_code == 200
 

@@ -51,7 +51,7 @@ def head_file(head: LengthModel, tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def process(head_file: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PredictorProcess]:
-    monkeypatch.setattr(length_prediction, "_FIRST_REST_S", 0.0)
+    monkeypatch.setattr(length_prediction, "_FIRST_RESTART_DELAY_S", 0.0)
     process = PredictorProcess(PredictorSetup(str(head_file), str(tokenizer)), timeout_s=60.0)
     yield process
     await process.close()
@@ -105,7 +105,7 @@ async def test_history_answers_until_the_process_is_there_and_when_it_has_died(
         process._timeout_s = 0.01
         assert await predicted(server) == ANSWER_TOKENS, "no answer in time"
         assert await metric(server, 'predictor_late_total{engine="0"') == 1
-        for _ in range(length_prediction.MOST_WAITING):
+        for _ in range(length_prediction.MAX_PENDING):
             await predicted(server)
         assert await metric(server, 'predictor_refused_total{engine="0"') > 1, "it is busy, and is not asked any more"
 

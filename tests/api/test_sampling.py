@@ -8,7 +8,7 @@ import pytest
 from lorikeet.api.errors import ApiError
 from lorikeet.api.protocol import GenerationBody
 from lorikeet.api.sampling import (
-    MOST_BIASES,
+    MAX_BIASES,
     ModelLimits,
     SamplingDefaults,
     check_prompt,
@@ -67,9 +67,9 @@ def test_a_key_of_logit_bias_is_a_token_id_as_json_writes_it(key: str) -> None:
 
 def test_all_sequences_together_have_so_many_biases_at_most() -> None:
     body = GenerationBody(logit_bias={str(token): 1.0 for token in range(1024)})
-    assert len(logit_bias_pairs(body, 1024, MOST_BIASES // 1024)) == 1024
+    assert len(logit_bias_pairs(body, 1024, MAX_BIASES // 1024)) == 1024
     with pytest.raises(ApiError, match=r"logit_bias: 1024 entries for each of 65 sequences"):
-        logit_bias_pairs(body, 1024, MOST_BIASES // 1024 + 1)
+        logit_bias_pairs(body, 1024, MAX_BIASES // 1024 + 1)
 
 
 def test_an_end_token_that_the_vocabulary_lacks_is_never_waited_for() -> None:

@@ -32,7 +32,7 @@ class Line:
         for _ in range(requests):
             request = self.request(**more)
             timings = RequestTimings(request.arrival_s)
-            self.forecast.begin(request, timings)
+            self.forecast.on_submitted(request, timings)
             arrived.append((request, timings))
         return arrived
 
@@ -40,7 +40,7 @@ class Line:
         for _, timings in requests:
             self.now_s += SERVICE_S
             timings.admitted_s, timings.first_token_s = self.now_s, self.now_s + START_S
-            self.forecast.first_token(timings)
+            self.forecast.on_first_token(timings)
 
     def predict(self, **more: object) -> float:
         return self.forecast.ttft_s(self.request(**more))
@@ -92,7 +92,7 @@ def test_old_times_are_forgotten() -> None:
     line = Line()
     line.admit(line.arrive(100)[:90])
     slow = line.arrive(90)
-    line.forecast.look()
+    line.forecast.update()
     for _ in range(20):
         line.now_s += 10.0  # a hundred times slower
         line.admit([slow.pop(0)])
@@ -113,7 +113,7 @@ def test_request_with_a_slow_prompt_skips_no_other() -> None:
     slow, timings = line.request(), RequestTimings(line.now_s)
     line.now_s += 1.0
     line.arrive(30)
-    line.forecast.begin(slow, timings)
+    line.forecast.on_submitted(slow, timings)
     line.admit([(slow, timings)])
     assert line.predict() > 0.0, "thirty wait"
 
@@ -140,7 +140,7 @@ def test_time_after_the_last_admission_counts_for_no_queue() -> None:
         line.now_s += SERVICE_S
         timings.admitted_s, timings.first_token_s = line.now_s, line.now_s + 50.0
     line.now_s += 50.0
-    line.forecast.first_token(arrived[-1][1])
+    line.forecast.on_first_token(arrived[-1][1])
     line.arrive(4)
     assert line.predict() == pytest.approx(4 * SERVICE_S * 4 / 5 + 50.0, rel=0.05)
 
@@ -150,7 +150,7 @@ def test_requests_that_leave_are_waited_for_no_longer() -> None:
     arrived = line.arrive(10)
     line.now_s += 1.0
     for request, _ in arrived:
-        line.forecast.end(request)
+        line.forecast.on_ended(request)
     assert line.predict() == 0.0
 
 

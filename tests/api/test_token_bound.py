@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from lorikeet.api.text_processor import _MOST_COMPOSED, TokenLowerBound
+from lorikeet.api.text_processor import _MAX_COMPOSED, TokenLowerBound
 from tests.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 
 Change = Callable[[Tokenizer], None]
@@ -64,16 +64,16 @@ ANY_TEXT = st.text(max_size=60) | st.text(st.sampled_from("a \x04\u0301\u0308\u0
 @example(text=" " * 300)
 @example(text="<|im_start|>" * 30)
 def test_no_text_has_fewer_tokens(name: str, text: str) -> None:
-    assert BOUNDS[name].fewest(text) <= len(KNOWN[name].encode(text, add_special_tokens=False).ids)
+    assert BOUNDS[name].lower_bound(text) <= len(KNOWN[name].encode(text, add_special_tokens=False).ids)
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_long_text_has_many(name: str) -> None:
-    assert BOUNDS[name].fewest("lorikeet " * 10_000) > 1000
+    assert BOUNDS[name].lower_bound("lorikeet " * 10_000) > 1000
 
 
 def test_no_more_characters_become_one() -> None:
-    assert max(len(unicodedata.normalize("NFD", chr(code))) for code in range(maxunicode + 1)) == _MOST_COMPOSED
+    assert max(len(unicodedata.normalize("NFD", chr(code))) for code in range(maxunicode + 1)) == _MAX_COMPOSED
 
 
 def _strip(tokenizer: Tokenizer) -> None:
@@ -109,5 +109,5 @@ def _know_words_alone(tokenizer: Tokenizer) -> None:
 def test_of_what_may_leave_parts_of_a_text_out_nothing_is_said(change: Change) -> None:
     tokenizer = byte_level_tokenizer()
     change(tokenizer)
-    assert TokenLowerBound(tokenizer).fewest("x" * 10**6) == 0
-    assert TokenLowerBound(byte_fallback_tokenizer()).fewest("x" * 10**6) == 0
+    assert TokenLowerBound(tokenizer).lower_bound("x" * 10**6) == 0
+    assert TokenLowerBound(byte_fallback_tokenizer()).lower_bound("x" * 10**6) == 0

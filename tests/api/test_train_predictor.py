@@ -51,7 +51,7 @@ def test_what_is_learned_from_a_log_is_what_the_process_answers(model: Path, tmp
     ran = run(model, write_log(tmp_path / "log.jsonl", 120), output)
     assert ran.exit_code == 0, ran.output
     assert "24 requests held out of 120" in ran.output
-    assert "auto uses the learned head" in ran.output
+    assert "auto uses the learned model" in ran.output
     about = LengthModel.read(output).about
     assert about.tokenizer_sha256 == file_sha256(model / "tokenizer.json")
     assert about.learned.mean_tokens < 10 < 40 < about.history.mean_tokens

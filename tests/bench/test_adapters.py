@@ -5,7 +5,7 @@ import torch
 from peft import PeftModel
 from transformers import LlamaForCausalLM
 
-from lorikeet.adapters.checkpoint import inspect_adapter, validate
+from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.bench.random_adapters import spread_ranks, write_random_adapter
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.models.config import read_model_config
@@ -32,7 +32,7 @@ def test_a_made_adapter_loads_in_peft_with_every_tensor_and_changes_the_logits(
 
 def test_a_made_adapter_has_the_ranks_asked_for(geometry: ModelGeometry, tmp_path: Path) -> None:
     folder = write_random_adapter(tmp_path / "a", geometry, 8, modules=("q", "v"), rank_pattern={"v": 4})
-    assert validate(inspect_adapter(folder), geometry) == {"q": (8, 8), "v": (4, 4)}
+    assert describe_folder(folder, DescribeOptions(geometry)).ranks(2) == {"q": (8, 8), "v": (4, 4)}
 
 
 def test_the_seed_alone_decides_the_weights(geometry: ModelGeometry, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_workload_at_another_rate_keeps_its_shape(times_s: list[float], rate: 
 
 def test_a_workload_that_arrives_at_once_cannot_be_given_a_rate() -> None:
     assert at_rate([], Rates.constant(1)) == []
-    with pytest.raises(OptionError, match="all at once"):
+    with pytest.raises(OptionError, match="at the same time"):
         at_rate([WorkloadRequest(3.0, None, 1, 1)] * 2, Rates.constant(1))
 
 

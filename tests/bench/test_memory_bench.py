@@ -80,8 +80,8 @@ def test_a_workload_keeps_its_own_adapters_and_its_requests_for_the_base(tmp_pat
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("chat", "needs the conversations of a trace"),
-        ("nowhere.jsonl", "no file 'nowhere.jsonl'"),
+        ("chat", "needs a trace of conversations"),
+        ("nowhere.jsonl", "'nowhere.jsonl' is neither a file nor a shape"),
     ],
 )
 def test_a_workload_that_there_is_not_is_named(source: str, complaint: str) -> None:
@@ -217,14 +217,14 @@ def test_the_command_prints_tables(profile: str) -> None:
     ("arguments", "complaint"),
     [
         (["nowhere"], "'nowhere' is neither a file nor a shape"),
-        (["agent", "--presets", "vllm"], "no preset is called 'vllm'"),
-        (["agent", "--presets", ""], "name rows"),
+        (["agent", "--presets", "vllm"], "unknown preset 'vllm'"),
+        (["agent", "--presets", ""], "name presets"),
         (["agent", "--presets", "adapter_share=0.3"], "comes before any preset"),
         (["agent", "--ranks", "big"], "'big' is not a rank"),
         (["agent", "--modules", "q,z"], "--modules 'q,z'"),
         (["agent", "--rate", "0"], "--rate 0 is not positive"),
         (["agent", "--memory", "lots"], "'lots' is not a size"),
-        (["agent", "--memory", "0"], "--memory 0: a pool holds at least a request"),
+        (["agent", "--memory", "0"], "--memory 0: the pool must hold at least one request"),
         (["agent", "--executor", "modelled", "--profile", "x", "--threads", "2"], "--threads: without effect here"),
         (["agent", "--adapter-choice", "fair"], "adapter choice 'fair'"),
         (["agent", "--executor", "paced"], "neither torch nor modelled"),

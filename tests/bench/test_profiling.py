@@ -202,7 +202,7 @@ def test_too_few_blocks_for_a_copy_are_named(rig: ExecutorDriver) -> None:
 
 
 def test_too_little_memory_is_named(rig: ExecutorDriver) -> None:
-    with pytest.raises(ExecutorDriverError, match="does not fit 256 tokens"):
+    with pytest.raises(ExecutorDriverError, match="does not fit into 256 tokens"):
         rig.prepare(decodes(4, 100))
 
 

@@ -282,7 +282,7 @@ async def test_a_request_that_saw_too_many_deaths_ends_with_an_error_and_others_
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (Settings(engine=EngineSettings(preset="nobody:nothing")), "no preset is called 'nobody:nothing'"),
+        (Settings(engine=EngineSettings(preset="nobody:nothing")), "unknown preset 'nobody:nothing'"),
         (live_settings(Path("/nowhere/at-all")), "/nowhere/at-all"),
     ],
 )

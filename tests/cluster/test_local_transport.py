@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.adapters.store import check_unchanged, reference
+from lorikeet.adapters.manifest import check_unchanged
+from lorikeet.adapters.store import reference
 from lorikeet.cluster.adapters.transport import LocalTransport, Transport, TransportError
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import ReplicaId

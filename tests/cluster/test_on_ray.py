@@ -19,8 +19,9 @@ import ray
 import ray.exceptions
 import zmq.asyncio
 
+from lorikeet.adapters.manifest import MANIFEST_FILE, check_unchanged
 from lorikeet.adapters.registry import sqlite_url
-from lorikeet.adapters.store import MANIFEST_FILE, check_unchanged, reference
+from lorikeet.adapters.store import reference
 from lorikeet.client.supervisor import connect
 from lorikeet.cluster.adapters.transport import DestinationLost, TransportError
 from lorikeet.cluster.placement.operating_points import OperatingPoints

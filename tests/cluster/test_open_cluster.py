@@ -13,7 +13,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from lorikeet.adapters.store import MANIFEST_FILE
+from lorikeet.adapters.manifest import MANIFEST_FILE
 from lorikeet.client.client import RequestHandle
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.open import open_cluster

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.store import MANIFEST_FILE, check_unchanged, reference
+from lorikeet.adapters.manifest import MANIFEST_FILE, check_unchanged
+from lorikeet.adapters.store import reference
 from lorikeet.adapters.weights import load_weights
 from lorikeet.cluster.adapters.folder import Files, PoolFolder, PoolFolderError, read_files
 from lorikeet.core.adapter import AdapterRef

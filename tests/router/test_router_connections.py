@@ -8,7 +8,14 @@ from errno import ECONNREFUSED, EHOSTUNREACH, EMFILE, ETIMEDOUT
 
 import pytest
 
-from lorikeet.router.connections import Broken, Connections, NoSocket, NotConnected, ServerLost, Unreachable
+from lorikeet.router.connections import (
+    BackendConnectionError,
+    BackendUnreachable,
+    ConnectFailed,
+    ConnectionBroken,
+    Connections,
+    LocalSocketError,
+)
 
 Script = Callable[[bytes, asyncio.StreamWriter], Awaitable[bool]]
 """What a server does with one request; False if it hangs up afterwards."""
@@ -152,7 +159,7 @@ async def test_pieces_come_as_they_arrive() -> None:
 )
 async def test_an_answer_that_breaks_off_is_no_answer(answer: bytes) -> None:
     async with talking(answers(answer, keeps=False)) as (server, connections):
-        with pytest.raises(Broken):
+        with pytest.raises(ConnectionBroken):
             await (await connections.send("POST", "/", [], b"once")).read()
         assert len(server.requests) == 1
 
@@ -169,7 +176,7 @@ async def test_an_answer_that_breaks_off_later_is_read_until_then() -> None:
         reply = await connections.send("GET", "/", [])
         assert await reply.piece() == b"hello"
         has_read.set()
-        with pytest.raises(Broken):
+        with pytest.raises(ConnectionBroken):
             await reply.piece()
 
 
@@ -206,11 +213,11 @@ async def test_request_is_resent_once_only_if_a_kept_connection_closed_at_once(
             await (await connections.send("POST", "/", [], b"one")).read()
 
         for limit_s, more in ((60.0, 2), (0.0, 1)):
-            monkeypatch.setattr("lorikeet.router.connections._AT_ONCE_S", limit_s)
+            monkeypatch.setattr("lorikeet.router.connections._STALE_WITHIN_S", limit_s)
             is_well[0] = True
             await asyncio.gather(*(ask() for _ in range(3)))
             asked, is_well[0] = len(server.requests), False
-            with pytest.raises(Broken):
+            with pytest.raises(ConnectionBroken):
                 await ask()
             assert len(server.requests) == asked + more
 
@@ -218,12 +225,12 @@ async def test_request_is_resent_once_only_if_a_kept_connection_closed_at_once(
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (ConnectionRefusedError(ECONNREFUSED, "refused"), Unreachable),
-        (OSError(EHOSTUNREACH, "no route"), Unreachable),
-        (OSError(EMFILE, "too many open files"), NoSocket),
-        (OSError(ETIMEDOUT, "no answer"), NotConnected),
-        (OSError("Multiple exceptions: of different kinds"), NotConnected),
-        (TimeoutError(), NotConnected),
+        (ConnectionRefusedError(ECONNREFUSED, "refused"), BackendUnreachable),
+        (OSError(EHOSTUNREACH, "no route"), BackendUnreachable),
+        (OSError(EMFILE, "too many open files"), LocalSocketError),
+        (OSError(ETIMEDOUT, "no answer"), ConnectFailed),
+        (OSError("Multiple exceptions: of different kinds"), ConnectFailed),
+        (TimeoutError(), ConnectFailed),
     ],
 )
 async def test_server_counts_as_gone_only_if_its_port_is_closed(
@@ -234,7 +241,7 @@ async def test_server_counts_as_gone_only_if_its_port_is_closed(
 
     monkeypatch.setattr("aiohttp.connector.aiohappyeyeballs.start_connection", fails)
     connections = Connections("http://127.0.0.1:9")
-    with pytest.raises(ServerLost) as caught:
+    with pytest.raises(BackendConnectionError) as caught:
         await connections.send("GET", "/", [])
     assert type(caught.value) is kind
     await connections.close()
@@ -243,7 +250,7 @@ async def test_server_counts_as_gone_only_if_its_port_is_closed(
 async def test_refused_connection_is_told_apart() -> None:
     async with talking(answers(b"")) as (server, _):
         url = server.url
-    with pytest.raises(Unreachable):
+    with pytest.raises(BackendUnreachable):
         await Connections(url).send("GET", "/", [])
 
 

@@ -11,7 +11,7 @@ import structlog
 
 from lorikeet.router.adapters import RoutedAdapter, describe_adapter
 from lorikeet.router.backends import Backend, BackendHealth
-from lorikeet.router.proxied_request import COMPLETIONS, MOST_LOSSES
+from lorikeet.router.proxied_request import COMPLETIONS, MAX_LOSSES
 from tests.router.conftest import Start, adapters, events, text_of
 from tests.router.scripted import words
 from tests.support.waiting import until
@@ -53,22 +53,22 @@ async def test_where_all_have_failed_a_request_they_are_asked_again(start: Start
 
 
 async def test_a_stream_that_takes_every_backend_down_is_given_up(start: Start) -> None:
-    async with start(count=MOST_LOSSES + 1) as router:
+    async with start(count=MAX_LOSSES + 1) as router:
         for backend in router.backends:
             backend.dies_after = 1
         chunks = await events(router.http, COMPLETIONS, body())
-        assert f"lost, {MOST_LOSSES} times" in chunks[-1]["error"]["message"]
-        assert len(chunks) == MOST_LOSSES + 1, "each had said a word"
-        assert sum(len(backend.bodies) for backend in router.backends) == MOST_LOSSES
+        assert f"lost {MAX_LOSSES} times" in chunks[-1]["error"]["message"]
+        assert len(chunks) == MAX_LOSSES + 1, "each had said a word"
+        assert sum(len(backend.bodies) for backend in router.backends) == MAX_LOSSES
         await router.metric('lorikeet:route_requests_total{outcome="failed"} 1.0')
 
 
 async def test_an_answer_that_takes_every_backend_down_is_given_up(start: Start) -> None:
-    async with start(count=MOST_LOSSES + 1) as router:
+    async with start(count=MAX_LOSSES + 1) as router:
         for backend in router.backends:
             backend.open.clear()
         asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body()))
-        for _ in range(MOST_LOSSES):
+        for _ in range(MAX_LOSSES):
             asked = await until(
                 lambda: [backend for backend in router.backends if backend.bodies and backend.health == 200],
                 "a healthy backend has the request",
@@ -76,22 +76,22 @@ async def test_an_answer_that_takes_every_backend_down_is_given_up(start: Start)
             asked[0].health = 500  # its health is all that tells of its end
         reply = await asking
         assert (reply.status_code, "lost" in reply.json()["error"]["message"]) == (502, True)
-        assert sum(len(backend.bodies) for backend in router.backends) == MOST_LOSSES
+        assert sum(len(backend.bodies) for backend in router.backends) == MAX_LOSSES
 
 
 async def test_an_adapter_that_takes_down_every_backend_that_loads_it_is_given_up(start: Start) -> None:
-    async with start(count=MOST_LOSSES + 1) as router:
+    async with start(count=MAX_LOSSES + 1) as router:
         for backend in router.backends:
             backend.open.clear()
         asking = asyncio.create_task(router.http.post(COMPLETIONS, json=body("formal")))
-        for lost in range(MOST_LOSSES):
+        for lost in range(MAX_LOSSES):
             await until(lambda lost=lost: sum(map(len, router.calls)) != lost, "an adapter is loaded")
             (loading,) = [backend for backend in router.backends if backend.calls and backend.health == 200]
             loading.health = 500
             await loading.kill()
         reply = await asking
         assert (reply.status_code, "lost" in reply.json()["error"]["message"]) == (502, True)
-        assert router.all_calls == ["+formal"] * MOST_LOSSES
+        assert router.all_calls == ["+formal"] * MAX_LOSSES
         assert not router.parts.backend_router._requests
 
 
@@ -116,7 +116,7 @@ async def test_gateway_unable_to_connect_takes_no_requests_from_healthy_backends
             assert reply.status_code == 502, reply.text
             assert "Too many open files" in reply.text
             await until(
-                lambda: any(entry["event"] == "backend cannot be asked" for entry in logged), "the failure is logged"
+                lambda: any(entry["event"] == "backend cannot be checked" for entry in logged), "the failure is logged"
             )
             assert sum(each["is_open"] for each in (await router.cluster())["replicas"]) == 1
         backend.go_on.set()
@@ -168,11 +168,11 @@ async def test_of_two_that_load_a_new_adapter_at_once_one_is_refused(
 ) -> None:
     together = threading.Barrier(2, timeout=30)
 
-    def know_together(name: str, source: str, rank: int | None) -> RoutedAdapter:
+    def describe_together(name: str, source: str, rank: int | None) -> RoutedAdapter:
         together.wait()
         return describe_adapter(name, source, rank)
 
-    monkeypatch.setattr("lorikeet.router.app.describe_adapter", know_together)
+    monkeypatch.setattr("lorikeet.router.app.describe_adapter", describe_together)
     async with start() as router:
         asked = [{"lora_name": "json", "lora_path": f"/elsewhere/{name}", "rank": 4} for name in ("a", "b")]
         replies = await asyncio.gather(*(router.http.post("/v1/load_lora_adapter", json=each) for each in asked))

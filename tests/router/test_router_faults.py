@@ -8,7 +8,7 @@ import structlog
 
 from lorikeet.config import ConfigError
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS
-from lorikeet.router.proxy import MOST_FAILURES
+from lorikeet.router.proxy import MAX_FAILURES
 from lorikeet.router.run import RouterOptions, open_router
 from tests.router.conftest import Start, adapters, events, routing, text_of
 from tests.router.scripted import ScriptedBackend, chat_text, words
@@ -122,7 +122,7 @@ async def test_half_said_streams_of_a_killed_backend_are_not_said_twice(start: S
         await router.metric("lorikeet:route_continued_total 4.0")
 
 
-@pytest.mark.parametrize("times", [1, MOST_FAILURES + 1])
+@pytest.mark.parametrize("times", [1, MAX_FAILURES + 1])
 async def test_a_cut_stream_asks_a_busy_backend_again_but_not_for_ever(start: Start, times: int) -> None:
     async with start() as router:
         for backend in router.backends:
@@ -141,7 +141,7 @@ async def test_a_cut_stream_asks_a_busy_backend_again_but_not_for_ever(start: St
             assert len(other.bodies) == 2
         else:
             assert chunks[-1]["error"]["message"] == "busy"
-            assert len(other.bodies) <= MOST_FAILURES + 1
+            assert len(other.bodies) <= MAX_FAILURES + 1
 
 
 async def test_streams_leave_a_backend_that_says_nothing_more_and_is_not_well(start: Start) -> None:
@@ -225,7 +225,7 @@ async def test_an_answer_of_several_parts_ends_with_an_error_once_it_has_begun(
         for backend in router.backends:
             backend.dies_after = 3
         chunks = await events(router.http, COMPLETIONS, body(**fields))
-        assert "cannot go on at another" in chunks[-1]["error"]["message"]
+        assert "cannot be resumed at another" in chunks[-1]["error"]["message"]
         assert len(chunks) == 4
         for backend in router.backends:
             backend.dies_after = 0
@@ -239,7 +239,7 @@ async def test_a_backend_that_fails_again_and_again_is_not_asked_for_ever(start:
         backend.fails_with = 500
         reply = await router.http.post(COMPLETIONS, json=body())
         assert (reply.status_code, reply.json()["error"]["message"]) == (500, "it is as it is")
-        assert len(backend.bodies) == MOST_FAILURES + 1
+        assert len(backend.bodies) == MAX_FAILURES + 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -381,16 +381,16 @@ async def test_a_backend_that_wants_a_key_is_told_from_one_that_is_not_there(
         async with routing([backend.url], [backend], backend_key=key, adapters=adapters("formal")) as router:
             assert reason not in (await router.http.post(COMPLETIONS, json=body())).json()["error"]["message"]
             await backend.start()
-            told = f"{backend.url}: /v1/models answers 401: {reason}"
+            told = f"backend-0: /v1/models answers 401: {reason}"
             for model in ("base", "formal"):
                 while told not in (reply := await router.http.post(COMPLETIONS, json=body(model))).text:
                     assert reply.status_code == 503
-            assert reply.json()["error"]["message"] == f"No backend has been there for 0.05 s ({told})."
+            assert reply.json()["error"]["message"] == f"No backend has been available for 0.05 s ({told})."
             backend.key = key or None
             await router.up(1)
-            assert router.parts.backend_router.troubles() == ""
+            assert router.parts.backend_router.backend_errors() == ""
             await backend.kill()
-    warnings = [entry for entry in logged if entry["event"] == "backend not there"]
+    warnings = [entry for entry in logged if entry["event"] == "backend not available"]
     assert len(warnings) == 2, "each reason once"
     assert reason in warnings[1]["reason"]
 
@@ -402,7 +402,7 @@ async def test_a_backend_that_takes_no_requests_yet_is_told_too(monkeypatch: pyt
     await backend.start()
     async with routing([backend.url], [backend]) as router:
         reply = await router.http.post(COMPLETIONS, json=body())
-        assert (reply.status_code, f"({backend.url}: it takes no requests)." in reply.text) == (503, True)
+        assert (reply.status_code, "(backend-0: it takes no requests)." in reply.text) == (503, True)
     await backend.kill()
 
 
@@ -423,7 +423,7 @@ async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
     [
         ({"preset": "toppings"}, "--profile"),
         ({"preset": "loraserve"}, "operating points"),
-        ({"preset": "nonsense"}, "no preset is called"),
+        ({"preset": "nonsense"}, "unknown preset"),
         ({"backends": ("http://a", "http://a/v1")}, "twice"),
         ({"backends": ("localhost:8001",)}, "no address"),
     ],

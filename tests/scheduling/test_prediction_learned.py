@@ -113,7 +113,7 @@ def test_files_that_hold_no_head_are_refused(head: LengthModel, tmp_path: Path) 
     refused("other", "lorikeet answer lengths", arrays, {})
     refused("less", r"trees\.value", {k: v for k, v in arrays.items() if k != "trees.value"}, about)
     refused("circle", "has a cycle", {**arrays, "trees.left": np.zeros_like(trees.left)}, about)
-    refused("column", "looks at", {**arrays, "trees.feature": trees.feature + 50}, about)
+    refused("column", "does not exist", {**arrays, "trees.feature": trees.feature + 50}, about)
     refused("typical", "typical", {**arrays, "typical": arrays["typical"][:1]}, about)
     (tmp_path / "text").write_text("nothing of the kind")
     for name in ("text", "missing"):

@@ -174,11 +174,11 @@ def test_the_command_writes_operating_points_into_the_profiles_file(
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--operating-points"], "under which SLO"),
+        (["--operating-points"], "needs an SLO"),
         (["--profile", "a100-80-llama-2-7b"], "goes with --operating-points"),
-        (["--operating-points", "--slo", "soon"], "no limit"),
+        (["--operating-points", "--slo", "soon"], "is not a limit"),
         (["--operating-points", "--slo", "ttft=1", "--ranks", "x"], "is not a rank"),
-        (["--operating-points", "--slo", "ttft=1", "--preset", "x"], "no preset is called 'x'"),
+        (["--operating-points", "--slo", "ttft=1", "--preset", "x"], "unknown preset 'x'"),
         (["--operating-points", "--slo", "ttft=1", "--profile", "nowhere"], "unknown profile 'nowhere'"),
     ],
 )

@@ -174,7 +174,7 @@ def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
     ("changes", "complaint"),
     [
         ({"profile": "nowhere"}, "unknown profile 'nowhere'"),
-        ({"preset": "vllm"}, "no preset is called 'vllm'"),
+        ({"preset": "vllm"}, "unknown preset 'vllm'"),
         ({"engine": {"max_runing": 3}}, "max_runing"),
         ({"engine": {"max_num_seqs": 0}}, "max_num_seqs"),
         ({"replicas": 0}, "$.replicas"),
@@ -199,7 +199,7 @@ def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
         ({"engine": {"preset": "elora"}}, "engine.preset: set the preset of the scenario instead"),
         ({"engine": {"device": "cuda"}}, "engine.device: has no effect in a simulation"),
         ({"shape": "chat"}, "needs a trace"),
-        ({"max_model_len": 100_000}, "cannot hold a sequence of 100000 tokens"),
+        ({"max_model_len": 100_000}, "is too small for a sequence of 100000 tokens"),
     ],
 )
 def test_what_cannot_be_is_named(profile: str, changes: dict[str, object], complaint: str) -> None:

@@ -1,11 +1,9 @@
-"""A device that does its work as late as it may, and tells who touches what is in flight.
+"""A device that runs queued work as late as the order of streams and events allows, and reports races.
 
-It sees copies, graphs, and what ``Decoder.forward`` touches. It keeps the order that streams and marks give to its work
-and no other: copies and graphs are done when somebody waits for a mark behind them, and copies of streams of their own
-not before :meth:`LateDevice.hold` ends. Steps that are called are computed at once, by whoever runs them, but count as
-in flight until something that follows them is done. Two pieces of work that are in flight, touch the same bytes, and
-have no order are a fault, however they happen to fall. So is a graph that reads from its tensors what the host would
-have to wait for.
+It tracks copies, graphs, and what ``Decoder.forward`` reads and writes. Copies and graphs run when an event after them
+is waited for, and copies in other streams not before :meth:`LateDevice.hold` ends. Eager steps run immediately, but
+count as in flight until later work has finished. Two pieces of unordered work in flight that touch the same bytes are a
+fault. So is a graph that reads values on the host, for which it would have to wait.
 """
 
 import itertools
@@ -124,14 +122,14 @@ class LateGraph:
 
 
 class LateDevice:
-    """See the module, and ``engine.device.Device``.
+    """Runs work late and collects faults. Implements ``DeviceBackend``.
 
     Args:
         copies_ahead: as of a device; CUDA's has 8.
 
     Attributes:
-        faults: what would have gone wrong, some time, on some device.
-        copies: groups that were copied.
+        faults: races that could occur on a real device.
+        copies: number of groups that were copied.
         graphs: that were captured.
         replays, replayed: graphs that have begun, and those that were done.
         touched: what the next graphs read and write of the arena.

@@ -15,17 +15,17 @@ GPU = torch.device("cuda")
 
 
 class OnGpu(TritonKernels):
-    """Takes everything to the GPU, computes there, and brings back what it returns and what it has changed."""
+    """Copies arguments to the GPU, computes there, and copies results and changed arguments back."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
-        """See ``Kernels``; adapters lie in other memory there."""
+        """Compute on the GPU; adapters are copied there."""
         assert isinstance(weight, Tensor)
         if delta is not None:
             delta = delta._replace(lora=_lora_there(delta.lora))
         return super().linear(_there(x), weight.to(GPU), None if bias is None else bias.to(GPU), delta).cpu()
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """See ``Kernels``."""
+        """Compute on the GPU."""
         own = x.to(GPU)
         found = super().add_norm(own, None if delta is None else delta.to(GPU), weight.to(GPU), eps)
         x.copy_(own)
@@ -34,7 +34,7 @@ class OnGpu(TritonKernels):
     def rotary_store(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
     ) -> None:
-        """See ``Kernels``."""
+        """Compute on the GPU."""
         own, own_kv = _there(qkv), _there(kv)
         if norms is not None:
             norms = norms._replace(q=norms.q.to(GPU), k=norms.k.to(GPU))
@@ -43,15 +43,15 @@ class OnGpu(TritonKernels):
         kv.copy_(own_kv)
 
     def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
-        """See ``Kernels``."""
+        """Compute on the GPU."""
         return super().attention(_there(qkv), _there(kv), _batch_there(batch), scale, window).cpu()
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See ``Kernels``."""
+        """Compute on the GPU."""
         return super().silu_mul(gate_up.to(GPU)).cpu()
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-        """See ``Kernels``."""
+        """Compute on the GPU."""
         return super().choose(logits.to(GPU), parameters.on(GPU)).cpu()
 
 

@@ -197,7 +197,7 @@ class _Sequence:
 
 
 class ScriptedExecutor:
-    """See the module. Times are virtual seconds; transfers follow one another as on :class:`ModelledTransferLink`.
+    """Checks plans and transfers instead of computing. Times are virtual; :class:`ModelledTransferLink` runs transfers.
 
     Args:
         clock: is advanced by every step.
@@ -208,8 +208,8 @@ class ScriptedExecutor:
         copy_s: time to copy a block between the tiers.
         switch_s: time to change the merged adapter.
         failing: versions that cannot be read.
-        fails: tells of a transfer whether it fails for another reason.
-        sick: requests whose output is not finite.
+        fails: whether a transfer fails for another reason.
+        sick: requests whose logits are not finite.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class ScriptedExecutor:
         self._failing = failing
         self._fails = fails
         self._sick = sick
-        self._under_way: dict[RequestId, int] = {}
+        self._running: dict[RequestId, int] = {}
         self._sequences: dict[RequestId, _Sequence] = {}
         self._weights: dict[AdapterDigest, tuple[BlockId, ...]] = {}
         self._arenas = ScriptedArenas()
@@ -268,7 +268,7 @@ class ScriptedExecutor:
             self._clock.advance(self._step_s * steps_run + switch_s)
         failed = tuple(step.request_id for step in plan.sequences if step.samples and step.request_id in self._sick)
         next_runs = plan.overlapped and plan.repeat > 1
-        self._under_way = {step.request_id: step.start + 1 for step in plan.sequences} if next_runs else {}
+        self._running = {step.request_id: step.start + 1 for step in plan.sequences} if next_runs else {}
         return StepResult(plan.step, tokens, steps_run, self._clock.now() - started_s, failed, switch_s, next_runs)
 
     def assist_counters(self) -> None:
@@ -290,11 +290,11 @@ class ScriptedExecutor:
         self._clock.wait_until(min(due))
 
     def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
-        """See ``Executor``: the KV that they hold, by offset."""
+        """Return the KV of host blocks by offset."""
         return tuple(msgspec.msgpack.encode(self._arenas.read_host(block)) for block in blocks)
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
-        """See ``Executor``."""
+        """Write the KV of host blocks."""
         for block, content in zip(blocks, contents, strict=True):
             self._arenas.write_host(block, msgspec.msgpack.decode(content, type=dict[int, int]))
 
@@ -324,15 +324,15 @@ class ScriptedExecutor:
 
     def _end_step_under_way(self, plan: StepPlan) -> None:
         """Write what it computes, as late as it may; and see to it that a plan goes on with nothing else."""
-        for request_id, position in self._under_way.items():
+        for request_id, position in self._running.items():
             sequence = self._sequences[request_id]
             if position < len(sequence.token_ids):
                 self._arenas.write_kv(*self._place(sequence, position), sequence.key(position))
         if plan.continues:
             steps = {step.request_id: step.start for step in plan.sequences if step.tokens == 1 and not step.new_blocks}
-            is_that = len(steps) == len(plan.sequences) > 0 and steps.items() <= self._under_way.items()
-            require(is_that, f"step {plan.step} goes on with {steps}, but {self._under_way} is under way")
-            may_repeat = plan.repeat == 1 or len(steps) == len(self._under_way)
+            is_that = len(steps) == len(plan.sequences) > 0 and steps.items() <= self._running.items()
+            require(is_that, f"step {plan.step} goes on with {steps}, but {self._running} is under way")
+            may_repeat = plan.repeat == 1 or len(steps) == len(self._running)
             require(may_repeat, f"step {plan.step} is repeated, though sequences have left")
             once = plan.starts or plan.drops or plan.transfers or plan.evictions
             require(not once, f"step {plan.step} runs already, and changes something")

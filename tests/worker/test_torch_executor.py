@@ -208,7 +208,7 @@ def test_output_that_is_not_finite_fails_its_request_and_no_other(tmp_path: Path
 
 def test_an_arena_that_cannot_hold_the_longest_sequence_is_refused(models: Models) -> None:
     settings = fp32_settings(memory_bytes=20_000)
-    with pytest.raises(ConfigError, match="one sequence of 128 tokens and a small adapter take"):
+    with pytest.raises(ConfigError, match="too small for a sequence of 128 tokens and an adapter"):
         build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
 
 

@@ -35,7 +35,7 @@ from lorikeet.worker import helper_process
 from lorikeet.worker.transfer import state, transfers
 from lorikeet.worker.transfer.device import Cpu, DeviceBackend
 from lorikeet.worker.transfer.finished import TransferWork
-from lorikeet.worker.transfer.loader import _Reading, start_loader_process
+from lorikeet.worker.transfer.loader import Loader, _Reading, start_loader_process
 from lorikeet.worker.transfer.loader_process import BlocksFilled, ReadEnded
 from lorikeet.worker.transfer.state import STAGED_BLOCKS, TransferState
 from lorikeet.worker.transfer.transfers import TransferManager
@@ -464,8 +464,9 @@ def test_what_a_loader_that_is_killed_was_reading_is_read_by_another(
     assert bench.wait(bench.start_load(adapters["large"])).error is None
 
 
+@pytest.mark.slow
 def test_an_adapter_whose_loader_dies_in_the_middle_is_loaded_from_its_start(adapters: dict[str, AdapterRef]) -> None:
-    with moving(link_bytes_per_s=SLOW_BYTES_PER_S) as bench:
+    with moving(link_bytes_per_s=3 * SLOW_BYTES_PER_S) as bench:
         load = bench.start_load(adapters["large"])
         wait_until(lambda: bench.copied(load) > 1, "some of it is on the device")
         bench.signal_loader(signal.SIGKILL)
@@ -475,6 +476,7 @@ def test_an_adapter_whose_loader_dies_in_the_middle_is_loaded_from_its_start(ada
         assert all(bench.wait(other).error is None for other in others), "all readers are free"
 
 
+@pytest.mark.slow
 def test_a_read_that_is_lost_with_two_loaders_fails(adapters: dict[str, AdapterRef]) -> None:
     with moving(link_bytes_per_s=SLOW_BYTES_PER_S) as bench:
         load = bench.start_load(adapters["large"])
@@ -510,6 +512,20 @@ def test_a_loader_that_does_not_get_on_is_ended_and_another_goes_on(
     assert "the loader process has not replied for 2 s" in caplog.text
     assert bench.wait(waiting).error is None
     assert_holds(bench, adapters["large"])
+
+
+@pytest.mark.slow
+def test_an_idle_loader_that_is_stopped_is_replaced_before_it_is_needed(
+    adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Loader, "silence_timeout_s", 3.0)
+    with moving() as bench:
+        bench.transfers.loader.wait_until_ready()
+        before = bench.transfers.loader.process_id
+        bench.signal_loader(signal.SIGSTOP)
+        wait_until(lambda: bench.transfers.loader.process_id not in (None, before), "another loader is there")
+        assert "the loader process has sent no heartbeat for 3 s" in caplog.text
+        assert bench.wait(bench.start_load(adapters["small"])).error is None
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ class AdapterCatalog:
         base_name: name of the base model, part of its identity in the registry.
         geometry: sizes of the whole base model.
         reserved_names: names that adapters may not have, besides ``base_name``.
+        dtype: dtype in which adapters will be served; weights that overflow it are refused. "" for any.
         accept: called with every new adapter before it is registered; raises AdapterError to refuse it.
         now: returns Unix seconds.
 
@@ -80,10 +81,11 @@ class AdapterCatalog:
         geometry: ModelGeometry,
         *,
         reserved_names: Sequence[str] = (),
+        dtype: str = "",
         accept: Callable[[AdapterRef], None] = lambda _: None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._store = AdapterStore(_store_dir(settings), settings, geometry)
+        self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype)
         self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
         self._reserved = {base_name, *reserved_names}
         self._accept, self._now = accept, now
@@ -109,7 +111,7 @@ class AdapterCatalog:
                 written to the registry, since the next start names it again.
 
         Returns:
-            The adapter to which the name points, and the one that it replaced.
+            The adapter to which the name points, the one that it replaced, and warnings about keys that are ignored.
 
         Raises:
             AdapterExists: the name is taken, and ``replace`` is not set.
@@ -269,7 +271,7 @@ class AdapterCatalog:
     def _register_staged(
         self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool
     ) -> RegisteredAdapter:
-        old = self._records.get(name)
+        old, warnings = self._records.get(name), staged.description.warnings
         max_rank = max(max(by_layer) for by_layer in staged.ranks.values())
         row = RegistryRow(
             name=name,
@@ -278,14 +280,14 @@ class AdapterCatalog:
             created_at=self._now(),
             ranks=msgspec.json.encode(staged.ranks).decode(),
             max_rank=max_rank,
-            weight_bytes=staged.weight_bytes,
+            weight_bytes=staged.description.weight_bytes,
         )
         record = AdapterRecord(row, str(self._store.folder(staged.digest)), persistent)
         self._accept(record.ref)
         self._store.publish(staged)
         if old is not None and old.digest == staged.digest and (old.persistent or not persistent):
             self._missing.discard(staged.digest)
-            return RegisteredAdapter(old, None)
+            return RegisteredAdapter(old, None, warnings)
         try:
             if persistent:
                 self._registry.add(row, replace)
@@ -300,7 +302,8 @@ class AdapterCatalog:
                 self._names[old.digest] -= 1
         if old is not None:
             self._drop_if_unused(old.digest)
-        return RegisteredAdapter(record, old if old is not None and old.digest != record.digest else None)
+        replaced = old if old is not None and old.digest != record.digest else None
+        return RegisteredAdapter(record, replaced, warnings)
 
     def _clean(self, digest: AdapterDigest) -> None:
         with self._changes:

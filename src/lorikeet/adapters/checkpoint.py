@@ -1,15 +1,35 @@
 """Reads a PEFT LoRA folder, and checks that it fits the base model."""
 
+import hashlib
+import os
 import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+import numpy as np
+
+from lorikeet.adapters.description import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    AdapterDescription,
+    ModuleTensors,
+    TensorEntry,
+)
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.peft_config import CONFIG_FILE, LoraConfig, limited_matching, read_config
-from lorikeet.adapters.tensors import EXPONENTS, TensorEntry, check_finite, read_entries
+from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
+from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, LoraConfig, ModuleMatcher, read_config, read_json
+from lorikeet.adapters.tensors import EXPONENTS, MAX_TENSORS, largest_bits, merged, merged_data, read_entries
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 
-WEIGHTS_FILE = "adapter_model.safetensors"
+_CHUNK_BYTES = 2**20
+_MAX_SHARDS = 1000
+_MAX_MISSING = 10
+"""Warnings about targets that the base model lacks."""
+_SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 
 PROJECTIONS = {
     "q": "self_attn.q_proj",
@@ -33,101 +53,192 @@ def module_name(layer: int, module: str) -> str:
     return f"model.layers.{layer}.{PROJECTIONS[module]}"
 
 
-class LoraPair(NamedTuple):
+class _Pair(NamedTuple):
     """The two matrices of one module: ``a [rank, in_features]`` and ``b [out_features, rank]``."""
 
     a: TensorEntry
     b: TensorEntry
 
-    @property
-    def rank(self) -> int:
-        """Rank, from the shape of A."""
-        return self.a.shape[0]
 
-
-class AdapterCheckpoint(NamedTuple):
-    """Config and tensor headers of an adapter folder.
+class DescribeOptions(msgspec.Struct, frozen=True):
+    """What to check besides the files themselves.
 
     Attributes:
-        folder: the folder.
-        config: the LoRA settings.
-        base_model: base model named in the config, "" if none.
-        pairs: tensor headers by (layer, module), in packing order.
-        weight_bytes: size of the weights file.
+        geometry: sizes of the whole base model; None checks no fit.
+        dtype: dtype in which the adapter will be served, a key of ``numbers.KEPT_AS``; "" checks no overflow.
+        max_rank: larger ranks are refused; 0 for no limit.
+        max_bytes: larger weights are refused; 0 for no limit.
+        read_weights: whether to read the weights: to compute the digest, and to refuse NaN, infinity and overflow.
+        merge: whether to write the weights file of a sharded adapter, and to delete its shards.
     """
 
-    folder: Path
-    config: LoraConfig
-    base_model: str
-    pairs: dict[tuple[int, str], LoraPair]
-    weight_bytes: int
-
-    def scaling(self, layer: int, module: str) -> float:
-        """Return the factor of B·A for one module, with rsLoRA and patterns applied."""
-        return self.config.scaling(module_name(layer, module))
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights."""
-        return sum(rank * (pair.a.shape[1] + pair.b.shape[0]) for pair in self.pairs.values() for rank in (pair.rank,))
+    geometry: ModelGeometry | None = None
+    dtype: str = ""
+    max_rank: int = 0
+    max_bytes: int = 0
+    read_weights: bool = False
+    merge: bool = False
 
 
-def inspect_adapter(folder: Path) -> AdapterCheckpoint:
-    """Read config and tensor headers of a PEFT LoRA folder, but no weights.
+def describe_folder(
+    folder: Path,
+    options: DescribeOptions,
+    on_stage: Callable[[str], None] = lambda _: None,
+    on_chunk: Callable[[], None] = lambda: None,
+) -> AdapterDescription:
+    """Read a PEFT LoRA folder, and check everything in it.
+
+    Its time and memory depend on what is in the folder, so call it in the reader process (``adapters.reader``).
+
+    Args:
+        folder: the folder.
+        options: what to check besides.
+        on_stage: called with what is read next.
+        on_chunk: called after each chunk of weights.
 
     Raises:
         AdapterError: a file is missing, in the wrong format or not supported, a tensor is unknown, A or B of a module
-            is missing, or a rank differs from the config. The message names file and tensor.
+            is missing, a rank differs from the config, or the adapter does not fit the model. The message names file
+            and tensor.
+        OSError: the merged weights cannot be written.
     """
-    if not (folder / WEIGHTS_FILE).is_file():
-        others = [file.name for file in folder.glob("adapter_model.*")] if folder.is_dir() else []
-        found = f"; {', '.join(sorted(others))} is ignored, since only safetensors is supported" if others else ""
-        raise AdapterError(f"{WEIGHTS_FILE}: there is no such file in {folder}{found}")
-    config, base_model = read_config(folder / CONFIG_FILE)
-    pairs = _pair_up(read_entries(folder / WEIGHTS_FILE))
-    with limited_matching(CONFIG_FILE):
-        for (layer, module), pair in pairs.items():
-            _check_rank(pair, config.rank(module_name(layer, module)))
-    return AdapterCheckpoint(folder, config, base_model, pairs, (folder / WEIGHTS_FILE).stat().st_size)
+    _check_present(folder)
+    on_stage(CONFIG_FILE)
+    config, base_model, warnings = read_config(folder / CONFIG_FILE)
+    on_stage(f"the header of {WEIGHTS_FILE}")
+    weights = _Weights(folder)
+    if options.max_bytes and weights.size > options.max_bytes:
+        raise AdapterError(f"{WEIGHTS_FILE}: {weights.size} bytes, at most {options.max_bytes} are allowed")
+    pairs = _pair_up(weights.entries)
+    on_stage(f"the patterns of {CONFIG_FILE}")
+    matcher = ModuleMatcher(config)
+    modules = tuple(_described(layer, module, pair, matcher) for (layer, module), pair in pairs.items())
+    if options.geometry is not None:
+        for each in modules:
+            _check_fit(each, options.geometry, options.max_rank)
+        warnings += _check_coverage(config, matcher, modules, options.geometry)
+    digest = ""
+    if options.read_weights:
+        on_stage(WEIGHTS_FILE)
+        _check_weights(weights, modules, options.dtype, on_chunk)
+        digest = _digest(config, weights, on_chunk)
+    shards = tuple(file.name for file in weights.shards)
+    if options.merge and shards:
+        weights.merge(on_chunk)
+        shards = ()
+    return AdapterDescription(base_model[:500], modules, weights.size, shards, digest, tuple(warnings))
 
 
-def validate(
-    checkpoint: AdapterCheckpoint, geometry: ModelGeometry, max_rank: int = 0, max_bytes: int = 0
-) -> dict[str, tuple[int, ...]]:
-    """Check an adapter against the base model, weights included.
-
-    Args:
-        checkpoint: the adapter.
-        geometry: sizes of the whole model.
-        max_rank: larger ranks are refused; 0 for no limit.
-        max_bytes: larger weights files are refused; 0 for no limit.
-
-    Returns:
-        For each module that it changes, the rank on every layer, as in ``AdapterRef.ranks``.
+def shard_names(folder: Path) -> list[str]:
+    """Return the names of the files that the index of a sharded adapter lists.
 
     Raises:
-        AdapterError: it does not fit the model, is too large, or contains NaN or infinity.
+        AdapterError: it cannot be read, lists too many, or a name is not that of a safetensors file in the folder.
     """
-    if max_bytes and checkpoint.weight_bytes > max_bytes:
-        raise AdapterError(f"{WEIGHTS_FILE}: {checkpoint.weight_bytes} bytes, at most {max_bytes} are allowed")
-    for (layer, module), pair in checkpoint.pairs.items():
-        _check_fit(layer, module, pair, geometry, max_rank)
-    with limited_matching(CONFIG_FILE):
-        _check_coverage(checkpoint, geometry)
-    check_finite(
-        checkpoint.folder / WEIGHTS_FILE, [entry for pair in checkpoint.pairs.values() for entry in (pair.a, pair.b)]
-    )
-    ranks = {
-        module: tuple(
-            checkpoint.pairs[layer, module].rank if (layer, module) in checkpoint.pairs else 0
-            for layer in range(geometry.layers)
-        )
-        for module in LORA_MODULES
-    }
-    return {module: by_layer for module, by_layer in ranks.items() if any(by_layer)}
+    places = read_json(folder / INDEX_FILE, MAX_CONFIG_BYTES).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise AdapterError(f"{INDEX_FILE}: weight_map does not map tensors to files")
+    names = sorted(set(places.values()))
+    if len(names) > _MAX_SHARDS:
+        raise AdapterError(f"{INDEX_FILE}: it lists {len(names)} files, at most {_MAX_SHARDS} are read")
+    for name in names:
+        if not _SHARD.fullmatch(name) or name == WEIGHTS_FILE:
+            raise AdapterError(f"{INDEX_FILE}: {name[:200]!r} cannot be the name of a file with weights")
+    return names
 
 
-def _pair_up(entries: dict[str, TensorEntry]) -> dict[tuple[int, str], LoraPair]:
+class _Weights:
+    """The weights file of a folder, or the shards that a merged one would have.
+
+    Attributes:
+        entries: its tensors, by name.
+        size: its size in bytes.
+        shards: the tensors of each shard; empty if there is one weights file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / WEIGHTS_FILE
+        self.shards: dict[Path, dict[str, TensorEntry]] = {}
+        self._header = b""
+        if self.file.is_file():
+            self.entries, self.size = read_entries(self.file), self.file.stat().st_size
+            return
+        self.shards = {folder / name: read_entries(folder / name) for name in shard_names(folder)}
+        listed = Counter(name for entries in self.shards.values() for name in entries)
+        if listed.total() > MAX_TENSORS:
+            raise AdapterError(f"{INDEX_FILE}: its files list more than {MAX_TENSORS} tensors")
+        for name, times in listed.items():
+            if times > 1:
+                raise AdapterError(f"{INDEX_FILE}: tensor {name} is in {times} of its files")
+        self._header, self.entries = merged(self.shards)
+        self.size = max((entry.stop for entry in self.entries.values()), default=len(self._header))
+
+    @property
+    def parts(self) -> dict[Path, dict[str, TensorEntry]]:
+        """The files that exist, with their tensors."""
+        return self.shards or {self.file: self.entries}
+
+    def content(self) -> Iterator[bytes]:
+        """Yield the content of the weights file in chunks."""
+        if self.shards:
+            yield self._header
+            yield from merged_data(self.shards)
+            return
+        with self.file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                yield chunk
+
+    def merge(self, on_chunk: Callable[[], None]) -> None:
+        """Write the weights file, and delete the shards."""
+        with self.file.open("wb") as target:
+            for chunk in self.content():
+                target.write(chunk)
+                on_chunk()
+            target.flush()
+            os.fsync(target.fileno())
+        for shard in self.shards:
+            shard.unlink()
+        (self.file.parent / INDEX_FILE).unlink()
+
+
+def _check_present(folder: Path) -> None:
+    if (folder / WEIGHTS_FILE).is_file() or (folder / INDEX_FILE).is_file():
+        return
+    others = [file.name for file in folder.glob("adapter_model.*")] if folder.is_dir() else []
+    found = f"; {', '.join(sorted(others))} is ignored, since only safetensors is supported" if others else ""
+    raise AdapterError(f"{WEIGHTS_FILE}: there is no such file in {folder}{found}")
+
+
+def _check_weights(
+    weights: _Weights, modules: Sequence[ModuleTensors], dtype: str, on_chunk: Callable[[], None]
+) -> None:
+    """Check that no weight is NaN or infinite, nor becomes so in ``dtype`` once scaled or multiplied."""
+    bits: dict[str, int] = {}
+    for file, entries in weights.parts.items():
+        bits |= largest_bits(file, entries.values(), on_chunk)
+    if not dtype:
+        return
+    for each in modules:
+        a, b = (_magnitude(entry, bits[entry.name]) for entry in (each.a, each.b))
+        scaled = b * abs(each.scaling)
+        # The last is a bound of the elements of B·A.
+        if not all(fits(value, dtype) for value in (a, scaled, a * scaled * each.rank)):
+            raise AdapterError(
+                f"{WEIGHTS_FILE}: {each.module} of layer {each.layer}: too large for {dtype} once scaled"
+            )
+
+
+def _digest(config: LoraConfig, weights: _Weights, on_chunk: Callable[[], None]) -> str:
+    """Return the hex SHA-256 of the settings that change the meaning of the weights, and of the weights file."""
+    fields = config.digest_fields()
+    digest = hashlib.sha256(b"lorikeet adapter 1\n%d\n" % len(fields) + fields)
+    for chunk in weights.content():
+        digest.update(chunk)
+        on_chunk()
+    return digest.hexdigest()
+
+
+def _pair_up(entries: dict[str, TensorEntry]) -> dict[tuple[int, str], _Pair]:
     halves: dict[tuple[int, str], dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         match = _KEY.fullmatch(name)
@@ -151,25 +262,28 @@ def _pair_up(entries: dict[str, TensorEntry]) -> dict[tuple[int, str], LoraPair]
                 f"{WEIGHTS_FILE}: tensor {entry.name} has no matching lora_{'B' if side == 'A' else 'A'}"
             )
     order = sorted(halves, key=lambda key: (key[0], LORA_MODULES.index(key[1])))
-    return {key: LoraPair(halves[key]["A"], halves[key]["B"]) for key in order}
+    return {key: _Pair(halves[key]["A"], halves[key]["B"]) for key in order}
 
 
-def _check_rank(pair: LoraPair, expected: int) -> None:
+def _described(layer: int, module: str, pair: _Pair, matcher: ModuleMatcher) -> ModuleTensors:
+    rank, scaling = matcher.rank_and_scaling(module_name(layer, module))
     for entry, found in ((pair.a, pair.a.shape[0]), (pair.b, pair.b.shape[1])):
-        if found != expected:
+        if found != rank:
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {entry.name} has shape {list(entry.shape)}, so rank {found}; "
-                f"{CONFIG_FILE} says {expected}"
+                f"{CONFIG_FILE} says {rank}"
             )
+    return ModuleTensors(layer, module, rank, scaling, pair.a, pair.b)
 
 
-def _check_fit(layer: int, module: str, pair: LoraPair, geometry: ModelGeometry, max_rank: int) -> None:
-    if layer >= geometry.layers:
-        raise AdapterError(f"{WEIGHTS_FILE}: tensor {pair.a.name}: the base model has only {geometry.layers} layers")
-    if max_rank and pair.rank > max_rank:
-        raise AdapterError(f"{WEIGHTS_FILE}: tensor {pair.a.name} has rank {pair.rank}, at most {max_rank} is allowed")
-    shape = geometry.modules[module]
-    for entry, expected in ((pair.a, (pair.rank, shape.in_features)), (pair.b, (shape.out_features, pair.rank))):
+def _check_fit(each: ModuleTensors, geometry: ModelGeometry, max_rank: int) -> None:
+    name = f"{WEIGHTS_FILE}: tensor {each.a.name}"
+    if each.layer >= geometry.layers:
+        raise AdapterError(f"{name}: the base model has only {geometry.layers} layers")
+    if max_rank and each.rank > max_rank:
+        raise AdapterError(f"{name} has rank {each.rank}, at most {max_rank} is allowed")
+    shape = geometry.modules[each.module]
+    for entry, expected in ((each.a, (each.rank, shape.in_features)), (each.b, (shape.out_features, each.rank))):
         if entry.shape != expected:
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {entry.name} has shape {list(entry.shape)}; "
@@ -177,22 +291,42 @@ def _check_fit(layer: int, module: str, pair: LoraPair, geometry: ModelGeometry,
             )
 
 
-def _check_coverage(checkpoint: AdapterCheckpoint, geometry: ModelGeometry) -> None:
-    """Check that the tensors are exactly those of the modules that the config targets."""
+def _check_coverage(
+    config: LoraConfig, matcher: ModuleMatcher, modules: Sequence[ModuleTensors], geometry: ModelGeometry
+) -> list[str]:
+    """Check that the tensors are exactly those of the modules that the config targets.
+
+    Returns:
+        Warnings about targets that the base model does not have, which PEFT ignores.
+    """
+    present = {(each.layer, each.module): each for each in modules}
     names = {module_name(layer, m): (layer, m) for layer in range(geometry.layers) for m in LORA_MODULES}
     for name, key in names.items():
-        covered = checkpoint.config.covers(name)
-        if covered and key not in checkpoint.pairs:
+        covered = matcher.covers(name)
+        if covered and key not in present:
             raise AdapterError(f"{CONFIG_FILE} targets {name}, but {WEIGHTS_FILE} has no tensors for it")
-        if not covered and key in checkpoint.pairs:
+        if not covered and key in present:
             raise AdapterError(
-                f"{WEIGHTS_FILE}: tensor {checkpoint.pairs[key].a.name} is of a module "
-                f"that {CONFIG_FILE} does not target"
+                f"{WEIGHTS_FILE}: tensor {present[key].a.name} is of a module that {CONFIG_FILE} does not target"
             )
-    targets = checkpoint.config.target_modules
-    for target in targets if isinstance(targets, list) else []:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            raise AdapterError(
-                f"{CONFIG_FILE}: target_modules names {target!r}, but the base model has no such module on which LoRA "
-                "is supported"
-            )
+    targets = config.target_modules
+    endings = {name[start:] for name in names for start in _starts(name)}
+    missing = [target for target in targets if target not in endings] if isinstance(targets, list) else []
+    return [
+        f"{CONFIG_FILE}: target_modules names {target[:100]!r}, but the base model has no such module on which LoRA is "
+        "supported"
+        for target in missing[:_MAX_MISSING]
+    ]
+
+
+def _starts(name: str) -> Iterator[int]:
+    """Yield the positions at which the parts of a module's name begin."""
+    yield 0
+    for match in re.finditer(r"\.", name):
+        yield match.end()
+
+
+def _magnitude(entry: TensorEntry, bits: int) -> float:
+    """Return the number of a tensor's dtype that has these bits."""
+    dtype = DTYPES[entry.dtype]
+    return float(to_float32(np.array([bits], EXPONENTS[entry.dtype][0]).view(KEPT_AS[dtype]), dtype)[0])

@@ -15,6 +15,9 @@ KEPT_AS: dict[str, type[np.uint16 | np.float16 | np.float32]] = {
 }
 """The numpy type in which arrays of each dtype are stored."""
 
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+"""The dtypes of safetensors files."""
+
 
 def to_float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     """Return values of ``dtype`` in fp32, exactly. No copy is made of fp32."""
@@ -38,3 +41,10 @@ def from_float32(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
         return rounded.astype(np.uint16)
     with np.errstate(over="ignore"):
         return values.astype(KEPT_AS[dtype], copy=False)
+
+
+def fits(value: float, dtype: str) -> bool:
+    """Return whether a number is finite in ``dtype``."""
+    with np.errstate(over="ignore"):
+        single = np.array([value]).astype(np.float32)
+    return bool(np.isfinite(single)[0] and np.isfinite(to_float32(from_float32(single, dtype), dtype))[0])

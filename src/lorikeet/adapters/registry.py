@@ -23,7 +23,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
-from lorikeet.adapters.sources import without_credentials
+from lorikeet.adapters.url_reader import without_credentials
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.extras import install_command
 from lorikeet.core.geometry import ModelGeometry
@@ -346,10 +346,12 @@ class RegisteredAdapter(NamedTuple):
     Attributes:
         record: the adapter to which the name points now.
         replaced: the adapter to which it pointed before; None if there was none, or it was the same version.
+        warnings: sentences about keys of its config that are ignored.
     """
 
     record: AdapterRecord
     replaced: AdapterRecord | None
+    warnings: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=256)

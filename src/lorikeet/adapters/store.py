@@ -1,7 +1,6 @@
 """The adapter store: files of adapters on disk, one folder per version, named by its digest."""
 
 import fcntl
-import hashlib
 import os
 import shutil
 import tempfile
@@ -10,24 +9,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
-from lorikeet.adapters.checkpoint import WEIGHTS_FILE, AdapterCheckpoint, inspect_adapter, validate
+from lorikeet.adapters.checkpoint import DescribeOptions
+from lorikeet.adapters.description import AdapterDescription
 from lorikeet.adapters.errors import AdapterError, AdapterStoreError
+from lorikeet.adapters.manifest import check_unchanged, write_manifest
+from lorikeet.adapters.reader import describe
 from lorikeet.adapters.sources import fetch
 from lorikeet.config import AdapterSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
-
-MANIFEST_FILE = "version.json"
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """Size and modification time of a version's weights file when it was stored; any difference is an error."""
-
-    weight_bytes: int
-    weight_mtime_ns: int
 
 
 class StagedVersion(NamedTuple):
@@ -35,15 +26,18 @@ class StagedVersion(NamedTuple):
 
     Attributes:
         folder: the temporary folder.
-        digest: its version.
+        description: what is in it.
         ranks: as in ``AdapterRef.ranks``.
-        weight_bytes: size of its weights file.
     """
 
     folder: Path
-    digest: AdapterDigest
+    description: AdapterDescription
     ranks: dict[str, tuple[int, ...]]
-    weight_bytes: int
+
+    @property
+    def digest(self) -> AdapterDigest:
+        """Its version."""
+        return AdapterDigest(self.description.digest)
 
 
 def default_store_dir() -> Path:
@@ -51,54 +45,17 @@ def default_store_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "lorikeet" / "adapters"
 
 
-def compute_digest(checkpoint: AdapterCheckpoint) -> AdapterDigest:
-    """Return the hex SHA-256 of the settings that change the meaning of the weights, and of the weights file."""
-    fields = checkpoint.config.digest_fields()
-    digest = hashlib.sha256(b"lorikeet adapter 1\n%d\n" % len(fields) + fields)
-    with (checkpoint.folder / WEIGHTS_FILE).open("rb") as stream:
-        while chunk := stream.read(2**20):
-            digest.update(chunk)
-    return AdapterDigest(digest.hexdigest())
-
-
 def reference(name: str, folder: Path, geometry: ModelGeometry) -> AdapterRef:
     """Validate a folder in place and return a reference to it, without store and registry; for benchmarks and tools.
 
     Raises:
-        AdapterError: it is not valid or does not fit.
+        AdapterError: it is not valid, does not fit, or is sharded, which only a store can hold.
     """
-    checkpoint = inspect_adapter(folder)
-    ranks = validate(checkpoint, geometry)
-    return AdapterRef(AdapterName(name), compute_digest(checkpoint), str(folder), ranks, checkpoint.weight_bytes)
-
-
-def check_unchanged(ref: AdapterRef) -> None:
-    """Check that the weights file is unchanged since it was registered: by size and, in the store, modification time.
-
-    Raises:
-        AdapterError: it is missing or differs.
-    """
-    folder = Path(ref.folder)
-    try:
-        found = (folder / WEIGHTS_FILE).stat()
-    except OSError as error:
-        raise AdapterError(f"adapter {ref.name!r}: {folder / WEIGHTS_FILE}: {error.strerror}") from error
-    if found.st_size != ref.weight_bytes:
-        raise AdapterError(
-            f"adapter {ref.name!r}: {folder / WEIGHTS_FILE} has {found.st_size} bytes, "
-            f"but was registered with {ref.weight_bytes}; register it again"
-        )
-    if (folder / MANIFEST_FILE).exists():  # folders outside the store have none
-        try:
-            manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
-        except (OSError, msgspec.DecodeError) as error:
-            raise AdapterError(
-                f"adapter {ref.name!r}: {folder / MANIFEST_FILE} cannot be read: {error}; register it again"
-            ) from error
-        if found.st_mtime_ns != manifest.weight_mtime_ns:
-            raise AdapterError(
-                f"adapter {ref.name!r}: {folder / WEIGHTS_FILE} was changed after it was registered; register it again"
-            )
+    found = describe(folder, DescribeOptions(geometry, read_weights=True))
+    if found.shards:
+        raise AdapterError(f"{folder} holds a sharded adapter, which must be added to a server or be saved in one file")
+    ranks = found.ranks(geometry.layers)
+    return AdapterRef(AdapterName(name), AdapterDigest(found.digest), str(folder), ranks, found.weight_bytes)
 
 
 class AdapterStore:
@@ -110,13 +67,17 @@ class AdapterStore:
         root: folder of the store; created if missing.
         settings: allowed sources and limits.
         geometry: sizes of the base model, for validation.
+        dtype: dtype in which adapters will be served; weights that overflow it are refused. "" for any.
     """
 
-    def __init__(self, root: Path, settings: AdapterSettings, geometry: ModelGeometry) -> None:
+    def __init__(self, root: Path, settings: AdapterSettings, geometry: ModelGeometry, dtype: str = "") -> None:
         self._versions = root / "versions"
         self._incoming = root / "incoming"
         self._settings = settings
         self._geometry = geometry
+        self._checks = DescribeOptions(
+            geometry, dtype, settings.max_rank, settings.max_bytes, read_weights=True, merge=True
+        )
         for folder in (self._versions, self._incoming):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = (root / "lock").open("a")
@@ -181,11 +142,12 @@ class AdapterStore:
                 folder.mkdir()
             fetch(source, self._settings, folder, trusted)
             try:
-                checkpoint = inspect_adapter(folder)
-                ranks = validate(checkpoint, self._geometry, self._settings.max_rank, self._settings.max_bytes)
+                found = describe(folder, self._checks)
+            except AdapterStoreError:
+                raise
             except AdapterError as error:
                 raise AdapterError(f"{source}: {error}") from error
-            yield StagedVersion(folder, compute_digest(checkpoint), ranks, checkpoint.weight_bytes)
+            yield StagedVersion(folder, found, found.ranks(self._geometry.layers))
 
     def publish(self, staged: StagedVersion) -> Path:
         """Move a staged version into the store; an unchanged copy that is already there is kept.
@@ -195,24 +157,22 @@ class AdapterStore:
         """
         place = self.folder(staged.digest)
         if place.exists():
-            try:
-                check_unchanged(
-                    AdapterRef(AdapterName(""), staged.digest, str(place), staged.ranks, staged.weight_bytes)
-                )
-                inspect_adapter(place)
-            except AdapterError:
-                self.remove(staged.digest)  # it is damaged, and the staged version replaces it
-            else:
+            if self._is_intact(place, staged):
                 return place
+            self.remove(staged.digest)
         with _writing():
-            weights = (staged.folder / WEIGHTS_FILE).stat()
-            manifest = Manifest(weights.st_size, weights.st_mtime_ns)
-            with (staged.folder / MANIFEST_FILE).open("wb") as file:
-                file.write(msgspec.json.encode(manifest))
-                file.flush()
-                os.fsync(file.fileno())
+            write_manifest(staged.folder, staged.description.modules)
             os.rename(staged.folder, place)
         return place
+
+    def _is_intact(self, place: Path, staged: StagedVersion) -> bool:
+        """Return whether a stored version is what it would be if it were stored now."""
+        found = staged.description
+        ref = AdapterRef(AdapterName(""), staged.digest, str(place), staged.ranks, found.weight_bytes)
+        try:
+            return check_unchanged(ref) == describe(place).modules == found.modules
+        except AdapterError:
+            return False
 
     def add(self, source: str, trusted: bool = False) -> tuple[AdapterDigest, Path]:
         """Stage and publish an adapter; raises as :meth:`stage`."""

@@ -1,17 +1,23 @@
 """Reads headers and raw bits of safetensors files without torch (numpy has no bfloat16)."""
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
+from lorikeet.adapters.description import TensorEntry
 from lorikeet.adapters.errors import AdapterError
 
 _CHUNK_BYTES = 4 * 2**20
-_HEADER_LENGTH_BYTES = 8
+_LENGTH_BYTES = 8
+"""A file begins with the length of its header."""
+MAX_HEADER_BYTES = 4 * 2**20
+"""A model of 126 layers with LoRA on all modules has 400 KB."""
+MAX_TENSORS = 20_000
+_MAX_NAME_CHARS = 500
 
 EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "F32": (np.uint32, 0x7F80_0000),
@@ -20,6 +26,15 @@ EXPONENTS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
 }
 """For each dtype, the integer type of its size and the mask of its exponent; all bits set means infinity or NaN."""
 
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
+    "C64": 64,
+}  # fmt: skip
+"""Bits of an element of each dtype of the format."""
+
+_LFS_POINTER = b"version https://git-lfs"
+LFS_POINTER_TEXT = "a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
 _DISGUISES = {
     b"PK": "a zip archive (as torch.save writes)",
     b"\x80\x02": "a Python pickle",
@@ -31,91 +46,174 @@ _DISGUISES = {
 }
 
 
-class TensorEntry(NamedTuple):
-    """One tensor of a safetensors file.
-
-    Attributes:
-        name: its key.
-        dtype: as safetensors writes it (``BF16``, ``F16``, ``F32``, ...).
-        shape: sizes of its dimensions.
-        start, stop: byte range in the file, half-open.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
 def read_entries(file: Path) -> dict[str, TensorEntry]:
-    """Read the header of a safetensors file.
-
-    The safetensors library checks lengths, offsets, overlaps and coverage. Duplicate names, which it accepts, are
-    refused here.
+    """Read and check the header of a safetensors file: the tensors cover the file, and none overlaps another.
 
     Raises:
-        AdapterError: the file is missing, truncated, in another format, or its header is wrong.
+        AdapterError: the file is missing, truncated, in another format, or its header is wrong or too large.
     """
     try:
-        with safe_open(file, framework="numpy"):
-            pass
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            head = stream.read(max(_LENGTH_BYTES, len(_LFS_POINTER)))
+            length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+            if length < 2 or length > size - _LENGTH_BYTES:
+                raise _not_safetensors(file, head, "its header does not fit into it")
+            if length > MAX_HEADER_BYTES:
+                raise AdapterError(f"{file.name}: its header has {length} bytes, at most {MAX_HEADER_BYTES} are read")
+            stream.seek(_LENGTH_BYTES)
+            text = stream.read(length)
     except FileNotFoundError as error:
         raise AdapterError(f"{file.name}: there is no such file in {file.parent}") from error
-    except (SafetensorError, OSError) as error:
-        raise AdapterError(f"{file.name}: {_what_it_is(file)} ({error})") from error
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
-        pairs = json.loads(stream.read(length), object_pairs_hook=_Pairs)
-    start = _HEADER_LENGTH_BYTES + length
+    except OSError as error:
+        raise AdapterError(f"{file.name}: cannot be read: {error.strerror} ({file.parent})") from error
+    try:
+        pairs = json.loads(text.decode(), object_pairs_hook=_Pairs)
+        entries = _checked(pairs, size - _LENGTH_BYTES - length)
+    except AdapterError as error:
+        raise AdapterError(f"{file.name}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise _not_safetensors(file, head, f"its header: {error}") from error
+    start = _LENGTH_BYTES + length
+    return {
+        entry.name: TensorEntry(entry.name, entry.dtype, entry.shape, start + entry.start, start + entry.stop)
+        for entry in entries
+    }
+
+
+def _checked(pairs: Any, data_bytes: int) -> list[TensorEntry]:
+    """Return the tensors of a header, with byte ranges that begin after it.
+
+    Raises:
+        AdapterError: a name is listed twice, or there are too many.
+        ValueError: anything else is wrong.
+    """
+    if not isinstance(pairs, _Pairs):
+        raise ValueError("no JSON object")
     entries: dict[str, TensorEntry] = {}
     for name, value in pairs:
         if name == "__metadata__":
             continue
         if name in entries:
-            raise AdapterError(f"{file.name}: tensor {name} is listed twice")
-        fields = dict(value)
-        begin, end = fields["data_offsets"]
-        entries[name] = TensorEntry(name, fields["dtype"], tuple(fields["shape"]), start + begin, start + end)
-    return entries
+            raise AdapterError(f"tensor {name} is listed twice")
+        if len(name) > _MAX_NAME_CHARS:
+            raise AdapterError(f"tensor {name[:50]}... has a name of {len(name)} characters")
+        if len(entries) == MAX_TENSORS:
+            raise AdapterError(f"it lists more than {MAX_TENSORS} tensors")
+        entries[name] = _entry(name, value)
+    end = 0
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != end:
+            raise ValueError(f"tensor {entry.name} begins at byte {entry.start}; the one before it ends at {end}")
+        end = entry.stop
+    if end != data_bytes:
+        raise ValueError(f"its tensors have {end} bytes, the file {data_bytes}")
+    return list(entries.values())
 
 
-def check_finite(file: Path, entries: Iterable[TensorEntry]) -> None:
-    """Check that no weight is infinite or NaN. Reads in chunks of a few MiB.
+def _entry(name: str, value: Any) -> TensorEntry:
+    fields = dict(value) if isinstance(value, _Pairs) else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not (isinstance(dtype, str) and dtype in _BITS and _are_sizes(shape) and _are_sizes(offsets)):
+        raise ValueError(f"tensor {name} has no known dtype, shape or data_offsets")
+    if len(offsets) != 2 or 8 * (offsets[1] - offsets[0]) != math.prod(shape) * _BITS[dtype]:
+        raise ValueError(f"tensor {name} is {dtype} {shape}, but lies at bytes {offsets}")
+    return TensorEntry(name, dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list)
+        and len(value) <= 16
+        and all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**63 for size in value)
+    )
+
+
+def largest_bits(
+    file: Path, entries: Iterable[TensorEntry], on_chunk: Callable[[], None] = lambda: None
+) -> dict[str, int]:
+    """Return the bits of the largest magnitude in each tensor, by name. Reads in chunks of a few MiB.
+
+    Without the sign bit, floating-point numbers are in the order of their bits.
+
+    Args:
+        file: the safetensors file.
+        entries: tensors of it, of dtypes in ``EXPONENTS``.
+        on_chunk: called after each chunk.
 
     Raises:
-        AdapterError: a weight is, or the file was truncated meanwhile; the message names the tensor.
+        AdapterError: a weight is infinite or NaN, or the file was truncated meanwhile; the message names the tensor.
     """
+    found = {}
     with file.open("rb") as stream:
         for entry in sorted(entries, key=lambda entry: entry.start):
-            if not _is_finite(stream, entry):
+            integer, exponent = EXPONENTS[entry.dtype]
+            magnitude = integer(np.iinfo(integer).max >> 1)
+            largest = 0
+            for chunk in _chunks(stream, entry.name, entry.start, entry.stop):
+                largest = max(largest, int((np.frombuffer(chunk, dtype=integer) & magnitude).max()))
+                on_chunk()
+            if largest >= exponent:
                 raise AdapterError(f"{file.name}: tensor {entry.name} holds NaN or infinity")
+            found[entry.name] = largest
+    return found
 
 
-def _is_finite(stream: BinaryIO, entry: TensorEntry) -> bool:
-    integer, exponent = EXPONENTS[entry.dtype]
-    stream.seek(entry.start)
-    left = entry.stop - entry.start
+def merged(shards: Mapping[Path, Mapping[str, TensorEntry]]) -> tuple[bytes, dict[str, TensorEntry]]:
+    """Return the header of one safetensors file with the tensors of several files, and its tensors."""
+    header, places, end = {}, {}, 0
+    for entries in shards.values():
+        for entry in sorted(entries.values(), key=lambda entry: entry.start):
+            stop = end + entry.stop - entry.start
+            header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (end, stop)}
+            places[entry.name] = (entry, end, stop)
+            end = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = _LENGTH_BYTES + len(text)
+    merged_entries = {
+        name: TensorEntry(name, entry.dtype, entry.shape, start + begin, start + stop)
+        for name, (entry, begin, stop) in places.items()
+    }
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, merged_entries
+
+
+def merged_data(shards: Mapping[Path, Mapping[str, TensorEntry]]) -> Iterator[bytes]:
+    """Yield what follows the header of :func:`merged`, in chunks.
+
+    Raises:
+        AdapterError: a file was truncated meanwhile.
+    """
+    for file, entries in shards.items():
+        with file.open("rb") as stream:
+            for entry in sorted(entries.values(), key=lambda entry: entry.start):
+                yield from _chunks(stream, entry.name, entry.start, entry.stop)
+
+
+def _chunks(stream: BinaryIO, name: str, start: int, stop: int) -> Iterator[bytes]:
+    stream.seek(start)
+    left = stop - start
     while left:
-        wanted = min(left, _CHUNK_BYTES)
-        chunk = stream.read(wanted)
-        if len(chunk) < wanted:
-            raise AdapterError(f"{Path(stream.name).name}: was truncated while tensor {entry.name} was read")
-        bits = np.frombuffer(chunk, dtype=integer) & integer(exponent)
-        if bool((bits == exponent).any()):
-            return False
+        chunk = stream.read(min(left, _CHUNK_BYTES))
+        if len(chunk) < min(left, _CHUNK_BYTES):
+            raise AdapterError(f"{Path(stream.name).name}: was truncated while tensor {name} was read")
+        yield chunk
         left -= len(chunk)
-    return True
 
 
-def _what_it_is(file: Path) -> str:
-    """Return a description of ``file``, which is not a valid safetensors file."""
-    with file.open("rb") as stream:
-        head = stream.read(8)
+def _not_safetensors(file: Path, head: bytes, why: str) -> AdapterError:
+    """Return the error of a file that is not safetensors; it says what the file is, as far as ``head`` tells."""
+    if head.startswith(_LFS_POINTER):
+        return AdapterError(f"{file.name}: {LFS_POINTER_TEXT}")
     for magic, what in _DISGUISES.items():
         if head.startswith(magic):
-            return f"this is {what}, not safetensors; only safetensors is read"
-    return "not a complete safetensors file"
+            return AdapterError(f"{file.name}: this is {what}, not safetensors; only safetensors is read")
+    return AdapterError(f"{file.name}: not a complete safetensors file ({why})")
+
+
+def is_lfs_pointer(content: bytes) -> bool:
+    """Return whether a file's content is that of a Git LFS pointer."""
+    return content.startswith(_LFS_POINTER)
 
 
 class _Pairs(list[tuple[str, Any]]):

@@ -8,18 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorikeet.adapters.checkpoint import WEIGHTS_FILE, inspect_adapter
+from lorikeet.adapters.description import WEIGHTS_FILE, TensorEntry
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.numbers import KEPT_AS, from_float32, to_float32
-from lorikeet.adapters.store import check_unchanged
-from lorikeet.adapters.tensors import TensorEntry
+from lorikeet.adapters.manifest import modules_of
+from lorikeet.adapters.numbers import DTYPES, KEPT_AS, from_float32, to_float32
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 
 _ROW_PARALLEL = ("o", "down")
 """Modules whose input features are split over the ranks; of all others the output features are."""
-
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class ModuleWeights(NamedTuple):
@@ -53,25 +50,25 @@ def load_weights(
     Raises:
         AdapterError: the files are missing, have changed since they were registered, or overflow ``dtype``.
     """
-    check_unchanged(ref)
-    checkpoint = inspect_adapter(Path(ref.folder))
+    modules, file = modules_of(ref), Path(ref.folder) / WEIGHTS_FILE
     try:
-        with FileIO(checkpoint.folder / WEIGHTS_FILE) as stream:
-            for (layer, module), pair in checkpoint.pairs.items():
+        with FileIO(file) as stream:
+            for each in modules:
+                layer, module = each.layer, each.module
                 where = f"adapter {ref.name!r}: {module} of layer {layer}"
-                columns, rows = _share(module, pair.b.shape[0], geometry, rank, size)
-                a, b = _read(stream, pair.a)[:, columns], _read(stream, pair.b)[rows]
+                columns, rows = _share(module, each.b.shape[0], geometry, rank, size)
+                a, b = _read(stream, each.a)[:, columns], _read(stream, each.b)[rows]
                 shape = geometry.modules[module]
                 if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
                     raise AdapterError(
                         f"{where}: has {(a.shape[1], b.shape[0])} features, "
                         f"the rank's share of the model {(shape.in_features, shape.out_features)}"
                     )
-                a = _convert(a, _DTYPES[pair.a.dtype], 1.0, dtype, where)
-                b = _convert(b, _DTYPES[pair.b.dtype], checkpoint.scaling(layer, module), dtype, where)
+                a = _convert(a, DTYPES[each.a.dtype], 1.0, dtype, where)
+                b = _convert(b, DTYPES[each.b.dtype], each.scaling, dtype, where)
                 yield ModuleWeights(layer, module, a, b.T)
     except OSError as error:
-        raise AdapterError(f"adapter {ref.name!r}: {checkpoint.folder / WEIGHTS_FILE}: {error}") from error
+        raise AdapterError(f"adapter {ref.name!r}: {file}: {error}") from error
 
 
 def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, size: int) -> tuple[slice, slice]:
@@ -89,7 +86,7 @@ def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, s
 
 def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:
     """Read a tensor into new memory; reading a mapped file that was truncated would kill the process instead."""
-    values = np.empty(entry.shape, KEPT_AS[_DTYPES[entry.dtype]])
+    values = np.empty(entry.shape, KEPT_AS[DTYPES[entry.dtype]])
     stream.seek(entry.start)
     if stream.readinto(values.data) != values.nbytes:
         raise OSError(f"was truncated while tensor {entry.name} was read")

@@ -2,14 +2,13 @@
 
 import asyncio
 import bisect
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Annotated, Any, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Annotated, Any
 
-from anyio import CapacityLimiter
 from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from lorikeet.adapters.catalog import AdapterRecord
+from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
 from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterError,
@@ -18,6 +17,7 @@ from lorikeet.adapters.errors import (
     AdapterStoreError,
     UnknownAdapter,
 )
+from lorikeet.adapters.sources import MAX_SOURCE_CHARS
 from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.logs import log
 from lorikeet.api.protocol import DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
@@ -25,24 +25,23 @@ from lorikeet.api.service import JsonBody, Service, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.client.supervisor import EngineError
 
-_T = TypeVar("_T")
-
 DRAIN_S = 30.0
-"""How long an unload waits for running requests of the adapter before it answers; it goes on afterwards."""
+"""Seconds that an unload waits for running requests of the adapter before it answers; the unload itself goes on."""
 
 
-async def load_adapter(service: Service, name: str, source: str, *, replace: bool) -> AdapterRecord:
+async def load_adapter(service: Service, name: str, source: str, *, replace: bool) -> RegisteredAdapter:
     """Register an adapter.
 
     Raises:
-        ApiError: 400 for a name, source or adapter that will not do, 404 for a source that does not exist,
-            409 if another call changes the name, 500 if the store cannot be written.
+        ApiError: 400 for a name, source or adapter that is not valid, 404 for a source that does not exist, 409 if
+            another call changes the name, 429 if too many are loaded from its host, 500 if the store cannot be written.
     """
     _check_enabled(service)
     if service.models.is_base(name):
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
     try:
-        record, old = await _in_thread(service.loads, lambda: service.catalog.register(name, source, replace=replace))
+        async with service.loads.of(source):
+            loaded = await in_daemon_thread(lambda: service.catalog.register(name, source, replace=replace))
     except AdapterExists:
         raise invalid_input(
             f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
@@ -51,58 +50,57 @@ async def load_adapter(service: Service, name: str, source: str, *, replace: boo
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
     except AdapterStoreError as error:
-        raise _store_failed(name, error) from error
+        raise _store_error(name, error) from error
     except AdapterError as error:
-        log.warning("adapter not loaded", adapter=name, source=source, error=str(error))
+        log.warning("adapter not loaded", adapter=name[:200], source=source[:MAX_SOURCE_CHARS], error=str(error))
         raise ApiError(404 if isinstance(error, AdapterNotFound) else 400, _for_client(name, error)) from error
+    record, old, warnings = loaded
+    for warning in warnings:
+        log.warning("adapter key ignored", adapter=name, warning=warning)
     log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
-    if service.catalog.has(record.digest):  # else it was removed meanwhile, and dropped
+    if service.catalog.has(record.digest):  # else it was removed meanwhile
         service.client.register_adapters([record.ref])
     if old is not None:
-        _in_background(service, _free(service, old))
-    return record
+        _in_background(service, _drop_version(service, old))
+    return loaded
 
 
 async def unload_adapter(service: Service, name: str) -> int | None:
-    """Remove an adapter: no new request gets it, running ones finish, then its memory is free on every tier.
+    """Remove an adapter: new requests cannot name it, running ones finish, then its memory is freed on every tier.
 
     Returns:
-        Bytes freed, of its weights and its KV on device and host; None if requests still ran after a while.
+        Bytes freed on device and host, its KV included; None if requests still ran after ``DRAIN_S``.
 
     Raises:
         ApiError: 404 for an unknown name, 409 if another call changes it, 500 if the registry cannot be written.
     """
     _check_enabled(service)
     try:
-        record = await _in_thread(service.removals, lambda: service.catalog.remove(name))
+        async with service.removals:
+            record = await in_daemon_thread(lambda: service.catalog.remove(name))
     except UnknownAdapter:
         raise ApiError(404, f"The lora adapter '{name}' cannot be found.") from None
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
     except AdapterStoreError as error:
-        raise _store_failed(name, error) from error
+        raise _store_error(name, error) from error
     log.info("adapter unloaded", adapter=name, digest=record.digest)
-    freeing = _in_background(service, _free(service, record))
-    freeing.add_done_callback(lambda _: _forget(service, name))
+    freeing = _in_background(service, _drop_version(service, record))
+    freeing.add_done_callback(lambda _: _forget_counts(service, name))
     try:
         return await asyncio.wait_for(asyncio.shield(freeing), DRAIN_S)
     except TimeoutError:
         return None
 
 
-async def _in_thread(limiter: CapacityLimiter, work: Callable[[], _T]) -> _T:
-    async with limiter:
-        return await in_daemon_thread(work)
-
-
-def _forget(service: Service, name: str) -> None:
-    """Drop the counts of an adapter that is gone, unless its name was loaded again in the meantime."""
+def _forget_counts(service: Service, name: str) -> None:
+    """Drop the counts of a removed adapter, unless its name was loaded again meanwhile."""
     if name not in service.catalog.names():
         service.observer.usage.forget(name)
 
 
-async def _free(service: Service, record: AdapterRecord) -> int:
-    """Free a version on every tier unless another name still points to it."""
+async def _drop_version(service: Service, record: AdapterRecord) -> int:
+    """Free a version on every tier unless another name still points to it; return the bytes freed."""
     if service.catalog.has(record.digest):
         return 0
     try:
@@ -115,7 +113,7 @@ async def _free(service: Service, record: AdapterRecord) -> int:
 
 
 def _in_background(service: Service, work: Coroutine[Any, Any, int]) -> asyncio.Task[int]:
-    """Run ``work`` to its end whoever waits for it; the service keeps the task alive."""
+    """Run ``work`` to its end even if the caller is cancelled; the service keeps the task alive."""
     task = asyncio.create_task(work)
     service.background.add(task)
     task.add_done_callback(service.background.discard)
@@ -127,15 +125,15 @@ def _check_enabled(service: Service) -> None:
         raise ApiError(400, "LoRA is disabled on this server; start it with --enable-lora.")
 
 
-def _store_failed(name: str, error: AdapterStoreError) -> ApiError:
+def _store_error(name: str, error: AdapterStoreError) -> ApiError:
     log.error("adapter store failed", adapter=name, error=str(error))
     return ApiError(500, _for_client(name, error))
 
 
 def _for_client(name: str, error: AdapterError) -> str:
     """Return the adapter's name and the cause, without paths of the server."""
-    cause = hide_paths(str(error))
-    return cause if repr(name) in cause else f"adapter {name!r}: {cause}"
+    cause, shown = hide_paths(str(error)), repr(name[:200])
+    return cause if shown in cause else f"adapter {shown}: {cause}"
 
 
 def invalid_input(message: str) -> ApiError:
@@ -150,7 +148,7 @@ router = APIRouter()
 async def list_adapters(
     service: ServiceDep, limit: Annotated[int, Query(ge=1, le=1000)] = 100, cursor: str = ""
 ) -> dict[str, Any]:
-    """A page of adapters in the order of their names; ``next_cursor`` asks for the next one."""
+    """Return a page of adapters, sorted by name; pass ``next_cursor`` as ``cursor`` for the next page."""
     records = sorted(service.catalog.list(), key=lambda record: record.name)
     start = bisect.bisect_right(records, cursor, key=lambda record: record.name) if cursor else 0
     page = records[start : start + limit]
@@ -167,12 +165,18 @@ async def list_adapters(
 @router.post("/v1/adapters", dependencies=[JsonBody], status_code=201)
 async def add_adapter(body: NewAdapter, service: ServiceDep) -> dict[str, Any]:
     """Register an adapter, or replace it."""
-    return _card(service, await load_adapter(service, body.name, body.source, replace=body.replace))
+    loaded = await load_adapter(service, body.name, body.source, replace=body.replace)
+    return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
+
+
+def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Return the field of an answer that lists warnings, if there are any."""
+    return {"warnings": warnings} if warnings else {}
 
 
 @router.get("/v1/adapters/{name:path}/stats")
 async def adapter_stats(name: str, service: ServiceDep) -> dict[str, Any]:
-    """Traffic of one adapter since the server started."""
+    """Return the traffic of one adapter since the server started."""
     record = _record(service, name)
     usage = service.observer.usage.peek(name)
     total = usage.total
@@ -196,7 +200,7 @@ async def adapter_stats(name: str, service: ServiceDep) -> dict[str, Any]:
 
 @router.get("/v1/adapters/{name:path}")
 async def get_adapter(name: str, service: ServiceDep) -> dict[str, Any]:
-    """One adapter."""
+    """Return one adapter."""
     return _card(service, _record(service, name))
 
 
@@ -244,8 +248,9 @@ async def load_lora_adapter(body: LoadAdapter, service: ServiceDep) -> Response:
         raise invalid_input("Both 'lora_name' and 'lora_path' must be provided.")
     if body.is_3d_lora_weight:
         raise ApiError(501, "Adapters of mixture-of-experts models are not supported.", param="is_3d_lora_weight")
-    await load_adapter(service, body.lora_name, body.lora_path, replace=body.load_inplace)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    loaded = await load_adapter(service, body.lora_name, body.lora_path, replace=body.load_inplace)
+    lines = [f"Success: LoRA adapter '{body.lora_name}' added successfully."]
+    return PlainTextResponse("\n".join(lines + [f"Warning: {warning}" for warning in loaded.warnings]))
 
 
 @router.post("/v1/unload_lora_adapter", dependencies=[JsonBody])
@@ -267,25 +272,30 @@ async def load_lora_adapter_sglang(body: LoadAdapter, service: ServiceDep) -> Re
         return _sglang(service, "Both lora_name and lora_path must be provided.")
     if body.pinned:
         return _sglang(service, "Pinned adapters are not supported yet.", 501)
-    return await _sglang_outcome(service, load_adapter(service, body.lora_name, body.lora_path, replace=False))
+    try:
+        loaded = await load_adapter(service, body.lora_name, body.lora_path, replace=False)
+    except ApiError as error:
+        return _sglang_refused(service, error)
+    return _sglang(service, None, warnings=loaded.warnings)
 
 
 @router.post("/unload_lora_adapter", dependencies=[JsonBody])
 async def unload_lora_adapter_sglang(body: UnloadAdapter, service: ServiceDep) -> Response:
     """Unload an adapter as SGLang does."""
-    return await _sglang_outcome(service, unload_adapter(service, body.lora_name))
-
-
-async def _sglang_outcome(service: Service, work: Awaitable[object]) -> Response:
     try:
-        await work
+        await unload_adapter(service, body.lora_name)
     except ApiError as error:
-        return _sglang(service, error.message, error.status if error.status >= 500 else 400)
+        return _sglang_refused(service, error)
     return _sglang(service, None)
 
 
-def _sglang(service: Service, error: str | None, status: int = 400) -> Response:
+def _sglang_refused(service: Service, error: ApiError) -> Response:
+    return _sglang(service, error.message, error.status if error.status >= 500 else 400)
+
+
+def _sglang(service: Service, error: str | None, status: int = 400, warnings: Sequence[str] = ()) -> Response:
     body = {
+        **_warnings(warnings),
         "success": error is None,
         "error_message": error or "",
         "loaded_adapters": {record.name: record.source for record in service.catalog.list()},
@@ -298,7 +308,7 @@ def _sglang(service: Service, error: str | None, status: int = 400) -> Response:
 
 @router.get("/v1/loras")
 async def list_loras(service: ServiceDep) -> dict[str, Any]:
-    """All adapters as Dynamo lists them."""
+    """Return all adapters as Dynamo lists them."""
     loras = {record.name: int(record.digest[:8], 16) for record in service.catalog.list()}
     return {"status": "success", "loras": loras, "count": len(loras)}
 
@@ -306,8 +316,9 @@ async def list_loras(service: ServiceDep) -> dict[str, Any]:
 @router.post("/v1/loras", dependencies=[JsonBody])
 async def load_lora(body: DynamoAdapter, service: ServiceDep) -> dict[str, Any]:
     """Load an adapter as Dynamo does."""
-    record = await load_adapter(service, body.lora_name, body.source.uri, replace=False)
-    return {"status": "success", "lora_name": record.name, "lora_id": int(record.digest[:8], 16)}
+    record, _, warnings = await load_adapter(service, body.lora_name, body.source.uri, replace=False)
+    lora_id = int(record.digest[:8], 16)
+    return {"status": "success", "lora_name": record.name, "lora_id": lora_id, **_warnings(warnings)}
 
 
 @router.delete("/v1/loras/{name:path}")

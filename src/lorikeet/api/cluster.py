@@ -14,7 +14,7 @@ router = APIRouter()
 
 @router.get("/v1/cluster")
 async def show_cluster(service: ServiceDep) -> dict[str, Any]:
-    """Replicas, which adapters they are to serve, and what was copied. Adapters have names where they have one."""
+    """Return replicas, the placement of adapters, and copies made. Adapters are named, or have their digest."""
     state = service.client.describe()
     digests = {*state.shares, *(digest for replica in state.replicas for digest in replica.resident)}
     known = service.adapters_by_digest(digests)
@@ -23,7 +23,7 @@ async def show_cluster(service: ServiceDep) -> dict[str, Any]:
 
 @router.post("/v1/cluster/replicas", status_code=201)
 async def add_replica(service: ServiceDep) -> dict[str, Any]:
-    """Start one more replica; answered when it gets requests."""
+    """Start one more replica; the answer is sent when it takes requests."""
     try:
         replica = await service.client.add_replica()
     except EngineError as error:
@@ -35,7 +35,7 @@ async def add_replica(service: ServiceDep) -> dict[str, Any]:
 async def remove_replica(
     replica: str, service: ServiceDep, drain_s: Annotated[float, Query(ge=0)] = 0.0
 ) -> dict[str, Any]:
-    """Take a replica out; requests that have not ended after ``drain_s`` go on at others."""
+    """Remove a replica; requests that have not ended after ``drain_s`` seconds go on at others."""
     try:
         await service.client.remove_replica(ReplicaId(replica), drain_s)
     except KeyError:

@@ -1,9 +1,10 @@
 """``POST /v1/completions`` and ``POST /v1/chat/completions``.
 
-Both hand a body to the service and write what the generation brings as one JSON object or as a stream of chunks. They
+Both submit a body to the service and write the generation's deltas as one JSON object or as a stream of chunks. They
 differ only in how prompts are encoded and how choices are written.
 """
 
+import codecs
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
@@ -14,10 +15,17 @@ from starlette.responses import Response
 
 from lorikeet.api.errors import ApiError, bad_request, not_supported
 from lorikeet.api.generation import Generation, OutputDelta
-from lorikeet.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody, refuse_unsupported
+from lorikeet.api.large_bodies import PromptRoute, prepared_body
+from lorikeet.api.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationBody,
+    prompts_of,
+    refuse_unsupported,
+)
 from lorikeet.api.service import GenerationSpec, JsonBody, SenderDep, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.api.text_processor import TextProcessor, content_text
 from lorikeet.api.threads import off_the_loop
 from lorikeet.core.plan import Token
 
@@ -28,10 +36,10 @@ class AnswerFormat(Protocol):
     """How one route writes its answers.
 
     Attributes:
-        id_prefix: start of the answer's id.
-        object: its kind when complete.
-        chunk_object: its kind in a stream.
-        needs_every_token: a chunk must be sent even if its tokens made no text visible.
+        id_prefix: start of the answer's ``id``.
+        object: value of ``object`` in a complete answer.
+        chunk_object: value of ``object`` in a chunk.
+        needs_every_token: send a chunk also for tokens that add no text.
     """
 
     id_prefix: str
@@ -40,33 +48,33 @@ class AnswerFormat(Protocol):
     needs_every_token: bool
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the choice that opens a stream, if there is one."""
+        """Return the choice of the chunk that opens a stream; None for no such chunk."""
         ...
 
-    def chunk(self, piece: OutputDelta) -> dict[str, Any]:
-        """Return the choice of a stream's chunk."""
+    def chunk(self, delta: OutputDelta) -> dict[str, Any]:
+        """Return the choice of one chunk of a stream."""
         ...
 
     def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
-        """Return a whole choice; ``last`` says how it ended."""
+        """Return a complete choice; ``last`` says how it ended."""
         ...
 
 
 async def respond(
     http: Request, body: GenerationBody, generation: Generation, answer: AnswerFormat, model: str
 ) -> Response:
-    """Answer with what ``generation`` brings, and close it in the end.
+    """Return the answer of ``generation``, which is closed in the end.
 
     Errors before the first token become an HTTP status; later ones an event in the stream.
 
     Args:
         http: the request, its body read.
         body: says whether and how to stream.
-        generation: under way.
+        generation: running.
         answer: the route's format.
         model: name to report.
     """
-    head = {
+    envelope = {
         "id": f"{answer.id_prefix}-{http.state.request_id}",
         "object": answer.chunk_object if body.stream else answer.object,
         "created": int(time.time()),
@@ -75,62 +83,62 @@ async def respond(
 
     async def make() -> Response:
         if not body.stream:
-            whole = await _collect(generation, answer, head)
-            generation.close()  # before a client that reads slowly has read it
+            whole = await _collect(generation, answer, envelope)
+            generation.close()  # now, so that a slow client does not hold the request's place
             return Response(whole, media_type="application/json")
-        events = _events(generation, answer, body, head)
-        return EventStream(_chain(await anext(events), events), generation.sent_until_s)
+        events = _events(generation, answer, body, envelope)
+        return EventStream(_chain(await anext(events), events), generation.read_until_s)
 
     return CancelOnDisconnect(make, generation.close)
 
 
-async def _collect(generation: Generation, answer: AnswerFormat, head: dict[str, Any]) -> bytes:
+async def _collect(generation: Generation, answer: AnswerFormat, envelope: dict[str, Any]) -> bytes:
     texts: dict[int, list[str]] = {choice.index: [] for choice in generation.choices}
     tokens: dict[int, list[Token]] = {choice.index: [] for choice in generation.choices}
     last: dict[int, OutputDelta] = {}
-    async for piece in generation.pieces():
-        texts[piece.index].append(piece.text)
-        tokens[piece.index].extend(piece.tokens)
-        last[piece.index] = piece
+    async for delta in generation.deltas():
+        texts[delta.index].append(delta.text)
+        tokens[delta.index].extend(delta.tokens)
+        last[delta.index] = delta
 
     def write() -> bytes:
         choices = [answer.complete(index, "".join(texts[index]), tokens[index], last[index]) for index in texts]
-        return msgspec.json.encode(head | {"choices": choices, "usage": _usage(generation)})
+        return msgspec.json.encode(envelope | {"choices": choices, "usage": _usage(generation)})
 
     listed = tokens.values() if answer.needs_every_token else ()
     return await off_the_loop(write, sum(1 + len(token.top) for each in listed for token in each))
 
 
 async def _events(
-    generation: Generation, answer: AnswerFormat, body: GenerationBody, head: dict[str, Any]
+    generation: Generation, answer: AnswerFormat, body: GenerationBody, envelope: dict[str, Any]
 ) -> AsyncIterator[bytes]:
-    begun: set[int] = set()
+    opened: set[int] = set()
 
     def chunk(choice: dict[str, Any], completion_tokens: int) -> bytes:
-        value = head | {"choices": [choice]}
+        value = envelope | {"choices": [choice]}
         if body.wants_continuous_usage:
             prompt_tokens = len(generation.choices[choice["index"]].handle.request.prompt_token_ids)
             value["usage"] = _counts(prompt_tokens, completion_tokens)
         return _event(value)
 
     try:
-        async for piece in generation.pieces():
+        async for delta in generation.deltas():
             event = b""
-            if piece.index not in begun:
-                begun.add(piece.index)
-                opening = answer.first(piece.index)
+            if delta.index not in opened:
+                opened.add(delta.index)
+                opening = answer.first(delta.index)
                 event = b"" if opening is None else chunk(opening, 0)
-            if piece.text or piece.finish_reason or answer.needs_every_token or body.wants_continuous_usage:
-                event += chunk(answer.chunk(piece), piece.completion_tokens)
+            if delta.text or delta.finish_reason or answer.needs_every_token or body.wants_continuous_usage:
+                event += chunk(answer.chunk(delta), delta.completion_tokens)
             if event:
                 yield event
     except ApiError as error:
-        if not begun:
+        if not opened:
             raise
         yield _event(error.body()) + _DONE
         return
     if body.wants_usage:
-        yield _event(head | {"choices": [], "usage": _usage(generation)})
+        yield _event(envelope | {"choices": [], "usage": _usage(generation)})
     yield _DONE
 
 
@@ -145,7 +153,7 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 def _usage(generation: Generation) -> dict[str, Any]:
-    """Count every prompt once, however many choices it has; what one computed, the next ones found."""
+    """Return the usage. Each prompt counts once for all its choices, with the fewest cached tokens of any of them."""
     prompts: dict[int, tuple[int, int]] = {}
     for choice in generation.choices:
         token_ids, cached_tokens = choice.handle.request.prompt_token_ids, choice.handle.timings.cached_tokens
@@ -164,88 +172,121 @@ def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     }
 
 
-_LOWEST = -9999.0
-"""JSON knows no infinity; this is what vLLM sends in its place."""
+_MIN_LOGPROB = -9999.0
+"""JSON has no infinity; vLLM sends this value instead."""
 
 
-def chat_logprobs(texts: TextProcessor, tokens: Sequence[Token]) -> dict[str, Any]:
+def chat_logprobs(text_processor: TextProcessor, tokens: Sequence[Token]) -> dict[str, Any]:
     """Return ``choices[].logprobs`` of a chat completion."""
     content = []
     for token in tokens:
-        entry = _entry(texts, token.token_id, token.logprob)
-        content.append(entry | {"top_logprobs": [_entry(texts, *pair) for pair in token.top]})
+        entry = _entry(text_processor, token.token_id, token.logprob)
+        content.append(entry | {"top_logprobs": [_entry(text_processor, *pair) for pair in token.top]})
     return {"content": content}
 
 
-def completion_logprobs(texts: TextProcessor, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-    """Return ``choices[].logprobs`` of a completion; ``offset`` is where the first token's text begins."""
-    strings = [texts.token(token.token_id).text for token in tokens]
-    offsets = []
-    for string in strings:
-        offsets.append(offset)
-        offset += len(string)
+class TextOffsets:
+    """Where in an answer's text its tokens begin; the parts of a character begin where it does.
+
+    Args:
+        text_processor: of the model.
+        skip_special_tokens: whether the text lacks them.
+    """
+
+    def __init__(self, text_processor: TextProcessor, *, skip_special_tokens: bool) -> None:
+        self._text_processor = text_processor
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def add(self, token_id: int) -> int:
+        """Return the offset of the next token."""
+        begin = self._offset
+        if not (self._skip_special_tokens and self._text_processor.is_special(token_id)):
+            self._offset += len(self._decoder.decode(bytes(self._text_processor.token(token_id).utf8)))
+        return begin
+
+
+def completion_logprobs(text_processor: TextProcessor, tokens: Sequence[Token], offsets: TextOffsets) -> dict[str, Any]:
+    """Return ``choices[].logprobs`` of a completion; ``offsets`` counts from the answer's first token on."""
+    strings = [text_processor.token(token.token_id).text for token in tokens]
     return {
         "tokens": strings,
         "token_logprobs": [_finite(token.logprob) for token in tokens],
-        "top_logprobs": [_top(texts, token, string) for token, string in zip(tokens, strings, strict=True)],
-        "text_offset": offsets,
+        "top_logprobs": [_top(text_processor, token, string) for token, string in zip(tokens, strings, strict=True)],
+        "text_offset": [offsets.add(token.token_id) for token in tokens],
     }
 
 
-def _top(texts: TextProcessor, token: Token, string: str) -> dict[str, float]:
-    """The chosen token is among them even if it is not one of the likeliest, as in vLLM."""
+def _top(text_processor: TextProcessor, token: Token, string: str) -> dict[str, float]:
+    """The chosen token is among them even if it is not one of the likeliest, as in vLLM.
+
+    Tokens of the same text, such as a letter and its byte, are told apart by vLLM's other name for a token.
+    """
     top = {string: _finite(token.logprob)}
     for token_id, logprob in token.top:
-        top.setdefault(texts.token(token_id).text, _finite(logprob))
+        if token_id != token.token_id:
+            text = text_processor.token(token_id).text
+            top[f"token_id:{token_id}" if text in top else text] = _finite(logprob)
     return top
 
 
-def _entry(texts: TextProcessor, token_id: int, logprob: float | None) -> dict[str, Any]:
-    token = texts.token(token_id)
+def _entry(text_processor: TextProcessor, token_id: int, logprob: float | None) -> dict[str, Any]:
+    token = text_processor.token(token_id)
     return {"token": token.text, "logprob": _finite(logprob), "bytes": token.utf8}
 
 
 def _finite(logprob: float | None) -> float:
-    return _LOWEST if logprob is None else max(logprob, _LOWEST)
+    return _MIN_LOGPROB if logprob is None else max(logprob, _MIN_LOGPROB)
 
 
-router = APIRouter(dependencies=[JsonBody])
+router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
 _DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionFormat:
-    """See :class:`lorikeet.api.completions.AnswerFormat`.
+    """Writes the choices of ``/v1/completions``.
 
     Args:
-        texts: the model's.
+        text_processor: of the model.
         logprobs: whether to report them.
         echoes: text that opens the choices of each prompt; empty for none.
         choices: how many each prompt has.
+        skip_special_tokens: whether text_processor lack them.
     """
 
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, texts: TextProcessor, *, logprobs: bool, echoes: list[str], choices: int) -> None:
-        self._texts = texts
+    def __init__(
+        self,
+        text_processor: TextProcessor,
+        *,
+        logprobs: bool,
+        echoes: list[str],
+        choices: int,
+        skip_special_tokens: bool,
+    ) -> None:
+        self._text_processor = text_processor
+        self._skip_special_tokens = skip_special_tokens
         self._echoes = echoes
         self._choices = choices
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
         self.needs_every_token = logprobs
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """The prompt, if it is to be echoed."""
+        """Return the choice with the prompt's text, if it is echoed."""
         return _choice(index, self._echo(index), None, None, None) if self._echoes else None
 
-    def chunk(self, piece: OutputDelta) -> dict[str, Any]:
-        """Return the choice of one chunk."""
-        logprobs = self._logprobs(piece.index, piece.tokens)
-        return _choice(piece.index, piece.text, logprobs, piece.finish_reason, piece.stop_reason)
+    def chunk(self, delta: OutputDelta) -> dict[str, Any]:
+        """Return the choice of one chunk of a stream."""
+        logprobs = self._logprobs(delta.index, delta.tokens)
+        return _choice(delta.index, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
     def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
-        """Return a whole choice."""
+        """Return a complete choice; ``last`` says how it ended."""
         text = self._echo(index) + text
         return _choice(index, text, self._logprobs(index, tokens), last.finish_reason, last.stop_reason)
 
@@ -255,10 +296,12 @@ class CompletionFormat:
     def _logprobs(self, index: int, tokens: tuple[Token, ...] | list[Token]) -> dict[str, Any] | None:
         if not self.needs_every_token:
             return None
-        offset = self._offsets.get(index, 0)
-        logprobs = completion_logprobs(self._texts, tokens, offset)
-        self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
-        return logprobs
+        offsets = self._offsets.get(index)
+        if offsets is None:
+            offsets = self._offsets[index] = TextOffsets(
+                self._text_processor, skip_special_tokens=self._skip_special_tokens
+            )
+        return completion_logprobs(self._text_processor, tokens, offsets)
 
 
 def _choice(
@@ -284,66 +327,71 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
     if body.echo and body.logprobs is not None:
         raise not_supported("echo together with logprobs is not supported yet.", "echo")
     target = service.models.resolve(body.model, body.lora_path)
-    prompts = _prompts(body)
+    prepared = prepared_body(http)
+    prompts = prepared.prompts if prepared else prompts_of(body)
 
     async def encode() -> list[list[int]]:
         special = body.add_special_tokens is not False
-        return await service.texts.encode(prompts, add_special_tokens=special, limits=service.limits)
+        return await service.text_processor.encode(prompts, add_special_tokens=special, limits=service.limits)
 
-    job = GenerationSpec(
+    spec = GenerationSpec(
         prompts=len(prompts),
         encode=encode,
         prompt_param="prompt",
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
+        arrival_s=prepared.arrival_s if prepared else None,
     )
-    generation = await service.start(body, target, job, sender)
+    generation = await service.start(body, target, spec, sender)
     try:
-        echoes = await service.texts.decode_all(prompts) if body.echo else []
+        echoes = (
+            list(prepared.texts) if prepared else await service.text_processor.decode_all(prompts) if body.echo else []
+        )
     except BaseException:
         generation.close()
         raise
-    answer = CompletionFormat(service.texts, logprobs=body.logprobs is not None, echoes=echoes, choices=body.n or 1)
+    answer = CompletionFormat(
+        service.text_processor,
+        logprobs=body.logprobs is not None,
+        echoes=echoes,
+        choices=body.n or 1,
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
     return await respond(http, body, generation, answer, target.name)
 
 
-def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
-    """Bring the four forms of ``prompt`` into one."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise bad_request("The prompt is empty; at least one token is needed.", "prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]
-    strings = [entry for entry in prompt if isinstance(entry, str)]
-    return strings or [entry for entry in prompt if isinstance(entry, list)]
-
-
 class ChatFormat:
-    """See :class:`lorikeet.api.completions.AnswerFormat`."""
+    """See :class:`lorikeet.api.completions.AnswerFormat`.
+
+    Args:
+        text_processor: of the model.
+        logprobs: whether to report them.
+        echo: text that opens every choice.
+    """
 
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, texts: TextProcessor, *, logprobs: bool) -> None:
-        self._texts = texts
+    def __init__(self, text_processor: TextProcessor, *, logprobs: bool, echo: str = "") -> None:
+        self._text_processor = text_processor
+        self._echo = echo
         self.needs_every_token = logprobs
 
     def first(self, index: int) -> dict[str, Any]:
-        """The role comes in a chunk of its own."""
-        return self._choice(index, "delta", {"role": "assistant", "content": ""}, None, None) | {"logprobs": None}
+        """The role comes in a chunk of its own, with the echo."""
+        delta = {"role": "assistant", "content": self._echo}
+        return self._choice(index, "delta", delta, None, None) | {"logprobs": None}
 
-    def chunk(self, piece: OutputDelta) -> dict[str, Any]:
-        """Return the choice of one chunk."""
-        delta = {"content": piece.text} if piece.text else {}
-        choice = self._choice(piece.index, "delta", delta, piece.finish_reason, piece.stop_reason)
-        return choice | {"logprobs": self._logprobs(piece.tokens)}
+    def chunk(self, delta: OutputDelta) -> dict[str, Any]:
+        """Return the choice of one chunk of a stream."""
+        content = {"content": delta.text} if delta.text else {}
+        choice = self._choice(delta.index, "delta", content, delta.finish_reason, delta.stop_reason)
+        return choice | {"logprobs": self._logprobs(delta.tokens)}
 
     def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
         """Return a whole choice."""
-        message = {"role": "assistant", "content": text}
+        message = {"role": "assistant", "content": self._echo + text}
         choice = self._choice(index, "message", message, last.finish_reason, last.stop_reason)
         return choice | {"logprobs": self._logprobs(tokens)}
 
@@ -359,7 +407,7 @@ class ChatFormat:
         return choice if finish_reason is None else choice | {"stop_reason": stop_reason}
 
     def _logprobs(self, tokens: tuple[Token, ...] | list[Token]) -> dict[str, Any] | None:
-        return chat_logprobs(self._texts, tokens) if self.needs_every_token else None
+        return chat_logprobs(self._text_processor, tokens) if self.needs_every_token else None
 
 
 @router.post("/v1/chat/completions")
@@ -371,9 +419,12 @@ async def chat_completions(
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
     target = service.models.resolve(body.model, body.lora_path)
+    prepared = prepared_body(http)
 
     async def encode() -> list[list[int]]:
-        token_ids = await service.texts.encode_chat(
+        if prepared:
+            return prepared.prompts
+        token_ids = await service.text_processor.encode_chat(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             extra=body.chat_template_kwargs or {},
@@ -382,12 +433,22 @@ async def chat_completions(
         )
         return [token_ids]
 
-    job = GenerationSpec(
+    spec = GenerationSpec(
         prompts=1,
         encode=encode,
         prompt_param="messages",
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        arrival_s=prepared.arrival_s if prepared else None,
     )
-    generation = await service.start(body, target, job, sender)
-    return await respond(http, body, generation, ChatFormat(service.texts, logprobs=bool(body.logprobs)), target.name)
+    generation = await service.start(body, target, spec, sender)
+    answer = ChatFormat(service.text_processor, logprobs=bool(body.logprobs), echo=_echo(body))
+    return await respond(http, body, generation, answer, target.name)
+
+
+def _echo(body: ChatCompletionRequest) -> str:
+    """Return the text that opens the answer: as in vLLM, the last message's if the answer has the same role."""
+    last = body.messages[-1]
+    if not body.echo or (last.role != "assistant" and body.add_generation_prompt is not False):
+        return ""
+    return content_text(last)

@@ -1,4 +1,4 @@
-"""Runs one HTTP request: its sequences go to the engine, pieces of text come back."""
+"""Runs one HTTP request: submits its sequences to the engine and turns the tokens into text."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,7 +15,7 @@ from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
 
 _READ_S = 10.0
-"""How long after the time-out a client may take to read its answer; then its place is free."""
+"""Seconds after the time-out in which a client may read its answer. Then the request is closed."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class TextOptions:
 
     Attributes:
         stops: stop strings.
-        include_stop: whether what stopped the answer (string or token) stays in the text.
-        skip_special_tokens: leave tokens such as end of text out.
-        named_stop_tokens: stop tokens that the client named, as opposed to the model's own.
+        include_stop: whether the stop string or stop token stays in the text.
+        skip_special_tokens: leave out tokens such as end of text.
+        named_stop_tokens: stop tokens that the request names, as opposed to the model's own.
     """
 
     stops: tuple[str, ...] = ()
@@ -40,11 +40,11 @@ class OutputDelta:
     """What one output of the engine added to one choice.
 
     Attributes:
-        index: the choice's.
-        text: may be empty while characters or stop strings are incomplete.
-        tokens: those that brought it.
-        finish_reason: ``stop``, ``length`` or ``abort`` with the last piece, else None.
-        stop_reason: the stop string or the named stop token that ended it.
+        index: of the choice.
+        text: new text; empty while characters or stop strings are incomplete.
+        tokens: new tokens.
+        finish_reason: ``stop``, ``length`` or ``abort`` in the last delta, else None.
+        stop_reason: the stop string or the named stop token that ended the choice.
         completion_tokens: generated so far.
     """
 
@@ -57,10 +57,15 @@ class OutputDelta:
 
 
 class ActiveChoice:
-    """One answer under way: the engine's handle and what its tokens have become."""
+    """One running choice: the engine's handle and its text so far."""
 
     def __init__(
-        self, index: int, handle: RequestHandle, watch: RequestWatch, texts: TextProcessor, options: TextOptions
+        self,
+        index: int,
+        handle: RequestHandle,
+        watch: RequestWatch,
+        text_processor: TextProcessor,
+        options: TextOptions,
     ) -> None:
         self.index = index
         self.handle = handle
@@ -72,11 +77,11 @@ class ActiveChoice:
         self._sampling = handle.request.sampling
         self._stop_tokens = frozenset(self._sampling.stop_token_ids)
         prompt = handle.request.prompt_token_ids
-        self._stream = texts.stream(prompt, skip_special_tokens=options.skip_special_tokens)
+        self._stream = text_processor.stream(prompt, skip_special_tokens=options.skip_special_tokens)
         self._scanner = StopScanner(options.stops, include=options.include_stop)
 
-    def take(self, output: RequestOutput) -> OutputDelta:
-        """Turn one output of the engine into a piece; a stop string ends the choice and aborts the handle.
+    def add_output(self, output: RequestOutput) -> OutputDelta:
+        """Turn one output of the engine into a delta; a stop string ends the choice and aborts the request.
 
         Raises:
             ApiError: the engine reports that the request failed.
@@ -128,29 +133,29 @@ class ActiveChoice:
 
 
 class Generation:
-    """All choices of one HTTP request, from submission to the last piece.
+    """All choices of one HTTP request, from submission to the last delta.
 
-    Whoever makes one must call :meth:`close` in the end; it aborts what is not finished.
+    The caller must call :meth:`close` in the end, which aborts unfinished choices.
 
     Args:
-        client: where the requests go.
+        client: runs the requests.
         requests: one for each choice.
-        texts: the model's.
+        text_processor: of the model.
         options: how tokens become text.
-        observer: hears of every output and end.
-        on_close: called once when all is over.
+        observer: records outputs and ends.
+        on_close: called once, when the generation is closed.
         timeout_s: the choices end with an error after this time; 0 for never.
 
     Attributes:
-        choices: the answers under way.
-        sent_until_s: on the event loop's clock, when a client must have read its answer; None for no limit.
+        choices: of the request, running or finished.
+        read_until_s: on the event loop's clock, when a client must have read its answer; None for no limit.
     """
 
     def __init__(
         self,
         client: Engines,
         requests: Sequence[Request],
-        texts: TextProcessor,
+        text_processor: TextProcessor,
         options: TextOptions,
         observer: RequestObserver,
         timeout_s: float,
@@ -158,35 +163,35 @@ class Generation:
     ) -> None:
         self._observer = observer
         self._on_close = on_close
-        self._pieces: asyncio.Queue[OutputDelta | ApiError] = asyncio.Queue()
+        self._deltas: asyncio.Queue[OutputDelta | ApiError] = asyncio.Queue()
         self.choices = [
-            ActiveChoice(index, handle, observer.watch(handle), texts, options)
+            ActiveChoice(index, handle, observer.watch(handle), text_processor, options)
             for index, handle in enumerate(map(client.submit, requests))
         ]
         self._tasks = [asyncio.create_task(self._pump(choice)) for choice in self.choices]
         loop = asyncio.get_running_loop()
         too_late = ApiError(504, f"The request did not finish within {timeout_s:g} s.")
         self._timer = loop.call_later(timeout_s, self.stop, too_late) if timeout_s > 0 else None
-        self.sent_until_s = loop.time() + timeout_s + _READ_S if timeout_s > 0 else None
+        self.read_until_s = loop.time() + timeout_s + _READ_S if timeout_s > 0 else None
         self._end_reason = FinishReason.ABORT
         self._closed = False
 
-    async def pieces(self) -> AsyncIterator[OutputDelta]:
-        """Yield pieces of all choices as they come, until every choice has finished.
+    async def deltas(self) -> AsyncIterator[OutputDelta]:
+        """Yield the deltas of all choices as they arrive, until every choice has finished.
 
         Raises:
-            ApiError: 500 a choice failed, 503 the engine is gone, 504 it took too long.
+            ApiError: 500 if a choice failed, 503 if the engine is gone, 504 after the time-out.
         """
         unfinished = len(self.choices)
         while unfinished:
-            piece = await self._pieces.get()
-            if isinstance(piece, ApiError):
-                raise piece
-            unfinished -= piece.finish_reason is not None
-            yield piece
+            delta = await self._deltas.get()
+            if isinstance(delta, ApiError):
+                raise delta
+            unfinished -= delta.finish_reason is not None
+            yield delta
 
     def close(self) -> None:
-        """Abort what is unfinished; a second call does nothing."""
+        """Abort unfinished choices; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -201,19 +206,19 @@ class Generation:
         self._on_close()
 
     def stop(self, error: ApiError) -> None:
-        """Let the reader see ``error`` next, which ends the request: it failed, nobody hung up."""
+        """End the request with ``error``, which the reader gets next; it counts as failed, not as aborted."""
         self._end_reason = FinishReason.ERROR
-        self._pieces.put_nowait(error)
+        self._deltas.put_nowait(error)
 
     async def _pump(self, choice: ActiveChoice) -> None:
-        """Carry one choice's outputs over; a failure becomes the last thing that the reader sees."""
+        """Put one choice's deltas into the queue; a failure is put there last."""
         try:
             async for output in choice.handle:
-                piece = choice.take(output)
-                choice.watch.output(len(piece.tokens), piece.text)
-                self._pieces.put_nowait(piece)
-                if piece.finish_reason is not None:
-                    choice.watch.finished(choice.completion_tokens, piece.finish_reason)
+                delta = choice.add_output(output)
+                choice.watch.output(len(delta.tokens), delta.text)
+                self._deltas.put_nowait(delta)
+                if delta.finish_reason is not None:
+                    choice.watch.finished(choice.completion_tokens, delta.finish_reason)
                     return
             raise EngineError("the engine stopped answering")
         except ApiError as error:
@@ -225,8 +230,8 @@ class Generation:
             self._fail(choice, unexpected_failure())
 
     def _fail(self, choice: ActiveChoice, error: ApiError) -> None:
-        self._end_reason = FinishReason.ERROR  # of the other choices: nobody hung up
+        self._end_reason = FinishReason.ERROR  # of the other choices, which no client has aborted
         choice.finish_reason = FinishReason.ERROR.value
-        choice.handle.abort()  # the engine may still compute it, if the failure was here
+        choice.handle.abort()  # if the failure was in this process, the engine may still compute it
         choice.watch.finished(choice.completion_tokens, FinishReason.ERROR.value)
-        self._pieces.put_nowait(error)
+        self._deltas.put_nowait(error)

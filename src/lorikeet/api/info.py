@@ -1,4 +1,4 @@
-"""Routes for health, version, metrics and models, and the tokenizer's two."""
+"""Routes for health, version, metrics, models and the tokenizer, and 501 for APIs that are not supported."""
 
 from typing import Any
 
@@ -8,12 +8,14 @@ from starlette.responses import JSONResponse, Response
 
 from lorikeet import __version__
 from lorikeet.api.errors import bad_request, not_supported
+from lorikeet.api.large_bodies import PromptRoute, prepared_body
 from lorikeet.api.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
 from lorikeet.api.service import JsonBody, ServiceDep
 
 router = APIRouter()
+prompts = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
-_LATER = {
+_UNSUPPORTED = {
     "/v1/embeddings": "Embeddings are not supported yet.",
     "/v1/responses": "The responses API is not supported yet; use /v1/chat/completions.",
     "/v1/messages": "The messages API is not supported yet; use /v1/chat/completions.",
@@ -34,14 +36,14 @@ _LATER = {
 
 @router.get("/health/live")
 async def live() -> Response:
-    """The process answers."""
+    """Answer 200 while the process runs."""
     return Response(status_code=200)
 
 
 @router.get("/health")
 @router.get("/health/ready")
 async def ready(service: ServiceDep) -> JSONResponse:
-    """Say whether new requests are served: 200, or 503 while draining or without an engine."""
+    """Return whether new requests are served: 200, or 503 while draining or without an engine."""
     status = "draining" if service.gate.draining else "ready" if service.client.alive else "engine down"
     restarts = sum(view.restarts for view in service.client.views.values())
     body = {"status": status, "kernels": service.client.engine_info.kernels, "engine_restarts": restarts}
@@ -50,52 +52,54 @@ async def ready(service: ServiceDep) -> JSONResponse:
 
 @router.api_route("/ping", methods=["GET", "POST"])
 async def ping(service: ServiceDep) -> Response:
-    """SageMaker's name for health."""
+    """Return the status of ``/health``, under SageMaker's name."""
     return Response(status_code=(await ready(service)).status_code)
 
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """Lorikeet's version."""
+    """Return Lorikeet's version."""
     return {"version": __version__}
 
 
 @router.get("/load")
 async def load(service: ServiceDep) -> dict[str, int]:
-    """Sequences accepted and not finished."""
+    """Return the number of sequences accepted and not finished."""
     return {"server_load": service.gate.active}
 
 
 @router.get("/metrics")
 async def metrics(service: ServiceDep) -> Response:
-    """Prometheus's text format."""
+    """Return all metrics in Prometheus's text format."""
     return Response(service.observer.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/v1/models")
 async def models(service: ServiceDep) -> Response:
-    """All models, the base first. Ten thousand cards in FastAPI's own encoder would hold all streams up."""
+    """Return all models, the base first. FastAPI's own encoder would block the event loop for thousands of cards."""
     body = {"object": "list", "data": service.models.cards()}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: ServiceDep) -> dict[str, Any]:
-    """One model."""
+    """Return one model."""
     return service.models.card(name)
 
 
-@router.post("/tokenize", dependencies=[JsonBody])
-async def tokenize(body: TokenizeRequest, service: ServiceDep) -> dict[str, Any]:
+@prompts.post("/tokenize")
+async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) -> Any:
     """Token ids of a prompt or of a conversation; of this, those that chat completions compute."""
     refuse_unsupported(body)
     service.models.resolve(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")
+    if body.messages is not None and body.add_special_tokens:
+        raise not_supported(SPECIAL_TOKENS, "add_special_tokens")
+    if prepared := prepared_body(http):
+        return Response(prepared.answer, media_type="application/json")
     if body.messages is not None:
-        if body.add_special_tokens:
-            raise not_supported(SPECIAL_TOKENS, "add_special_tokens")
-        tokens = await service.texts.encode_chat(
+        tokens = await service.text_processor.encode_chat(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             extra=body.chat_template_kwargs or {},
@@ -103,7 +107,7 @@ async def tokenize(body: TokenizeRequest, service: ServiceDep) -> dict[str, Any]
         )
     else:
         special = body.add_special_tokens is not False
-        (tokens,) = await service.texts.encode([body.prompt or ""], add_special_tokens=special)
+        (tokens,) = await service.text_processor.encode([body.prompt or ""], add_special_tokens=special)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": service.limits.max_model_len,
@@ -111,23 +115,28 @@ async def tokenize(body: TokenizeRequest, service: ServiceDep) -> dict[str, Any]
         "token_strs": None,
     }
     if body.return_token_strs:
-        answer["token_strs"] = await service.texts.token_strings(tokens)
+        answer["token_strs"] = await service.text_processor.token_strings(tokens)
     return answer
 
 
-@router.post("/detokenize", dependencies=[JsonBody])
-async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> dict[str, str]:
+@prompts.post("/detokenize")
+async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Any:
     """Text of token ids."""
     service.models.resolve(body.model)
+    if prepared := prepared_body(http):
+        return Response(prepared.answer, media_type="application/json")
     if outside := [token for token in body.tokens if token >= service.limits.vocabulary]:
         raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "tokens")
-    (text,) = await service.texts.decode_all([body.tokens])
+    (text,) = await service.text_processor.decode_all([body.tokens])
     return {"prompt": text}
 
 
-async def _later(request: Request) -> Response:
-    raise not_supported(_LATER[request.url.path])
+router.include_router(prompts)
 
 
-for _path in _LATER:
-    router.add_api_route(_path, _later, methods=["POST"], include_in_schema=False)
+async def _unsupported(request: Request) -> Response:
+    raise not_supported(_UNSUPPORTED[request.url.path])
+
+
+for _path in _UNSUPPORTED:
+    router.add_api_route(_path, _unsupported, methods=["POST"], include_in_schema=False)

@@ -1,7 +1,9 @@
 """Metrics of the server.
 
-Request histograms, counts per adapter, and collectors of engine and memory statistics; names follow vLLM. Only the
-busiest adapters are labelled; the rest share ``other``, so that a page stays small.
+Histograms and counters are updated by requests. Gauges of engines, memory and the cluster are read from the latest
+statistics at every scrape; the label ``engine`` names the replica. Only the busiest adapters have labels of their own.
+
+Names and labels: https://docs.vllm.ai/en/latest/design/metrics/
 """
 
 import heapq
@@ -9,31 +11,46 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lorikeet.client.client import Engines
 from lorikeet.client.state import ReplicaView
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import RequestTimings
-from lorikeet.core.ids import AdapterDigest, ReplicaId
-from lorikeet.core.messages import AssistCounters, EngineStats, MemoryStats, QueueStats, TierBytes
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.messages import (
+    STEP_TOKENS_BOUNDS,
+    AssistCounters,
+    EngineStats,
+    MemoryStats,
+    QueueStats,
+    TierBytes,
+)
 
 OTHER = "other"
+"""Label of all adapters without one of their own.
+
+A server may have ten thousand adapters, and a metrics page must stay small: only the busiest K are labelled. The
+busiest change with the traffic. So a label counts from when its adapter got it (its first request, while labels are
+free), and ``other`` holds everything that is not labelled. When an adapter loses its label, its counts move to
+``other``. So the sum over all labels is exact, and ``other`` never decreases.
+"""
 
 _HALF_LIFE_S = 300.0
 _HYSTERESIS = 1.5
-"""An adapter must be this much busier than the least busy labelled one to take its place."""
+"""An adapter replaces the least busy labelled one only if it is busier by this factor."""
 
 
 @dataclass
 class RequestCounts:
-    """Sums over finished requests, and over those that were refused for lack of room or time.
+    """Sums over finished requests, and over those that were refused.
 
-    Attributes of targets count requests that had one and met it, or did not. Times are whole nanoseconds: differences
-    of sums of floats would be off by their rounding, and a counter that falls by that looks like one that began anew.
+    ``ttft_met`` and the like count requests with such a target. Times are whole nanoseconds: differences of float sums
+    have rounding errors, and a counter that decreases by one looks to Prometheus like a restart.
     """
 
     requests: int = 0
@@ -60,22 +77,22 @@ class RequestCounts:
 
     @property
     def ttft_s(self) -> float:
-        """Sum of TTFT."""
+        """Sum of TTFT, in seconds."""
         return self.ttft_ns / 1e9
 
     @property
     def e2e_s(self) -> float:
-        """Sum of the time from arrival to end."""
+        """Sum of the time from arrival to end, in seconds."""
         return self.e2e_ns / 1e9
 
     @property
     def adapter_wait_s(self) -> float:
-        """Sum of the time spent waiting for the adapter."""
+        """Sum of the time spent waiting for the adapter, in seconds."""
         return self.adapter_wait_ns / 1e9
 
     @property
     def kv_wait_s(self) -> float:
-        """Sum of the time spent waiting for KV beyond that."""
+        """Sum of the further time spent waiting for KV, in seconds."""
         return self.kv_wait_ns / 1e9
 
     def add(self, other: "RequestCounts") -> None:
@@ -85,7 +102,7 @@ class RequestCounts:
 
 
 def nanoseconds(seconds: float) -> int:
-    """Return a time as it is counted."""
+    """Return a time in seconds as whole nanoseconds."""
     return round(seconds * 1e9)
 
 
@@ -94,17 +111,17 @@ class AdapterTraffic:
     """One adapter's traffic (or the base model's).
 
     Attributes:
-        clock: seconds.
-        everyone: the sum that it is part of.
+        clock: in seconds.
+        all_adapters: the sum over all adapters, which is updated with it.
         total: since the server started.
-        running: requests under way.
+        running: running requests.
         last_used_s: monotonic time of the latest end.
-        activity: requests, the older ones counting less.
-        baseline: ``total`` when the label was given; None while unlabelled.
+        activity: number of requests, decaying with time.
+        baseline: ``total`` when the adapter got its label; None without a label.
     """
 
     clock: Callable[[], float]
-    everyone: RequestCounts
+    all_adapters: RequestCounts
     total: RequestCounts = field(default_factory=RequestCounts)
     running: int = 0
     last_used_s: float = 0.0
@@ -117,10 +134,10 @@ class AdapterTraffic:
         self.activity = self.activity_at(now_s) + 1
         self.last_used_s = now_s
         self.total.add(request)
-        self.everyone.add(request)
+        self.all_adapters.add(request)
 
     def activity_at(self, now_s: float) -> float:
-        """Return the activity as it has faded until ``now_s``."""
+        """Return the activity, decayed until ``now_s``."""
         return self.activity * math.exp2((self.last_used_s - now_s) / _HALF_LIFE_S)
 
 
@@ -128,8 +145,8 @@ class AdapterUsage:
     """Traffic of every adapter that had any.
 
     Args:
-        labels: how many adapters are labelled at once.
-        clock: seconds; replaced in tests.
+        labels: number of adapters that are labelled.
+        clock: in seconds; replaced in tests.
     """
 
     def __init__(self, labels: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,8 +154,8 @@ class AdapterUsage:
         self._clock = clock
         self._base = AdapterTraffic(clock, RequestCounts())
         self._adapters: dict[str, AdapterTraffic] = {}
-        self._everyone = RequestCounts()
-        self._given = 0
+        self._all_adapters = RequestCounts()
+        self._labels_used = 0
 
     def of(self, adapter: str | None) -> AdapterTraffic:
         """Return the usage of an adapter, or of the base model for None."""
@@ -146,11 +163,11 @@ class AdapterUsage:
             return self._base
         usage = self._adapters.get(adapter)
         if usage is None:
-            usage = self._adapters[adapter] = AdapterTraffic(self._clock, self._everyone)
-            if self._given < self._labels and adapter != OTHER:
+            usage = self._adapters[adapter] = AdapterTraffic(self._clock, self._all_adapters)
+            if self._labels_used < self._labels and adapter != OTHER:
                 # A label is free: it counts from the first request on.
                 usage.baseline = RequestCounts()
-                self._given += 1
+                self._labels_used += 1
         return usage
 
     @property
@@ -159,18 +176,18 @@ class AdapterUsage:
         return self._base.total
 
     def peek(self, adapter: str) -> AdapterTraffic:
-        """Return the usage of an adapter to look at; one without traffic gets neither a record nor a label."""
-        return self._adapters.get(adapter) or AdapterTraffic(self._clock, self._everyone)
+        """Return the usage of an adapter, read only; one without traffic gets neither a record nor a label."""
+        return self._adapters.get(adapter) or AdapterTraffic(self._clock, self._all_adapters)
 
     def labelled(self) -> dict[str, RequestCounts]:
-        """Choose who is labelled now; return the counts under each label, ``other`` included."""
+        """Choose the labelled adapters; return the counts under each label, ``other`` included."""
         now_s = self._clock()
 
         def rank(item: tuple[str, AdapterTraffic]) -> tuple[float, str]:
             name, usage = item
             return usage.activity_at(now_s) * (_HYSTERESIS if usage.baseline else 1.0), name
 
-        # One that is called like the sum of the others is counted among them: two sums cannot have one label.
+        # An adapter called "other" is counted in that sum, since two sums cannot have one label.
         named = (item for item in self._adapters.items() if item[0] != OTHER)
         chosen = dict(heapq.nlargest(self._labels, named, key=rank))
         for name, usage in self._adapters.items():
@@ -178,26 +195,26 @@ class AdapterUsage:
                 usage.baseline = None
             elif usage.baseline is None:
                 usage.baseline = usage.total.plus(RequestCounts())
-        self._given = len(chosen)
+        self._labels_used = len(chosen)
         counts = {name: usage.total.plus(usage.baseline or RequestCounts(), -1) for name, usage in chosen.items()}
-        other = self._everyone
+        other = self._all_adapters
         for labelled in counts.values():
             other = other.plus(labelled, -1)
         return {**counts, OTHER: other}
 
     def forget(self, adapter: str) -> None:
-        """Give up the record of an adapter that was removed; its counts stay in ``other``."""
+        """Drop the record of a removed adapter; its counts stay in ``other``."""
         usage = self._adapters.pop(adapter, None)
         if usage is not None and usage.baseline is not None:
-            self._given -= 1
+            self._labels_used -= 1
 
 
 Values = Iterable[tuple[tuple[str, ...], float]]
-"""Values of the labels, and the value that they have."""
+"""Pairs of label values and the value of the metric."""
 
 
 class MetricFamilies:
-    """Metrics that share some labels.
+    """Builds metrics that share labels.
 
     Args:
         labels: of every metric.
@@ -212,7 +229,7 @@ class MetricFamilies:
         return self.gauges(name, text, tuple(more), [(tuple(more.values()), value)])
 
     def gauges(self, name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
-        """Return a gauge with a value for each choice of ``labels``."""
+        """Return a gauge with a value for each combination of ``labels``."""
         return self._fill(GaugeMetricFamily(name, text, labels=[*self._labels, *labels]), values)
 
     def count(self, name: str, text: str, value: float) -> Metric:
@@ -220,8 +237,15 @@ class MetricFamilies:
         return self.counts(name, text, (), [((), value)])
 
     def counts(self, name: str, text: str, labels: tuple[str, ...], values: Values) -> Metric:
-        """Return a counter with a value for each choice of ``labels``."""
+        """Return a counter with a value for each combination of ``labels``."""
         return self._fill(CounterMetricFamily(name, text, labels=[*self._labels, *labels]), values)
+
+    def histogram(self, name: str, text: str, counts: Mapping[float, int], total: float) -> Metric:
+        """Return a histogram: ``counts`` by upper bound, each with those below, and the sum of all values."""
+        family = HistogramMetricFamily(name, text, labels=tuple(self._labels))
+        buckets = [("+Inf" if bound == math.inf else str(float(bound)), count) for bound, count in counts.items()]
+        family.add_metric(tuple(self._labels.values()), buckets, total)
+        return family
 
     def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
         for chosen, value in values:
@@ -233,13 +257,12 @@ _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _LOAD_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
 class RequestMetrics:
-    """What is counted as requests go by. Gauges of the engine's state are collectors of their own.
+    """Histograms and counters of requests. Gauges come from collectors.
 
     Args:
         model_name: label of every metric.
@@ -249,7 +272,6 @@ class RequestMetrics:
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model_name, "engine": "0"}
-        self._last_steps: dict[ReplicaId, int] = {}
         lengths = _one_two_five(max_model_len)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S)
         self.inter_token = self._histogram("inter_token_latency_seconds", "Gaps between outputs.", _TOKEN_S)
@@ -265,7 +287,6 @@ class RequestMetrics:
         self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", lengths)
         self._answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", lengths)
-        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed by a step.", _STEP_TOKENS)
         self.adapter_load = self._histogram("lora_adapter_load_seconds", "Transfer of an adapter.", _LOAD_S)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -284,21 +305,15 @@ class RequestMetrics:
         self._ended = {reason: success.labels(**self.labels, finished_reason=reason) for reason in _FINISHED_REASONS}
 
     def add_collector(self, collector: Collector) -> None:
-        """Ask ``collector`` at every scrape too."""
+        """Include the metrics of ``collector`` in every scrape."""
         self.registry.register(collector)
 
     def page(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
-    def observe_step(self, replica: ReplicaId, stats: EngineStats) -> None:
-        """Count the last step that a replica's gauges tell of, once; they tell of one now and then."""
-        if stats.steps != self._last_steps.get(replica):
-            self._last_steps[replica] = stats.steps
-            self._step_tokens.observe(stats.step_tokens)
-
-    def generated(self, tokens: int) -> None:
-        """Count tokens as they are sent."""
+    def count_tokens(self, tokens: int) -> None:
+        """Count generated tokens as they are sent."""
         self._answer_tokens.inc(tokens)
 
     def observe_request(
@@ -342,7 +357,7 @@ def _one_two_five(largest: int) -> list[float]:
 
 
 _MAX_NAMES = 500
-"""Most adapters named in one metric, so that a page stays small whatever fits on the device."""
+"""Most adapters named in one metric, so that a page stays small however many fit on the device."""
 
 
 class EngineCollector(Collector):
@@ -407,6 +422,9 @@ class EngineCollector(Collector):
         yield make.count("vllm:prefix_cache_queries", "Tokens looked up in cached KV.", stats.prefix_queries_tokens)
         yield make.count("vllm:prefix_cache_hits", "Tokens found in cached KV.", stats.prefix_hits_tokens)
         yield make.count("lorikeet:steps", "Steps of the engine.", stats.steps)
+        steps = dict(zip((*STEP_TOKENS_BOUNDS, math.inf), accumulate(stats.steps_by_tokens), strict=True))
+        text = "Tokens computed by a step."
+        yield make.histogram("vllm:iteration_tokens_total", text, steps, stats.computed_tokens)
 
     def _blocks(self, stats: EngineStats) -> Iterable[Metric]:
         make = self._make
@@ -417,7 +435,7 @@ class EngineCollector(Collector):
         yield make.gauges("lorikeet:blocks", "Device blocks by use.", ("use",), blocks)
 
     def _adapters(self, stats: EngineStats) -> Iterable[Metric]:
-        """Residency, for routers that prefer a replica that holds an adapter already."""
+        """Yield residency, for routers that prefer a replica that already has the adapter."""
         make = self._make
         serving = {*stats.running_adapters, *stats.resident_adapters}
         known = self._adapters_by_digest(serving | {*stats.waiting_adapters})
@@ -431,9 +449,7 @@ class EngineCollector(Collector):
         }
         yield make.gauge("vllm:lora_requests_info", "Adapters held and queued; value: unix time.", time.time(), info)
         ranks = {
-            name: str(known[digest][0].max_rank) if digest in known else ""
-            for digest in stats.resident_adapters
-            for name in _names(known, digest)
+            name: str(known[digest][0].max_rank) for digest in stats.resident_adapters for name in _names(known, digest)
         }
         loaded = [((name, "gpu", "false", ranks[name]), 1.0) for name in sorted(ranks)[:_MAX_NAMES]]
         labels = ("adapter_name", "level", "pinned", "rank")
@@ -454,49 +470,49 @@ class EngineCollector(Collector):
         yield make.count("lorikeet:assisted_steps", "Steps with prefills assisted by the host.", modes.assisted_steps)
         yield make.gauge(
             "lorikeet:num_requests_ahead_of_adapter",
-            "Sequences whose prefill is done, and whose adapter is still on its way.",
+            "Sequences whose prefill is done while their adapter is still being transferred.",
             stats.ahead_of_adapter,
         )
 
     def _host_workers(self, counts: AssistCounters) -> Iterable[Metric]:
         for name, text, value in (
-            ("host_layers", "Layers of adapters on their way that host workers computed.", counts.host_layers),
-            ("device_layers", "Those that the device computed, as they had arrived.", counts.device_layers),
+            ("host_layers", "Layers of adapters in transfer that host workers computed.", counts.host_layers),
+            ("device_layers", "Layers that the device computed, since they had arrived.", counts.device_layers),
             (
                 "host_layers_after_arrival",
-                "Of the host's, those that had arrived when it was decided.",
+                "Layers that the host computed though they had arrived by then.",
                 counts.host_layers_after_arrival,
             ),
-            ("rescued_slices", "Shares of host workers that the engine computed itself.", counts.rescued_slices),
-            ("lost_workers", "Host workers that ended unasked.", counts.lost_workers),
+            ("rescued_slices", "Slices of host workers that the engine computed itself.", counts.rescued_slices),
+            ("lost_workers", "Host workers that ended unexpectedly.", counts.lost_workers),
         ):
             yield self._make.count(f"lorikeet:assist_{name}", text, value)
 
     def _classes(self, queue: QueueStats) -> Iterable[Metric]:
         make = self._make
         for name, text, by_class in (
-            ("waiting", "Waiting requests by class, 0 that of the smallest.", queue.waiting),
-            ("quota_tokens", "Room of each class, in tokens of KV.", queue.quota_tokens),
-            ("held_tokens", "Those of its tokens that requests hold.", queue.held_tokens),
+            ("waiting", "Waiting requests by class; 0 has the smallest requests.", queue.waiting),
+            ("quota_tokens", "Quota of each class, in tokens of KV.", queue.quota_tokens),
+            ("held_tokens", "Tokens of the quota that requests hold.", queue.held_tokens),
         ):
             values = [((str(number),), float(value)) for number, value in enumerate(by_class)]
             yield make.gauges(f"lorikeet:queue_{name}", text, ("class",), values)
-        yield make.count("lorikeet:queue_refreshes", "Times classes and quotas were found anew.", queue.refreshes)
+        yield make.count("lorikeet:queue_refreshes", "Times classes and quotas were recomputed.", queue.refreshes)
         yield make.count(
-            "lorikeet:queue_bypassed", "Requests that passed one whose adapter lacked room.", queue.bypassed
+            "lorikeet:queue_bypassed", "Requests that bypassed one whose adapter did not fit.", queue.bypassed
         )
-        yield make.count("lorikeet:queue_squashed", "Those of them that were sent back.", queue.squashed)
+        yield make.count("lorikeet:queue_squashed", "Bypassing requests that were squashed.", queue.squashed)
         yield make.count("lorikeet:queue_joined", "Requests that joined others under their adapter.", queue.joined)
 
 
 def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) -> list[str]:
-    """The names of a version; the start of its digest if it has none."""
-    return [adapter.name for adapter in known.get(digest, ())] or [digest[:12]]
+    """Return the names of a version; a version that was removed has none and is not shown while it is freed."""
+    return [adapter.name for adapter in known.get(digest, ())]
 
 
 _PER_ADAPTER: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
     ("requests", "Requests ended.", lambda counts: counts.requests),
-    ("requests_aborted", "Requests whose client hung up.", lambda counts: counts.aborted),
+    ("requests_aborted", "Requests whose client disconnected.", lambda counts: counts.aborted),
     ("requests_failed", "Requests that ended with an error.", lambda counts: counts.failed),
     ("prompt_tokens", "Prompt tokens.", lambda counts: counts.prompt_tokens),
     ("cached_tokens", "Prompt tokens found in KV.", lambda counts: counts.cached_tokens),
@@ -510,7 +526,7 @@ _PER_ADAPTER: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
 
 
 class UsageCollector(Collector):
-    """Counts of the busiest adapters and of all others together; where it is about targets, of the base model too."""
+    """Counts of the busiest adapters and the sum of all others; for SLO targets, also of the base model."""
 
     def __init__(self, usage: AdapterUsage, labels: dict[str, str]) -> None:
         self._usage = usage
@@ -542,7 +558,7 @@ _KINDS: tuple[tuple[str, Callable[[TierBytes], int]], ...] = (
     ("kv_cached", lambda tier: tier.kv_cached),
     ("inflight", lambda tier: tier.inflight),
 )
-"""Kinds of bytes, which add up to a tier."""
+"""Uses of a tier's bytes; they add up to the tier."""
 
 
 class MemoryCollector(Collector):
@@ -578,7 +594,7 @@ class MemoryCollector(Collector):
         )
         yield make.gauge(
             "lorikeet:memory_invalid_kv_bytes",
-            "Unneeded KV on the device that nobody can use there, its adapter or earlier KV being elsewhere.",
+            "Unneeded KV on the device that is unusable, since its adapter or earlier KV is not there.",
             memory.invalid_kv_bytes,
         )
         yield make.gauge(
@@ -610,10 +626,12 @@ class MemoryCollector(Collector):
         for name, text, values in numbers:
             yield make.counts(f"lorikeet:memory_{name}", text, labels, values)
         yield make.count(
-            "lorikeet:memory_prefetched", "Adapters and blocks of KV that were brought unasked.", memory.prefetched
+            "lorikeet:memory_prefetched", "Adapters and blocks of KV that were prefetched.", memory.prefetched
         )
         yield make.count(
-            "lorikeet:memory_prefetched_used", "Those that were used before they left.", memory.prefetched_used
+            "lorikeet:memory_prefetched_used",
+            "Prefetched ones that were used before their eviction.",
+            memory.prefetched_used,
         )
 
     def _decisions(self, memory: MemoryStats) -> Iterable[Metric]:
@@ -621,15 +639,15 @@ class MemoryCollector(Collector):
         yield make.count("lorikeet:memory_decisions", "Ticks of the swapper.", times.count)
         yield make.count("lorikeet:memory_decision_seconds", "Time that they took.", times.total_s)
         yield make.gauge("lorikeet:memory_decision_seconds_max", "Time that the longest took.", times.worst_s)
-        yield make.gauge("lorikeet:memory_nodes", "Adapters and blocks of KV that the tree knows.", memory.nodes)
+        yield make.gauge("lorikeet:memory_nodes", "Adapters and blocks of KV in the tree.", memory.nodes)
         yield make.gauge("lorikeet:memory_metadata_bytes", "Bytes that the tree takes.", memory.metadata_bytes)
 
 
 class ReplicasCollector(Collector):
-    """What every replica tells of its engine and its memory.
+    """Metrics of all replicas: engine and memory.
 
     Args:
-        client: knows the replicas; they may come and go.
+        client: has the replicas, which may change.
         labels: of every metric, but for ``engine``.
         adapters_by_digest: gives adapter versions under all their names.
     """
@@ -657,11 +675,29 @@ class ReplicasCollector(Collector):
         return merged.values()
 
 
-class ClusterCollector(Collector):
-    """What a cluster tells of itself as a whole.
+class ConnectionCollector(Collector):
+    """Connections that were closed for a limit.
 
     Args:
-        client: knows the cluster.
+        closed: how many, by reason; counted on by others.
+        labels: of the metric.
+    """
+
+    def __init__(self, closed: Mapping[str, int], labels: Mapping[str, str]) -> None:
+        self._closed = closed
+        self._make = MetricFamilies(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metric."""
+        values = [((reason,), float(count)) for reason, count in self._closed.items()]
+        yield self._make.counts("lorikeet:connections_closed", "Connections closed for a limit.", ("reason",), values)
+
+
+class ClusterCollector(Collector):
+    """Metrics of a cluster as a whole.
+
+    Args:
+        client: has the cluster's state.
         model_name: label of every metric.
     """
 
@@ -680,7 +716,7 @@ class ClusterCollector(Collector):
         ]
         yield make.gauges("lorikeet:cluster_replicas", "Replicas; those that start are down.", ("state",), by_state)
         if state.wanted is not None:
-            yield make.gauge("lorikeet:cluster_replicas_wanted", "Replicas that the load asks for.", state.wanted)
+            yield make.gauge("lorikeet:cluster_replicas_wanted", "Replicas that the autoscaler wants.", state.wanted)
         yield make.gauge("lorikeet:cluster_requests_unrouted", "Requests that wait for a replica.", state.unrouted)
         yield make.count("lorikeet:cluster_requests_moved", "Requests moved between replicas.", state.moves)
         yield make.gauge("lorikeet:cluster_placement_epoch", "Number of the placement.", state.epoch)
@@ -690,4 +726,4 @@ class ClusterCollector(Collector):
         yield make.counts("lorikeet:cluster_copied_bytes", "Their bytes.", ("source",), made_bytes)
         yield make.count("lorikeet:cluster_copies_failed", "Copies that failed.", copies.failed)
         yield make.count("lorikeet:cluster_copies_deleted", "Copies deleted.", copies.deletes)
-        yield make.gauge("lorikeet:cluster_copies_under_way", "Copies under way.", copies.under_way)
+        yield make.gauge("lorikeet:cluster_copies_under_way", "Copies in progress.", copies.under_way)

@@ -1,13 +1,14 @@
-"""What every HTTP request of a server or a router passes before its route.
+"""Middleware of the server and the router, and the admission gate.
 
-In this order: request ids, keys and tenants, the check of a web page's origin, the limit on bodies. The gate that
-counts accepted sequences and closes for a drain is here too; routes pass it once they know how many sequences a body
-asks for.
+In this order: request ids, the name that the server is called by, keys and tenants, the check of a web page's origin,
+the limit on bodies. The gate that counts accepted sequences and closes for a drain is here too; routes pass it once
+they know how many sequences a body asks for.
 """
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -16,10 +17,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.api.errors import ApiError, bad_request
+from lorikeet.api.listening import is_loopback
 from lorikeet.api.logs import RequestIds
 from lorikeet.config import check_keys
 
 _RETRY_AFTER_S = 1
+_LONGEST_SHOWN = 100
 
 
 class AdmissionGate:
@@ -38,7 +41,7 @@ class AdmissionGate:
         """Accept a request of that many sequences.
 
         Raises:
-            ApiError: 503 while draining, 429 if too many are under way, 400 if it could never be accepted.
+            ApiError: 503 while draining, 429 if too many are running, 400 if it could never be accepted.
         """
         if self.draining:
             raise ApiError(503, "The server is shutting down and takes no new requests.", headers={"Retry-After": "5"})
@@ -47,14 +50,14 @@ class AdmissionGate:
         if self.active + sequences > self.max_queued:
             raise ApiError(
                 429,
-                f"{self.active} requests are under way, and at most {self.max_queued} are accepted; try again later.",
+                f"{self.active} requests are unfinished, and at most {self.max_queued} are accepted; try again later.",
                 headers={"Retry-After": str(_RETRY_AFTER_S)},
             )
         return Ticket(self, sequences)
 
 
 class Ticket:
-    """A place among the accepted requests, given back once."""
+    """The place of a request among the accepted ones, released once."""
 
     def __init__(self, gate: AdmissionGate, sequences: int) -> None:
         self._gate = gate
@@ -62,26 +65,34 @@ class Ticket:
         gate.active += sequences
 
     def release(self) -> None:
-        """Give the place back; a second call does nothing."""
+        """Release the place; a second call does nothing."""
         self._gate.active -= self._sequences
         self._sequences = 0
 
 
 class BodyLimit:
-    """Refuses bodies above a size with 413, by their announced length or while they arrive."""
+    """Refuses bodies above a size with 413, by their announced length or while they arrive.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Args:
+        app: what it guards.
+        max_bytes: the size.
+        larger: the size for some paths.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, larger: Mapping[str, int]) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._larger = larger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = self._larger.get(scope["path"], self._max_bytes)
         announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdigit() and int(announced) > self._max_bytes:
-            await self._too_large().response()(scope, receive, send)
+        if announced.isdigit() and int(announced) > most:
+            await _too_large(most).response()(scope, receive, send)
             return
         received = 0
 
@@ -89,29 +100,31 @@ class BodyLimit:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._too_large()
+            if received > most:
+                raise _too_large(most)
             return message
 
         await self._app(scope, counted, send)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"The body is larger than {self._max_bytes} bytes.")
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {most} bytes.")
 
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SAME_SITE = frozenset({"same-origin", "none"})
-"""Of ``Sec-Fetch-Site``: a page of the server itself, also behind a proxy; the reader by hand."""
+"""Values of ``Sec-Fetch-Site`` for a page of the server itself, also behind a proxy, and for a user's own request."""
 
 
 class CrossOriginGuard:
-    """Middleware that refuses what may change something and comes from a page of an origin that is not allowed.
+    """Middleware that refuses requests that may change state and come from a web page of an origin not allowed.
 
-    Browsers send some requests without asking the server first (no-cors), and keep but the answer from the page. Who
-    sends neither header is no browser. As in Go's ``http.CrossOriginProtection``, https://pkg.go.dev/net/http.
+    Browsers send some requests without a preflight (no-cors) and only hide the answer from the page. A request without
+    an Origin or Sec-Fetch-Site header does not come from a browser. The rules are those of Go's
+    ``http.CrossOriginProtection``, https://pkg.go.dev/net/http.
 
     Args:
-        app: what it guards.
+        app: the wrapped application.
         allowed_origins: of pages that may use the server; ``*`` for any.
     """
 
@@ -139,16 +152,56 @@ def _cross_origin_refusal(headers: Headers) -> ASGIApp:
     return ApiError(403, said).response()
 
 
+class HostGuard:
+    """Middleware for a server without keys that only its own machine reaches: refuses foreign names in ``Host``.
+
+    A web page that has its own name point at 127.0.0.1 (DNS rebinding) would be of the server's origin to the browser.
+    What has no ``Host`` is no browser.
+
+    Args:
+        app: what it guards.
+        names: that are answered beside ``localhost``, the names below it, and loopback addresses.
+    """
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
+        self._app = app
+        self._names = frozenset(map(str.lower, names))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        await (self._app if not host or self._is_known(host) else _foreign_host(host))(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        name = _host_of_origin(f"http://{host}").rstrip(".")
+        return name in self._names or name.endswith(".localhost") or is_loopback(name)
+
+
+def _host_of_origin(origin: str) -> str:
+    try:
+        return urlsplit(origin).hostname or ""
+    except ValueError:  # brackets that hold no address
+        return ""
+
+
+def _foreign_host(host: str) -> ASGIApp:
+    said = (
+        f"Without --api-key, this server answers only as localhost, not as {host[:_LONGEST_SHOWN]!r}; start it with a "
+        "key, or with the origin of that name as --allowed-origins."
+    )
+    return ApiError(403, said).response()
+
+
 _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"})
 _ADMIN_POSTS = frozenset(
     {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"}
 )
-_ADMIN_TREES = ("/v1/adapters", "/v1/loras", "/v1/cluster")
-_LONGEST_TENANT = 128
+_ADMIN_PREFIXES = ("/v1/adapters", "/v1/loras", "/v1/cluster")
+_MAX_TENANT_CHARACTERS = 128
 
 
 class KeyRing:
-    """A set of keys, compared in constant time.
+    """A set of API keys, compared in constant time.
 
     Args:
         keys: the keys; only their digests are kept.
@@ -166,19 +219,19 @@ class KeyRing:
         return bool(self._digests)
 
     def holds(self, key: str) -> bool:
-        """Tell whether ``key`` is one of them. All are compared, so that the time tells nothing."""
+        """Return whether ``key`` is one of them. All are compared, so that the time reveals nothing."""
         digest = _digest(key)
         return sum(secrets.compare_digest(digest, known) for known in self._digests) > 0
 
 
 class Auth:
-    """Middleware that asks for a key where one is needed, and tells routes whose request it is (``state.tenant``).
+    """Middleware that checks API keys and sets the tenant of a request (``state.tenant``).
 
     Args:
-        app: what it guards.
+        app: the wrapped application.
         api_keys: keys for all routes but health, version and metrics; empty for open access.
-        admin_keys: keys for the routes that change adapters; they open the other routes too. Empty: the API keys do.
-        tenant_header: whose value names the tenant; empty, or a request without it: a name for the key.
+        admin_keys: keys for the routes that change adapters, and for all others; if empty, API keys may change them.
+        tenant_header: header that names the tenant. Without it the tenant is a name derived from the key.
     """
 
     def __init__(
@@ -194,14 +247,16 @@ class Auth:
         if scope["type"] == "http" and refusal is None:
             tenant = self._tenant(Headers(scope=scope))
             scope.setdefault("state", {})["tenant"] = tenant
-            if len(tenant) > _LONGEST_TENANT:
-                refusal = bad_request(f"{self._tenant_header} is longer than {_LONGEST_TENANT} characters.").response()
+            if len(tenant) > _MAX_TENANT_CHARACTERS:
+                refusal = bad_request(
+                    f"{self._tenant_header} is longer than {_MAX_TENANT_CHARACTERS} characters."
+                ).response()
         await (refusal or self._app)(scope, receive, send)
 
     def _tenant(self, headers: Headers) -> str:
         named = headers.get(self._tenant_header, "") if self._tenant_header else ""
         key = _bearer(headers.get("authorization", ""))
-        # A key that nobody asked for proves nothing, and whoever likes to could have a new one for each request.
+        # Without keys in the settings any key is accepted, so it identifies no tenant.
         return named or (key_name(key) if self._api.holds(key) or self._admin.holds(key) else "")
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
@@ -220,14 +275,16 @@ class Auth:
 
 
 def key_name(key: str) -> str:
-    """Return a name for a key that does not tell the key: the same in every run, and another for every other key."""
+    """Return a name for a key that does not reveal it: the same in every run, and different for different keys."""
     return f"key-{_digest(key).hex()[:12]}"
 
 
 def _changes_adapters(method: str, path: str) -> bool:
     if path in _ADMIN_POSTS:
         return True
-    return method not in ("GET", "HEAD") and any(path == tree or path.startswith(f"{tree}/") for tree in _ADMIN_TREES)
+    return method not in ("GET", "HEAD") and any(
+        path == prefix or path.startswith(f"{prefix}/") for prefix in _ADMIN_PREFIXES
+    )
 
 
 def _bearer(header: str) -> str:
@@ -247,29 +304,35 @@ def add_middleware(
     app: Starlette,
     *,
     max_body_bytes: int,
+    larger_bodies: Mapping[str, int],
     api_keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     tenant_header: str = "",
     allowed_origins: Sequence[str] = (),
+    host: str = "",
 ) -> None:
-    """Give requests their ids, check their keys, and limit their bodies.
+    """Add the middleware: request ids, keys, the origin check, the limit on bodies, and CORS.
 
     Args:
         app: has its routes.
         max_body_bytes: longer bodies get 413.
+        larger_bodies: the same for some paths.
         api_keys, admin_keys, tenant_header: see ``Auth``.
         allowed_origins: of web pages that may use the server; ``*`` for any, empty for none but its own.
+        host: address that the server listens on.
 
     Raises:
         ConfigError: a key is empty.
     """
     # The last one added sees a request first.
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=larger_bodies)
     app.add_middleware(CrossOriginGuard, allowed_origins=allowed_origins)
     app.add_middleware(Auth, api_keys=api_keys, admin_keys=admin_keys, tenant_header=tenant_header)
+    if is_loopback(host) and not api_keys and "*" not in allowed_origins:
+        app.add_middleware(HostGuard, names=(host, *filter(None, map(_host_of_origin, allowed_origins))))
     app.add_middleware(RequestIds)
     if allowed_origins:
-        # No cookies: keys are in a header, which a page of an allowed origin must hold itself.
+        # No cookies: keys are sent in a header, so a page must have its own key.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=allowed_origins,

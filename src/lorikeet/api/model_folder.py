@@ -1,4 +1,4 @@
-"""Find, convert or download a model, given what the user calls it. Does not import torch."""
+"""Finds, converts or downloads the model that the settings name. Does not import torch."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -13,13 +13,13 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja"]
 
 
 class ModelFolder(NamedTuple):
-    """A model that is ready to be read.
+    """A model on local disk.
 
     Attributes:
-        path: with ``config.json``, ``tokenizer.json`` and safetensors.
-        identity: what registered adapters remember their base by, wherever the folder lies.
-        names: what clients may call it; the first is reported.
-        aliases: further names that are understood and not listed.
+        path: folder with ``config.json``, ``tokenizer.json`` and safetensors.
+        identity: name of the base model in the adapter registry, the same wherever the folder is.
+        names: that clients may use; the first is reported.
+        aliases: further names that are accepted and not listed.
     """
 
     path: Path
@@ -33,10 +33,10 @@ def prepare_model(settings: ModelSettings, on_stage: Callable[[str], None]) -> M
 
     Args:
         settings: name the model.
-        on_stage: told in words before anything that takes long.
+        on_stage: called with a few words before a conversion or download.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be fetched.
+        ConfigError: there is no such model, or it cannot be downloaded.
     """
     if not settings.model:
         path = _default(Path(settings.cache_dir) if settings.cache_dir else default.default_cache_dir(), on_stage)
@@ -56,7 +56,7 @@ def _default(cache_dir: Path, on_stage: Callable[[str], None]) -> Path:
     if target.is_dir():
         return target
     on_stage(f"converting {default.NAME} (once)")
-    # The conversion imports torch: in a process of its own, this one stays small.
+    # The conversion imports torch, so it runs in another process.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(default.prepare_default_model, cache_dir).result()
@@ -68,8 +68,10 @@ def _download(hub_id: str, on_stage: Callable[[str], None]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    on_stage(f"fetching {hub_id}")
+    on_stage(f"downloading {hub_id}")
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(f"model {hub_id!r}: no such folder, and the hub does not give it: {error}") from error
+        raise ConfigError(
+            f"model {hub_id!r}: no such folder, and it cannot be downloaded from the hub: {error}"
+        ) from error

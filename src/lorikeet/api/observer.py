@@ -1,6 +1,6 @@
-"""Passes the life of every request to metrics, counts per adapter and the request log.
+"""Records the outputs and the end of every request in metrics, per-adapter counts and the request log.
 
-All derive from the same timings.
+All of them derive from the same timings.
 """
 
 import time
@@ -17,14 +17,14 @@ from lorikeet.core.request import Slo
 
 
 class RequestObserver:
-    """Receives the life of every request.
+    """Where requests are recorded.
 
     Args:
         metrics: histograms and counters.
         usage: counts per adapter.
         request_log: None if there is none.
-        lengths: learns from answers.
-        forecast: learns how fast requests are admitted; None if nobody asks.
+        lengths: learns from the lengths of answers.
+        forecast: learns how fast requests are admitted; None without shedding.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class RequestObserver:
         self.forecast = forecast
 
     def watch(self, handle: RequestHandle) -> "RequestWatch":
-        """Begin with a request that was just submitted."""
+        """Start recording a request that was just submitted."""
         return RequestWatch(self, handle)
 
     def refused(self, adapter: AdapterRef | None, slo: Slo | None, requests: int, *, shed: bool) -> None:
-        """Take note of ``requests`` that were refused since too many are under way, or ``shed`` by the forecast."""
+        """Count ``requests`` that were refused because too many are running, or ``shed`` by the forecast."""
         counts = missed(slo, requests)
         counts.shed = requests if shed else 0
         self.usage.of(None if adapter is None else adapter.name).add(counts)
 
 
 class RequestWatch:
-    """One request, told of its outputs and of its end, once."""
+    """Records one request: its outputs, and once its end."""
 
     def __init__(self, observer: RequestObserver, handle: RequestHandle) -> None:
         self._observer = observer
@@ -61,7 +61,7 @@ class RequestWatch:
         self._last_output_s: float | None = None
         self._forecast = observer.forecast
         if self._forecast is not None:
-            self._forecast.begin(handle.request, handle.timings)
+            self._forecast.on_submitted(handle.request, handle.timings)
         adapter = handle.request.adapter
         self._usage = observer.usage.of(None if adapter is None else adapter.name)
         self._usage.running += 1
@@ -69,25 +69,25 @@ class RequestWatch:
         self._text: list[str] | None = [] if log is not None and log.wants_text else None
 
     def output(self, tokens: int, text: str) -> None:
-        """Take note of an output that brought ``tokens`` tokens and made ``text`` visible."""
+        """Record an output of ``tokens`` tokens that added ``text``."""
         if self._text is not None:
             self._text.append(text)
         if not tokens:
             return
-        self._observer.metrics.generated(tokens)
+        self._observer.metrics.count_tokens(tokens)
         now_s = time.monotonic()
         if self._last_output_s is None and self._forecast is not None:
-            self._forecast.first_token(self._handle.timings)
+            self._forecast.on_first_token(self._handle.timings)
         if self._last_output_s is not None:
             self._observer.metrics.inter_token.observe(now_s - self._last_output_s)
         self._last_output_s = now_s
 
     def finished(self, completion_tokens: int, reason: str) -> None:
-        """Take note of the end.
+        """Record the end.
 
         Args:
             completion_tokens: generated in all.
-            reason: as clients are told; ``abort`` if they hung up, ``error`` if it failed.
+            reason: the finish reason; ``abort`` if the client disconnected, ``error`` if the request failed.
         """
         request, timings = self._handle.request, self._handle.timings
         ended_s = timings.finished_s if timings.finished_s is not None else time.monotonic()
@@ -109,8 +109,8 @@ class RequestWatch:
         self._usage.add(counts)
         self._usage.running -= 1
         if self._forecast is not None:
-            self._forecast.end(request)
-        self._observer.lengths.ended(request, completion_tokens, reason)
+            self._forecast.on_ended(request)
+        self._observer.lengths.on_ended(request, completion_tokens, reason)
         self._observer.metrics.observe_request(
             timings, len(request.prompt_token_ids), completion_tokens, reason, ended_s
         )

@@ -1,37 +1,39 @@
 """Bodies of requests, and the fields that are refused because they are not implemented.
 
-Types are strict; fields that need more than a type are checked in sampling.py. Of what may have any number of entries
-only the first wrong one is reported: a body of millions of them would hold up the event loop, and every stream, for the
-better part of a minute.
+Types are strict; fields that need more than a type are checked in sampling.py. Of lists and maps only the first wrong
+entry is reported: to report millions of them would block the event loop, and every stream, for most of a minute.
 """
 
+import json
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from lorikeet.api.errors import not_supported
+from lorikeet.api.errors import bad_request, not_supported
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 Temperature = Annotated[float, Field(ge=0, le=1e6)]
 Penalty = Annotated[float, Field(ge=1e-6, le=1e6)]
-"""Factors beyond would leave nothing of a logit in fp32, or infinity."""
+"""Factors outside this range would make logits zero or infinite in fp32."""
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Body(BaseModel):
-    """Any body. Unknown fields are kept, so that those that would change the answer can be refused by name."""
+    """Base of all bodies. Unknown fields are kept, so that those that change the answer can be refused by name."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 def usage_wanted(at_the_end: object, along: object) -> tuple[bool, bool]:
-    """Return whether a stream shall end with its usage, and whether every chunk shall carry it.
+    """Return whether a stream ends with its usage, and whether every chunk has it.
 
     Args:
         at_the_end: ``include_usage``, if it was given.
-        along: ``continuous_usage_stats``, if it was given; brings the usage at the end unless that is refused.
+        along: ``continuous_usage_stats``, if it was given; it implies the usage at the end unless that is false.
     """
     wanted = along is True if at_the_end is None else at_the_end is True
     return wanted, wanted and along is True
@@ -45,7 +47,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What completions and chat completions have in common. None means "not given"."""
+    """Fields that completions and chat completions have in common. None means "not given"."""
 
     model: str | None = None
     lora_path: str | None = None
@@ -70,12 +72,13 @@ class GenerationBody(Body):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     user: str | None = None
 
     @field_validator("stream_options")
     @classmethod
     def _options_need_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        # A stream field that is wrong itself is not in the data, and is a fault of its own.
+        # A stream field that is not valid itself is not in the data, and is reported by itself.
         if value is not None and "stream" in info.data and not info.data["stream"]:
             raise PydanticCustomError("stream_options", "only allowed with stream: true")
         return value
@@ -87,19 +90,19 @@ class GenerationBody(Body):
 
     @property
     def most_tokens(self) -> tuple[int | None, str]:
-        """Most tokens to generate, None if it is not said, and the field that says so."""
+        """Most tokens to generate, None if not given, and the field that says so."""
         if self.max_completion_tokens is None:
             return self.max_tokens, "max_tokens"
         return self.max_completion_tokens, "max_completion_tokens"
 
     @property
     def wants_usage(self) -> bool:
-        """True if a stream shall end with a usage chunk."""
+        """Whether a stream ends with a usage chunk."""
         return self._usage[0]
 
     @property
     def wants_continuous_usage(self) -> bool:
-        """True if every chunk shall carry usage."""
+        """Whether every chunk has usage."""
         return self._usage[1]
 
     @property
@@ -119,15 +122,32 @@ class CompletionRequest(GenerationBody):
     add_special_tokens: bool | None = None
 
 
+def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
+    """Bring the four forms of ``prompt`` into one.
+
+    Raises:
+        ApiError: 400, there is none.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("The prompt is empty; at least one token is needed.", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    strings = [entry for entry in prompt if isinstance(entry, str)]
+    return strings or [entry for entry in prompt if isinstance(entry, list)]
+
+
 class TextPart(Body):
-    """One part of a message's content; only text is understood."""
+    """One part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
 
 
 class ChatMessage(Body):
-    """One message. Fields that only templates know (``name``, ``tool_call_id``) are passed on."""
+    """One message. Further fields (``name``, ``tool_call_id``) are passed to the template."""
 
     role: Annotated[str, Field(min_length=1)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -139,7 +159,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 class ChatOptions(Body):
     """How messages become a prompt.
 
-    How it ends may also be said in ``chat_template_kwargs``, which go before the fields, as in vLLM.
+    ``chat_template_kwargs`` may also hold the two fields about its end; they override the fields, as in vLLM.
     """
 
     add_generation_prompt: bool | None = None
@@ -164,7 +184,7 @@ class ChatOptions(Body):
 
 
 class ChatFields(ChatOptions):
-    """Messages, and how they become a prompt."""
+    """Messages, and options of the chat template."""
 
     messages: Messages
 
@@ -172,6 +192,7 @@ class ChatFields(ChatOptions):
 class ChatCompletionRequest(GenerationBody, ChatFields):
     """Body of ``POST /v1/chat/completions``."""
 
+    echo: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -219,7 +240,7 @@ class NewAdapter(Body):
 
 
 class AdapterSource(Body):
-    """Where Dynamo says an adapter lies."""
+    """Source of an adapter in Dynamo's body."""
 
     uri: Annotated[str, Field(min_length=1)]
 
@@ -260,7 +281,6 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "allowed_token_ids": (([],), "allowed_token_ids is not supported yet; use logit_bias."),
     "bad_words": (([],), "bad_words is not supported yet; use logit_bias."),
     "logits_processors": (([],), "Logits processors are not supported."),
-    "cache_salt": ((), "cache_salt is not supported yet."),
     "modalities": ((["text"],), "Only text is supported."),
     "audio": ((), "Audio is not supported."),
     "chat_template": ((), "A template per request is not supported; start the server with --chat-template."),
@@ -268,21 +288,21 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_token_ids": ((False,), "return_token_ids is not supported yet; see /tokenize."),
     "return_tokens_as_token_ids": ((False,), "return_tokens_as_token_ids is not supported yet."),
     "spaces_between_special_tokens": ((True,), "spaces_between_special_tokens=false is not supported."),
-    # Without these three the base would answer in the place of the adapter that was asked for.
+    # If these three were ignored, the base would answer instead of the adapter.
     "lora": (([],), f"llama.cpp's lora {_ADAPTER}"),
     "adapter_id": (("",), f"LoRAX's adapter_id {_ADAPTER}"),
     "adapter_source": (("",), f"LoRAX's adapter_source {_ADAPTER}"),
     "add_special_tokens": ((False,), SPECIAL_TOKENS),
     "session_params": ((), "Sessions are not supported."),
 }
-"""Field → values that change nothing (null never does), and what a client is told otherwise."""
+"""By field: the values that change nothing, as null does for all fields, and the error message for other values."""
 
 
 def refuse_unsupported(body: Body) -> None:
-    """Check the fields that the body's model does not name.
+    """Check the fields that the body's model does not have.
 
     Raises:
-        ApiError: 501 for the first one that asks for something that is not implemented.
+        ApiError: 501 for the first field that asks for a feature that is not implemented.
     """
     for name, value in (body.model_extra or {}).items():
         if name not in _FIELDS or value is None:
@@ -290,3 +310,40 @@ def refuse_unsupported(body: Body) -> None:
         neutral, message = _FIELDS[name]
         if value not in neutral:
             raise not_supported(message, name)
+
+
+_MAYBE_SURROGATE = re.compile(
+    rb"\x00"  # UTF-16 or UTF-32, which JSON allows
+    rb"|\xed[\xa0-\xbf]"
+    rb"|\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
+)
+"""What a body must contain for its JSON to hold half a surrogate pair; most bodies are told apart by it alone.
+
+Each alternative begins with a letter of its own: so a body is searched for these, and not tried at every byte.
+"""
+
+
+def may_hold_surrogates(body: bytes) -> bool:
+    """Tell whether a body must be looked at more closely by :func:`refuse_lone_surrogates`."""
+    return _MAYBE_SURROGATE.search(body) is not None
+
+
+def refuse_lone_surrogates(body: bytes, value: Any) -> None:
+    """Check that all text of a body can be written as UTF-8.
+
+    Args:
+        body: as it came.
+        value: what it holds.
+
+    Raises:
+        ApiError: 400 naming the first field that cannot.
+    """
+    if not may_hold_surrogates(body):
+        return
+    for field, content in value.items() if isinstance(value, dict) else ():
+        try:
+            json.dumps({field: content}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            name = field.encode(errors="backslashreplace").decode()
+            code = ord(error.object[error.start])
+            raise bad_request(f"{name}: half a character, the lone surrogate U+{code:04X}.", name) from None

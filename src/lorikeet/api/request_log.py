@@ -1,10 +1,10 @@
 """The request log: JSON Lines in the workload format, so that real traffic can be replayed.
 
-Each line has ``arrival_s, adapter, input_tokens, output_tokens, tenant, priority, slo`` and what became of the request.
+Each line has ``arrival_s, adapter, input_tokens, output_tokens, tenant, priority, slo`` and the outcome of the request.
 TTFT is the sum of ``queue_s`` (until it had its blocks), ``adapter_wait_s``, ``kv_wait_s`` and prefill (ELORA spec,
-R28). ``arrival_s`` counts from the arrival of the file's first line, also across restarts, and is negative for requests
-that came before that one and ended after it; ``unix_s`` is the wall time. Lines are in the order in which requests
-ended. A thread writes, so a slow disk delays no stream; of lines that it cannot take down in time, some are dropped and
+R28). ``arrival_s`` counts from the arrival of the file's first line, also across restarts. It is negative for requests
+that arrived before that one and ended after it; ``unix_s`` is the wall time. Lines are in the order in which requests
+ended. A thread writes, so that a slow disk delays no stream; lines that do not fit into its queue are dropped and
 counted.
 """
 
@@ -23,20 +23,20 @@ from lorikeet.core.request import Request
 
 _CHUNK_BYTES = 2**16
 _MAX_QUEUED = 10_000
-"""Lines that wait for the disk; with ``text`` one may take megabytes."""
+"""Most lines in the queue; with ``text`` one may take megabytes."""
 
 
 class RequestLog:
     """Writes and rotates one log file.
 
     Args:
-        path: the file; rotated ones are called ``path.1`` (the newest), ``path.2``, …
-        max_bytes: size beyond which a new file is begun.
-        keep: rotated files kept.
+        path: the file; rotated files are ``path.1`` (the newest), ``path.2``, …
+        max_bytes: size beyond which the file is rotated.
+        keep: number of rotated files to keep.
         text: also write the prompt's token ids and the answer's text.
 
     Attributes:
-        dropped: lines lost because too many were waiting for the disk.
+        dropped: lines lost because the queue was full.
 
     Raises:
         OSError: the file cannot be opened.
@@ -49,8 +49,8 @@ class RequestLog:
         self._max_bytes = self._full_at_bytes = max_bytes
         self._keep = keep
         self._wall_minus_monotonic_s = time.time() - time.monotonic()
-        _drop_half_a_line(path)
-        self._zero_s = _first_arrival_unix_s(path)
+        _drop_partial_line(path)
+        self._first_arrival_s = _first_arrival_unix_s(path)
         self._file = path.open("ab")
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(_MAX_QUEUED)
         self._thread = threading.Thread(target=self._run, name="request-log", daemon=True)
@@ -90,7 +90,7 @@ class RequestLog:
             self._queue.put_nowait(line)
         except queue.Full:
             self.dropped += 1
-            if self.dropped.bit_count() == 1:  # 1, 2, 4, 8, …: told at once, and ever more rarely
+            if self.dropped.bit_count() == 1:  # at 1, 2, 4, 8, … lines, so that it is logged immediately but not often
                 log.error("the request log's disk is too slow", file=str(self._path), lines_dropped=self.dropped)
 
     def close(self) -> None:
@@ -105,19 +105,19 @@ class RequestLog:
                 self._write(line)
                 if self._queue.empty():
                     self._file.flush()
-            except Exception as error:  # the next line may do better, and without this thread none would
+            except Exception as error:  # the thread must go on: the next line may be written
                 log.error("the request log cannot be written", file=str(self._path), error=str(error))
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file.tell() >= self._full_at_bytes:
-            self._try_to_rotate()
-        if self._zero_s is None:
-            self._zero_s = line["unix_s"]
-        arrival_s = round(line["unix_s"] - self._zero_s, 6)
+            self._rotate()
+        if self._first_arrival_s is None:
+            self._first_arrival_s = line["unix_s"]
+        arrival_s = round(line["unix_s"] - self._first_arrival_s, 6)
         self._file.write(msgspec.json.encode({"arrival_s": arrival_s, **line}) + b"\n")
 
-    def _try_to_rotate(self) -> None:
-        """Begin a new file; if that fails, go on with the old one until it has grown as much again."""
+    def _rotate(self) -> None:
+        """Start a new file; if that fails, keep the old one until it has grown by ``max_bytes`` again."""
         try:
             for number in range(self._keep, 0, -1):
                 source = self._numbered(number - 1)
@@ -129,7 +129,7 @@ class RequestLog:
             log.error("the request log cannot be rotated", file=str(self._path), error=str(error))
             return
         old, self._file = self._file, new
-        self._full_at_bytes, self._zero_s = self._max_bytes, None
+        self._full_at_bytes, self._first_arrival_s = self._max_bytes, None
         old.close()
 
     def _numbered(self, number: int) -> Path:
@@ -140,8 +140,8 @@ def _since(timings: RequestTimings, when_s: float | None) -> float | None:
     return None if when_s is None else round(when_s - timings.arrival_s, 6)
 
 
-def _drop_half_a_line(path: Path) -> None:
-    """Cut off what a process that was killed had not written to its end."""
+def _drop_partial_line(path: Path) -> None:
+    """Remove an incomplete last line, which a killed process has left."""
     if not path.is_file():
         return
     with path.open("r+b") as file:
@@ -158,7 +158,7 @@ def _drop_half_a_line(path: Path) -> None:
 
 
 def _first_arrival_unix_s(path: Path) -> float | None:
-    """Return the wall time that ``arrival_s`` counts from in an existing file; None for a new one."""
+    """Return the wall time from which ``arrival_s`` counts in an existing file; None for a new one."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

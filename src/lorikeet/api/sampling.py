@@ -1,4 +1,4 @@
-"""Turns the fields of a body into the engine's sampling parameters."""
+"""Checks a body's sampling fields and returns the engine's sampling parameters."""
 
 import re
 import secrets
@@ -15,12 +15,12 @@ _SEED_BITS = 63
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbouring choices differ in all bits
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-"""As JSON writes a number, so that no token has two keys; beyond lies no vocabulary."""
+"""A token id as JSON writes a number, so that no token has two keys. Ten digits exceed every vocabulary."""
 
-_LONGEST_SHOWN = 20
+_MAX_SHOWN = 20
 
-MOST_BIASES = 2**16
-"""Of all sequences of a request: each carries its own to the engine."""
+MAX_BIASES = 2**16
+"""Most ``logit_bias`` entries over all sequences of a request, since each sequence is sent with its own."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -28,7 +28,7 @@ _CONFIGURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What a body leaves open: OpenAI's values, changed by the model's ``generation_config.json`` as in vLLM."""
+    """Defaults of sampling fields: OpenAI's, overridden by the model's ``generation_config.json`` as in vLLM."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -38,18 +38,22 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingDefaults":
-        """Take what ``config`` says of the fields of this class."""
+        """Return the defaults in ``config``; other keys are ignored.
+
+        Raises:
+            msgspec.ValidationError: a value has the wrong type.
+        """
         return msgspec.convert({key: config[key] for key in _CONFIGURED if config.get(key) is not None}, cls)
 
 
 class ModelLimits(msgspec.Struct, frozen=True):
-    """What checks need to know of the model.
+    """Limits and defaults of the model, for checks.
 
     Attributes:
-        max_model_len: longest sequence, prompt and answer together.
-        vocabulary: token ids are below it.
+        max_model_len: longest sequence in tokens, prompt and answer together.
+        vocabulary: size; token ids are below it.
         eos_token_ids: tokens that end an answer.
-        defaults: see :class:`SamplingDefaults`.
+        defaults: of the sampling fields.
     """
 
     max_model_len: int
@@ -58,21 +62,21 @@ class ModelLimits(msgspec.Struct, frozen=True):
     defaults: SamplingDefaults = SamplingDefaults()
 
 
-def check_text_length(fewest_tokens: int, limits: ModelLimits, param: str) -> None:
-    """Check a text that is not tokenized yet, by a number of tokens that it has at least.
+def check_text_length(least_tokens: int, limits: ModelLimits, param: str) -> None:
+    """Check a text that is not tokenized yet, by a lower bound on its tokens.
 
     Raises:
-        ApiError: 400; it leaves no room for an answer.
+        ApiError: 400; it leaves no space for an answer.
     """
-    if fewest_tokens >= limits.max_model_len:
-        raise _too_long(f"at least {fewest_tokens}", limits, param)
+    if least_tokens >= limits.max_model_len:
+        raise _too_long(f"at least {least_tokens}", limits, param)
 
 
 def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
     """Check that a prompt can be served at all.
 
     Raises:
-        ApiError: 400; it is empty, leaves no room for an answer, or has an id outside the vocabulary.
+        ApiError: 400; it is empty, leaves no space for an answer, or has an id outside the vocabulary.
     """
     if not token_ids:
         raise bad_request("The prompt is empty; at least one token is needed.", param)
@@ -95,14 +99,14 @@ def sampling_params(
 
     Args:
         body: types and ranges of its fields are already checked.
-        limits: the model's.
+        limits: of the model.
         prompt_tokens: length of the prompt.
-        default_max_tokens: what counts if the body does not say, as far as there is room; None for all of the room.
+        default_max_tokens: limit if the body sets none, as far as the context has space; None for all of that space.
         logprobs: alternatives to report with each token; None for no log probabilities.
-        logit_bias: what :func:`logit_bias_pairs` makes of the body's; the same object for all of its prompts.
+        logit_bias: from :func:`logit_bias_pairs`; the same object for all prompts of the body.
 
     Returns:
-        Parameters of the first choice; see :func:`params_for_choice` for the others.
+        Parameters of the first choice; :func:`params_for_choice` returns those of the others.
 
     Raises:
         ApiError: 400 with the field named.
@@ -121,7 +125,7 @@ def sampling_params(
     stop_token_ids = set(body.stop_token_ids or ())
     if outside := [token for token in stop_token_ids if token >= limits.vocabulary]:
         raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "stop_token_ids")
-    if not body.ignore_eos:  # checkpoints may name tokens that they have no room for, and never answer with
+    if not body.ignore_eos:  # a checkpoint may list EOS ids beyond its vocabulary, which are never generated
         stop_token_ids |= {token for token in limits.eos_token_ids if token < limits.vocabulary}
     defaults = limits.defaults
     top_k = _given(body.top_k, defaults.top_k)
@@ -143,20 +147,20 @@ def sampling_params(
 
 
 def logit_bias_pairs(body: GenerationBody, vocabulary: int, sequences: int) -> tuple[tuple[int, float], ...]:
-    """Read ``body.logit_bias``.
+    """Return ``body.logit_bias`` as pairs of token id and bias.
 
     Args:
         body: types and ranges of its fields are already checked.
         vocabulary: token ids are below it.
-        sequences: that the request asks for.
+        sequences: number of sequences of the request.
 
     Raises:
-        ApiError: 400; a key is no token id, or they are too many.
+        ApiError: 400; a key is no token id, or there are too many.
     """
     biases = body.logit_bias or {}
-    if len(biases) * sequences > MOST_BIASES:
+    if len(biases) * sequences > MAX_BIASES:
         raise bad_request(
-            f"logit_bias: {len(biases)} entries for each of {sequences} sequences; at most {MOST_BIASES} are taken "
+            f"logit_bias: {len(biases)} entries for each of {sequences} sequences; at most {MAX_BIASES} are allowed "
             "for all of them together.",
             "logit_bias",
         )
@@ -164,7 +168,7 @@ def logit_bias_pairs(body: GenerationBody, vocabulary: int, sequences: int) -> t
     for key, bias in biases.items():
         token_id = int(key) if _TOKEN_ID.fullmatch(key) else vocabulary
         if token_id >= vocabulary:
-            shown = key if len(key) <= _LONGEST_SHOWN else f"{key[:_LONGEST_SHOWN]}…"
+            shown = key if len(key) <= _MAX_SHOWN else f"{key[:_MAX_SHOWN]}…"
             raise bad_request(f"logit_bias: {shown!r} is not a token id below {vocabulary}.", "logit_bias")
         pairs.append((token_id, bias))
     return tuple(pairs)
@@ -188,5 +192,5 @@ def _too_long(tokens: str, limits: ModelLimits, param: str) -> ApiError:
 
 
 def _context(limits: ModelLimits) -> str:
-    """The words are those of OpenAI and vLLM, which clients search for."""
+    """Return the first sentence of the error, in the words of OpenAI and vLLM, which clients search for."""
     return f"This model's maximum context length is {limits.max_model_len} tokens."

@@ -1,4 +1,4 @@
-"""The names of the base model and the adapters: which model a request means, and the list of models."""
+"""Names of the base model and the adapters: resolves the model of a request, and lists models."""
 
 import time
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from lorikeet.core.adapter import AdapterRef
 
 
 class ResolvedModel(NamedTuple):
-    """What a request runs under.
+    """The model of a request.
 
     Attributes:
-        name: the served name, as answers and metrics tell it.
-        adapter: the version; None for the base model.
+        name: the served name, for answers and metrics.
+        adapter: the adapter version; None for the base model.
     """
 
     name: str
@@ -26,11 +26,11 @@ class ServedModels:
     """Base model and adapters by name.
 
     Args:
-        base_names: names of the base; the first is reported.
-        aliases: further names that are understood and not listed, such as the folder.
-        root: where the base model lies.
+        base_names: names of the base model; the first is reported.
+        aliases: further names that are accepted and not listed, such as the folder.
+        root: folder of the base model.
         catalog: the adapters.
-        max_model_len: longest sequence.
+        max_model_len: longest sequence, in tokens.
     """
 
     def __init__(
@@ -54,18 +54,19 @@ class ServedModels:
         return self.base_names[0]
 
     def is_base(self, name: str) -> bool:
-        """Tell whether ``name`` is one of the base model's."""
+        """Return whether ``name`` is one of the base model's."""
         return name in self._base
 
     def resolve(self, model: str | None, lora_path: str | None = None) -> ResolvedModel:
-        """Find what is asked for: an exact name first, then ``base:adapter``.
+        """Resolve the names in a request: an exact name first, then ``base:adapter``.
 
         Args:
-            model: None or empty for the base, as in vLLM.
+            model: None or empty for the base model, as in vLLM.
             lora_path: SGLang's field, an adapter's name.
 
         Raises:
-            ApiError: 404 for an unknown name, 400 if the two fields name different adapters. Never falls back.
+            ApiError: 404 for an unknown name, which never falls back to the base; 400 if the two fields name
+                different adapters.
         """
         target = self._by_model(model)
         if not lora_path:
@@ -91,10 +92,10 @@ class ServedModels:
         return ResolvedModel(name, record.ref)
 
     def record(self, name: str) -> AdapterRecord | None:
-        """Return an adapter's record, None if there is no such adapter.
+        """Return an adapter's record, None if no adapter has that name.
 
         Raises:
-            ApiError: 400, its files are gone.
+            ApiError: 400, its files are missing.
         """
         try:
             return self._catalog.get(name)
@@ -102,7 +103,7 @@ class ServedModels:
             raise bad_request(hide_paths(str(error)), "model") from error
 
     def cards(self) -> list[dict[str, Any]]:
-        """Return a card for every model, those of the base first: clients take the first one by default."""
+        """Return a card for every model, the base model's first, which clients use by default."""
         cards = [self._card(name, self._created, self._root, None) for name in self.base_names]
         return cards + [self.adapter_card(record) for record in self._catalog.list()]
 
@@ -110,7 +111,7 @@ class ServedModels:
         """Return one card.
 
         Raises:
-            ApiError: 404, nothing has that name.
+            ApiError: 404, no model has that name.
         """
         target = self._by_model(name)
         record = None if target.adapter is None else self.record(target.name)
@@ -134,7 +135,7 @@ class ServedModels:
 
 
 def _permission(name: str, created: int) -> dict[str, Any]:
-    """OpenAI's former permission object, which clients of vLLM still parse."""
+    """Return OpenAI's former permission object, which clients of vLLM still parse."""
     return {
         "id": f"modelperm-{name}",
         "object": "model_permission",

@@ -1,14 +1,15 @@
-"""The parts of a running server, how a body becomes requests to the engine, and how routes get at both."""
+"""The parts of a running server, the admission of a request, and how routes get at both.
+
+``Service.start`` admits a request: it tokenizes the prompts, checks the body, sheds if it must, and submits.
+"""
 
 import asyncio
-import json
 import math
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import structlog
 from anyio import CapacityLimiter
@@ -17,12 +18,15 @@ from fastapi import Request as HttpRequest
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import UnknownAdapter
-from lorikeet.api.errors import ApiError, bad_request, engine_unavailable, model_not_found
+from lorikeet.api.connections import ConnectionStats
+from lorikeet.api.errors import ApiError, engine_unavailable, model_not_found
 from lorikeet.api.generation import Generation, TextOptions
+from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_type
 from lorikeet.api.length_prediction import AnswerLengthPredictor
+from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
 from lorikeet.api.observer import RequestObserver
-from lorikeet.api.protocol import GenerationBody
+from lorikeet.api.protocol import GenerationBody, may_hold_surrogates, refuse_lone_surrogates
 from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
 from lorikeet.api.served_models import ResolvedModel, ServedModels
 from lorikeet.api.slo_targets import SloTargets
@@ -34,21 +38,19 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import Request, Slo
 
-_LOADS_AT_ONCE = 4
-"""Of adapters."""
-
 
 @dataclass(frozen=True)
 class GenerationSpec:
     """The part of a body in which the two completion routes differ.
 
     Attributes:
-        prompts: how many prompts there are.
-        encode: gives their token ids.
-        prompt_param: field that holds them.
-        default_max_tokens: of an answer if the body does not say, as far as the context leaves room; None for all of
-            the room.
+        prompts: number of prompts.
+        encode: returns their token ids.
+        prompt_param: field that holds them, for errors.
+        default_max_tokens: limit on an answer if the body sets none, as far as the context has space; None for all of
+            that space.
         logprobs: alternatives to report with each token; None for no log probabilities.
+        arrival_s: monotonic time at which the body had been received; None for now.
     """
 
     prompts: int
@@ -56,14 +58,15 @@ class GenerationSpec:
     prompt_param: str
     default_max_tokens: int | None
     logprobs: int | None
+    arrival_s: float | None = None
 
 
 class Sender(NamedTuple):
-    """Who sent a request.
+    """The origin of a request.
 
     Attributes:
-        request_id: the client's name for it, or one that was made.
-        tenant: whom it counts for; empty if nobody said.
+        request_id: the client's ``X-Request-Id``, or a generated one.
+        tenant: that the request counts for; empty if it is not known.
     """
 
     request_id: str
@@ -72,40 +75,43 @@ class Sender(NamedTuple):
 
 @dataclass
 class Service:
-    """The parts of a running server. Owned by the application; routes read it."""
+    """The parts of a running server, shared by all routes."""
 
     settings: ServerSettings
     adapter_settings: AdapterSettings
     client: Engines
     catalog: AdapterCatalog
-    texts: TextProcessor
+    text_processor: TextProcessor
     models: ServedModels
     limits: ModelLimits
     targets: SloTargets
     gate: AdmissionGate
     lengths: AnswerLengthPredictor
+    body_gate: BodyGate
+    prompt_processes: PromptProcesses
     observer: RequestObserver
+    connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
-    """Versions that requests ran under, to name those in metrics that have no name any more."""
+    """Versions that requests used, so that metrics can name those whose name was removed."""
     generations: set[Generation] = field(default_factory=set)
-    """Requests under way."""
+    """Running requests."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
-    """Adapters being dropped; kept here so that nobody collects the tasks."""
-    loads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_LOADS_AT_ONCE))
-    """Of adapters. Apart from the threads that tokenize: slow downloads delay no request."""
+    """Tasks that drop adapters; kept here so that they are not garbage-collected."""
+    loads: LoadPlaces = field(default_factory=LoadPlaces)
+    """Limits adapter loads by host. Apart from the threads that tokenize, so that slow downloads delay no request."""
     removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
-    """Of adapters: one after the other, as the catalog does them, and none after a slow download."""
+    """Limits adapter removals to one at a time, as the catalog does. They never wait for a download."""
 
     async def start(
-        self, body: GenerationBody, target: ResolvedModel, job: GenerationSpec, sender: Sender
+        self, body: GenerationBody, target: ResolvedModel, spec: GenerationSpec, sender: Sender
     ) -> Generation:
-        """Accept a request and hand its sequences, ``n`` for each prompt, to the engine.
+        """Accept a request and submit its sequences, ``n`` for each prompt, to the engine.
 
         Raises:
-            ApiError: it cannot be accepted, or its prompt or sampling is not valid.
+            ApiError: it cannot be accepted, or its prompt or sampling parameters are not valid.
         """
-        arrival_s = time.monotonic()
-        sequences = job.prompts * (body.n or 1)
+        arrival_s = time.monotonic() if spec.arrival_s is None else spec.arrival_s
+        sequences = spec.prompts * (body.n or 1)
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
         slo = self.targets.of(None if target.adapter is None else target.adapter.name)
         try:
@@ -114,27 +120,27 @@ class Service:
             if error.status == 429:
                 self.observer.refused(target.adapter, slo, sequences, shed=False)
             raise
-        held: AdapterRef | None = None
+        adapter: AdapterRef | None = None
         try:
-            prompts = await job.encode()
+            prompts = await spec.encode()
             predicted = await self.lengths.predict(prompts, None if target.adapter is None else target.adapter.name)
-            held = self._hold(target)
-            requests = self._requests(body, held, job, prompts, predicted, slo, sender, arrival_s)
+            adapter = self._acquire_adapter(target)
+            requests = self._requests(body, adapter, spec, prompts, predicted, slo, sender, arrival_s)
             self._shed(requests)
 
             generation = Generation(
                 self.client,
                 requests,
-                self.texts,
+                self.text_processor,
                 self._text_options(body),
                 self.observer,
                 self.settings.request_timeout_s,
-                on_close=lambda: self._ended(generation, ticket, held),
+                on_close=lambda: self._ended(generation, ticket, adapter),
             )
         except BaseException as error:
             ticket.release()
-            if held is not None:
-                self.catalog.release(held.digest)
+            if adapter is not None:
+                self.catalog.release(adapter.digest)
             if isinstance(error, EngineError):
                 raise engine_unavailable(error) from error
             raise
@@ -142,7 +148,7 @@ class Service:
         return generation
 
     def adapters_by_digest(self, digests: Set[AdapterDigest]) -> dict[AdapterDigest, list[AdapterRef]]:
-        """Return these versions under all their names; one that lost them under the name it was last used by."""
+        """Return these versions under all their names; a version without a name under the last one it was used by."""
         used = {digest: [self.used_adapters[digest]] for digest in digests & self.used_adapters.keys()}
         named: dict[AdapterDigest, list[AdapterRef]] = {}
         for record in self.catalog.list():
@@ -151,21 +157,21 @@ class Service:
         return used | named
 
     def stop_all(self) -> None:
-        """End all requests under way with an error that their clients see."""
+        """End all running requests with an error that their clients see."""
         for generation in self.generations:
             generation.stop(ApiError(503, "The server was stopped before the request had finished."))
 
-    def _ended(self, generation: Generation, ticket: Ticket, held: AdapterRef | None) -> None:
+    def _ended(self, generation: Generation, ticket: Ticket, adapter: AdapterRef | None) -> None:
         self.generations.discard(generation)
         ticket.release()
-        if held is not None:
-            self.catalog.release(held.digest)
+        if adapter is not None:
+            self.catalog.release(adapter.digest)
 
     def _requests(
         self,
         body: GenerationBody,
         adapter: AdapterRef | None,
-        job: GenerationSpec,
+        spec: GenerationSpec,
         prompts: list[list[int]],
         predicted: list[int | None],
         slo: Slo | None,
@@ -173,21 +179,22 @@ class Service:
         arrival_s: float,
     ) -> list[Request]:
         requests: list[Request] = []
+        cache_salt = self._cache_salt(body, sender)
         logit_bias = logit_bias_pairs(body, self.limits.vocabulary, len(prompts) * (body.n or 1))
         for token_ids, tokens in zip(prompts, predicted, strict=True):
-            check_prompt(token_ids, self.limits, job.prompt_param)
+            check_prompt(token_ids, self.limits, spec.prompt_param)
             params = sampling_params(
                 body,
                 self.limits,
                 prompt_tokens=len(token_ids),
-                default_max_tokens=job.default_max_tokens,
-                logprobs=job.logprobs,
+                default_max_tokens=spec.default_max_tokens,
+                logprobs=spec.logprobs,
                 logit_bias=logit_bias,
             )
             for choice in range(body.n or 1):
                 requests.append(
                     Request(
-                        # The client's id may be in use; the suffix makes it unique, the start tells whose it is.
+                        # The client's id may be in use, so a suffix makes it unique.
                         request_id=RequestId(f"{sender.request_id}-{secrets.token_hex(4)}-{len(requests)}"),
                         prompt_token_ids=token_ids,
                         sampling=params_for_choice(params, choice),
@@ -195,14 +202,21 @@ class Service:
                         adapter=adapter,
                         priority=body.priority or 0,
                         tenant=sender.tenant,
+                        cache_salt=cache_salt,
                         slo=slo,
                         predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
                     )
                 )
         return requests
 
+    def _cache_salt(self, body: GenerationBody, sender: Sender) -> str:
+        """Return what a request's KV is told apart by: its tenant, where keys keep tenants apart, and what it says."""
+        is_shared = self.settings.shared_prefix_cache or not self.settings.api_keys
+        tenant, salt = "" if is_shared else sender.tenant, body.cache_salt or ""
+        return f"{tenant}\0{salt}" if tenant or salt else ""
+
     def _shed(self, requests: list[Request]) -> None:
-        """Refuse requests that would get their first token too late, before they make others wait.
+        """Refuse requests whose first token is predicted to miss its target, so that they do not delay others.
 
         Raises:
             ApiError: 429, with the time after which the queue may be short enough.
@@ -220,11 +234,11 @@ class Service:
                 headers={"Retry-After": str(math.ceil(predicted_s - target_s))},
             )
 
-    def _hold(self, target: ResolvedModel) -> AdapterRef | None:
+    def _acquire_adapter(self, target: ResolvedModel) -> AdapterRef | None:
         """Keep the adapter's files until the request has ended.
 
         Returns:
-            The version: the newest one, if the name was given to another while the prompt was read.
+            The version: the newest one, if the name was replaced while the prompt was tokenized.
 
         Raises:
             ApiError: 404, the name was removed meanwhile.
@@ -254,37 +268,18 @@ class Service:
         )
 
 
-_MAYBE_SURROGATE = re.compile(
-    rb"\x00"  # UTF-16 or UTF-32, which JSON allows
-    rb"|\xed[\xa0-\xbf]"
-    rb"|\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
-)
-"""What a body must contain for its JSON to hold half a surrogate pair; most bodies are told apart by it alone.
-
-Each alternative begins with a letter of its own: so a body is searched for these, and not tried at every byte.
-"""
-
-
 async def _service(request: HttpRequest) -> Service:
-    # Not async, FastAPI would run it in a thread, for every request.
+    # If it were not async, FastAPI would run it in a thread for every request.
     service: Service = request.app.state.service
     return service
 
 
 async def _is_json(request: HttpRequest) -> None:
     """Check the content type, and that all text can be written as UTF-8, which no lone surrogate can."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"Only 'application/json' is allowed as Content-Type, not {kind!r}.")
-    if _MAYBE_SURROGATE.search(await request.body()):
-        body: Any = await request.json()
-        for field, value in body.items() if isinstance(body, dict) else ():
-            try:
-                json.dumps({field: value}, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                name = field.encode(errors="backslashreplace").decode()
-                code = ord(error.object[error.start])
-                raise bad_request(f"{name}: half a character, the lone surrogate U+{code:04X}.", name) from None
+    check_content_type(request)
+    body = await request.body()
+    if may_hold_surrogates(body):
+        refuse_lone_surrogates(body, await request.json())
 
 
 async def _sender(request: HttpRequest) -> Sender:

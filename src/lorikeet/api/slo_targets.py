@@ -9,33 +9,33 @@ from lorikeet.core.request import Slo, SloError, parse_slo
 
 
 class SloTargets:
-    """Which limits a request gets.
+    """The SLO targets of requests.
 
     Args:
-        common: of the server.
-        of_adapters: by name; what one leaves open is the server's, and 0 lifts the server's.
+        common: the server's targets.
+        of_adapters: by name; a missing target is the server's, and 0 means none.
     """
 
     def __init__(self, common: Slo, of_adapters: Mapping[str, Slo]) -> None:
         self._common = _without_zeros(common)
-        self._of_adapters = {name: _without_zeros(_over(slo, common)) for name, slo in of_adapters.items()}
+        self._of_adapters = {name: _without_zeros(_with_defaults(slo, common)) for name, slo in of_adapters.items()}
 
     def of(self, adapter: str | None) -> Slo | None:
-        """Return the limits of requests to an adapter, or for None to the base model; None if there are none."""
+        """Return the targets of requests to an adapter, None for the base model; None if there are no targets."""
         slo = self._common if adapter is None else self._of_adapters.get(adapter, self._common)
         return None if slo == Slo() else slo
 
 
 def read_targets(settings: ServerSettings, cluster: ClusterSettings) -> SloTargets:
-    """Return what the settings say.
+    """Return the targets in the settings.
 
     Args:
         settings: of the server.
-        cluster: how many replicas there may be.
+        cluster: has the number of replicas.
 
     Raises:
-        ConfigError: an entry of ``adapter_slos`` cannot be read, or requests shall be shed and no TTFT has a target, or
-            there may be several replicas.
+        ConfigError: an entry of ``adapter_slos`` cannot be read; or ``shed`` is set without a TTFT target, or with
+            several replicas.
     """
     of_adapters: dict[str, Slo] = {}
     for entry in settings.adapter_slos:
@@ -46,11 +46,11 @@ def read_targets(settings: ServerSettings, cluster: ClusterSettings) -> SloTarge
             raise ConfigError(f"adapter_slos: {entry!r}: {error}") from error
         if not name or slo == Slo() or slo.e2e_s is not None:
             raise ConfigError(f"adapter_slos: {entry!r} is not of the form name=ttft=0.5,tpot=0.1")
-        of_adapters[name] = _over(slo, of_adapters.get(name, Slo()))
+        of_adapters[name] = _with_defaults(slo, of_adapters.get(name, Slo()))
     if settings.shed and not any((settings.slo_ttft_s, *(slo.ttft_s for slo in of_adapters.values()))):
         raise ConfigError("shed needs a target for the time to first token: slo_ttft_s, or one of adapter_slos")
     if settings.shed and max(cluster.replicas, cluster.max_replicas) > 1:
-        raise ConfigError("shed goes with one replica: of several the queues cannot be told apart")
+        raise ConfigError("shed works with one replica only: the queues of several cannot be told apart")
     return SloTargets(Slo(settings.slo_ttft_s, settings.slo_tpot_s), of_adapters)
 
 
@@ -59,15 +59,15 @@ def attainment(
 ) -> RequestCounts:
     """Return which targets a request met, and which it missed.
 
-    One that was aborted counts for neither, and one that failed has missed all of its targets. An answer of one token
-    has no time per output token.
+    An aborted request counts for neither; a failed one has missed all of its targets. An answer of one token has no
+    time per output token.
 
     Args:
-        slo: its targets.
+        slo: targets of the request.
         timings: of the request.
         completion_tokens: generated.
-        reason: why it ended.
-        ended_s: when, on the clock of ``timings``.
+        reason: the finish reason.
+        ended_s: when it ended, on the clock of ``timings``.
     """
     if slo is None or reason == "abort":
         return RequestCounts()
@@ -85,7 +85,7 @@ def attainment(
 
 
 def missed(slo: Slo | None, requests: int = 1) -> RequestCounts:
-    """Return that so many requests missed all of their targets."""
+    """Return the counts of ``requests`` requests that missed all of their targets."""
     if slo is None:
         return RequestCounts()
     return RequestCounts(
@@ -93,8 +93,8 @@ def missed(slo: Slo | None, requests: int = 1) -> RequestCounts:
     )
 
 
-def _over(slo: Slo, other: Slo) -> Slo:
-    """Return ``slo``, and where it has no limit that of ``other``."""
+def _with_defaults(slo: Slo, other: Slo) -> Slo:
+    """Return ``slo`` with the targets of ``other`` where it has none."""
     return Slo(
         other.ttft_s if slo.ttft_s is None else slo.ttft_s,
         other.tpot_s if slo.tpot_s is None else slo.tpot_s,

@@ -1,4 +1,4 @@
-"""Responses that end their work at once when the client hangs up, and server-sent events."""
+"""Responses that cancel their work when the client disconnects, and server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,11 +12,11 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 class CancelOnDisconnect(Response):
-    """An answer that is made and sent while its client stays. Making and sending are watched over by one task.
+    """A response that is computed and sent while its client stays connected. One task watches the connection.
 
     Args:
-        make: returns the answer; the request's body must have been read. It is cancelled when the client hangs up.
-        close: called at the end, whatever ended it; ``make`` may have called it before.
+        make: returns the response; the request's body must have been read. It is cancelled when the client disconnects.
+        close: called at the end in every case; ``make`` may have called it before.
     """
 
     def __init__(self, make: Callable[[], Awaitable[Response]], close: Callable[[], None]) -> None:
@@ -25,7 +25,7 @@ class CancelOnDisconnect(Response):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Make the answer and send it. What ``make`` raises is raised."""
+        """Compute the response and send it. Exceptions of ``make`` are raised."""
         has_begun = False
 
         async def begin(message: Message) -> None:
@@ -34,26 +34,26 @@ class CancelOnDisconnect(Response):
             await send(message)
 
         try:
-            async with asyncio.timeout(None) as stay:
-                watching = asyncio.create_task(_end_when_gone(receive, stay))
+            async with asyncio.timeout(None) as connected:
+                watching = asyncio.create_task(_expire_on_disconnect(receive, connected))
                 try:
                     answer = await self._make()
                     await answer(scope, receive, begin)
                 finally:
                     watching.cancel()
         except TimeoutError:
-            if not stay.expired():
+            if not connected.expired():
                 raise
             if not has_begun:
-                await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send)  # for the log
+                await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send)  # the status is for the log
         finally:
             self._close()
 
 
-async def _end_when_gone(receive: Receive, stay: asyncio.Timeout) -> None:
+async def _expire_on_disconnect(receive: Receive, connected: asyncio.Timeout) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    stay.reschedule(0.0)
+    connected.reschedule(0.0)
 
 
 class EventStream(Response):
@@ -61,7 +61,7 @@ class EventStream(Response):
 
     Args:
         events: complete events, blank line included.
-        until_s: on the event loop's clock; a client that has not read all by then is given up. None for never.
+        until_s: on the event loop's clock; a client that has not read all by then is disconnected. None for never.
     """
 
     media_type = "text/event-stream"
@@ -74,7 +74,7 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until they end, the connection breaks or the client's time is up."""
+        """Send events until they end, the connection breaks or the client's time has passed."""
         try:
             async with asyncio.timeout_at(self._until_s):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -82,6 +82,6 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
-            log.warning("gave up a client that does not read its stream")
+            log.warning("disconnected a client that does not read its stream")
         except OSError:
             return

@@ -1,9 +1,9 @@
-"""The text side of one model: messages and prompts to tokens, tokens to text while they arrive.
+"""Tokenizer and chat template of a model: messages and prompts to token ids, and token ids to text as they arrive.
 
-The chat template is the checkpoint's Jinja template, rendered as transformers renders it, without importing it
+The chat template is the checkpoint's Jinja template, rendered as transformers does, without importing transformers
 (https://huggingface.co/docs/transformers/chat_templating). Text that is far too long is refused by a lower bound on its
-tokens, before it is tokenized. The bound is known for BPE over the bytes of a text, or over its characters with bytes
-for those that no token holds; of other tokenizers nothing is known, and any text may be short.
+tokens, before it is tokenized. The bound is known for byte-level BPE and for BPE with byte fallback; for other
+tokenizers it is 0.
 """
 
 import json
@@ -30,18 +30,22 @@ from lorikeet.api.sampling import ModelLimits, check_text_length
 from lorikeet.api.threads import THREAD_LENGTH, off_the_loop
 from lorikeet.models.config import ModelConfigError, read_json_object
 
-_END_OF_TEXT, _SPACE = str(secrets.randbits(128)), "  "
-"""Mark where the text of a message ends that is to be continued. Digits: no filter of a template changes them. The
-spaces behind them are gone where a template takes away what a message ends with; a template may add one.
+_END_MARK, _END_SPACE = str(secrets.randbits(128)), "  "
+"""Mark the end of a message that is to be continued. The mark has digits only, which no filter of a template changes.
+The spaces behind it are missing if the template strips the message; a template may add one.
 """
 
 
+_FAILURES_OF_TEMPLATES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What templates raise on messages that they do not expect, beside their own errors."""
+
+
 class TemplateError(ValueError):
-    """There is no template, or it refused the messages; the message says which and why."""
+    """The template is missing or broken, or it refused the messages; the error text says which."""
 
 
 class _GenerationBlocks(Extension):
-    """Accepts ``{% generation %}``, which marks answers for training, and renders what is inside."""
+    """Accepts ``{% generation %}``, which marks answers for training, and renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and the type are jinja's
 
@@ -55,7 +59,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja text.
-        special_tokens: ``bos_token`` and the like, which templates name.
+        special_tokens: variables such as ``bos_token``.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -69,41 +73,46 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template does not compile: {error}") from error
-        self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
 
     def render_open(self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> str:
-        """Return the prompt that ends with the text of the last message, which the answer continues.
+        """Return the prompt that ends with the text of the last message, for an answer that continues it.
 
         Args:
             messages: at least one.
             extra: as in :meth:`render`.
 
         Raises:
-            TemplateError: as :meth:`render`, or the template leaves the last message out.
+            TemplateError: as :meth:`render`, or the template leaves out the last message.
         """
         *before, last = messages
-        marked = [*before, {**last, "content": last["content"] + _END_OF_TEXT + _SPACE}]
-        text, mark, rest = self.render(marked, add_generation_prompt=False, extra=extra).rpartition(_END_OF_TEXT)
+        marked = [*before, {**last, "content": last["content"] + _END_MARK + _END_SPACE}]
+        text, mark, rest = self.render(marked, add_generation_prompt=False, extra=extra).rpartition(_END_MARK)
         if not mark:
-            raise TemplateError("the chat template does not show the last message, so it cannot be continued")
-        if not rest.startswith(_SPACE):
+            raise TemplateError("the chat template leaves out the last message, so it cannot be continued")
+        if not rest.startswith(_END_SPACE):
             text = text.rstrip()
-        # A template may show it twice.
-        return text.replace(_END_OF_TEXT + _SPACE, "").replace(_END_OF_TEXT, "")
+        # A template may write the message twice.
+        return text.replace(_END_MARK + _END_SPACE, "").replace(_END_MARK, "")
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, extra: Mapping[str, Any]
     ) -> str:
         """Return the prompt for ``messages``; ``extra`` holds further variables of the template.
 
+        OpenAI's role ``developer`` is ``system`` to a template that does not know it.
+
         Raises:
             TemplateError: the template refuses the messages or fails on them.
         """
-        variables = {**self._special_tokens, "tools": None, "documents": None, **extra}
-        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        variables = {**self.special_tokens, "tools": None, "documents": None, **extra}
+        known = messages if self._knows_developer else map(_as_system, messages)
+        variables |= {"messages": list(known), "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (jinja2.TemplateError, *_FAILURES_OF_TEMPLATES) as error:
             raise TemplateError(f"the chat template refuses these messages: {error}") from error
 
 
@@ -138,8 +147,12 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
     return ChatTemplate(source, _special_tokens(config)) if source else None
 
 
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Tokens named ``…_token``; each is a string or an object with ``content``."""
+    """Return the tokens under keys that end in ``_token``; each is a string or an object with ``content``."""
     tokens = {}
     for key, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -155,7 +168,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as is: Jinja's own filter escapes HTML characters."""
+    """Return JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -167,12 +180,12 @@ def _strftime_now(layout: str) -> str:
     return datetime.now().strftime(layout)
 
 
-_MOST_COMPOSED = 4
-"""Characters that NFC may put together into one: as many as the longest canonical decomposition has."""
+_MAX_COMPOSED = 4
+"""Most characters that NFC composes into one: the length of the longest canonical decomposition."""
 
 
 class TokenLowerBound:
-    """A bound from below for the tokens of any text.
+    """Computes a lower bound on the number of tokens of a text.
 
     Args:
         tokenizer: without truncation.
@@ -181,37 +194,37 @@ class TokenLowerBound:
     def __init__(self, tokenizer: Tokenizer) -> None:
         spec: dict[str, Any] = json.loads(tokenizer.to_str())
         added = spec["added_tokens"]
-        composed = _most_composed(_steps(spec["normalizer"], "normalizers"))
+        composed = _max_composed(_steps(spec["normalizer"], "normalizers"))
         dropped = _dropped(spec["model"], _steps(spec["pre_tokenizer"], "pretokenizers"))
-        # A token that takes the space beside it with it may stand for any amount of it.
+        # A token that strips the whitespace beside it may stand for any amount of it.
         takes_space = any(token["lstrip"] or token["rstrip"] for token in added)
         self._dropped = ""
-        self._most_characters = math.inf
-        """Of a text, in one token."""
+        self._max_characters = math.inf
+        """Most characters of a text in one token."""
         if not takes_space and composed is not None and dropped is not None:
             longest = max(map(len, (*spec["model"]["vocab"], *(token["content"] for token in added))))
-            self._dropped, self._most_characters = dropped, longest * composed
+            self._dropped, self._max_characters = dropped, longest * composed
 
-    def fewest(self, text: str) -> int:
-        """Return a number of tokens that ``text`` has at least."""
+    def lower_bound(self, text: str) -> int:
+        """Return the least number of tokens that ``text`` may have."""
         characters = len(text) - sum(map(text.count, self._dropped))
-        return math.ceil(characters / self._most_characters)
+        return math.ceil(characters / self._max_characters)
 
 
 def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """Return the steps of a part of a tokenizer, in their order."""
+    """Return the steps of a normalizer or pre-tokenizer, in order."""
     if part is None:
         return []
     return [step for each in part[key] for step in _steps(each, key)] if part["type"] == "Sequence" else [part]
 
 
-def _most_composed(normalizers: list[dict[str, Any]]) -> int | None:
-    """Return how many characters may become one; None where that is not known."""
+def _max_composed(normalizers: list[dict[str, Any]]) -> int | None:
+    """Return how many characters may become one; None if not known."""
     most = 1
     for step in normalizers:
         match step:
             case {"type": "NFC"}:
-                most *= _MOST_COMPOSED
+                most *= _MAX_COMPOSED
             case {"type": "Prepend"}:
                 pass
             case {"type": "Replace", "pattern": {"String": old}, "content": new} if len(new) >= len(old):
@@ -222,7 +235,7 @@ def _most_composed(normalizers: list[dict[str, Any]]) -> int | None:
 
 
 def _dropped(model: dict[str, Any], pre_tokenizers: list[dict[str, Any]]) -> str | None:
-    """Return the characters that may be left out of the tokens; None where that is not known."""
+    """Return the characters that the tokens may leave out; None if not known."""
     is_of_bytes = False
     for step in pre_tokenizers:
         match step:
@@ -239,7 +252,7 @@ def _dropped(model: dict[str, Any], pre_tokenizers: list[dict[str, Any]]) -> str
     if not is_of_bytes:
         has_bytes = model["byte_fallback"] and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
         return "" if has_bytes else None
-    # In UTF-8 every character ends with the same byte as one of these.
+    # The last UTF-8 byte of every character is the last byte of one of these.
     bytes_of = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     last_bytes = {chr(code): bytes_of(chr(code))[0][0][-1] for code in range(0xC0)}
     lacking = [character for character, byte in last_bytes.items() if byte not in model["vocab"]]
@@ -247,28 +260,28 @@ def _dropped(model: dict[str, Any], pre_tokenizers: list[dict[str, Any]]) -> str
 
 
 _CONTEXT_TOKENS = (6, 24)
-"""How many of a prompt's last tokens are looked at: so many if they end with a whole character, else up to so many."""
+"""Prompt tokens used as context: the last 6 if they end with a whole character, else more, up to 24."""
 
 
 class IncrementalDetokenizer:
-    """Decodes one sequence token by token; characters split over tokens come out once they are whole.
+    """Decodes one sequence token by token; a character split over tokens is returned once it is whole.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: of the model.
         context: the prompt; its last tokens decide whether the first word starts with a space.
-        unseen: tokens that are left out, such as end of text.
+        skipped: tokens that are left out, such as end of text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), unseen: Container[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), skipped: Container[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._unseen = unseen
+        self._skipped = skipped
         self._shown = self._end_of(context)
         self._pending: list[int] = []
         self._stream = DecodeStream(list(self._shown), skip_special_tokens=False)
 
     def push(self, token_id: int) -> str:
-        """Take one token in; return the text it completes, often all of its own, sometimes none."""
-        if token_id in self._unseen:  # else the stream would keep it, and decode it again with every one that follows
+        """Add one token; return the text that it completes, which may be empty."""
+        if token_id in self._skipped:  # else the stream would keep it and decode it with every later token
             return ""
         self._pending.append(token_id)
         try:
@@ -276,7 +289,7 @@ class IncrementalDetokenizer:
         except Exception as error:  # tokenizers knows no other class
             if "Invalid prefix" not in str(error):
                 raise
-            # See flush: with this byte those before it, which have been shown, make no characters any more.
+            # As in flush: with this byte the bytes before it, whose text was returned, make no characters any more.
             text = self._decode(self._pending)
             self._stream = DecodeStream(list(self._pending), skip_special_tokens=False)
         if text is None:
@@ -285,25 +298,25 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Return what is left at the end: characters that never became whole, as replacement characters."""
+        """Return the rest at the end: incomplete characters, as replacement characters."""
         if not self._pending:
             return ""
         before = self._decode(self._shown)
         text = self._decode(self._shown + self._pending)
-        # A byte that makes no character spoils those of the bytes before it, too, which have been shown.
+        # A byte that makes no character also changes the text of the bytes before it, which was returned already.
         text = text[len(before) :] if text.startswith(before) else self._decode(self._pending)
         self._pending = []
         return text
 
     def _end_of(self, context: Sequence[int]) -> list[int]:
-        """Return the end of a prompt for a stream to begin with; nothing if its text ends with U+FFFD.
+        """Return the last tokens of a prompt for a stream to begin with; none if their text ends with U+FFFD.
 
-        With that the stream would take the text for half a character, and show all of it with the first token. Of
-        bytes, some make characters only together with those before them.
+        The stream would take such text for half a character, and return all of it with the first token. Some byte
+        tokens make characters only together with those before them.
         """
         least, most = (min(tokens, len(context)) for tokens in _CONTEXT_TOKENS)
         for tokens in range(least, most + 1):
-            end = [token_id for token_id in context[len(context) - tokens :] if token_id not in self._unseen]
+            end = [token_id for token_id in context[len(context) - tokens :] if token_id not in self._skipped]
             if not self._decode(end).endswith("\ufffd"):
                 return end
         return []
@@ -313,28 +326,28 @@ class IncrementalDetokenizer:
 
 
 class StopScanner:
-    """Finds stop strings in text that arrives in pieces, holding back what may become one.
+    """Finds stop strings in text that arrives in pieces, and holds back text that may become one.
 
     Args:
         stops: the stop strings, none of them empty.
-        include: whether the one that is found stays in the text.
+        include: whether a stop string that is found stays in the text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = tuple(map(_Stop, stops))
+        self._stops = tuple(map(_StopString, stops))
         self._include = include
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """Take text in.
+        """Add text.
 
         Args:
-            text: what has come.
+            text: new text.
             may_stop: whether stop strings that end in it count.
 
         Returns:
-            The text that may be shown, and the stop string that ended it. Of several in the same text, the
-            one that starts first counts, of those the longest; after a match nothing more may be pushed.
+            The text that is safe to send, and the stop string that ended it, if any. Of several in the same text the
+            one that starts first counts, of those the longest. After a match nothing more may be pushed.
         """
         held, text = len(self._held), self._held + text
         if may_stop:
@@ -344,67 +357,70 @@ class StopScanner:
                 self._held = ""
                 return text[: at + len(stop) if self._include else at], stop
         for each in self._stops:
-            each.follow(text[held:])
-        keep = max((each.begun for each in self._stops), default=0)
+            each.advance(text[held:])
+        keep = max((each.matched for each in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
     def release(self) -> str:
-        """Return the text held back; no stop string came of it."""
+        """Return the text held back, at the end."""
         text, self._held = self._held, ""
         return text
 
 
-class _Stop:
-    """A stop string, and how much of it the text so far ends with.
+class _StopString:
+    """A stop string, and the length of its prefix that the text so far ends with.
 
-    However long both are, a letter of text takes a few steps on average: D. Knuth, J. Morris and V. Pratt, "Fast
-    Pattern Matching in Strings", SIAM Journal on Computing 6 (1977), its table made as far as the text has come.
+    A character of text takes a few steps on average, however long both are: D. Knuth, J. Morris and V. Pratt, "Fast
+    Pattern Matching in Strings", SIAM Journal on Computing 6 (1977). The table is built only as far as needed.
 
     Args:
         text: not empty.
 
     Attributes:
-        text: see above.
-        begun: letters at its beginning that the text ends with, all of them left out.
+        text: the stop string.
+        matched: length of its longest proper prefix that the text ends with.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.begun = 0
-        self._borders = [0]  # at i: letters that text[: i + 1] both begins and ends with, all of them left out
+        self.matched = 0
+        self._borders = [0]  # at i: length of the longest proper prefix of text[: i + 1] that is also its suffix
 
     def find(self, text: str, ends_after: int) -> int:
-        """Return where it is first in a text, to end after so many letters or more; -1 if it is not."""
+        """Return the first position in ``text`` at which it ends after ``ends_after`` characters; -1 if none."""
         return text.find(self.text, max(0, ends_after - len(self.text) + 1))
 
-    def follow(self, letters: str) -> None:
-        """Take in what the text goes on with."""
-        if not self.begun and self.text[0] not in letters:
+    def advance(self, letters: str) -> None:
+        """Add the next characters of the text."""
+        if not self.matched and self.text[0] not in letters:
             return
         for letter in letters:
-            self.begun = self._longer(self.begun, letter)
-            if self.begun > len(self._borders):
-                self._borders.append(self._longer(self._borders[-1], letter))
-            if self.begun == len(self.text):
-                self.begun = self._borders[-1]
+            self.matched = self._next_match(self.matched, letter)
+            if self.matched > len(self._borders):
+                self._borders.append(self._next_match(self._borders[-1], letter))
+            if self.matched == len(self.text):
+                self.matched = self._borders[-1]
 
-    def _longer(self, begun: int, letter: str) -> int:
-        """Return how much of it a text ends with that ended with ``begun`` letters of it before ``letter`` came."""
-        while begun and self.text[begun] != letter:
-            begun = self._borders[begun - 1]
-        return begun + (self.text[begun] == letter)
+    def _next_match(self, matched: int, letter: str) -> int:
+        """Return the length of the prefix matched after ``letter``, if ``matched`` characters matched before it."""
+        while matched and self.text[matched] != letter:
+            matched = self._borders[matched - 1]
+        return matched + (self.text[matched] == letter)
 
 
+_BEGINNING = 2**16
+"""Characters that are tokenized at once, however long the text is."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-"""A byte in vocabularies of SentencePiece."""
+"""A byte token in SentencePiece vocabularies."""
 
 
 class TokenText(NamedTuple):
-    """A token by itself.
+    r"""What a token adds to a text.
 
     Attributes:
-        text: U+FFFD for what is no whole character.
+        text: with the space that it begins with. What is no whole character is written as OpenAI does it,
+            ``bytes:\xe2\x80``.
         utf8: the bytes that it stands for, also where they are part of a character.
     """
 
@@ -416,13 +432,17 @@ class TextProcessor:
     """Tokenizer and chat template.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: of the model.
         template: None if the model has no chat template.
+
+    Attributes:
+        origin: the arguments of :meth:`read`, if it was read.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.origin: tuple[Path, str] | None = None
         self._bound = TokenLowerBound(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -446,7 +466,9 @@ class TextProcessor:
             raise ModelConfigError(f"{file}: cannot be read: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(tokenizer, read_chat_template(folder, chat_template))
+        texts = cls(tokenizer, read_chat_template(folder, chat_template))
+        texts.origin = folder, chat_template
+        return texts
 
     async def encode(
         self,
@@ -455,15 +477,15 @@ class TextProcessor:
         add_special_tokens: bool = True,
         limits: ModelLimits | None = None,
     ) -> list[list[int]]:
-        """Return the token ids of every prompt; those that are token ids already stay as they are.
+        """Return the token ids of every prompt; prompts of token ids are returned as they are.
 
         Args:
             prompts: text or token ids.
-            add_special_tokens: those that begin or end a text of this model.
-            limits: of the model, for text that is to be answered; None takes text of any length.
+            add_special_tokens: add the tokens that begin or end a text of this model.
+            limits: of the model, for prompts of requests; None accepts text of any length.
 
         Raises:
-            ApiError: 400 for text that cannot be within the limits, however it is tokenized.
+            ApiError: 400 for text that exceeds the limits however it is tokenized.
         """
 
         def run() -> list[list[int]]:
@@ -479,40 +501,66 @@ class TextProcessor:
     def token_ids(
         self, text: str, *, add_special_tokens: bool, limits: ModelLimits | None = None, param: str = ""
     ) -> list[int]:
-        """Return the token ids of one text; arguments and errors as of :meth:`encode`, which errors name ``param``."""
+        """Return the token ids of one text; arguments and errors as of :meth:`encode`, errors name ``param``."""
         if limits is not None:
-            check_text_length(self._bound.fewest(text), limits, param)
+            check_text_length(self.fewest_tokens(text, limits.max_model_len), limits, param)
         # Calls for single texts would keep Python to themselves until they are done, and every stream would wait.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def fewest_tokens(self, text: str, most: int) -> int:
+        """Return a number of tokens that ``text`` has at least, which is above ``most`` for text that is far longer.
+
+        Of long text the beginning is tokenized first: tokens take some hundred bytes each until they are ids.
+        """
+        fewest, size = self._bound.lower_bound(text), max(_BEGINNING, 4 * most)
+        while fewest <= most and size < len(text):
+            (encoding,) = self.tokenizer.encode_batch_fast([text[:size]], add_special_tokens=False)
+            if len(encoding) > 2 * most:  # what follows does not halve it
+                fewest = len(encoding) // 2
+            size *= 2
+        return fewest
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of ``token_ids``, all at once."""
+        """Return the text of ``token_ids``."""
         (text,) = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
     def stream(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """Return what turns the tokens that answer ``context`` into text while they arrive."""
+        """Return an incremental detokenizer for the answer to the prompt ``context``."""
         return IncrementalDetokenizer(self.tokenizer, context, self._special if skip_special_tokens else ())
 
     def token(self, token_id: int) -> TokenText:
-        """Return a token by itself; what was asked for once is remembered."""
+        """Return what a token adds to a text; what was asked for once is remembered."""
         known = self._tokens.get(token_id)
         if known is None:
-            text = self.decode([token_id])
-            known = self._tokens[token_id] = TokenText(text, tuple(self._utf8(token_id, text)))
+            utf8 = self._utf8(token_id)
+            try:
+                text = utf8.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8)
+            known = self._tokens[token_id] = TokenText(text, tuple(utf8))
         return known
 
-    def _utf8(self, token_id: int, text: str) -> bytes:
+    def is_special(self, token_id: int) -> bool:
+        """Tell whether a token is one of those that ``skip_special_tokens`` leaves out."""
+        return token_id in self._special
+
+    def _utf8(self, token_id: int) -> bytes:
+        text = self.decode([token_id])
+        if token_id in self._special:
+            return text.encode()
         entry = self.tokenizer.id_to_token(token_id) or ""
         if "\ufffd" in text and (byte := _BYTE_TOKEN.fullmatch(entry)):
             return bytes.fromhex(byte[1])
-        if "\ufffd" in text and all(letter in _BYTES for letter in entry):
-            return bytes(map(_BYTES.__getitem__, entry))
-        return text.encode()
+        if "\ufffd" in text and all(letter in _BYTE_OF_LETTER for letter in entry):
+            return bytes(map(_BYTE_OF_LETTER.__getitem__, entry))
+        # Decoders of SentencePiece take the space away that a text begins with, and leave it further on.
+        twice = self.decode([token_id, token_id])
+        return (twice[len(text) :] if twice.startswith(text) else text).encode()
 
     async def decode_all(self, prompts: Sequence[str | list[int]]) -> list[str]:
-        """Return the text of every prompt; those that are text already stay as they are."""
+        """Return the text of every prompt; prompts of text are returned as they are."""
 
         def run() -> list[str]:
             return [prompt if isinstance(prompt, str) else self.decode(prompt) for prompt in prompts]
@@ -536,13 +584,13 @@ class TextProcessor:
 
         Args:
             messages: at least one.
-            add_generation_prompt: end with what opens an answer.
+            add_generation_prompt: end with the opening of an answer.
             extra: further variables of the template.
             continue_final_message: end with the text of the last message instead.
             limits: as of :meth:`encode`.
 
         Raises:
-            ApiError: 400 if the model has no template, it refuses the messages, or they cannot be within the limits,
+            ApiError: 400 if the model has no template, the template refuses the messages, or they exceed the limits;
                 501 for content other than text.
         """
 
@@ -578,20 +626,20 @@ class TextProcessor:
 
 
 def _letters_of_bytes() -> dict[str, int]:
-    """Return the letters that vocabularies of bytes write them with, as GPT-2 began it.
+    """Return the byte of each letter in byte-level vocabularies, which follow GPT-2.
 
-    Printable letters of Latin-1 stand for themselves, the letters from U+0100 on for the other bytes in their order.
+    Printable letters of Latin-1 stand for themselves, letters from U+0100 on for the other bytes in order.
     """
     printable = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
 
 
-_BYTES = _letters_of_bytes()
+_BYTE_OF_LETTER = _letters_of_bytes()
 
 
 def _length(messages: Sequence[ChatMessage], extra: dict[str, Any]) -> int:
-    """Return the size of all that a template sees, in characters and values; once it is large, no more is counted."""
+    """Return the size of a template's input in characters and values; counting stops once it is large."""
     length, left = 0, [extra, *messages]
     while left and length < THREAD_LENGTH:
         part: Any = left.pop()
@@ -609,10 +657,10 @@ def _length(messages: Sequence[ChatMessage], extra: dict[str, Any]) -> int:
 
 
 def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message as templates expect it: content as one string, text parts joined by newlines as vLLM does.
+    """Return a message for the template: content as one string, text parts joined by newlines as in vLLM.
 
-    Fields that say nothing, which clients write into answers that they send back, are left out: to templates a field
-    that is there means something.
+    Null fields, which clients send back with earlier answers, are left out, since templates test whether a field is
+    defined.
     """
     plain = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
     plain["role"] = message.role
@@ -624,10 +672,15 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
                 raise not_supported(f"messages.{index}: content of type {part.type!r} is not supported.", "messages")
             if part.text is None:
                 raise bad_request(f"messages.{index}: a text part has no text.", "messages")
-        plain["content"] = "\n".join(part.text or "" for part in message.content)
-    else:
-        plain["content"] = message.content or ""
+    plain["content"] = content_text(message)
     return plain
+
+
+def content_text(message: ChatMessage) -> str:
+    """Return a message's content as one string."""
+    if isinstance(message.content, list):
+        return "\n".join(part.text or "" for part in message.content)
+    return message.content or ""
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Work that would hold up the event loop, and work that blocks and may hang, in threads."""
+"""Runs work in threads: work that would block the event loop, and work that may hang."""
 
 import asyncio
 import contextlib
@@ -10,28 +10,27 @@ from typing import Any, TypeVar
 from anyio import to_thread
 
 THREAD_LENGTH = 4096
-"""Characters or tokens from which on a request is worked on off the event loop, so that it delays no stream."""
+"""Characters or tokens above which a request is processed off the event loop, so that it delays no stream."""
 
 _T = TypeVar("_T")
 
 
 async def off_the_loop(work: Callable[[], _T], length: int) -> _T:
-    """Run ``work`` on that many characters or tokens, in a thread if it may take long."""
+    """Run ``work`` on ``length`` characters or tokens, in a thread if it may take long."""
     return work() if length < THREAD_LENGTH else await to_thread.run_sync(work)
 
 
 async def in_daemon_thread(work: Callable[[], _T]) -> _T:
-    """Return what ``work`` returns, or raise what it raises. Who is cancelled leaves it to itself.
+    """Run ``work`` in a daemon thread and return its result, or raise its exception.
 
-    Nothing waits for these threads when the process ends.
-
-    Workers of anyio and of asyncio are waited for when Python ends, however long what they read takes to come.
+    If the caller is cancelled, the thread goes on alone. The process does not wait for these threads when it ends, as
+    it would for workers of anyio and asyncio, however long their reads take.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[_T] = loop.create_future()
 
-    def tell(settle: Callable[[Any], None], outcome: object) -> None:
-        if not done.done():  # else whoever waited was cancelled
+    def report(settle: Callable[[Any], None], outcome: object) -> None:
+        if not done.done():  # else the caller was cancelled
             settle(outcome)
 
     def run() -> None:
@@ -41,8 +40,8 @@ async def in_daemon_thread(work: Callable[[], _T]) -> _T:
             outcome = work()
         except BaseException as error:
             settle, outcome = done.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-            loop.call_soon_threadsafe(tell, settle, outcome)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
+            loop.call_soon_threadsafe(report, settle, outcome)
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), name="may hang", daemon=True).start()
     return await done

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from lorikeet import __version__
 from lorikeet.adapters.store import reference
 from lorikeet.bench.backends import OfflineBatch, OfflineResult
 from lorikeet.config import Settings
@@ -25,7 +26,7 @@ class LorikeetBackend:
         self._refs = [reference(folder.name, folder, sizes.geometry) for folder in folders]
         self._clock = MonotonicClock()
         self._submitted = 0
-        self.versions = {name: version(name) for name in ("lorikeet", "torch")}
+        self.versions = {"lorikeet": __version__, "torch": version("torch")}
 
     def run(self, work: OfflineBatch) -> OfflineResult:
         """Run one batch with greedy sampling."""

@@ -1,45 +1,45 @@
-"""What an adapter's folder holds, as data and as a table."""
+"""Describes the content of an adapter's folder, as data and as a table."""
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from lorikeet.adapters.checkpoint import AdapterCheckpoint
-from lorikeet.adapters.store import compute_digest
+from lorikeet.adapters.description import AdapterDescription
 from lorikeet.cli.console import format_size
 from lorikeet.core.geometry import LORA_MODULES
 
 
-def describe(checkpoint: AdapterCheckpoint) -> dict[str, Any]:
+def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
     """Return an adapter's figures, and for each module the layers, ranks, scalings and dtypes that it has."""
     modules = {}
     for module in LORA_MODULES:
-        layers = [layer for layer, name in checkpoint.pairs if name == module]
-        if not layers:
+        found = [each for each in adapter.modules if each.module == module]
+        if not found:
             continue
-        pairs = [checkpoint.pairs[layer, module] for layer in layers]
         modules[module] = {
-            "layers": layers,
-            "ranks": sorted({pair.rank for pair in pairs}),
-            "scalings": sorted({checkpoint.scaling(layer, module) for layer in layers}),
-            "dtypes": sorted({entry.dtype for pair in pairs for entry in pair}),
-            "in_features": sorted({pair.a.shape[1] for pair in pairs}),
-            "out_features": sorted({pair.b.shape[0] for pair in pairs}),
+            "layers": [each.layer for each in found],
+            "ranks": sorted({each.rank for each in found}),
+            "scalings": sorted({each.scaling for each in found}),
+            "dtypes": sorted({tensor.dtype for each in found for tensor in (each.a, each.b)}),
+            "in_features": sorted({each.a.shape[1] for each in found}),
+            "out_features": sorted({each.b.shape[0] for each in found}),
         }
     return {
-        "folder": str(checkpoint.folder),
-        "base_model": checkpoint.base_model,
-        "digest": compute_digest(checkpoint),
-        "weight_bytes": checkpoint.weight_bytes,
-        "parameters": checkpoint.parameters,
+        "folder": str(folder),
+        "base_model": adapter.base_model,
+        "digest": adapter.digest,
+        "weight_bytes": adapter.weight_bytes,
+        "parameters": adapter.parameters,
         "modules": modules,
         "not_covered": [module for module in LORA_MODULES if module not in modules],
+        "warnings": list(adapter.warnings),
     }
 
 
 def show(description: dict[str, Any]) -> None:
-    """Print a description for people."""
+    """Print a description as text and a table."""
     console = Console(highlight=False)
     size = format_size(description["weight_bytes"])
     console.print(f"{description['folder']}: {description['parameters']:,} parameters, {size}", markup=False)
@@ -57,7 +57,9 @@ def show(description: dict[str, Any]) -> None:
         )
     console.print(table)
     if description["not_covered"]:
-        console.print(f"left as in the base: {_join(description['not_covered'])}")
+        console.print(f"not changed by the adapter: {_join(description['not_covered'])}")
+    for warning in description["warnings"]:
+        console.print(f"warning: {warning}", markup=False)
 
 
 def _join(values: Any) -> str:

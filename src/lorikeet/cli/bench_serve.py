@@ -1,4 +1,4 @@
-"""``lorikeet bench serve``: load on a running server, of any make, and what became of it."""
+"""``lorikeet bench serve``: sends load to any OpenAI-compatible server and reports latency and throughput."""
 
 import time
 from math import inf
@@ -51,7 +51,7 @@ def bench_serve(
         int | None,
         typer.Option(min=2, help="Of a workload's prefix block, before scaling.", show_default="what the file says"),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=0, help="Most requests under way; 0: no limit.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=0, help="Most requests in flight; 0: no limit.")] = 0,
     prompt_tokens: Annotated[str, typer.Option(help="A number, or a range such as 64-256.")] = "128",
     output_tokens: Annotated[str, typer.Option(help="A number, or a range such as 64-256.")] = "64",
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
@@ -74,7 +74,7 @@ def bench_serve(
     top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
     json_file: JsonFile = None,
 ) -> None:
-    """Send requests to any OpenAI-compatible server, open loop, and print what they met."""
+    """Send requests to any OpenAI-compatible server, open loop, and print latency and throughput."""
     from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.bench.arrivals import ARRIVALS
     from lorikeet.bench.load_client import ENDPOINTS, LoadTarget
@@ -178,7 +178,7 @@ def bench_serve(
 
 
 def _check_effects(context: typer.Context, arrivals: str, *, has_workload: bool) -> None:
-    """End the command if something was given that would have no effect."""
+    """End the command if an option was given that would have no effect."""
     from lorikeet.bench.recipe import without_effect
 
     given = given_options(context)
@@ -198,7 +198,7 @@ def _is_name_form(text: str) -> bool:
 
 
 def _models(api: ServerClient, base: str, adapters: str) -> tuple[str, tuple[str | None, ...]]:
-    """Return the base's name and the adapters to choose from, None for the base; asks the server only if it must."""
+    """Return the base model's name and the adapters to choose from, None for the base; lists models only if needed."""
     cards = api.get("/v1/models")["data"] if not base or adapters == "all" else []
     if not base and not cards:
         fail("the server lists no model; name one: --model")

@@ -1,4 +1,4 @@
-"""``lorikeet chat``: a conversation with a running server."""
+"""``lorikeet chat``: chat with a running server in the terminal."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -14,7 +14,7 @@ _HELP = (
 
 
 class Conversation:
-    """The loop without a terminal: lines in, text out.
+    """The conversation without the terminal: lines in, text out.
 
     Args:
         api: the server.
@@ -58,9 +58,9 @@ class Conversation:
                 write(piece)
                 answer += piece
         except AnswerError as error:
-            write(f"\n{error}\nThe conversation goes on as if this had not been asked.\n")
+            write(f"\n{error}\nThis message is not part of the conversation.\n")
             return
-        except KeyboardInterrupt:  # what has come is enough
+        except KeyboardInterrupt:  # keep the part of the answer that has arrived
             pass
         write("\n")
         self._messages += (question, {"role": "assistant", "content": answer})
@@ -92,7 +92,7 @@ def chat(
     console.print(f"{conversation.model} at {url}. {_HELP}.", soft_wrap=True)
 
     def write(text: str) -> None:
-        print(text, end="", flush=True)  # as it is: the console would turn tabs into spaces
+        print(text, end="", flush=True)  # not by the console, which would turn tabs into spaces
 
     while True:
         try:

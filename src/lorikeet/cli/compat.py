@@ -1,8 +1,8 @@
-"""Flags of vLLM and SGLang that mean something else here, or nothing.
+"""Flags of vLLM and SGLang without a counterpart in Lorikeet.
 
-Flags with a counterpart are ordinary options of ``lorikeet serve``. Those listed here are taken off the command
-line before it is parsed: most with a note that says what Lorikeet does instead, some refused because to go on
-would serve something else than was asked for. Flags in neither list stay, and are errors.
+Flags with a counterpart are ordinary options of ``lorikeet serve``. Those listed here are removed from the command line
+before it is parsed: most with a note that says what Lorikeet does instead. Some are refused, because the server would
+otherwise not serve what was asked for. Flags in neither list are errors.
 
 Names: https://docs.vllm.ai/en/latest/cli/serve/ and https://docs.sglang.io/docs/advanced_features/server_arguments
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class CompatError(ValueError):
-    """A flag asks for what Lorikeet does not do; the message says what to use instead."""
+    """A flag asks for something that Lorikeet does not support; the message says what to use instead."""
 
 
 class ForeignFlag(NamedTuple):
@@ -21,8 +21,8 @@ class ForeignFlag(NamedTuple):
     Attributes:
         text: what Lorikeet does instead, or why it refuses.
         value: whether the flag takes a value.
-        same: values that ask for what Lorikeet does anyway; nothing is said about them.
-        refuse: whether other values end the command.
+        same: values that ask for what Lorikeet does anyway; they get no note.
+        refuse: whether other values end the command with an error.
     """
 
     text: str
@@ -33,12 +33,12 @@ class ForeignFlag(NamedTuple):
 
 _POOL = "adapters of any rank and KV share one pool, so there are no adapter slots to count; --memory sets its size"
 _HOST = "use --host-memory SIZE, one host tier for adapters and KV"
-_ADMISSION = "the preset decides who is admitted next (--preset lorikeet:priority, for one)"
+_ADMISSION = "the preset decides which request is admitted next (for example --preset lorikeet:priority)"
 _ALWAYS = "Lorikeet always does this"
-_DENSE = "models with experts are not served"
+_DENSE = "mixture-of-experts models are not supported"
 _MAIN = "the hub's main revision is served; fetch another into a folder, and name that"
 _ORIGINS = "pages of an allowed origin may use any"
-_TOOLS = "tool calls are not there yet; requests with tools are answered with 501"
+_TOOLS = "tool calls are not supported yet; requests with tools get 501"
 
 FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--max-loras": ForeignFlag(_POOL),
@@ -88,7 +88,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--allowed-methods": ForeignFlag(_ORIGINS, same=('["*"]',)),
     "--allowed-headers": ForeignFlag(_ORIGINS, same=('["*"]',)),
     "--distributed-executor-backend": ForeignFlag("ranks are processes of one machine", same=("mp",)),
-    "--pipeline-parallel-size": ForeignFlag("pipeline parallelism is not there", same=("1",), refuse=True),
+    "--pipeline-parallel-size": ForeignFlag("pipeline parallelism is not supported", same=("1",), refuse=True),
     "--quantization": ForeignFlag("only bfloat16, float16 and float32 weights are served", same=("none",), refuse=True),
     "--revision": ForeignFlag(_MAIN, same=("main",), refuse=True),
     "--generation-config": ForeignFlag(
@@ -97,7 +97,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
         refuse=True,
     ),
     "--tokenizer": ForeignFlag("the tokenizer is the one in the model's folder", refuse=True),
-    "--speculative-config": ForeignFlag("speculative decoding is not there", refuse=True),
+    "--speculative-config": ForeignFlag("speculative decoding is not supported", refuse=True),
     "--default-mm-loras": ForeignFlag("only text models are served", refuse=True),
     "--enable-tower-connector-lora": ForeignFlag("only text models are served", value=False, refuse=True),
     "--ssl-keyfile": ForeignFlag("put a proxy in front for TLS", refuse=True),
@@ -105,16 +105,16 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
 }
 
 _LISTS = ("--lora-modules", "--lora-paths", "--served-model-name", "--api-key")
-"""Options that vLLM and SGLang let be followed by several values."""
+"""Options that take several values in vLLM and SGLang."""
 
 _MODEL_OPTIONS = ("--model", "--model-path")
 
 
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Rewrite the arguments of ``lorikeet serve`` into its own. Names of options may have underscores, as in vLLM.
+    """Translate arguments in vLLM's or SGLang's form for ``lorikeet serve``. Option names may have underscores.
 
-    Several values after one option are taken as its own only where the model was named first; otherwise the
-    last of them might be the model.
+    Several values after one option all belong to it only if the model was named first; otherwise the last of them
+    might be the model.
 
     Returns:
         The arguments to parse, and notes for the user.

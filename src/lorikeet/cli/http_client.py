@@ -21,7 +21,7 @@ _CONNECT_S = 5.0
 
 
 class AnswerError(Exception):
-    """What the server says instead of an answer, or of its end."""
+    """The server answered with an error, or its answer ended with one."""
 
 
 class ServerClient:
@@ -111,7 +111,7 @@ def _pieces(chunk: dict[str, Any]) -> Iterator[str]:
 
 
 def _message(status: int, content: bytes) -> str:
-    """The server's own words where they have OpenAI's form, else the body."""
+    """Return the server's error message if it has OpenAI's form, else the body."""
     try:
         error = json.loads(content)["error"]
     except (ValueError, KeyError, TypeError):

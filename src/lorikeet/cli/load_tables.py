@@ -13,7 +13,7 @@ _ENDS = ("p50", "p99")
 
 
 def times_table(figures: LoadFigures, held: str, *, has_client: bool) -> Table:
-    """All distributions of a run, in milliseconds; ``held`` names the time that requests were held back."""
+    """Return all distributions of a run, in milliseconds; ``held`` names the time for which requests were held back."""
     table = Table("ms", title="Times", title_justify="left")
     for name in ("mean", "P50", "P90", "P95", "P99", "count"):
         table.add_column(name, justify="right")
@@ -34,12 +34,12 @@ def times_table(figures: LoadFigures, held: str, *, has_client: bool) -> Table:
 
 
 def totals_table(figures: LoadFigures, cpu_share: float | None, server: Mapping[str, float]) -> Table:
-    """Counts and rates of a run, and what the server says; ``cpu_share`` of a client, None without one."""
+    """Return counts and rates of a run and the server's figures; ``cpu_share`` is the client's, None without one."""
     table = Table("figure", title="Run", title_justify="left")
     table.add_column("value", justify="right")
     rows: dict[str, str | None] = {
         "requests, answered whole / sent": f"{figures.completed} / {figures.requests}",
-        "answers shorter than asked": str(figures.short_answers) if figures.short_answers else None,
+        "answers shorter than requested": str(figures.short_answers) if figures.short_answers else None,
         "duration, s": f"{figures.duration_s:.2f}",
         "requests sent, /s": _number(figures.offered_rate),
         "requests answered, /s": _number(figures.request_rate),
@@ -49,7 +49,7 @@ def totals_table(figures: LoadFigures, cpu_share: float | None, server: Mapping[
         "SLO attainment": _share(figures.slo_attainment),
         "goodput, requests/s": _number(figures.goodput),
         "fairness over adapters (Jain)": _number(figures.fairness),
-        "most requests under way": str(figures.most_under_way),
+        "most requests in flight": str(figures.most_under_way),
         "prompt tokens from cache": _share(figures.cached_share),
         "client, share of a core": None if cpu_share is None else f"{cpu_share:.0%}",
     }
@@ -61,7 +61,7 @@ def totals_table(figures: LoadFigures, cpu_share: float | None, server: Mapping[
 
 
 def adapters_table(adapters: Sequence[AdapterFigures], top: int) -> Table:
-    """The ``top`` adapters with the most requests."""
+    """Return a table of the ``top`` adapters with the most requests."""
     more = f", {top} of {len(adapters)}" if len(adapters) > top else ""
     table = Table("adapter", title=f"Adapters with the most requests, ms{more}", title_justify="left", padding=(0, 0))
     for name in (
@@ -82,7 +82,7 @@ def adapters_table(adapters: Sequence[AdapterFigures], top: int) -> Table:
 
 
 def errors_table(errors: Mapping[str, ErrorFigures]) -> Table:
-    """What went wrong, how often, and what was said the first time."""
+    """Return the errors, how often each occurred, and the first message of each."""
     table = Table("error", "count", "for example", title="Errors", title_justify="left", style="red")
     for kind, figures in errors.items():
         table.add_row(escape(kind), str(figures.count), escape(figures.example))
@@ -90,7 +90,7 @@ def errors_table(errors: Mapping[str, ErrorFigures]) -> Table:
 
 
 def probes_table(probes: Sequence[tuple[float, LoadFigures]], target: float) -> Table:
-    """The measurements of a peak search, in their order."""
+    """Return the probes of a peak search, in order."""
     table = Table(title="Probes", title_justify="left")
     for name in (
         *("requests\nper s", "sent", "failed", "SLO at-\ntainment", "goodput\nper s", "TTFT\nP99, ms"),
@@ -112,7 +112,7 @@ def probes_table(probes: Sequence[tuple[float, LoadFigures]], target: float) -> 
 
 
 def peak_words(peak: Peak) -> str:
-    """Say what a search for the peak found."""
+    """Return the result of a peak search as a sentence."""
     if peak.rate is None:
         return f"peak load: none; {peak.missed_rate:.3g} requests/s already miss the SLO"
     if peak.missed_rate is None:

@@ -1,4 +1,4 @@
-"""Runs one request on an engine in this process, without a server."""
+"""Runs one request on an engine in this process, for ``lorikeet generate``."""
 
 import math
 from collections.abc import Iterator
@@ -31,11 +31,11 @@ class GenerationError(RuntimeError):
 def stream_answer(
     settings: Settings, prompt: str, adapter: Path | None, sampling: SamplingParams, *, raw: bool
 ) -> Iterator[str]:
-    """Yield the pieces of one answer as they are computed; progress of loading goes to stderr.
+    """Yield the text of one answer as it is computed; progress of loading goes to stderr.
 
     Args:
-        settings: name the model; the engine is built from them.
-        prompt: what to answer.
+        settings: of the model and the engine.
+        prompt: text to answer.
         adapter: folder of a PEFT adapter, None for the base model.
         sampling: how tokens are chosen; the model's own stop tokens are added.
         raw: continue ``prompt`` itself instead of the chat template around it.
@@ -47,10 +47,10 @@ def stream_answer(
         try:
             folder = prepare_model(settings.model, display.stage).path
             config = read_model_config(folder)
-            texts = TextProcessor.read(folder)
-            token_ids = _token_ids(texts, prompt, raw=raw)
+            text_processor = TextProcessor.read(folder)
+            token_ids = _token_ids(text_processor, prompt, raw=raw)
             sampling = _within(config, len(token_ids), sampling)
-            # No longer than needed: memory for a whole context is more than many machines have.
+            # No longer than needed: many machines lack memory for the model's whole context.
             longest_tokens = len(token_ids) + sampling.max_tokens
             model = msgspec.structs.replace(settings.model, model=str(folder), max_model_len=longest_tokens)
             engine, sizes, _ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
@@ -61,23 +61,23 @@ def stream_answer(
             raise GenerationError(str(error)) from error
     request = Request(RequestId("generate"), token_ids, sampling, MonotonicClock().now(), ref)
     try:
-        yield from _decode(engine, request, texts.stream(token_ids))
+        yield from _decode(engine, request, text_processor.stream(token_ids))
     finally:
         engine.close()
 
 
-def _token_ids(texts: TextProcessor, prompt: str, *, raw: bool) -> list[int]:
-    if raw or texts.template is None:
-        return texts.token_ids(prompt, add_special_tokens=True)
-    text = texts.chat_prompt([ChatMessage(role="user", content=prompt)], add_generation_prompt=True, extra={})
-    return texts.token_ids(text, add_special_tokens=False)
+def _token_ids(text_processor: TextProcessor, prompt: str, *, raw: bool) -> list[int]:
+    if raw or text_processor.template is None:
+        return text_processor.token_ids(prompt, add_special_tokens=True)
+    text = text_processor.chat_prompt([ChatMessage(role="user", content=prompt)], add_generation_prompt=True, extra={})
+    return text_processor.token_ids(text, add_special_tokens=False)
 
 
 def _within(config: ModelConfig, prompt_tokens: int, sampling: SamplingParams) -> SamplingParams:
-    """Return ``sampling`` with the model's stop tokens, and for no more tokens than a prompt of that length leaves.
+    """Return ``sampling`` with the model's stop tokens, limited to the context that the prompt leaves.
 
     Raises:
-        GenerationError: it leaves none, or is empty.
+        GenerationError: the prompt is empty, or leaves no context.
     """
     room_tokens = config.context_tokens - prompt_tokens
     if not prompt_tokens or room_tokens < 1:

@@ -59,7 +59,7 @@ def _options(
 
 
 def main() -> None:
-    """Run the command with the process's arguments."""
+    """Run the command with the process's arguments; those of ``serve`` are first translated from vLLM and SGLang."""
     arguments = sys.argv[1:]
     if arguments[:1] == ["serve"]:
         as_json = "--log-json" in arguments

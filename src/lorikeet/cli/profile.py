@@ -1,4 +1,4 @@
-"""``lorikeet profile``: measure what this machine and a model cost, and what load they bear."""
+"""``lorikeet profile``: measures the costs of a model on this machine, and the highest loads that keep an SLO."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lorikeet.costs.profile import CostProfile
 
 HOST_MEMORY_BYTES = 2**28
-"""Of the tier that copies are measured with: far more than any cache holds."""
+"""Size of the host tier with which copies are measured: far more than any CPU cache."""
 
 
 def profile(
@@ -38,7 +38,7 @@ def profile(
         str, typer.Option("--profile", help="Measure nothing; find them for this profile, a name or a .toml file.")
     ] = "",
     slo: Annotated[str, typer.Option(help="Limits in seconds, such as ttft=10 or ttft=2,tpot=0.1.")] = "",
-    preset: Annotated[str, typer.Option(help="The system that is to keep them: a preset's name.")] = "auto",
+    preset: Annotated[str, typer.Option(help="Preset for which the loads are found.")] = "auto",
     ranks: Annotated[str, typer.Option(help="Such as 8,16,64, or 8-128 for all doublings.")] = "8-128",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request.")] = 512,
     output_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 128,
@@ -84,7 +84,7 @@ def profile(
     if output is not None and output.suffix != ".toml":
         fail(f"--output {str(output)!r}: a profile is a .toml file", code=2)
     if operating_points and not slo:
-        fail("--operating-points: under which SLO? for example --slo ttft=10", code=2)
+        fail("--operating-points needs an SLO, for example --slo ttft=10", code=2)
     engine = EngineSettings(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, device=device, threads=threads
     )
@@ -98,7 +98,7 @@ def profile(
             else:
                 wanted = ModelSettings(model=model, dtype=dtype, load_format=load_format)
                 found, path = _measure(wanted, engine, output, quick, display)
-                write_profile(found, path)  # whatever becomes of the search
+                write_profile(found, path)  # now, in case the search fails
             if operating_points:
                 replica = msgspec.structs.replace(
                     engine,
@@ -119,7 +119,7 @@ def profile(
 def _measure(
     model: ModelSettings, engine: EngineSettings, output: Path | None, quick: bool, display: "ProgressDisplay"
 ) -> "tuple[CostProfile, Path]":
-    """Measure a profile; return it and where it goes."""
+    """Measure a profile; return it and the file to write it to."""
     from lorikeet.api.model_folder import prepare_model
     from lorikeet.bench.profiling.run import FULL, QUICK, run_profile
 

@@ -1,4 +1,4 @@
-"""A profile as tables for people."""
+"""Prints a cost profile as tables."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -14,7 +14,7 @@ _PREFIXES = ((1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"), (0, "p"))
 
 
 def print_profile(profile: CostProfile) -> None:
-    """Print every constant with its unit and error, and how well the models meet what was measured."""
+    """Print every constant with its unit and error, and how well the models fit the measurements."""
     console = Console(highlight=False)
     console.print(f"{profile.name}: {profile.model} on {profile.device}; {profile.made}", soft_wrap=True, markup=False)
     constants = Table(

@@ -28,7 +28,7 @@ def list_profiles(context: typer.Context) -> None:
 
 @app.command("show")
 def show_profile(
-    name: Annotated[str, typer.Argument(help="A name, if you like with @paper, or a .toml file.")],
+    name: Annotated[str, typer.Argument(help="A name, optionally with @PAPER, or a .toml file.")],
 ) -> None:
     """Print a profile as TOML."""
     from lorikeet.costs.catalog import load_profile

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lorikeet.engine.replay import Difference
 
 MOST_ROWS = 60
-"""Of the table of two plans that differ."""
+"""Most rows in the table of two plans that differ."""
 
 
 def replay(
@@ -25,9 +25,9 @@ def replay(
         str, typer.Option(help="Instead compare step times: name or file of a profile.", show_default="")
     ] = "",
 ) -> None:
-    """Run a recording again with its recorded times, and check that every plan comes out the same.
+    """Run a recording again with its recorded times, and check that every plan is the same.
 
-    With --profile nothing is run: the recorded times of steps and transfers are set beside modelled ones.
+    With --profile nothing is run: the recorded times of steps and transfers are compared with modelled ones.
     """
     from lorikeet.config import ConfigError
     from lorikeet.costs.profile import ProfileError

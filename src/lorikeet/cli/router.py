@@ -1,13 +1,14 @@
-"""``lorikeet router``: one address for servers that others started."""
+"""``lorikeet router``: one address in front of servers that are already running."""
 
 import re
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorikeet.cli.console import fail
+from lorikeet.cli.console import fail, parse_size
 from lorikeet.cli.serve_flags import origins, preload_pair
 
 if TYPE_CHECKING:
@@ -21,17 +22,15 @@ def router(
     lora_modules: Annotated[
         list[str] | None,
         typer.Option(
-            help="Adapter that clients may ask for, as all backends find it; with its rank where it cannot be read "
-            "here. Repeatable.",
+            help="Adapter to serve, with a source that all backends can read; with its rank if it cannot be read here. "
+            "Repeatable.",
             metavar="NAME=SOURCE[,rank=16]",
         ),
     ] = None,
-    preset: Annotated[
-        str, typer.Option(help="The system whose routing and placement count: a preset's name.")
-    ] = "auto",
-    profile: Annotated[str, typer.Option(help="Profile of a backend, for systems that decide by costs.")] = "",
-    slo: Annotated[str, typer.Option(help="Limits that such systems keep to: ttft=0.5,tpot=0.1 (seconds).")] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    preset: Annotated[str, typer.Option(help="Preset whose routing and placement are used.")] = "auto",
+    profile: Annotated[str, typer.Option(help="Cost profile of a backend, for presets that decide by costs.")] = "",
+    slo: Annotated[str, typer.Option(help="SLO targets for such presets: ttft=0.5,tpot=0.1 (seconds).")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Of random choices.")] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
     api_key: Annotated[list[str] | None, typer.Option(help="Key that clients need; repeatable.")] = None,
@@ -45,11 +44,34 @@ def router(
     ] = None,
     backend_key: Annotated[
         str,
-        typer.Option(help="Key for the backends; else they get what clients send.", envvar="LORIKEET_BACKEND_KEY"),
+        typer.Option(help="Key for the backends; else they get the client's key.", envvar="LORIKEET_BACKEND_KEY"),
     ] = "",
+    backend_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds without a piece of any answer that is waited for, and without progress in its metrics, after "
+            "which a backend is taken out for a minute; 0 for never.",
+        ),
+    ] = 60,
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections open at once; more get 503.")] = 4096,
+    max_head: Annotated[
+        str,
+        typer.Option(
+            "--max-head",
+            "--h11-max-incomplete-event-size",
+            help="Largest request line with headers.",
+            metavar="SIZE",
+        ),
+    ] = "64KiB",
+    head_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that the head of a request may take.")] = 15,
+    body_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a body may take, beside 16 KiB a second.")
+    ] = 30,
+    write_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that an answer may stay unread.")] = 60,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests may go on after SIGTERM.")] = 120,
-    log_level: Annotated[str, typer.Option(help="Of the router's own log.")] = "info",
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False,
+    log_level: Annotated[str, typer.Option(help="Least severe level of the log.")] = "info",
+    log_json: Annotated[bool, typer.Option("--log-json", help="Write the log as JSON only.")] = False,
 ) -> None:
     """Route requests to OpenAI-compatible servers, and have adapters loaded where they are placed.
 
@@ -57,6 +79,7 @@ def router(
     another.
     """
     from lorikeet.adapters.errors import AdapterError
+    from lorikeet.api.connections import ConnectionLimits
     from lorikeet.config import ConfigError, check_keys, check_origins
     from lorikeet.core.request import SloError, parse_slo
     from lorikeet.presets import resolve_preset
@@ -69,7 +92,7 @@ def router(
         check_origins(pages)
         options = RouterOptions(
             backends=tuple(backend),
-            adapters=tuple(map(read_adapter, lora_modules or ())),
+            adapters=_read_adapters(lora_modules or ()),
             preset=preset,
             profile=profile,
             slo=parse_slo(slo),
@@ -80,6 +103,10 @@ def router(
             admin_keys=tuple(admin_key or ()),
             allowed_origins=pages,
             backend_key=backend_key,
+            backend_timeout_s=backend_timeout,
+            connections=ConnectionLimits(
+                max_connections, parse_size(max_head), head_timeout, body_timeout, write_timeout
+            ),
             drain_timeout_s=drain_timeout,
             log_level=log_level,
             log_json=log_json,
@@ -89,11 +116,21 @@ def router(
     run_router(options)
 
 
+def _read_adapters(texts: Iterable[str]) -> "tuple[RoutedAdapter, ...]":
+    """Return the adapters of all ``--lora-modules``; raises as ``read_adapter``, and if two have one name."""
+    adapters: dict[str, RoutedAdapter] = {}
+    for adapter in map(read_adapter, texts):
+        first = adapters.setdefault(adapter.name, adapter)
+        if first is not adapter:
+            raise ValueError(f"adapter {adapter.name!r} is named twice: from {first.source} and from {adapter.source}")
+    return tuple(adapters.values())
+
+
 def read_adapter(text: str) -> "RoutedAdapter":
-    """Return the adapter that a value of ``--lora-modules`` names. A folder of this machine becomes an absolute path.
+    """Return the adapter that a value of ``--lora-modules`` names. A local folder becomes an absolute path.
 
     Raises:
-        AdapterError: nothing is known of it.
+        AdapterError: it cannot be read, and no rank is given.
         ValueError: it is neither ``NAME=SOURCE`` nor vLLM's JSON.
     """
     from lorikeet.router.adapters import describe_adapter

@@ -1,4 +1,4 @@
-"""``lorikeet serve``: flags to settings, then the server."""
+"""``lorikeet serve``: merges flags, environment and file into settings, then runs the server."""
 
 import inspect
 import os
@@ -45,7 +45,7 @@ def serve(model: Model = None, config: ConfigFile = None, prefix_caching: Prefix
 
 
 def _with_table(function: Any) -> None:
-    """Replace ``**flags`` in the signature by the options of the table, for typer to read."""
+    """Replace ``**flags`` in the signature by the options of the table, which typer reads."""
     own = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     function.__signature__ = inspect.Signature([*own, *serve_flags.parameters()], return_annotation=None)
 
@@ -70,7 +70,7 @@ def build_settings(
         environment: of the process; ``VLLM_API_KEY`` counts where no other key is given.
 
     Raises:
-        ConfigError: what cannot be, with its source.
+        ConfigError: a setting is wrong; the message names its source.
     """
     tables = serve_flags.sections(flags)
     tables["model"]["model"] = model

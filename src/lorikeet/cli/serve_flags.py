@@ -1,4 +1,4 @@
-"""The flags of ``lorikeet serve``, as a table: one line each, with the setting it fills."""
+"""The flags of ``lorikeet serve`` as a table: each with the setting that it fills."""
 
 import inspect
 import json
@@ -26,7 +26,7 @@ class Flag(NamedTuple):
         setting: ``section.key`` of the settings.
         kind: type of its value; ``list[str]`` can be repeated, ``bool`` is a switch.
         help: for ``--help``.
-        parse: turns the text into the value, where the type alone does not; for ``list[str]`` into one, or a list.
+        parse: converts the text into the value, if the type alone does not; for ``list[str]`` into one entry or a list.
         metavar: shown for the value.
     """
 
@@ -42,7 +42,7 @@ def preload_pair(text: str) -> str:
     """Return ``name=source`` for a value of ``--lora-modules``, which may be vLLM's JSON form.
 
     Raises:
-        ValueError: it is neither, or asks for a layout that is not served.
+        ValueError: it is neither, or has a layout that is not supported.
     """
     if not text.startswith("{"):
         name, _, source = text.partition("=")
@@ -58,10 +58,10 @@ def preload_pair(text: str) -> str:
 
 
 def origins(text: str) -> list[str]:
-    """Return the origins that a value of ``--allowed-origins`` names: one, or vLLM's JSON list.
+    """Return the origins in a value of ``--allowed-origins``: one, or vLLM's JSON list.
 
     Raises:
-        ValueError: it looks like JSON, and is no list of strings.
+        ValueError: it looks like JSON but is no list of strings.
     """
     if not text.startswith(("[", "{", '"')):
         return [text]
@@ -89,7 +89,7 @@ FLAGS = (
     Flag("--max-model-len --context-length", "model.max_model_len", int, "Longest sequence, in tokens."),
     Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
     Flag("--cache-dir", "model.cache_dir", str, "Where converted weights are kept."),
-    Flag("--preset", "engine.preset", str, "Which system to run as; auto."),
+    Flag("--preset", "engine.preset", str, "System to run as, such as elora; auto."),
     Flag("--executor", "engine.executor", str, "torch, or paced: no arithmetic, steps take as long as --profile says."),
     Flag("--profile", "engine.profile", str, "Name or file of a profile, for --executor paced, and for some clusters."),
     Flag("--memory", "engine.memory_bytes", int, "Pool for adapters and KV, such as 4GiB.", parse_size, "SIZE"),
@@ -97,22 +97,22 @@ FLAGS = (
         "--gpu-memory-utilization --mem-fraction-static",
         "engine.gpu_memory_utilization",
         float,
-        "Of a GPU's memory, for weights, pool and steps together, unless --memory says what the pool gets.",
+        "Share of a GPU's memory for weights, pool and steps together, unless --memory sets the pool's size.",
     ),
     Flag(
         "--host-memory",
         "engine.host_memory_bytes",
         int,
-        "Host tier, for adapters and KV that have no room in the pool; 0, none.",
+        "Host tier, for adapters and KV that do not fit into the pool; 0: none.",
         parse_size,
         "SIZE",
     ),
-    Flag("--touch-memory", "engine.touch_memory", bool, "Take all memory from the system at the start."),
+    Flag("--touch-memory", "engine.touch_memory", bool, "Allocate all memory at the start."),
     Flag(
         "--link-gb-per-s",
         "engine.link_bytes_per_s",
         float,
-        "Declared speed of the link to the host tier, 10^9 bytes a second each way; on CPUs.",
+        "Declared speed of the link to the host tier, in 10^9 bytes a second each way; on CPUs.",
         _gigabytes,
         "NUMBER",
     ),
@@ -156,14 +156,15 @@ FLAGS = (
     Flag("--registry-url", "adapters.registry_url", str, "SQLAlchemy URL of the registry; SQLite in the store."),
     Flag("--max-lora-rank", "adapters.max_rank", int, "Refuse larger ranks; no limit."),
     Flag("--max-adapter-size", "adapters.max_bytes", int, "Refuse larger weight files.", parse_size, "SIZE"),
+    Flag("--source-timeout", "adapters.source_timeout_s", float, "Seconds to read an adapter from a URL; 0: no limit."),
     Flag(
         "--replicas --data-parallel-size --dp-size -dp",
         "cluster.replicas",
         int,
-        "Engines; the preset says who serves what.",
+        "Number of engines; the preset places adapters and routes requests.",
     ),
-    Flag("--min-replicas", "cluster.min_replicas", int, "Fewest engines, where their number follows the load; 1."),
-    Flag("--max-replicas", "cluster.max_replicas", int, "Most engines; else their number stays as it is."),
+    Flag("--min-replicas", "cluster.min_replicas", int, "Fewest engines when their number follows the load; 1."),
+    Flag("--max-replicas", "cluster.max_replicas", int, "Most engines; without it their number is fixed."),
     Flag(
         "--ray-address", "cluster.ray_address", str, "Ray cluster to join; else one is started here.", None, "ADDRESS"
     ),
@@ -188,35 +189,60 @@ FLAGS = (
         "--max-queued --max-queued-requests", "server.max_queued", int, "Unfinished sequences before 429 is answered."
     ),
     Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),
+    Flag("--max-connections", "server.max_connections", int, "Connections open at once; more are answered with 503."),
+    Flag(
+        "--max-head --h11-max-incomplete-event-size",
+        "server.max_head_bytes",
+        int,
+        "Largest request line with headers; 64KiB.",
+        parse_size,
+        "SIZE",
+    ),
+    Flag("--head-timeout", "server.head_timeout_s", float, "Seconds that the head of a request may take."),
+    Flag("--body-timeout", "server.body_timeout_s", float, "Seconds that a body may take, beside 16 KiB a second."),
+    Flag("--write-timeout", "server.write_timeout_s", float, "Seconds that an answer may stay unread."),
     Flag("--request-timeout", "server.request_timeout_s", float, "Seconds until a request is ended; 0: never."),
     Flag("--drain-timeout", "server.drain_timeout_s", float, "Seconds that requests may go on after SIGTERM."),
     Flag("--metrics-adapters", "server.metrics_adapters", int, "Adapters with metrics of their own."),
     Flag("--tenant-header", "server.tenant_header", str, "Header that names a request's tenant; else its key does."),
+    Flag("--shared-prefix-cache", "server.shared_prefix_cache", bool, "Let API keys reuse each other's KV."),
     Flag("--slo-ttft", "server.slo_ttft_s", float, "Target for the time to first token, in seconds."),
     Flag("--slo-tpot", "server.slo_tpot_s", float, "Target for the mean time per token after the first, in seconds."),
     Flag(
         "--adapter-slo",
         "server.adapter_slos",
         list[str],
-        "Targets of an adapter, before the server's; repeatable.",
+        "Targets of an adapter, instead of the server's; repeatable.",
         None,
         "NAME=ttft=0.5,tpot=0.1",
     ),
-    Flag("--shed", "server.shed", bool, "Answer 429 where the first token is predicted to miss its target."),
+    Flag("--shed", "server.shed", bool, "Answer 429 if the first token is predicted to miss its target."),
     Flag("--request-log", "server.request_log", str, "File for the request log, in the workload format."),
     Flag("--request-log-text", "server.request_log_text", bool, "Also log prompts and answers."),
     Flag("--length-predictor", "server.length_predictor", str, "none, history, learned or auto."),
-    Flag("--length-predictor-file", "server.length_predictor_file", str, "Of lorikeet train-predictor.", None, "FILE"),
+    Flag(
+        "--length-predictor-file",
+        "server.length_predictor_file",
+        str,
+        "File written by lorikeet train-predictor.",
+        None,
+        "FILE",
+    ),
     Flag(
         "--length-predictor-timeout",
         "server.length_predictor_timeout_s",
         float,
         "Seconds after which history predicts instead.",
     ),
-    Flag("--log-level --uvicorn-log-level", "server.log_level", str, "Of the server's own log."),
-    Flag("--log-json", "server.log_json", bool, "Log lines as JSON."),
+    Flag(
+        "--log-level --uvicorn-log-level",
+        "server.log_level",
+        str,
+        "Least severe level of the log: debug, info, warning, error.",
+    ),
+    Flag("--log-json", "server.log_json", bool, "Write the log as JSON only."),
 )
-"""Every flag with a setting of its own. Those of vLLM and SGLang keep their names."""
+"""Every flag that fills a setting. Those of vLLM and SGLang keep their names."""
 
 
 def parameters() -> list[inspect.Parameter]:
@@ -225,7 +251,7 @@ def parameters() -> list[inspect.Parameter]:
 
 
 def sections(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Arrange parsed values, named as in :func:`parameters`, by section and key."""
+    """Return parsed values, named as in :func:`parameters`, by section and key."""
     tables: dict[str, dict[str, Any]] = {}
     for flag in FLAGS:
         value = given[_variable(flag)]

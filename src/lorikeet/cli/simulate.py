@@ -1,4 +1,4 @@
-"""``lorikeet simulate``: a workload through engines on a virtual clock, by a profile."""
+"""``lorikeet simulate``: runs a workload on simulated engines, with step times from a cost profile."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +24,7 @@ def simulate(
     context: typer.Context,
     scenario: Annotated[Path | None, typer.Argument(help="TOML file; flags win over it.", dir_okay=False)] = None,
     profile: Annotated[Text, typer.Option(help="Name (lorikeet profiles lists them) or .toml file.")] = None,
-    preset: Annotated[Text, typer.Option(help="The system: a row's name.")] = None,
+    preset: Annotated[Text, typer.Option(help="Preset to simulate.")] = None,
     trace: Annotated[Text, typer.Option(help="A workload, Azure's CSV or Mooncake's JSONL.")] = None,
     shape: Annotated[
         Text, typer.Option(help="plain, chat (of --trace), translation, agent, chatbot or conversations.")
@@ -47,16 +47,17 @@ def simulate(
     most_tokens: Annotated[Whole, typer.Option(min=1, help="Leave out longer requests.")] = None,
     max_model_len: Annotated[Whole, typer.Option(min=1, help="Longest sequence; else the profile's.")] = None,
     engine: Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_num_seqs=256.")] = None,
-    replicas: Annotated[Whole, typer.Option(min=1, help="Engines behind the row's placement and routing.")] = None,
+    replicas: Annotated[Whole, typer.Option(min=1, help="Engines behind the preset's placement and routing.")] = None,
     fetch: Annotated[
         Text, typer.Option(help="How adapters come from a replica to another: pipelined or store-and-forward.")
     ] = None,
     provisioned: Annotated[
-        bool | None, typer.Option(help="At first adapters are where they are placed; else in their files.")
+        bool | None,
+        typer.Option(help="Adapters are on their replicas at the start; else in their files only."),
     ] = None,
     slo: Annotated[Text, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1.")] = None,
     predictor: Annotated[Text, typer.Option(help="Of answer lengths: oracle:0.8, history or none.")] = None,
-    seed: Annotated[Whole, typer.Option(min=0, help="Of all that is drawn.")] = None,
+    seed: Annotated[Whole, typer.Option(min=0, help="Of random choices.")] = None,
     find_peak: Annotated[bool, typer.Option("--find-peak", help="Search the highest rate that meets the SLO.")] = False,
     slo_target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")] = 0.9,
     top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
@@ -65,7 +66,7 @@ def simulate(
         Path | None, typer.Option(help="Write distributions there, as SVG; of a search at the peak.", dir_okay=False)
     ] = None,
 ) -> None:
-    """Run a workload through engines on a virtual clock: the same scenario, the same answer."""
+    """Run a workload on simulated engines with a virtual clock; the same scenario always gives the same result."""
     from lorikeet.api.terminal import ProgressDisplay
     from lorikeet.cli.load_tables import peak_words, probes_table
     from lorikeet.simulator.scenario import make_scenario
@@ -102,7 +103,7 @@ _NOT_OF_THE_SCENARIO = ("scenario", "engine", "find_peak", "slo_target", "top", 
 
 
 def _first_rate(text: str) -> float:
-    """Where a search begins; points of rates are refused by whoever searches."""
+    """Return the first rate of a peak search; the search refuses a list of rates."""
     if not text or ":" in text:
         return 1.0
     try:

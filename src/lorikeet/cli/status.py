@@ -14,10 +14,10 @@ def status(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     adapters: Annotated[bool, typer.Option("--adapters", help="Show which replicas serve which adapters.")] = False,
-    links: Annotated[bool, typer.Option("--links", help="Show what went between each replica's tiers.")] = False,
+    links: Annotated[bool, typer.Option("--links", help="Show transfers between each replica's tiers.")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Show a running server's replicas: where they are, what they do, which adapters they have."""
+    """Show a running server's replicas: address, load and adapters."""
     check_json_file(json_file)
     cluster = ServerClient(url, api_key).get("/v1/cluster")
     if not write_json(json_file, cluster):
@@ -27,7 +27,7 @@ def status(
     if cluster["unrouted"]:
         console.print(f"{cluster['unrouted']} requests wait for a replica")
     if cluster["wanted"] is not None:
-        console.print(f"replicas that the load asks for: {cluster['wanted']}")
+        console.print(f"replicas that the autoscaler wants: {cluster['wanted']}")
     if cluster["moves"]:
         console.print(f"{cluster['moves']} requests were moved between replicas")
     copies = {name: value for name, value in cluster["copies"].items() if value}
@@ -42,10 +42,10 @@ def status(
 
 def _replicas(replicas: list[dict[str, Any]]) -> Table:
     table = Table()
-    for name in ("replica", "state", "process", "runs", "waits", "memory", "adapters"):
+    for name in ("replica", "state", "process", "running", "waiting", "memory", "adapters"):
         table.add_column(name, no_wrap=name in ("replica", "process"))
     for replica in replicas:
-        state = "open" if replica["is_open"] else "drains" if replica["alive"] else "down"
+        state = "open" if replica["is_open"] else "draining" if replica["alive"] else "down"
         restarts = f", restarted {replica['restarts']} ×" if replica["restarts"] else ""
         table.add_row(
             replica["id"],

@@ -1,4 +1,4 @@
-"""``lorikeet train-predictor``: learn from request logs how long answers get."""
+"""``lorikeet train-predictor``: trains a predictor of answer lengths on request logs."""
 
 import os
 from pathlib import Path
@@ -21,14 +21,14 @@ def train_predictor(
         list[Path],
         typer.Argument(help="Request logs with prompts (--request-log-text), the oldest first.", dir_okay=False),
     ],
-    output: Annotated[Path, typer.Option(help="Where to write what was learned.", dir_okay=False)],
+    output: Annotated[Path, typer.Option(help="File to write the predictor to.", dir_okay=False)],
     model: Annotated[
         str, typer.Option(help="Local folder or hub id of the model served.", show_default="SmolLM2-135M-Instruct")
     ] = "",
 ) -> None:
-    """Learn from logged requests how many tokens an answer will have, for `serve --length-predictor-file`.
+    """Train a predictor of answer lengths on logged requests, for `serve --length-predictor-file`.
 
-    The last fifth of the requests is held out first, to compare with what the history of each adapter would have said.
+    The last fifth of the requests is held out first, to compare with predictions from the history of each adapter.
     """
     if not output.absolute().parent.is_dir():
         fail(f"--output: there is no folder {output.absolute().parent}", code=2)
@@ -63,9 +63,9 @@ def _print(about: "LengthModelInfo") -> None:
     table = Table(title=f"{about.learned.requests} requests held out of {about.requests}", title_justify="left")
     for name in ("predicted by", "mean error, tokens", "median error, share", "in the true quintile"):
         table.add_column(name, justify="left" if name == "predicted by" else "right")
-    for name, errors in (("the learned head", about.learned), ("history", about.history)):
+    for name, errors in (("the learned model", about.learned), ("history", about.history)):
         table.add_row(name, f"{errors.mean_tokens:.1f}", f"{errors.median_share:.0%}", f"{errors.in_quintile:.0%}")
     console = Console(highlight=False)
     console.print(table)
-    better = "the learned head" if about.is_better else "history"
+    better = "the learned model" if about.is_better else "history"
     console.print(f"--length-predictor auto uses {better}: its mean error is the smaller one")

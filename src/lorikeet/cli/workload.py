@@ -1,4 +1,4 @@
-"""``lorikeet workload``: writes requests to a file that every other command reads."""
+"""``lorikeet workload``: writes a workload file that the other commands read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -57,10 +57,10 @@ def workload(
     most_tokens: Annotated[
         int | None, typer.Option(min=1, help="Leave out what is longer, prompt and answer together.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of everything drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of random choices.")] = 0,
     top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
 ) -> None:
-    """Write a workload and print what it holds."""
+    """Write a workload and print a summary of it."""
     from lorikeet.bench.arrivals import ARRIVALS, Rates
     from lorikeet.bench.function_trace import read_function_trace
     from lorikeet.bench.recipe import FUNCTION_ARRIVALS, SHAPE_NAMES, Recipe, without_effect

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from lorikeet.client.state import ClusterState, ReplicaView, replica_state
 from lorikeet.client.supervisor import EngineError, EngineSupervisor, EngineTimeouts, LocalHost
-from lorikeet.config import Settings
+from lorikeet.config import Settings, for_engines
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import (
     AdapterEvent,
@@ -283,10 +283,6 @@ class Engines(Protocol):
         """Call ``callback`` with every load and eviction of an adapter."""
         ...
 
-    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
-        """Call ``callback`` whenever a replica sends its gauges."""
-        ...
-
     def describe(self) -> ClusterState:
         """Return the state of all replicas, for ``/v1/cluster``."""
         ...
@@ -329,7 +325,7 @@ class EngineClient:
             ONLY_REPLICA,
             LocalHost(),
             self._context,
-            msgspec.json.encode(settings),
+            msgspec.json.encode(for_engines(settings)),
             self,
             EngineTimeouts.of(settings.engine),
         )
@@ -338,7 +334,6 @@ class EngineClient:
         self._drops = PendingDrops()
         self._registered: dict[AdapterDigest, AdapterRef] = {}
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
-        self._on_stats: list[Callable[[ReplicaId, EngineStats], None]] = []
 
     @property
     def engine_info(self) -> EngineReady:
@@ -403,10 +398,6 @@ class EngineClient:
         """Call ``callback`` with every load and eviction of an adapter."""
         self._on_adapter_event.append(callback)
 
-    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
-        """Call ``callback`` whenever the engine sends its gauges."""
-        self._on_stats.append(callback)
-
     def describe(self) -> ClusterState:
         """Return the state of the one replica."""
         held_bytes = sum(ref.weight_bytes for ref in self._registered.values())
@@ -440,9 +431,6 @@ class EngineClient:
                     self._supervisor.register_adapters((self._registered[event.digest],))
             for on_event in self._on_adapter_event:
                 on_event(event)
-        if outputs.stats is not None:
-            for on_stats in self._on_stats:
-                on_stats(ONLY_REPLICA, outputs.stats)
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
         """Count the death for every request; end those that were in flight at too many."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import count, islice
 from typing import NamedTuple, Protocol
 
+import msgspec
 import structlog
 import zmq
 import zmq.asyncio
@@ -20,6 +21,7 @@ from lorikeet.core.clock import RemoteClock, boot_id
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import (
     DropAdapter,
+    EngineInput,
     EngineReady,
     EngineStats,
     Fatal,
@@ -52,6 +54,15 @@ _KILL_TIMEOUT_S = 5.0
 
 _FIRST_MESSAGE_TIMEOUT_S = 300.0
 """Least time until the first message of an engine process, which imports its libraries first."""
+
+LINK_PING_EVERY_S = 2.0
+"""How often ZeroMQ asks the other end of a connection between machines for a sign of life."""
+
+LINK_TIMEOUT_S = 5.0
+"""A connection between machines on which nothing has come for so long after that is lost."""
+
+_EXIT_REPORT_S = 1.0
+"""An engine whose connection is lost has most likely died if its end is reported within this time."""
 
 CHECK_EVERY_S = 1.0
 """Interval at which it is checked whether messages have come."""
@@ -203,7 +214,7 @@ class EngineSupervisor:
         """Stop the engine and do not restart it."""
         self._closing = True
         if self._connection is not None and self._connection.process.returncode is None:
-            self.send(Shutdown())
+            self._connection.shut_down()
             try:
                 await asyncio.wait_for(self._connection.process.wait(), timeout=_SHUTDOWN_TIMEOUT_S)
             except TimeoutError:
@@ -332,7 +343,8 @@ class EngineHost(Protocol):
 
         Args:
             address: where the channel listens.
-            settings: a line for its standard input, which stays open as long as the starting process lives.
+            settings: a line for its standard input (``EngineInput``), which stays open as long as the starting process
+                lives. It holds a key, and must not be written anywhere else.
 
         Raises:
             OSError: it cannot be started.
@@ -383,7 +395,7 @@ class Connection:
         process: runs the engine.
         socket: bound to the address that the engine connects to.
         timeouts: when the process is killed although it runs.
-        replica: for the log.
+        replica, address: for the log.
 
     Attributes:
         process: see above.
@@ -395,13 +407,20 @@ class Connection:
     engine_info: EngineReady
 
     def __init__(
-        self, process: EngineProcess, socket: zmq.asyncio.Socket, timeouts: EngineTimeouts, replica: ReplicaId | None
+        self,
+        process: EngineProcess,
+        socket: zmq.asyncio.Socket,
+        timeouts: EngineTimeouts,
+        replica: ReplicaId | None,
+        address: str = "",
     ) -> None:
         self.process = process
         self.is_late = False
         self.hung = ""
+        self._is_ending = False
         self._timeouts = timeouts
         self._replica = replica
+        self._address = address
         self._messages_received = 0
         self._turn_s = 0.0
         self._exited = asyncio.ensure_future(process.wait())
@@ -430,6 +449,11 @@ class Connection:
         one takes its place.
         """
         return self._messages
+
+    def shut_down(self) -> None:
+        """Ask the engine to end."""
+        self._is_ending = True
+        self.send(Shutdown())
 
     def close(self) -> None:
         """Close the socket; queued messages are dropped."""
@@ -484,6 +508,8 @@ class Connection:
                 self.send(Heartbeat(0.0))
             silent_s = silent_s + CHECK_EVERY_S if self._messages_received == received else 0.0
             received = self._messages_received
+            if received and not (self._is_ending or self._has_peer):
+                return await self._replace_cut_off()
             limit_s = self._timeouts.heartbeat_s
             if not received:
                 limit_s = limit_s and max(limit_s, _FIRST_MESSAGE_TIMEOUT_S)
@@ -491,11 +517,11 @@ class Connection:
             reason = f"no message for {silent_s:.3g} s" if silent > stuck else f"one step for {self._turn_s:.3g} s"
             if max(silent, stuck) >= 1:
                 self.hung = reason
-                _log.error("engine hangs and is killed", replica=self._replica, reason=reason)
+                _log.error("engine hangs and is killed", replica=self._replica, address=self._address, reason=reason)
             elif self.is_late != (max(silent, stuck) >= _LATE_SHARE):
                 self.is_late = not self.is_late
                 if self.is_late:
-                    _log.warning("engine does not answer", replica=self._replica, reason=reason)
+                    _log.warning("engine does not answer", replica=self._replica, address=self._address, reason=reason)
                 else:
                     _log.info("engine answers again", replica=self._replica)
         await self._kill()
@@ -508,10 +534,39 @@ class Connection:
         await asyncio.wait({self._exited}, timeout=_KILL_TIMEOUT_S)
         self._exited.cancel()  # does nothing if it has ended
 
+    @property
+    def _has_peer(self) -> bool:
+        """Whether the engine is connected. A PAIR socket that has lost its peer cannot send."""
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
+
+    async def _replace_cut_off(self) -> None:
+        """End the messages of an engine whose connection is lost, unless its own end is reported, which explains it."""
+        await asyncio.wait({self._exited}, timeout=_EXIT_REPORT_S)
+        if not self._exited.done():
+            self.is_late, self.hung = True, "the connection to its machine is lost"
+            _log.error("engine is cut off and replaced", replica=self._replica, address=self._address)
+            self.process.kill()  # takes effect when the machine is reached again, if it ever is
+            self._exited.cancel()
+
 
 def _share(seconds: float, limit_s: float) -> float:
     """Return which share of a limit has passed; 0 of none."""
     return seconds / limit_s if limit_s else 0.0
+
+
+def secure(socket: zmq.asyncio.Socket) -> str:
+    """Encrypt a channel over TCP, notice if it breaks, and return the key that the engine needs to connect.
+
+    Both ends prove who they are, by CurveZMQ with keys that are used once. The engine checks that this end has the
+    secret to the key. This end need not know the engine's: the key is told to the engine alone, and without it nobody
+    can begin a connection. Sockets without it are closed before they become the peer.
+    """
+    key, secret = zmq.curve_keypair()
+    socket.curve_server, socket.curve_secretkey = True, secret
+    socket.setsockopt(zmq.HEARTBEAT_IVL, round(LINK_PING_EVERY_S * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(LINK_TIMEOUT_S * 1000))
+    socket.setsockopt(zmq.TCP_MAXRT, round(LINK_TIMEOUT_S * 1000))  # pings wait behind what cannot be sent
+    return key.decode()
 
 
 async def connect(
@@ -540,20 +595,22 @@ async def connect(
     socket.setsockopt(zmq.LINGER, 0)
     process, connection, address = None, None, host.bind_address()
     try:
+        key = secure(socket) if address.startswith("tcp:") else ""
         socket.bind(address)
         address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        process = await host.start(address, settings)
-        connection = Connection(process, socket, timeouts, replica)
+        process = await host.start(address, msgspec.json.encode(EngineInput(msgspec.Raw(settings), key)))
+        connection = Connection(process, socket, timeouts, replica, host.address)
         async for message in connection.messages():
             if isinstance(message, Progress):
                 on_progress(message)
             elif isinstance(message, Fatal):
-                raise EngineError(message.message)
+                raise EngineError(f"on {host.address}: {message.message}" if key else message.message)
             elif isinstance(message, EngineReady):
                 connection.on_ready(message)
                 return connection
         exit_code = f"exit: {describe_exit(process.returncode)}"
-        raise EngineError(f"the engine process ended before it was ready ({connection.hung or exit_code})")
+        where = f" on {host.address}" if key else ""
+        raise EngineError(f"the engine process{where} ended before it was ready ({connection.hung or exit_code})")
     except BaseException as error:
         if connection is not None:
             connection.close()

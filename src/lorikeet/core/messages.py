@@ -15,6 +15,19 @@ from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
 
 
+class EngineInput(msgspec.Struct, frozen=True):
+    """The line on the standard input of an engine process, as JSON.
+
+    Attributes:
+        settings: all settings; see ``config.for_engines``.
+        channel_key: key of the API process's end of the channel, in ZeroMQ's text form; empty for a channel that is
+            not encrypted. It is a secret: who has it may connect.
+    """
+
+    settings: msgspec.Raw = msgspec.Raw(b"{}")
+    channel_key: str = ""
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Start or resume a request."""
 
@@ -254,6 +267,10 @@ class AssistCounters(NamedTuple):
     lost_workers: int
 
 
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the classes in ``EngineStats.steps_by_tokens``."""
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges of an engine, taken after a step.
 
@@ -274,7 +291,9 @@ class EngineStats(msgspec.Struct, frozen=True):
         running_adapters, waiting_adapters: digests of running and of queued requests.
         prefix_queries_tokens, prefix_hits_tokens: tokens looked up in the prefix cache, and found, since the start.
         preemptions: since the start.
-        step_tokens: tokens computed by the last step.
+        steps_by_tokens: number of steps since the start by the tokens that each computed: at most the first of
+            ``STEP_TOKENS_BOUNDS``, above it and at most the second, …, above the last.
+        computed_tokens: tokens computed by all of them.
         memory: of the memory.
         modes: of the batching modes.
         queue: of the admission queue, None if it has no classes.
@@ -300,7 +319,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int
-    step_tokens: int
+    steps_by_tokens: tuple[int, ...]
+    computed_tokens: int
     memory: MemoryStats
     ahead_of_adapter: int = 0
     modes: ModeStats = ModeStats()

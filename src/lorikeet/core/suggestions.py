@@ -16,6 +16,6 @@ def unknown_name(kind: str, name: str, known: Sequence[str]) -> str:
     if close:
         *others, last = close[:_MOST_CLOSE]
         words = f"{', '.join(others)} or {last}" if others else last
-        return f"no {kind} is called {name!r}; did you mean {words}?"
+        return f"unknown {kind} {name!r}; did you mean {words}?"
     more = f" and {len(known) - _MOST_LISTED} more" if len(known) > _MOST_LISTED else ""
-    return f"no {kind} is called {name!r}; there are: {', '.join(known[:_MOST_LISTED])}{more}"
+    return f"unknown {kind} {name!r}; choose one of: {', '.join(known[:_MOST_LISTED])}{more}"

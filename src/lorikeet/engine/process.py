@@ -1,8 +1,8 @@
 """The engine process: one replica at the engine's end of the message channel.
 
-Started as ``python -m lorikeet.engine.process ADDRESS``. The first line of its standard input holds the settings as
-JSON. The input stays open as long as the API process lives, so its end of file shows that the API process has ended,
-even if it was killed.
+Started as ``python -m lorikeet.engine.process ADDRESS``. The first line of its standard input is an ``EngineInput``:
+the settings, and the key of the channel, which must not be on a command line. The input stays open
+as long as the API process lives, so its end of file shows that the API process has ended, even if it was killed.
 """
 
 import math
@@ -25,6 +25,7 @@ from lorikeet.core.messages import (
     HEARTBEAT_EVERY_S,
     Abort,
     DropAdapter,
+    EngineInput,
     EngineReady,
     ExportRequest,
     Fatal,
@@ -55,12 +56,18 @@ class Channel:
 
     Args:
         address: ZeroMQ address that the API process is bound to.
+        key: of the API process's end; empty for a channel that is not encrypted.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: str = "") -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
+        if key:
+            self._socket.curve_serverkey = key.encode()
+            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+            # The API process replaces an engine whose connection breaks, so connecting again would help nobody.
+            self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.connect(address)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
@@ -177,10 +184,12 @@ def main() -> None:
     # The API process decides when to stop; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineInput)
+    settings = msgspec.json.decode(given.settings, type=Settings)
     configure_logs(settings.server.log_level, as_json=settings.server.log_json)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    channel = Channel(sys.argv[1])
+    channel = Channel(sys.argv[1], given.channel_key)
+    channel.send(Heartbeat(0.0))  # it is connected; what follows may take long
     try:
         replica = build_replica(
             settings, lambda stage, done, total: channel.send(Progress(stage, done, total)), channel.wake

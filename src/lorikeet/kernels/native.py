@@ -155,7 +155,9 @@ def native_copy(
         raise RuntimeError(f"{len(source_blocks)} blocks cannot be copied to {len(target_blocks)}")
     blocks = np.array((source_blocks, target_blocks), dtype=np.int64)
     if blocks.size and (blocks.min() < 0 or (blocks.max(axis=1) >= (len(source), len(target))).any()):
-        raise RuntimeError(f"a block index is outside of the arenas of {len(source)} and {len(target)} blocks")
+        raise RuntimeError(
+            f"blocks cannot be copied: an index is outside of the arenas of {len(source)} and {len(target)} blocks"
+        )
     library.lorikeet_copy(
         source.data_ptr(),
         target.data_ptr(),

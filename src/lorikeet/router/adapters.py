@@ -1,13 +1,13 @@
-"""An adapter as the router knows it: where its files are for the backends, and what placement must know of it."""
+"""An adapter as the router knows it: the source that backends load it from, and its rank and size for placement."""
 
 import hashlib
 from pathlib import Path
 
 import msgspec
 
-from lorikeet.adapters.checkpoint import WEIGHTS_FILE
+from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.peft_config import CONFIG_FILE
+from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, read_json
 from lorikeet.core.ids import AdapterDigest
 
 _WEIGHTS_FILES = (WEIGHTS_FILE, "adapter_model.bin")
@@ -19,11 +19,11 @@ class RoutedAdapter(msgspec.Struct, frozen=True):
     Attributes:
         name: what clients write in ``model``, and what backends load it as.
         source: path or URL that backends load it from; it must mean the same to all of them.
-        digest: of name and content, or of name and source where the files cannot be read here, and then of how
-            often it was replaced. The name is part of it since backends keep an adapter under each of its names.
-        rank: its largest; 0 for unknown.
+        digest: of name and content. If the files cannot be read here, of name, source and the number of replacements.
+            The name is part of it since backends keep an adapter under each of its names.
+        rank: its largest rank; 0 for unknown.
         size_bytes: of its weights; 0 for unknown.
-        replaces: its name meant another version before, which a backend may have under the name still.
+        replaces: the name belonged to another version before, which a backend may still have under that name.
     """
 
     name: str
@@ -40,45 +40,44 @@ class _Ranks(msgspec.Struct):
 
 
 def describe_adapter(name: str, source: str, rank: int | None = None) -> RoutedAdapter:
-    """Find out what placement must know of an adapter. Whether it can be served is for the backends to say.
+    """Read rank, size and digest of an adapter. Whether it can be served is checked by the backends.
 
     Args:
-        name: see ``RoutedAdapter``.
-        source: see ``RoutedAdapter``.
-        rank: its largest, needed where its config cannot be read here.
+        name: what clients write in ``model``.
+        source: path or URL for the backends.
+        rank: its largest rank, needed if its config cannot be read here.
 
     Raises:
-        AdapterError: no rank is known, or the config makes no sense.
+        AdapterError: no rank is known, or the config cannot be read.
     """
     config, weights = _files(Path(source))
     digest = hashlib.sha256(b"%d\n" % len(name.encode()) + name.encode())
     if config is None or weights is None:
         if rank is None:
-            raise AdapterError(f"adapter {name!r}: no adapter is readable here in {source}; give its rank: rank=16")
+            raise AdapterError(f"adapter {name!r}: cannot be read here in {source}; give its rank, such as rank=16")
         digest.update(source.encode())
         return RoutedAdapter(name, source, AdapterDigest(digest.hexdigest()), rank, 0)
     try:
-        text = config.read_bytes()
-        ranks = msgspec.json.decode(text, type=_Ranks)
-        digest.update(text)
+        ranks = msgspec.convert(read_json(config, MAX_CONFIG_BYTES), _Ranks)
+        digest.update(config.read_bytes())
         with weights.open("rb") as stream:
             while piece := stream.read(2**20):
                 digest.update(piece)
         size_bytes = weights.stat().st_size
-    except (OSError, msgspec.DecodeError) as error:
+    except (AdapterError, OSError, msgspec.ValidationError) as error:
         raise AdapterError(f"adapter {name!r} in {source}: {error}") from error
     largest = max(ranks.r, *(ranks.rank_pattern or {}).values(), 0) if rank is None else rank
     return RoutedAdapter(name, source, AdapterDigest(digest.hexdigest()), largest, size_bytes)
 
 
 def as_new_version(adapter: RoutedAdapter, number: int) -> RoutedAdapter:
-    """Return an adapter as another version from the same source; versions of different numbers differ."""
+    """Return an adapter as version ``number`` from the same source, with a digest of its own."""
     digest = hashlib.sha256(f"{adapter.digest} {number}".encode()).hexdigest()
     return msgspec.structs.replace(adapter, digest=AdapterDigest(digest))
 
 
 def _files(folder: Path) -> tuple[Path | None, Path | None]:
-    """Return config and weights of a PEFT folder, None for each that is not there."""
+    """Return the config and weights files of a PEFT folder; None for each that is missing."""
     config = folder / CONFIG_FILE
     weights = next((folder / name for name in _WEIGHTS_FILES if (folder / name).is_file()), None)
     return (config if config.is_file() else None), weights

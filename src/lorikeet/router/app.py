@@ -1,4 +1,4 @@
-"""The router's application: its routes around the two that are proxied."""
+"""The router's ASGI application: the two proxied completion routes, and the routes that it answers itself."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.registry import check_name
 from lorikeet.api.errors import ApiError, bad_request, hide_paths, install_handlers, model_not_found
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.api.logs import log
 from lorikeet.api.middleware import add_middleware
 from lorikeet.router.adapters import describe_adapter
@@ -20,8 +21,8 @@ from lorikeet.router.metrics import router_state
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS
 from lorikeet.router.proxy import RouterParts, forward
 
-MOST_BODY_BYTES = 64 * 2**20
-"""Larger bodies get 413; most backends allow less."""
+MAX_BODY_BYTES = 64 * 2**20
+"""Larger request bodies get 413; most backends allow less."""
 
 
 class _Load(msgspec.Struct):
@@ -41,15 +42,17 @@ def create_app(
     api_keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     allowed_origins: Sequence[str] = (),
+    host: str = "",
 ) -> Starlette:
     """Return the ASGI application.
 
     Args:
         parts: of the router.
-        preset: name of the system that routes and places, for ``/v1/cluster``.
+        preset: name of the preset that routes and places, for ``/v1/cluster``.
         api_keys: for all routes but health and metrics; empty for open access.
         admin_keys: for those that change adapters; empty means the API keys do.
         allowed_origins: of web pages that may use the router, whatever the backends allow.
+        host: address that it listens on.
     """
     app = Starlette()
     routes = _Routes(parts, preset)
@@ -57,8 +60,8 @@ def create_app(
     def serve(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
         app.add_route(path, answer, methods=[method])
 
-    serve(CHAT, "POST", partial(_passed_on, CHAT, parts))
-    serve(COMPLETIONS, "POST", partial(_passed_on, COMPLETIONS, parts))
+    serve(CHAT, "POST", partial(_proxied, CHAT, parts))
+    serve(COMPLETIONS, "POST", partial(_proxied, COMPLETIONS, parts))
     serve("/v1/models", "GET", routes.models)
     serve("/v1/models/{name:path}", "GET", routes.model)
     serve("/v1/load_lora_adapter", "POST", routes.load)
@@ -67,24 +70,26 @@ def create_app(
     serve("/health", "GET", routes.health)
     serve("/metrics", "GET", routes.metrics)
     for method in ("GET", "POST", "PUT", "DELETE"):
-        serve("/{path:path}", method, routes.nothing)
+        serve("/{path:path}", method, routes.not_served)
     install_handlers(app)
     add_middleware(
         app,
-        max_body_bytes=MOST_BODY_BYTES,
+        max_body_bytes=SMALL_BODY_BYTES,
+        larger_bodies=dict.fromkeys((COMPLETIONS, CHAT), MAX_BODY_BYTES),
         api_keys=api_keys,
         admin_keys=admin_keys,
         allowed_origins=allowed_origins,
+        host=host,
     )
     return app
 
 
-async def _passed_on(path: str, parts: RouterParts, http: Request) -> Response:
+async def _proxied(path: str, parts: RouterParts, http: Request) -> Response:
     return await forward(http, path, parts)
 
 
 class _Routes:
-    """What the router answers by itself."""
+    """Routes that the router answers itself."""
 
     def __init__(self, parts: RouterParts, preset: str) -> None:
         self._parts = parts
@@ -103,34 +108,34 @@ class _Routes:
         return _json(card)
 
     async def load(self, http: Request) -> Response:
-        """Let clients ask for an adapter, as vLLM's route does; backends load it with its first request."""
-        asked = await _read(http, _Load)
-        name, catalog = asked.lora_name, self._parts.catalog
-        if not name or not asked.lora_path:
+        """Serve an adapter, as vLLM's route does; backends load it with its first request."""
+        body = await _read(http, _Load)
+        name, catalog = body.lora_name, self._parts.catalog
+        if not name or not body.lora_path:
             raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", type="InvalidUserInput")
-        self._check_is_new(asked)
+        self._check_is_new(body)
         try:
             check_name(name, {card["id"] for card in catalog.base_cards()})
-            adapter = await asyncio.to_thread(describe_adapter, name, asked.lora_path, asked.rank)
+            adapter = await asyncio.to_thread(describe_adapter, name, body.lora_path, body.rank)
         except AdapterError as error:
             raise bad_request(hide_paths(str(error))) from error
-        self._check_is_new(asked)  # another call may have been faster
+        self._check_is_new(body)  # another call may have added it meanwhile
         await catalog.add(adapter)
-        log.info("adapter known", adapter=name, source=adapter.source, rank=adapter.rank)
+        log.info("adapter added", adapter=name, source=adapter.source, rank=adapter.rank)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
-    def _check_is_new(self, asked: _Load) -> None:
-        if asked.lora_name in self._parts.catalog.adapters and not asked.load_inplace:
-            said = f"The lora adapter '{asked.lora_name}' has already been loaded. "
+    def _check_is_new(self, body: _Load) -> None:
+        if body.lora_name in self._parts.catalog.adapters and not body.load_inplace:
+            said = f"The lora adapter '{body.lora_name}' has already been loaded. "
             raise ApiError(400, said + "To replace it, set 'load_inplace' to True.", type="InvalidUserInput")
 
     async def unload(self, http: Request) -> Response:
-        """Let clients ask for an adapter no longer."""
+        """Stop serving an adapter."""
         name = (await _read(http, _Unload)).lora_name
         if name not in self._parts.catalog.adapters:
             raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
         await self._parts.catalog.remove(name)
-        log.info("adapter dropped", adapter=name)
+        log.info("adapter removed", adapter=name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def cluster(self, http: Request) -> Response:
@@ -149,9 +154,9 @@ class _Routes:
         """Prometheus's text format."""
         return Response(self._parts.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def nothing(self, http: Request) -> Response:
-        """Say what there is."""
-        said = f"{http.method} {http.url.path} is not passed on; lorikeet route serves {COMPLETIONS} and {CHAT}."
+    async def not_served(self, http: Request) -> Response:
+        """Answer 404 and name the routes that are proxied."""
+        said = f"{http.method} {http.url.path} is not proxied; lorikeet router serves {COMPLETIONS} and {CHAT}."
         raise ApiError(404, said)
 
 
@@ -159,7 +164,7 @@ async def _read(http: Request, kind: Any) -> Any:
     try:
         return msgspec.json.decode(await http.body(), type=kind)
     except msgspec.DecodeError as error:
-        raise bad_request(f"The body is not what this route takes: {error}.") from error
+        raise bad_request(f"The body does not fit this route: {error}.") from error
 
 
 def _json(body: dict[str, Any]) -> Response:

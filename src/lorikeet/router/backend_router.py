@@ -1,9 +1,9 @@
-"""Finds a backend for each request, and has adapters loaded where they must be. Owns the router's dispatcher.
+"""Chooses a backend for each request, and has adapters loaded there first. Owns the router's dispatcher.
 
-Backends that failed a request, or would not load its adapter, are excluded while others may serve it.
+Backends that failed a request, or could not load its adapter, are excluded while others may serve it.
 
-To a dispatcher a copy is a copy: a backend reads an adapter from its source, whichever other backend has it, so fetches
-from a peer and provisions are both a call to load, and deletes a call to unload.
+Backends read adapters from their source, not from each other. So the dispatcher's fetches and provisions are both a
+call to load an adapter, and its deletes are a call to unload one.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lorikeet.api.errors import ApiError
+from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.logs import log
 from lorikeet.cluster.adapters.pool import Fetch
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher, Provision
@@ -25,11 +25,11 @@ from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backends import Backend, BackendRefused
-from lorikeet.router.connections import NotConnected, ServerLost
+from lorikeet.router.connections import BackendConnectionError, ConnectFailed, plain_reason
 from lorikeet.router.proxied_request import ProxiedRequest, routing_request
 
-REFUSED_S = 60.0
-"""So long a backend that would not load an adapter gets no requests for it; then the reason may be gone."""
+EXCLUDED_S = 60.0
+"""Seconds for which a backend that could not load an adapter gets no requests for it. Then it is tried again."""
 
 
 class _Refusal(NamedTuple):
@@ -38,14 +38,14 @@ class _Refusal(NamedTuple):
 
 
 class ExclusionRouter(Router):
-    """Routes by a policy, unless the backend that it chooses failed the request, or refused the adapter a moment ago.
+    """Routes by a policy, but avoids backends that failed the request or recently could not load its adapter.
 
-    Then the request goes to another, of these to one that has the adapter, of these to the least loaded. Where all that
-    would load the adapter have failed the request, one of them gets it again; where all have refused, the policy's
-    choice is asked again.
+    If the policy chooses one of these, the request goes to the least loaded of the others, those with the adapter
+    first. If all backends that can load the adapter have failed the request, one of them gets it again. If none could
+    load it, the policy's choice stands.
 
     Args:
-        policy: see above. It hears of none of this.
+        policy: chooses a backend. It is not told about failures.
         failed_at: returns the backends that have failed a request.
     """
 
@@ -57,42 +57,42 @@ class ExclusionRouter(Router):
 
     @property
     def table(self) -> RoutingTable | None:
-        """The policy's."""
+        """The policy's placement."""
         return self._policy.table
 
     @table.setter
     def table(self, table: RoutingTable | None) -> None:
         self._policy.table = table
 
-    def refused(self, adapter: AdapterDigest, replica: ReplicaId, error: BackendRefused, now: float) -> None:
-        """A backend would not load an adapter."""
+    def on_refused(self, adapter: AdapterDigest, replica: ReplicaId, error: BackendRefused, now: float) -> None:
+        """A backend could not load an adapter."""
         self._refusals.setdefault(adapter, {})[replica] = _Refusal(now, error)
 
-    def accepted(self, adapter: AdapterDigest, replica: ReplicaId) -> None:
-        """It has loaded it."""
+    def on_loaded(self, adapter: AdapterDigest, replica: ReplicaId) -> None:
+        """A backend has loaded an adapter."""
         self._refusals.get(adapter, {}).pop(replica, None)
 
-    def came(self, replica: ReplicaId) -> None:
-        """A backend has been started, perhaps otherwise than before."""
+    def on_backend_up(self, replica: ReplicaId) -> None:
+        """A backend is back: it may have been restarted with other options, so its refusals no longer count."""
         for refusals in self._refusals.values():
             refusals.pop(replica, None)
 
     def forget(self, adapter: AdapterDigest) -> None:
-        """No request asks for an adapter any longer."""
+        """Drop what is known of an adapter that requests no longer name."""
         self._refusals.pop(adapter, None)
 
-    def why(self, adapter: AdapterDigest) -> BackendRefused | None:
-        """Return what was said last by one that would not load an adapter; None if nobody said so."""
+    def last_refusal(self, adapter: AdapterDigest) -> BackendRefused | None:
+        """Return the newest error of a backend that could not load an adapter; None if there is none."""
         refusals = self._refusals.get(adapter)
         return max(refusals.values(), key=lambda refusal: refusal.at_s).error if refusals else None
 
-    def may_be_had(self, adapter: AdapterDigest, fleet: Fleet, now: float) -> bool:
-        """Whether an open backend may load an adapter."""
+    def can_be_loaded(self, adapter: AdapterDigest, fleet: Fleet, now: float) -> bool:
+        """Whether an open backend is not excluded for an adapter."""
         return len(_others(self._refused(adapter, now), fleet)) > 0
 
-    def avoids(self, adapter: AdapterDigest, replica: ReplicaId, fleet: Fleet, now: float) -> bool:
-        """Whether a backend would not load an adapter, while another may."""
-        return replica in self._refused(adapter, now) and self.may_be_had(adapter, fleet, now)
+    def is_excluded(self, adapter: AdapterDigest, replica: ReplicaId, fleet: Fleet, now: float) -> bool:
+        """Whether a backend is excluded for an adapter while another is not."""
+        return replica in self._refused(adapter, now) and self.can_be_loaded(adapter, fleet, now)
 
     def route(self, asked: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """See the class."""
@@ -107,7 +107,7 @@ class ExclusionRouter(Router):
         return chosen
 
     def _avoided(self, asked: RoutingRequest, now: float) -> Iterator[Set[ReplicaId]]:
-        """Yield the backends that a request should not go to, and those that it should not go to all the same."""
+        """Yield sets of backends to avoid: first those that refused or failed, then only those that refused."""
         refused = self._refused(asked.adapter, now)
         if failed := self._failed_at(asked.request_id):
             yield refused | failed
@@ -115,30 +115,30 @@ class ExclusionRouter(Router):
 
     def _refused(self, adapter: AdapterDigest | None, now: float) -> set[ReplicaId]:
         refusals = {} if adapter is None else self._refusals.get(adapter, {})
-        return {replica for replica, refusal in refusals.items() if now < refusal.at_s + REFUSED_S}
+        return {replica for replica, refusal in refusals.items() if now < refusal.at_s + EXCLUDED_S}
 
 
 def _others(avoided: Set[ReplicaId], fleet: Fleet) -> Indices:
-    """Return the open backends but for some, ascending."""
+    """Return the indices of open backends that are not in ``avoided``, ascending."""
     return np.array([index for replica, index in fleet.open_index.items() if replica not in avoided], np.intp)
 
 
 WAIT_S = 300.0
-"""A request waits at most so long for a backend that has its adapter."""
+"""Longest time, in seconds, that a request waits for a backend with its adapter."""
 
 
 class BackendRouter:
-    """See the module. All methods run in one event loop.
+    """Places requests on backends and tracks which backend has which adapter. All methods run in one event loop.
 
     Args:
         backends: none of them up.
-        dispatcher: fresh; its router is the policy.
+        dispatcher: new; its router is the policy.
 
     Attributes:
-        backends: by replica.
-        dispatcher: to read.
-        versions: adapters that requests may ask for, and those that a request or a backend has still; to read.
-        on_change: called when a backend has come or gone, takes no more requests, or takes them again.
+        backends: by replica id.
+        dispatcher: read only.
+        versions: adapter versions that requests may name, and those that a request or a backend still has; read only.
+        on_change: called when a backend comes up, goes down, stops taking requests or takes them again.
     """
 
     def __init__(self, backends: Sequence[Backend], dispatcher: Dispatcher) -> None:
@@ -147,35 +147,35 @@ class BackendRouter:
         self.on_change: Callable[[], object] = lambda: None
         self.versions: dict[AdapterDigest, RoutedAdapter] = {}
         self._dropped: set[AdapterDigest] = set()
-        """Of the versions those that are forgotten as soon as nobody has them."""
+        """Versions to forget as soon as no request and no backend has them."""
         self._requests: dict[RequestId, ProxiedRequest] = {}
         self._router = dispatcher.router = ExclusionRouter(
             dispatcher.router, lambda each: self._requests[each].failed_at
         )
         self._tasks = BackgroundTasks()
-        self._copying: dict[ReplicaId, set[asyncio.Task[Any]]] = {replica: set() for replica in self.backends}
-        self._gauge = 0
+        self._copies: dict[ReplicaId, set[asyncio.Task[Any]]] = {replica: set() for replica in self.backends}
+        self._load_reports = 0
 
     async def close(self) -> None:
-        """End what backends are loading and unloading, and all connections to them."""
+        """Cancel running loads and unloads, and close all connections."""
         await self._tasks.close()
         for backend in self.backends.values():
             await backend.close()
 
     # --- adapters and placement ----------------------------------------------------------------------
 
-    def know(self, adapter: RoutedAdapter) -> None:
-        """Requests may come for an adapter."""
+    def add_adapter(self, adapter: RoutedAdapter) -> None:
+        """Accept requests for an adapter."""
         self.versions[adapter.digest] = adapter
         self._dropped.discard(adapter.digest)
         self.dispatcher.register(adapter.digest)
 
-    def retire(self, adapter: RoutedAdapter) -> None:
-        """No more requests come for an adapter: backends unload it when those that there are have ended."""
-        self._do(self.dispatcher.retire(adapter.digest))
+    def retire_adapter(self, adapter: RoutedAdapter) -> None:
+        """Have backends unload an adapter when its running requests have ended; new ones no longer name it."""
+        self._apply(self.dispatcher.retire(adapter.digest))
 
-    def drop(self, adapter: RoutedAdapter) -> None:
-        """A retired adapter is in no placement any longer. It is forgotten here, or later if somebody has it still."""
+    def drop_adapter(self, adapter: RoutedAdapter) -> None:
+        """Forget a retired adapter, which is in no placement any more: now, or when its last holder lets it go."""
         self._dropped.add(adapter.digest)
         held = {digest for backend in self.backends.values() for digest in backend.adapters.values()}
         for digest in self._dropped - held:
@@ -184,22 +184,22 @@ class BackendRouter:
                 del self.versions[digest]
                 self._router.forget(digest)
 
-    def swap(self, table: RoutingTable) -> None:
-        """Take a placement, unless it is the one that counts."""
+    def set_placement(self, table: RoutingTable) -> None:
+        """Use a placement from now on; the one already in use changes nothing."""
         if table is not self.dispatcher.router.table:
-            self._do(self.dispatcher.swap(table, time.monotonic()))
+            self._apply(self.dispatcher.swap(table, time.monotonic()))
 
     # --- requests ------------------------------------------------------------------------------------
 
     async def place(self, request: ProxiedRequest) -> Backend:
-        """Return a backend for a request that is nowhere; its adapter has been loaded there.
+        """Return a backend for a request that is at none; the adapter has been loaded there.
 
         Raises:
-            ApiError: no backend can load the adapter, or none has been there for long.
+            ApiError: no backend can load the adapter, or none was available in time.
         """
         request.begin()
         self._requests[request.request_id] = request
-        self._arrive(request)
+        self._dispatch(request)
         try:
             async with asyncio.timeout(WAIT_S):
                 request.backend = await request.placed
@@ -207,61 +207,61 @@ class BackendRouter:
             why = self._why_waiting(request)
             self.release(request)
             if isinstance(error, TimeoutError):
-                raise ApiError(503, f"{why} for {WAIT_S:g} s{self.troubles()}.") from None
+                raise ApiError(503, f"{why} for {WAIT_S:g} s{self.backend_errors()}.") from None
             raise
         return request.backend
 
     def _why_waiting(self, request: ProxiedRequest) -> str:
         if not self.dispatcher.fleet.open_index:
-            return "No backend has been there"
+            return "No backend has been available"
         if self.dispatcher.fleet.where(request.request_id) is None:
             return "No backend has had room for this request"
         return "This request has waited for a backend to load its adapter"
 
-    def started(self, request: ProxiedRequest) -> None:
-        """A request's backend has given its first token."""
+    def on_first_token(self, request: ProxiedRequest) -> None:
+        """A request's backend has sent its first token."""
         if not request.is_started:
             request.is_started = True
-            if request.is_known and request.backend is not None:
+            if request.is_dispatched and request.backend is not None:
                 replica = request.backend.replica
                 self.dispatcher.on_tokens(replica, request.request_id, 1)
                 self.dispatcher.on_admitted(replica, request.request_id, time.monotonic())
 
-    def finished(self, request: ProxiedRequest, output_tokens: int) -> None:
-        """A request has its whole answer, of so many tokens over all backends."""
-        if request.is_known and request.backend is not None:
+    def on_finished(self, request: ProxiedRequest, output_tokens: int) -> None:
+        """A request has its whole answer: ``output_tokens`` tokens over all backends."""
+        if request.is_dispatched and request.backend is not None:
             rest = max(0, output_tokens - request.output_tokens - request.is_started)
             self.dispatcher.on_tokens(request.backend.replica, request.request_id, rest)
-            self._do(self.dispatcher.ended(request.request_id, time.monotonic(), is_complete=True))
+            self._apply(self.dispatcher.ended(request.request_id, time.monotonic(), is_complete=True))
         self._forget(request)
 
     def release(self, request: ProxiedRequest) -> None:
-        """A request is at its backend no longer, and has no whole answer. A second call does nothing."""
-        if request.is_known:
+        """Take a request off its backend without a whole answer. A second call does nothing."""
+        if request.is_dispatched:
             self._forget(request)
-            self._do(self.dispatcher.ended(request.request_id, time.monotonic(), is_complete=False))
+            self._apply(self.dispatcher.ended(request.request_id, time.monotonic(), is_complete=False))
         self._forget(request)
 
-    def refused(self, request: ProxiedRequest, error: BackendRefused) -> bool:
-        """A request's backend has lost its adapter and would not load it again; return whether another may."""
+    def on_adapter_refused(self, request: ProxiedRequest, error: BackendRefused) -> bool:
+        """A request's backend has lost its adapter and could not load it again; return whether another may."""
         assert request.adapter is not None
         assert request.backend is not None
-        self._router.refused(request.adapter.digest, request.backend.replica, error, time.monotonic())
-        return self._may_be_had(request.adapter)
+        self._router.on_refused(request.adapter.digest, request.backend.replica, error, time.monotonic())
+        return self._can_be_loaded(request.adapter)
 
-    def _may_be_had(self, adapter: RoutedAdapter) -> bool:
+    def _can_be_loaded(self, adapter: RoutedAdapter) -> bool:
         """Whether an open backend may load an adapter."""
-        return self._router.may_be_had(adapter.digest, self.dispatcher.fleet, time.monotonic())
+        return self._router.can_be_loaded(adapter.digest, self.dispatcher.fleet, time.monotonic())
 
     def _forget(self, request: ProxiedRequest) -> None:
-        request.is_known = False
+        request.is_dispatched = False
         self._requests.pop(request.request_id, None)
 
-    def _arrive(self, request: ProxiedRequest) -> None:
+    def _dispatch(self, request: ProxiedRequest) -> None:
         now, router = time.monotonic(), self.dispatcher.router
-        request.is_known = True
+        request.is_dispatched = True
         if request.adapter is not None and request.adapter.digest not in self.versions:
-            # It was dropped while this request was on its way from one backend to another.
+            # It was dropped while this request moved from one backend to another.
             self.versions[request.adapter.digest] = request.adapter
             self._dropped.add(request.adapter.digest)
         body = routing_request(
@@ -273,31 +273,31 @@ class BackendRouter:
             self.dispatcher.fleet.averages,
             wants_keys=router.wants_keys,
         )
-        self._do(self.dispatcher.arrive(body, now))
+        self._apply(self.dispatcher.arrive(body, now))
 
     # --- backends ------------------------------------------------------------------------------------
 
-    def troubles(self) -> str:
+    def backend_errors(self) -> str:
         """Return why backends are not there, to follow a sentence that says so; empty where that is not known."""
-        known = [f"{backend.url}: {backend.trouble}" for backend in self.backends.values() if backend.trouble]
+        known = [f"{backend.replica}: {backend.last_error}" for backend in self.backends.values() if backend.last_error]
         return f" ({'; '.join(known)})" if known else ""
 
-    def down(self, backend: Backend, why: str) -> None:
-        """A backend is gone, with all that was there. Its requests go on elsewhere."""
+    def on_backend_down(self, backend: Backend, why: str) -> None:
+        """A backend is gone, with its adapters and KV. Its requests go on at others."""
         if not backend.is_up:
             return
         log.warning("backend down", backend=backend.url, reason=why)
-        backend.left()
-        for task in self._copying[backend.replica] - {asyncio.current_task()}:
+        backend.on_down()
+        for task in self._copies[backend.replica] - {asyncio.current_task()}:
             task.cancel()
-        actions, homeless = self.dispatcher.leave(backend.replica)
-        rides = [self._requests[request_id] for request_id in homeless]
-        for request in rides:
-            request.is_known = False
-        self._do(actions)
-        for request in rides:
+        actions, orphans = self.dispatcher.leave(backend.replica)
+        requests = [self._requests[request_id] for request_id in orphans]
+        for request in requests:
+            request.is_dispatched = False
+        self._apply(actions)
+        for request in requests:
             if request.placed.done():
-                request.lose()  # its own task places it again
+                request.mark_lost()  # its proxy task places it again
                 continue
             try:
                 request.count_loss()
@@ -305,107 +305,113 @@ class BackendRouter:
                 del self._requests[request.request_id]
                 request.placed.set_exception(error)
             else:
-                self._arrive(request)
+                self._dispatch(request)
         self.on_change()
 
-    def up(self, backend: Backend, adapters: Iterable[RoutedAdapter]) -> None:
-        """A backend has come, or come back; it lists its models already.
+    def on_backend_up(self, backend: Backend, adapters: Iterable[RoutedAdapter]) -> None:
+        """A backend has come up, for the first time or again; its models have been listed.
 
         Args:
-            backend: which.
-            adapters: those that it need not load again if it lists them.
+            backend: that is up.
+            adapters: need not be loaded again if it lists them.
         """
-        backend.joined()
-        self._router.came(backend.replica)
-        held = [adapter.digest for adapter in adapters if backend.adopt(adapter)]
+        backend.on_up()
+        self._router.on_backend_up(backend.replica)
+        held = [adapter.digest for adapter in adapters if backend.adopt_listed(adapter)]
         log.info("backend up", backend=backend.url, adapters=len(held))
         now = time.monotonic()
-        self._do(self.dispatcher.join(ReplicaInfo(backend.replica, backend.epoch), now, held))
+        self._apply(self.dispatcher.join(ReplicaInfo(backend.replica, backend.epoch), now, held))
         for digest in held:
             self.dispatcher.on_adapter_loaded(backend.replica, digest)
         if (table := self.dispatcher.router.table) is not None:
-            self._do(self.dispatcher.swap(table, now))  # where copies are made unasked, what it has lost is made anew
+            self._apply(self.dispatcher.swap(table, now))  # with pool_prefetch, loads what the backend has lost
         self.on_change()
 
-    def drain(self, backend: Backend) -> None:
-        """A backend takes no more requests, and finishes those that it has."""
-        log.warning("backend drains", backend=backend.url)
+    def on_backend_draining(self, backend: Backend) -> None:
+        """A backend takes no more requests and finishes those that it has."""
+        log.warning("backend draining", backend=backend.url)
         backend.is_open = False
         self.dispatcher.drain(backend.replica)
         self.on_change()
 
-    def reopen(self, backend: Backend) -> None:
-        """A backend takes requests again, and still has those that it had."""
+    def on_backend_reopened(self, backend: Backend) -> None:
+        """A backend takes requests again, without a restart."""
         log.info("backend open again", backend=backend.url)
-        backend.reopened()
-        self._do(self.dispatcher.reopen(backend.replica, time.monotonic()))
+        backend.on_reopened()
+        self._apply(self.dispatcher.reopen(backend.replica, time.monotonic()))
         self.on_change()
 
-    def gauge(self, backend: Backend, requests: int) -> None:
-        """A backend tells how many requests it has, whoever sent them."""
-        self._gauge += 1
-        self._do(
+    def on_backend_load(self, backend: Backend, requests: int) -> None:
+        """A backend reports how many requests it has, those of other clients included."""
+        self._load_reports += 1
+        self._apply(
             self.dispatcher.gauges(
-                ReplicaGauges(backend.replica, backend.epoch, self._gauge, requests), time.monotonic()
+                ReplicaGauges(backend.replica, backend.epoch, self._load_reports, requests), time.monotonic()
             )
         )
 
-    # --- what the dispatcher asks for ----------------------------------------------------------------
+    # --- actions of the dispatcher -------------------------------------------------------------------
 
-    def _do(self, actions: Actions) -> None:
+    def _apply(self, actions: Actions) -> None:
         for request_id, replica in actions.sends:
             request = self._requests.get(request_id)
             if request is not None and not request.placed.done():
                 request.placed.set_result(self.backends[replica])
         for fetch in actions.fetches:
-            self._copy(self._fetch(fetch, self.versions[fetch.adapter]), fetch.destination)
+            self._start_copy(self._fetch(fetch, self.versions[fetch.adapter]), fetch.destination)
         for provision in actions.provisions:
-            self._copy(self._provide(provision, self.versions[provision.adapter]), provision.replica)
+            self._start_copy(self._provide(provision, self.versions[provision.adapter]), provision.replica)
         for digest, replica in actions.deletes:
-            self._copy(self._delete(self.versions[digest], replica), replica)
+            self._start_copy(self._delete(self.versions[digest], replica), replica)
         for request_id in actions.failed:
-            self._fail(request_id)
+            self._on_adapter_unavailable(request_id)
 
-    def _fail(self, request_id: RequestId) -> None:
-        """A backend would not load a request's adapter: the next is asked, until none is left."""
+    def _on_adapter_unavailable(self, request_id: RequestId) -> None:
+        """A request's adapter could not be loaded: try the next backend, and fail the request if none is left."""
         request = self._requests.get(request_id)
         if request is None or request.adapter is None:
             return
-        request.is_known = False
-        if self._may_be_had(request.adapter):
-            self._arrive(request)
+        request.is_dispatched = False
+        if self._can_be_loaded(request.adapter):
+            self._dispatch(request)
             return
         del self._requests[request_id]
-        refusal = self._router.why(request.adapter.digest)
+        refusal = self._router.last_refusal(request.adapter.digest)
         status = 400 if refusal is not None and refusal.status < 500 else 502
         if not request.placed.done():
-            request.placed.set_exception(ApiError(status, str(refusal or "No backend could load the adapter.")))
+            why = hide_paths(str(refusal or "No backend could load the adapter."))
+            request.placed.set_exception(ApiError(status, why))
 
     async def _fetch(self, fetch: Fetch, adapter: RoutedAdapter) -> None:
         done = await self._load(adapter, fetch.destination)
-        self._do(self.dispatcher.fetched(fetch) if done else self.dispatcher.fetch_failed(fetch))
+        self._apply(self.dispatcher.fetched(fetch) if done else self.dispatcher.fetch_failed(fetch))
 
     async def _provide(self, provision: Provision, adapter: RoutedAdapter) -> None:
         if await self._load(adapter, provision.replica):
-            self._do(self.dispatcher.provided(provision))
+            self._apply(self.dispatcher.provided(provision))
         else:
-            self._do(self.dispatcher.provision_failed(provision, time.monotonic()))
+            self._apply(self.dispatcher.provision_failed(provision, time.monotonic()))
 
     async def _load(self, adapter: RoutedAdapter, replica: ReplicaId) -> bool:
         backend = self.backends[replica]
-        if not backend.is_up or self._router.avoids(adapter.digest, replica, self.dispatcher.fleet, time.monotonic()):
-            return False  # a placement counts on it nevertheless; who waits goes elsewhere
+        if not backend.is_up or self._router.is_excluded(
+            adapter.digest, replica, self.dispatcher.fleet, time.monotonic()
+        ):
+            return False  # the placement still names this backend; waiting requests go to others
         try:
             await backend.load(adapter)
-        except (BackendRefused, NotConnected) as error:
-            log.warning("adapter not loaded", backend=backend.url, reason=str(error))
-            refusal = error if isinstance(error, BackendRefused) else BackendRefused(503, f"{backend.url}: {error}")
-            self._router.refused(adapter.digest, replica, refusal, time.monotonic())
+        except (BackendRefused, ConnectFailed) as error:
+            if isinstance(error, BackendRefused):  # which has counted it
+                refusal = error
+            else:
+                backend.failed("unreachable", str(error))
+                refusal = BackendRefused(503, f"{replica}: {plain_reason(error)}")
+            self._router.on_refused(adapter.digest, replica, refusal, time.monotonic())
             return False
-        except ServerLost as error:
-            self.down(backend, f"while it loaded an adapter: {error}")
+        except BackendConnectionError as error:
+            self.on_backend_down(backend, f"while it loaded an adapter: {error}")
             return False
-        self._router.accepted(adapter.digest, replica)
+        self._router.on_loaded(adapter.digest, replica)
         self.dispatcher.on_adapter_loaded(replica, adapter.digest)
         return True
 
@@ -413,13 +419,13 @@ class BackendRouter:
         backend = self.backends[replica]
         try:
             await backend.unload(adapter)
-        except (BackendRefused, ServerLost) as error:
+        except (BackendRefused, BackendConnectionError) as error:
             log.warning("adapter not unloaded", backend=backend.url, reason=str(error))
             return
         self.dispatcher.on_adapter_evicted(replica, adapter.digest)
 
-    def _copy(self, work: Coroutine[Any, Any, None], replica: ReplicaId) -> None:
-        """Begin what a backend is to do with an adapter; it is given up when the backend is gone."""
-        task, copying = self._tasks.run(work), self._copying[replica]
-        copying.add(task)
-        task.add_done_callback(copying.discard)
+    def _start_copy(self, work: Coroutine[Any, Any, None], replica: ReplicaId) -> None:
+        """Run a load or unload in the background; it is cancelled when the backend goes down."""
+        task, copies = self._tasks.run(work), self._copies[replica]
+        copies.add(task)
+        task.add_done_callback(copies.discard)

@@ -1,7 +1,9 @@
-"""One server behind a router: requests to it, its health, and the adapters that it has."""
+"""One server behind a router: requests to it, its health, and its adapters."""
 
 import asyncio
 import re
+import time
+from collections import Counter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -11,15 +13,26 @@ from lorikeet.api.logs import log
 from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.router.adapters import RoutedAdapter
-from lorikeet.router.connections import Connections, Headers, Reply
+from lorikeet.router.connections import STUCK_S, AnswerWatch, BackendResponse, Connections, Headers
 
 ANSWER_S = 10.0
 """A backend that takes longer to answer about its health is down."""
+LOAD_S = 120.0
+"""A backend that takes longer to load an adapter has refused it."""
+REST_S = 60.0
+"""A backend that hung gets no requests for so long, whatever it says of its health."""
+_LOG_EVERY_S = 10.0
+"""Failures of one kind at one backend are logged no more often."""
+
+_PROGRESS = re.compile(
+    r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_sum)?(?:\{.*\})? (\S+)", re.MULTILINE
+)
+"""Counters that rise while it computes, whoever asked."""
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 class BackendRefused(RuntimeError):
-    """A backend did not do what it was asked to; ``status`` is its answer's."""
+    """A backend answered a call of the router with an error; ``status`` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -27,7 +40,7 @@ class BackendRefused(RuntimeError):
 
 
 class ModelCard(msgspec.Struct):
-    """A model that a backend lists; ``parent`` is None for base models."""
+    """A model in a backend's ``/v1/models``; ``parent`` is None for base models."""
 
     id: str
     root: str | None = None
@@ -35,11 +48,11 @@ class ModelCard(msgspec.Struct):
 
 
 class BackendHealth(NamedTuple):
-    """What a backend says of itself.
+    """The result of a health check.
 
     Attributes:
-        is_open: it takes new requests; else it finishes those that it has.
-        requests: running and waiting ones, None if it does not tell, or no number.
+        is_open: the backend takes new requests; else it only finishes those that it has.
+        requests: running and waiting; None if its metrics do not say.
     """
 
     is_open: bool
@@ -49,24 +62,26 @@ class BackendHealth(NamedTuple):
 class Backend:
     """A server that speaks OpenAI's API and loads adapters as vLLM does.
 
-    All that asks something of it raises ``ServerLost`` where the connection fails.
+    Every method that sends a request raises ``BackendConnectionError`` if the connection fails.
 
     Args:
-        replica: its name here.
+        replica: its id in the router.
         url: its address, without ``/v1``.
-        api_key: sent with every request; empty passes on what clients send.
+        api_key: sent with every request; empty passes on the client's key.
 
     Raises:
-        ValueError: the address is none.
+        ValueError: the address is not valid.
 
     Attributes:
-        epoch: raised whenever it comes back.
+        epoch: incremented each time it comes up.
         is_up: it answers.
         is_open: it takes new requests.
-        trouble: why it was not there when it was last asked; empty since it has come.
+        last_error: why it was not there when it was last asked; empty since it has come.
         adapters: by name, the versions that it has loaded for this router, as far as is known.
         base_cards: its base models, as it lists them.
         loads, unloads, refusals: calls so far.
+        failures: by reason, so far.
+        watch: of its answers.
     """
 
     def __init__(self, replica: ReplicaId, url: str, api_key: str = "") -> None:
@@ -75,28 +90,35 @@ class Backend:
         self.epoch = -1
         self.is_up = False
         self.is_open = False
-        self.trouble = ""
+        self.last_error = ""
         self.adapters: dict[str, AdapterDigest] = {}
         self.base_cards: list[dict[str, Any]] = []
         self.loads = self.unloads = self.refusals = 0
         self._listed: dict[str, str | None] = {}
-        """Root by name of all adapters that it lists, whoever loaded them."""
-        self._last: dict[str, AdapterDigest] = {}
-        """By name, the version that it was last known to have. Kept while it is away: its process may have lived on."""
+        """Root by name of all adapters that it lists, those of other clients included."""
+        self._last_versions: dict[str, AdapterDigest] = {}
+        """Version by name that it was last known to have. Kept while it is down: its process may live on."""
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
         """By name, as long as somebody loads or unloads under it."""
+        self.failures = Counter[str]()
+        self.watch = AnswerWatch()
+        self._logged_s: dict[str, float] = {}
+        self._rests_until_s = 0.0
+        self._progress: tuple[str, ...] = ()
         self._has_metrics = True
         self._key: Headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         self._connections = Connections(self.url)
 
     @property
     def has_own_key(self) -> bool:
-        """Whether what clients send as their key is not for this backend."""
+        """Whether the router sends its own key, and not the client's."""
         return bool(self._key)
 
-    async def open(self, method: str, path: str, headers: Headers, content: bytes | None = None) -> Reply:
-        """Send a request; return the answer once its head has come."""
-        return await self._connections.send(method, path, headers + self._key, content)
+    async def open(
+        self, method: str, path: str, headers: Headers, content: bytes | None = None, *, is_stream: bool = False
+    ) -> BackendResponse:
+        """Send a client's request; return the answer once its head has come."""
+        return await self._connections.send(method, path, headers + self._key, content, self.watch, is_stream=is_stream)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -104,41 +126,71 @@ class Backend:
 
     # --- health --------------------------------------------------------------------------------------
 
+    def failed(self, reason: str, detail: str) -> None:
+        """Count a failure, and log it unless one for the same reason was logged a moment ago."""
+        self.failures[reason] += 1
+        now = time.monotonic()
+        if now >= self._logged_s.get(reason, now):
+            self._logged_s[reason] = now + _LOG_EVERY_S
+            log.warning("backend failed", backend=self.url, reason=reason, detail=detail, times=self.failures[reason])
+
+    def hangs(self, timeout_s: float) -> bool:
+        """Whether nothing of any answer has come for ``timeout_s`` seconds of waiting; never for 0.
+
+        While it computes tokens, by its metrics, it does not hang. One without such metrics may take longer for a whole
+        answer, of which nothing comes before its end.
+        """
+        limit_s = timeout_s if self._progress or self.watch.streams else max(timeout_s, STUCK_S)
+        return timeout_s > 0 and self.watch.silent_s >= limit_s
+
+    def rest(self) -> None:
+        """Leave it alone for a while."""
+        self._rests_until_s = time.monotonic() + REST_S
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it is left alone."""
+        return time.monotonic() < self._rests_until_s
+
     async def check(self) -> BackendHealth:
-        """Ask how it is, and how many requests it has.
+        """Check its health and count its requests.
 
         Raises:
-            ServerLost: it cannot be reached.
-            TimeoutError: it does not answer.
-            Refused: it says that it is not well.
+            BackendConnectionError: it cannot be reached.
+            TimeoutError: it does not answer in time.
+            BackendRefused: ``/health`` answers neither 200 nor 503.
         """
         async with asyncio.timeout(ANSWER_S):
-            status, _ = await self._ask("GET", "/health")
+            status, _ = await self._request("GET", "/health")
             if status not in (200, 503):
                 raise self._refusal("/health", status)
             requests = await self._count_requests() if self._has_metrics else None
         return BackendHealth(status == 200, requests)
 
     async def _count_requests(self) -> int | None:
-        status, text = await self._ask("GET", "/metrics")
-        found = _REQUESTS.findall(text.decode(errors="replace")) if status == 200 else []
+        status, text = await self._request("GET", "/metrics")
+        page = text.decode(errors="replace") if status == 200 else ""
+        found, progress = _REQUESTS.findall(page), tuple(_PROGRESS.findall(page))
+        if progress != self._progress:
+            self._progress = progress
+            self.watch.heard()
         self._has_metrics = bool(found)
         try:
             return round(sum(map(float, found))) if found else None
         except (ValueError, OverflowError):
-            return None  # not a number, or infinite
+            return None  # a metric is not a number, or infinite
 
     async def list_models(self) -> None:
-        """Find out which models it has. Adapters that it lists no longer are forgotten: it was started again.
+        """Read its ``/v1/models``. Adapters that it no longer lists are forgotten, since it was restarted.
 
         Raises:
-            ServerLost: it cannot be reached.
-            TimeoutError: it does not answer.
-            Refused: it tells no models.
+            BackendConnectionError: it cannot be reached.
+            TimeoutError: it does not answer in time.
+            BackendRefused: the answer is no list of models.
         """
-        before, last = set(self.adapters), set(self._last)
+        before, last = set(self.adapters), set(self._last_versions)
         async with asyncio.timeout(ANSWER_S):
-            status, text = await self._ask("GET", "/v1/models")
+            status, text = await self._request("GET", "/v1/models")
         if status != 200:
             raise self._refusal("/v1/models", status)
         try:
@@ -152,28 +204,28 @@ class Backend:
         for name in before - self._listed.keys():
             self.adapters.pop(name, None)
         for name in last - self._listed.keys() - self.adapters.keys():
-            self._last.pop(name, None)
+            self._last_versions.pop(name, None)
 
     def _refusal(self, path: str, status: int) -> BackendRefused:
-        """Return what an answer of that status means, and what helps where that is known."""
+        """Return the error for an answer of that status, with a hint about keys where it helps."""
         if status not in (401, 403):
             return BackendRefused(status, f"{path} answers {status}")
         why = "it does not take the key of --backend-key" if self._key else "it wants a key; --backend-key gives it"
         return BackendRefused(status, f"{path} answers {status}: {why}")
 
-    def joined(self) -> None:
-        """It answers again. What it has loaded is not known, but for what it lists."""
+    def on_up(self) -> None:
+        """It answers again. Of its adapters only those that it lists are known."""
         self.epoch += 1
         self.is_up = self.is_open = True
-        self.trouble = ""
+        self.last_error = ""
         self.adapters.clear()
         self._has_metrics = True
 
-    def reopened(self) -> None:
+    def on_reopened(self) -> None:
         """It takes requests again."""
         self.is_open = self._has_metrics = True
 
-    def left(self) -> None:
+    def on_down(self) -> None:
         """It does not answer."""
         self.is_up = self.is_open = False
         self.adapters.clear()
@@ -185,23 +237,23 @@ class Backend:
         """Whether it has loaded this version."""
         return self.adapters.get(adapter.name) == adapter.digest
 
-    def adopt(self, adapter: RoutedAdapter) -> bool:
-        """Take an adapter that the backend lists for loaded, if it is from the same source and of no other version."""
+    def adopt_listed(self, adapter: RoutedAdapter) -> bool:
+        """Count a listed adapter as loaded if it has the same source and may be this version; return whether so."""
         is_new = adapter.name not in self.adapters
-        if is_new and self._listed.get(adapter.name) == adapter.source and self._may_have(adapter):
-            self._has(adapter)
+        if is_new and self._listed.get(adapter.name) == adapter.source and self._may_hold(adapter):
+            self._set_loaded(adapter)
         return self.holds(adapter)
 
-    def _may_have(self, adapter: RoutedAdapter) -> bool:
-        """Whether what it has under an adapter's name may be this version."""
-        last = self._last.get(adapter.name)
+    def _may_hold(self, adapter: RoutedAdapter) -> bool:
+        """Whether the adapter that it has under this name may be this version."""
+        last = self._last_versions.get(adapter.name)
         return not adapter.replaces if last is None else last == adapter.digest
 
-    def _has(self, adapter: RoutedAdapter) -> None:
-        self.adapters[adapter.name] = self._last[adapter.name] = adapter.digest
+    def _set_loaded(self, adapter: RoutedAdapter) -> None:
+        self.adapters[adapter.name] = self._last_versions[adapter.name] = adapter.digest
 
     def forget(self, adapter: RoutedAdapter) -> None:
-        """It says that it does not know an adapter."""
+        """It has answered that it does not know an adapter."""
         self.adapters.pop(adapter.name, None)
         self._listed.pop(adapter.name, None)
 
@@ -209,38 +261,47 @@ class Backend:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def load(self, adapter: RoutedAdapter) -> None:
-        """Load an adapter unless it is there; calls for one name follow each other. Another version is unloaded first.
+        """Load an adapter unless it is there. Another version under the name is unloaded first.
 
-        One of that name that the backend says it has, and does not list, counts unless it may be another version.
+        Calls for one name run one after the other. If the backend says that it has an adapter of that name which it
+        does not list, that one counts unless it may be another version.
 
         Raises:
-            Refused: the backend cannot load it.
+            BackendRefused: the backend cannot load it.
         """
         async with self._lock(adapter.name):
-            if self.holds(adapter) or self.adopt(adapter):
+            if self.holds(adapter) or self.adopt_listed(adapter):
                 return
             if adapter.name in self.adapters or adapter.name in self._listed:
                 await self._unload(adapter.name)
-            status, text = await self._load(adapter)
-            if _is_there(status, text) and not self._may_have(adapter):
-                await self._unload(adapter.name)
-                status, text = await self._load(adapter)
-            if status != 200 and not _is_there(status, text):
-                self.refusals += 1
-                raise BackendRefused(status, f"{self.url} cannot load adapter {adapter.name!r}: {error_text(text)}")
-            self._has(adapter)
+            try:
+                async with asyncio.timeout(LOAD_S):
+                    status, text = await self._load(adapter)
+                    if _is_already_loaded(status, text) and not self._may_hold(adapter):
+                        await self._unload(adapter.name)
+                        status, text = await self._load(adapter)
+            except TimeoutError:
+                raise self._not_loaded(504, adapter, f"not within {LOAD_S:g} s") from None
+            if status != 200 and not _is_already_loaded(status, text):
+                raise self._not_loaded(status, adapter, error_text(text))
+            self._set_loaded(adapter)
         log.info("adapter loaded", backend=self.url, adapter=adapter.name)
+
+    def _not_loaded(self, status: int, adapter: RoutedAdapter, why: str) -> BackendRefused:
+        self.refusals += 1
+        self.failed("load", f"adapter {adapter.name!r}: {why}")
+        return BackendRefused(status, f"{self.replica} cannot load adapter {adapter.name!r}: {why}")
 
     async def _load(self, adapter: RoutedAdapter) -> tuple[int, bytes]:
         self.loads += 1
         body = {"lora_name": adapter.name, "lora_path": adapter.source}
-        return await self._ask("POST", "/v1/load_lora_adapter", body)
+        return await self._request("POST", "/v1/load_lora_adapter", body)
 
     async def unload(self, adapter: RoutedAdapter) -> None:
         """Unload an adapter, unless another version has taken its place.
 
         Raises:
-            Refused: the backend does not unload it.
+            BackendRefused: the backend does not unload it.
         """
         async with self._lock(adapter.name):
             if self.holds(adapter):
@@ -248,37 +309,38 @@ class Backend:
 
     async def _unload(self, name: str) -> None:
         self.unloads += 1
-        status, text = await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        status, text = await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         if status not in (200, 404):
             self.refusals += 1
-            raise BackendRefused(status, f"{self.url} does not unload adapter {name!r}: {error_text(text)}")
+            raise BackendRefused(status, f"{self.replica} does not unload adapter {name!r}: {error_text(text)}")
         self.adapters.pop(name, None)
         self._listed.pop(name, None)
-        self._last.pop(name, None)
+        self._last_versions.pop(name, None)
         log.info("adapter unloaded", backend=self.url, adapter=name)
 
     async def tokenize(self, model: str, text: str) -> list[int]:
-        """Return the tokens of a text that goes on a prompt.
+        """Return the token ids of a text that continues a prompt.
 
         Raises:
-            Refused: it has no ``/tokenize``.
+            BackendRefused: it has no ``/tokenize``.
         """
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        status, answer = await self._ask("POST", "/tokenize", body)
+        status, answer = await self._request("POST", "/tokenize", body)
         try:
             return msgspec.convert(msgspec.json.decode(answer)["tokens"], list[int])
         except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError) as error:
-            raise BackendRefused(status, f"{self.url} does not tokenize: {error_text(answer)}") from error
+            raise BackendRefused(status, f"{self.replica} does not tokenize: {error_text(answer)}") from error
 
-    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
         headers: Headers = [] if body is None else [(b"content-type", b"application/json")]
-        reply = await self.open(method, path, headers, None if body is None else msgspec.json.encode(body))
+        content = None if body is None else msgspec.json.encode(body)
+        reply = await self._connections.send(method, path, headers + self._key, content)
         try:
             return reply.status, await reply.read()
         finally:
             reply.close()
 
 
-def _is_there(status: int, text: bytes) -> bool:
-    """Whether a backend did not load an adapter because it has one of that name."""
+def _is_already_loaded(status: int, text: bytes) -> bool:
+    """Whether a load failed because the backend has an adapter of that name."""
     return status != 200 and b"already been loaded" in text

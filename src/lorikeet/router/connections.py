@@ -1,9 +1,11 @@
-"""HTTP to one server, over connections that are kept; an answer is handed on as it arrives.
+"""HTTP to one backend over kept-alive connections; a response is passed on as it arrives.
 
 Why aiohttp's client: docs/decisions/the-router-speaks-http.md.
 """
 
 import asyncio
+import os
+import time
 from errno import EADDRNOTAVAIL, ECONNREFUSED, EHOSTUNREACH, EMFILE, ENFILE, ENOBUFS, ENOMEM
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -15,69 +17,141 @@ from yarl import URL
 CONNECT_S = 5.0
 _KEEP_ALIVE_S = 4.0
 """Less than the 5 s after which uvicorn, and with it vLLM, closes idle connections."""
-_MOST_BUFFERED_BYTES = 2**18
-"""Of an answer that its reader does not keep up with; more stays with the server."""
-_OWN_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-"""Which aiohttp would add, to what is to be passed on as it came."""
+_MAX_BUFFERED_BYTES = 2**18
+"""Most bytes of a response that are buffered for a slow reader; the rest stays with the server."""
+_SKIPPED_AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+"""Headers that aiohttp would add. The client's headers are passed on as they came."""
 
-_AT_ONCE_S = 1.0
+STUCK_S = 600.0
+"""An answer of which nothing comes for so long is given up, whatever else its server does."""
+
+_STALE_WITHIN_S = 1.0
 """A kept connection that broke so soon after a request was sent had most likely ended before."""
-_NOBODY_THERE = (ECONNREFUSED, EHOSTUNREACH)
-_OWN_WANT = (EMFILE, ENFILE, ENOBUFS, ENOMEM, EADDRNOTAVAIL)
+_NO_LISTENER_ERRNOS = (ECONNREFUSED, EHOSTUNREACH)
+_LOCAL_ERRNOS = (EMFILE, ENFILE, ENOBUFS, ENOMEM, EADDRNOTAVAIL)
 
 Headers = list[tuple[bytes, bytes]]
 
 
-class ServerLost(Exception):
-    """A server cannot be reached, or its connection broke."""
+class BackendConnectionError(Exception):
+    """A backend cannot be reached, or its connection broke."""
 
 
-class Unreachable(ServerLost):
-    """Nobody listens there."""
+class BackendUnreachable(BackendConnectionError):
+    """Nothing listens at the address."""
 
 
-class NotConnected(ServerLost):
-    """No connection could be made, though somebody may be there: its name is not known, say, or it took too long."""
+class ConnectFailed(BackendConnectionError):
+    """No connection could be made, for example because the name did not resolve or it took too long."""
 
 
-class NoSocket(NotConnected):
-    """No connection could be made for want of something on this machine, which tells nothing of the server."""
+class LocalSocketError(ConnectFailed):
+    """This machine has no socket or port left, which says nothing about the server."""
 
 
-class Broken(ServerLost):
-    """A connection ended, or made no sense, before the answer was whole."""
+class ConnectionBroken(BackendConnectionError):
+    """A connection ended, or sent invalid HTTP, before the response was whole."""
 
 
-class Reply:
+def plain_reason(error: Exception) -> str:
+    """Return what went wrong with a server, in words for clients: without its address."""
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    if isinstance(error, LocalSocketError):
+        return f"no connection to it could be made: {error}"
+    if isinstance(error, BackendUnreachable | ConnectFailed):
+        return "it cannot be reached"
+    return "its connection broke" if isinstance(error, BackendConnectionError) else str(error) or type(error).__name__
+
+
+class AnswerWatch:
+    """How long answers of one server have been waited for since anything of any of them came.
+
+    A server with much to do answers one request after the other, so a request that waits long says little. A server of
+    which nothing comes at all, while something is asked of it, hangs.
+
+    Attributes:
+        streams: how many of the waits are for a piece of a stream.
+    """
+
+    def __init__(self) -> None:
+        self.streams = 0
+        self._waits = 0
+        self._began_s = self._before_s = 0.0
+
+    def begin(self, *, is_stream: bool) -> None:
+        """Something of an answer is waited for."""
+        if not self._waits:
+            self._began_s = time.monotonic()
+        self._waits += 1
+        self.streams += is_stream
+
+    def end(self, *, is_stream: bool, has_come: bool) -> None:
+        """It has come, or is not waited for any more."""
+        self._waits -= 1
+        self.streams -= is_stream
+        if has_come:
+            self.heard()
+        elif not self._waits:
+            self._before_s += time.monotonic() - self._began_s
+
+    def heard(self) -> None:
+        """The server has done something."""
+        self._before_s, self._began_s = 0.0, time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds of waiting since something came. Time in which nothing is asked of the server does not count."""
+        return self._before_s + (time.monotonic() - self._began_s if self._waits else 0.0)
+
+
+class BackendResponse:
     """An answer, from its head on. It must be read to its end, or closed.
+
+    Args:
+        response: whose head has come.
+        watch: is told of each wait.
+        is_stream: whether the answer comes in pieces.
 
     Attributes:
         status: HTTP status.
-        headers: names in lower case, in their order.
+        headers: in the order received, names in lower case.
     """
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(
+        self, response: aiohttp.ClientResponse, watch: AnswerWatch | None = None, *, is_stream: bool = False
+    ) -> None:
+        self._watch = watch
+        self._is_stream = is_stream
         self.status = response.status
         self.headers: Headers = [(name.lower(), value) for name, value in response.raw_headers]
         self._response = response
         self._content: bytes | None = None
 
     async def piece(self) -> bytes:
-        """Return what has arrived since the last call, at least one byte; nothing at the end.
+        """Return the bytes that arrived since the last call, at least one; empty at the end.
 
         Raises:
-            Broken: the connection ended before the answer. What had arrived by then and was not read is lost.
+            ConnectionBroken: the connection ended before the response; bytes that were not read are lost.
         """
+        watch, has_come = self._watch, False
+        if watch is not None:
+            watch.begin(is_stream=self._is_stream)
         try:
-            return await self._response.content.readany()
+            piece = await self._response.content.readany()
+            has_come = True
         except aiohttp.ClientError as error:
-            raise Broken(_why(error)) from error
+            raise ConnectionBroken(_why(error)) from error
+        finally:
+            if watch is not None:
+                watch.end(is_stream=self._is_stream, has_come=has_come)
+        return piece
 
     async def read(self) -> bytes:
         """Return the whole body; a second call returns it again.
 
         Raises:
-            Broken: the connection ended before the answer.
+            ConnectionBroken: the connection ended before the response.
         """
         if self._content is None:
             content = bytearray()
@@ -87,7 +161,7 @@ class Reply:
         return self._content
 
     def close(self) -> None:
-        """Hang up, unless all has arrived."""
+        """Close the connection unless the whole response has arrived."""
         self._response.close()
 
 
@@ -95,10 +169,10 @@ class Connections:
     """All connections to one server.
 
     Args:
-        url: its address; what follows the host goes before every path.
+        url: its address; a path in it is put before every path.
 
     Raises:
-        ValueError: it is no address of a server.
+        ValueError: it is not an http or https URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -108,76 +182,90 @@ class Connections:
         self._url = url.rstrip("/")
         self._opened: aiohttp.ClientSession | None = None
 
-    async def send(self, method: str, path: str, headers: Headers, content: bytes | None = None) -> Reply:
-        """Send a request; return the answer as soon as its head has come.
+    async def send(
+        self,
+        method: str,
+        path: str,
+        headers: Headers,
+        content: bytes | None = None,
+        watch: AnswerWatch | None = None,
+        *,
+        is_stream: bool = False,
+    ) -> BackendResponse:
+        """Send a request; return the answer as soon as its head has come. ``watch`` is told of each wait for it.
 
-        Where a kept connection ends at once, before an answer, the request is sent once more: as a rule the server has
-        closed it while it was idle, and has not seen the request. One that ends later may have ended by the request.
+        If a reused connection ends immediately, without a response, the request is sent once more: the server has most
+        likely closed the idle connection and not seen the request. If it ends later, the request may be the cause.
 
         Raises:
-            Unreachable: nobody listens.
-            NotConnected: no connection could be made for another reason.
-            Broken: the connection ended before an answer.
+            BackendUnreachable: nothing listens.
+            ConnectFailed: no connection could be made for another reason.
+            ConnectionBroken: the connection ended before a response.
         """
         url = URL(self._url + path, encoded=True)
         given = CIMultiDict((name.decode(), value.decode(errors="replace")) for name, value in headers)
         may_resend = True
         while True:
-            attempt = SimpleNamespace(kept_until_s=None)
+            attempt, has_come = SimpleNamespace(reused_at_s=None), False
+            if watch is not None:
+                watch.begin(is_stream=is_stream)
             try:
-                return Reply(
-                    await self._session.request(
-                        method, url, headers=given, data=content, allow_redirects=False, trace_request_ctx=attempt
-                    )
+                response = await self._session.request(
+                    method, url, headers=given, data=content, allow_redirects=False, trace_request_ctx=attempt
                 )
+                has_come = True
+                return BackendResponse(response, watch, is_stream=is_stream)
             except aiohttp.ClientConnectorError as error:
                 raise _not_connected(error) from error
             except aiohttp.ConnectionTimeoutError as error:
-                raise NotConnected(_why(error)) from error
+                raise ConnectFailed(_why(error)) from error
             except aiohttp.ClientError as error:
-                if not (may_resend and _had_ended(attempt, error)):
-                    raise Broken(_why(error)) from error
+                if not (may_resend and _was_stale(attempt, error)):
+                    raise ConnectionBroken(_why(error)) from error
                 may_resend = False
+            finally:
+                if watch is not None:
+                    watch.end(is_stream=is_stream, has_come=has_come)
 
     async def close(self) -> None:
-        """Close all of them."""
+        """Close all connections."""
         if self._opened is not None:
             await self._opened.close()
 
     @property
     def _session(self) -> aiohttp.ClientSession:
-        """What keeps the connections; belongs to the event loop that first sends."""
+        """The client session; it belongs to the event loop that sends first."""
         if self._opened is None:
             tracing = aiohttp.TraceConfig()
-            tracing.on_connection_reuseconn.append(_note_kept)
+            tracing.on_connection_reuseconn.append(_note_reused)
             self._opened = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=STUCK_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=_OWN_HEADERS,
+                skip_auto_headers=_SKIPPED_AUTO_HEADERS,
                 auto_decompress=False,
-                read_bufsize=_MOST_BUFFERED_BYTES // 2,  # it stops reading at twice as much
+                read_bufsize=_MAX_BUFFERED_BYTES // 2,  # it stops reading at twice as much
                 trace_configs=[tracing],
             )
         return self._opened
 
 
-async def _note_kept(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
-    context.trace_request_ctx.kept_until_s = asyncio.get_running_loop().time()
+async def _note_reused(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
+    context.trace_request_ctx.reused_at_s = asyncio.get_running_loop().time()
 
 
-def _had_ended(attempt: SimpleNamespace, error: aiohttp.ClientError) -> bool:
-    """Whether a connection broke that was kept, and at once."""
-    if attempt.kept_until_s is None or not isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
+def _was_stale(attempt: SimpleNamespace, error: aiohttp.ClientError) -> bool:
+    """Whether a reused connection broke immediately."""
+    if attempt.reused_at_s is None or not isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError):
         return False
-    return bool(asyncio.get_running_loop().time() - attempt.kept_until_s < _AT_ONCE_S)
+    return bool(asyncio.get_running_loop().time() - attempt.reused_at_s < _STALE_WITHIN_S)
 
 
-def _not_connected(error: aiohttp.ClientConnectorError) -> ServerLost:
+def _not_connected(error: aiohttp.ClientConnectorError) -> BackendConnectionError:
     number, why = error.os_error.errno, _why(error)
-    if number in _NOBODY_THERE:
-        return Unreachable(why)
-    return NoSocket(why) if number in _OWN_WANT else NotConnected(why)
+    if number in _NO_LISTENER_ERRNOS:
+        return BackendUnreachable(why)
+    return LocalSocketError(os.strerror(number)) if number in _LOCAL_ERRNOS else ConnectFailed(why)
 
 
 def _why(error: Exception) -> str:

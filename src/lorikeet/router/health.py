@@ -8,64 +8,72 @@ from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused
-from lorikeet.router.connections import NoSocket, ServerLost
+from lorikeet.router.connections import BackendConnectionError, LocalSocketError, plain_reason
 
 HEALTH_S = 1.0
 """Backends are asked how they are so often."""
+TIMEOUT_S = 60.0
+"""A backend hangs if for so long nothing of any answer has come that is waited for."""
 MODELS_EVERY = 5
-"""With one of so many of these calls, which models they have."""
+"""Every fifth health check also lists the backend's models."""
 
 
 class HealthMonitor:
-    """Tells a backend_router who is there.
+    """Polls backends and reports those that come up, go down or drain to the backend router.
 
     Args:
         backend_router: of the backends.
         adapters: those that clients may ask for now, by name.
         health_s: time between two calls to a backend.
+        timeout_s: a backend of which no answer comes for so long hangs; 0 for never.
     """
 
     def __init__(
-        self, backend_router: BackendRouter, adapters: Mapping[str, RoutedAdapter], health_s: float = HEALTH_S
+        self,
+        backend_router: BackendRouter,
+        adapters: Mapping[str, RoutedAdapter],
+        health_s: float = HEALTH_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
+        self._timeout_s = timeout_s
         self._backend_router = backend_router
         self._adapters = adapters
         self._health_s = health_s
-        self._suspected = {replica: asyncio.Event() for replica in backend_router.backends}
+        self._check_now = {replica: asyncio.Event() for replica in backend_router.backends}
         self._tasks = BackgroundTasks()
 
     async def start(self) -> None:
-        """Ask everybody once; go on with that beside the requests."""
+        """Check all backends once, then keep checking in the background."""
         backends = self._backend_router.backends.values()
-        await asyncio.gather(*(self._look(backend, wants_models=True) for backend in backends))
+        await asyncio.gather(*(self._check_safely(backend, wants_models=True) for backend in backends))
         for backend in backends:
             self._tasks.run(self._watch(backend))
 
     async def close(self) -> None:
-        """Ask no longer."""
+        """Stop checking."""
         await self._tasks.close()
 
-    def suspect(self, backend: Backend) -> None:
-        """Something went wrong with a backend: ask it at once."""
-        self._suspected[backend.replica].set()
+    def check_soon(self, backend: Backend) -> None:
+        """Check a backend immediately, since a request to it has failed."""
+        self._check_now[backend.replica].set()
 
     async def _watch(self, backend: Backend) -> None:
-        suspected, calls = self._suspected[backend.replica], 0
+        check_now, calls = self._check_now[backend.replica], 0
         while True:
             try:
                 async with asyncio.timeout(self._health_s):
-                    await suspected.wait()
+                    await check_now.wait()
             except TimeoutError:
                 calls += 1
-            suspected.clear()
-            await self._look(backend, wants_models=calls % MODELS_EVERY == 0)
+            check_now.clear()
+            await self._check_safely(backend, wants_models=calls % MODELS_EVERY == 0)
 
-    async def _look(self, backend: Backend, *, wants_models: bool) -> None:
-        """Ask a backend once; what nobody foresaw is no reason to ask it never again."""
+    async def _check_safely(self, backend: Backend, *, wants_models: bool) -> None:
+        """Check a backend once; an unexpected error is logged and does not end the checks."""
         try:
             await self._check(backend, wants_models=wants_models)
         except Exception:
-            log.exception("a backend could not be looked after", backend=backend.url)
+            log.exception("health check failed unexpectedly", backend=backend.url)
 
     async def _check(self, backend: Backend, *, wants_models: bool) -> None:
         backend_router = self._backend_router
@@ -73,23 +81,32 @@ class HealthMonitor:
             health = await backend.check()
             if wants_models or not backend.is_up or (health.is_open and not backend.is_open):
                 await backend.list_models()
-        except NoSocket as error:
-            log.warning("backend cannot be asked", backend=backend.url, reason=str(error))
+        except LocalSocketError as error:
+            log.warning("backend cannot be checked", backend=backend.url, reason=str(error))
             return
-        except (ServerLost, TimeoutError, BackendRefused) as error:
-            why = str(error) or type(error).__name__
-            if not backend.is_up and why != backend.trouble:
+        except (BackendConnectionError, TimeoutError, BackendRefused) as error:
+            why, told = str(error) or type(error).__name__, plain_reason(error)
+            if not backend.is_up and told != backend.last_error:
                 log.warning("backend not there", backend=backend.url, reason=why)
-            backend.trouble = why
-            backend_router.down(backend, why)
+            if backend.is_up:
+                backend.failed("health", why)
+            backend.last_error = told
+            backend_router.on_backend_down(backend, why)
+            return
+        if backend.is_up and backend.hangs(self._timeout_s):
+            backend.last_error = f"nothing of its answers came for {self._timeout_s:g} s"
+            backend.failed("hangs", backend.last_error)
+            backend.rest()
+            backend_router.on_backend_down(backend, backend.last_error)
+        if backend.is_resting:
             return
         if health.is_open and not backend.is_up:
-            backend_router.up(backend, self._adapters.values())
+            backend_router.on_backend_up(backend, self._adapters.values())
         elif health.is_open and not backend.is_open:
-            backend_router.reopen(backend)
+            backend_router.on_backend_reopened(backend)
         elif backend.is_open and not health.is_open:
-            backend_router.drain(backend)
+            backend_router.on_backend_draining(backend)
         elif not backend.is_up:
-            backend.trouble = "it takes no requests"
+            backend.last_error = "it takes no requests"
         if backend.is_up and health.requests is not None:
-            backend_router.gauge(backend, health.requests)
+            backend_router.on_backend_load(backend, health.requests)

@@ -1,4 +1,4 @@
-"""The state of a router's backends, as ``/v1/cluster`` shows it and as Prometheus metrics."""
+"""The state of a router's backends, for ``/v1/cluster`` and as Prometheus metrics."""
 
 from collections.abc import Iterator
 
@@ -6,13 +6,15 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lorikeet.api.connections import ConnectionStats
+from lorikeet.api.metrics import ConnectionCollector
 from lorikeet.client.state import ClusterState, CopyCounts, ReplicaState
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend
 
 
 def router_state(backend_router: BackendRouter) -> ClusterState:
-    """Return backends, and where adapters belong. Requests of other clients count as running."""
+    """Return the backends and the placement. Requests of other clients count as running."""
     fleet, table = backend_router.dispatcher.fleet, backend_router.dispatcher.router.table
     index = {info.replica: at for at, info in enumerate(fleet.infos())}
 
@@ -55,6 +57,9 @@ class RouterMetrics:
 
     Args:
         backend_router: of the backends.
+
+    Attributes:
+        connections: counts those that were closed for a limit.
     """
 
     def __init__(self, backend_router: BackendRouter) -> None:
@@ -62,15 +67,17 @@ class RouterMetrics:
         ended = Counter("lorikeet:route_requests", "Requests ended.", ("outcome",), registry=self.registry)
         self._ended = {outcome: ended.labels(outcome=outcome) for outcome in _OUTCOMES}
         self.retried = Counter(
-            "lorikeet:route_retries", "Requests begun anew, before any of the answer was sent.", registry=self.registry
+            "lorikeet:route_retries", "Requests sent again, before any of the answer was sent.", registry=self.registry
         )
         self.continued = Counter(
             "lorikeet:route_continued", "Answers that went on at another backend.", registry=self.registry
         )
         self.registry.register(_Backends(backend_router))
+        self.connections = ConnectionStats()
+        self.registry.register(ConnectionCollector(self.connections.closed, {}))
 
     def ended(self, outcome: str) -> None:
-        """Count a request: ``complete``, ``failed``, or ``left`` by its client."""
+        """Count a request that ended: ``complete``, ``failed``, or ``left`` if its client hung up."""
         self._ended[outcome].inc()
 
     def page(self) -> bytes:
@@ -79,16 +86,21 @@ class RouterMetrics:
 
 
 class _Backends(Collector):
+    """Gauges and counters of each backend, read at every scrape."""
+
     def __init__(self, backend_router: BackendRouter) -> None:
         self._backend_router = backend_router
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is known of each backend."""
+        """Yield the metrics."""
         up = GaugeMetricFamily("lorikeet:route_backend_up", "Whether it answers.", labels=["backend"])
         requests = GaugeMetricFamily("lorikeet:route_backend_requests", "Requests there.", labels=["backend"])
         adapters = GaugeMetricFamily("lorikeet:route_backend_adapters", "Adapters loaded.", labels=["backend"])
         changes = CounterMetricFamily(
             "lorikeet:route_adapter_calls", "Calls to load and unload adapters.", labels=["backend", "call"]
+        )
+        failures = CounterMetricFamily(
+            "lorikeet:backend_failures", "Failures of a backend.", labels=["backend", "reason"]
         )
         for state in router_state(self._backend_router).replicas:
             up.add_metric([state.address], float(state.alive))
@@ -97,4 +109,6 @@ class _Backends(Collector):
         for backend in self._backend_router.backends.values():
             for call, count in (("load", backend.loads), ("unload", backend.unloads), ("refused", backend.refusals)):
                 changes.add_metric([backend.url, call], float(count))
-        yield from (up, requests, adapters, changes)
+            for reason, count in sorted(backend.failures.items()):
+                failures.add_metric([backend.url, reason], float(count))
+        yield from (up, requests, adapters, changes, failures)

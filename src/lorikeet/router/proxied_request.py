@@ -1,7 +1,7 @@
-"""A request on its way through a router.
+"""A request that passes through the router.
 
-Its body says which model it asks for and how long prompt and answer will be. Its state is shared by the task that
-proxies it and by the backend router that places it.
+``RequestBody`` reads what routing needs from the body: the model, and the lengths of prompt and answer.
+``ProxiedRequest`` is the state that the proxy task and the backend router share.
 """
 
 import asyncio
@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from lorikeet.api.body_structure import BodyStructure, check_structure
 from lorikeet.api.errors import ApiError, bad_request
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.cluster.routing.fleet import RequestAverages
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId, RequestId
@@ -20,12 +22,16 @@ from lorikeet.router.backends import Backend
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion whose body does not say; OpenAI's, vLLM's and Lorikeet's."""
+"""Default of ``max_tokens`` in completions, for OpenAI, vLLM and Lorikeet."""
 
 _KEY_BYTES, _KEY_TOKENS = 64, 16
-"""Of one block of a prompt, where routing compares prompts: text by its bytes, or token ids."""
-_MOST_KEYS = 1024
-"""Of a longer prompt the start is compared."""
+"""Size of a prompt block, in bytes of text or in token ids. Routing compares prompts by hashes of their blocks."""
+_MAX_KEYS = 1024
+"""Most blocks that are hashed; of longer prompts only the start is compared."""
+
+
+_MOST = BodyStructure(depth=100, containers=2**16, keys=2**18, values=2**21)
+"""Of a large body, which would hold up every stream while it is decoded."""
 
 
 class RequestBody:
@@ -36,14 +42,16 @@ class RequestBody:
         content: the body.
 
     Attributes:
-        fields: of the body, those that nobody here knows included.
-        content: as it came.
+        fields: the parsed body, unknown fields included.
+        content: the bytes as received.
 
     Raises:
-        ApiError: 400, it is no JSON object, or names its model by something else than text.
+        ApiError: 400, it is no JSON object, or ``model`` is no string.
     """
 
     def __init__(self, path: str, content: bytes) -> None:
+        if len(content) > SMALL_BODY_BYTES:
+            check_structure(content, _MOST)
         try:
             fields = msgspec.json.decode(content)
         except msgspec.DecodeError as error:
@@ -58,22 +66,22 @@ class RequestBody:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is a conversation."""
+        """Whether it is a chat completion."""
         return self.path == CHAT
 
     @property
     def model(self) -> str:
-        """What it asks for; empty for whatever the backend takes then."""
+        """The model that it names; empty for the backend's default."""
         return self.fields.get("model") or ""
 
     @property
     def streams(self) -> bool:
-        """Whether the answer comes in pieces."""
+        """Whether the answer is streamed."""
         return self.fields.get("stream") is True
 
     @property
     def max_tokens(self) -> int | None:
-        """Most tokens of the answer, None for no limit of its own."""
+        """Most tokens of the answer; None if the body sets no limit."""
         limits = [self.fields.get("max_tokens")]
         if self.is_chat:
             limits.insert(0, self.fields.get("max_completion_tokens"))
@@ -82,18 +90,18 @@ class RequestBody:
 
 
 class PromptLengths:
-    """Guesses tokens of prompts from their characters, by those that have been counted by a backend."""
+    """Estimates the tokens of prompts from their characters, by the ratio that backends have reported."""
 
     def __init__(self) -> None:
         self._characters, self._tokens = 400.0, 100.0  # as if one had been seen
 
     def tokens(self, body: RequestBody) -> int:
-        """Return the tokens of a prompt: exact for token ids, a guess for text."""
+        """Return the number of tokens of a prompt: exact for token ids, estimated for text."""
         ids, characters = _size(body)
         return max(1, ids + round(characters * self._tokens / self._characters))
 
     def learn(self, body: RequestBody, tokens: int) -> None:
-        """Take in how many tokens a backend has counted."""
+        """Update the ratio with the number of tokens that a backend has counted."""
         ids, characters = _size(body)
         if characters and not ids:
             self._characters = 0.99 * self._characters + characters
@@ -101,7 +109,7 @@ class PromptLengths:
 
 
 def _size(body: RequestBody) -> tuple[int, int]:
-    """Return token ids and characters of a prompt."""
+    """Return the number of token ids and of characters of a prompt."""
     prompt = body.fields.get("messages" if body.is_chat else "prompt")
     if isinstance(prompt, str):
         return 0, len(prompt)
@@ -131,16 +139,16 @@ def routing_request(
     *,
     wants_keys: bool,
 ) -> RoutingRequest:
-    """Return a body as routing sees it.
+    """Return what routing needs to know of a request.
 
     Args:
-        request_id: of the request.
+        request_id: unique id.
         body: its body.
-        adapter: that it asks for, None for the base model.
+        adapter: that it names, None for the base model.
         prompt_tokens: of the prompt.
-        output_tokens: those that have been generated elsewhere.
-        averages: say how long answers are.
-        wants_keys: compute keys of the prompt's blocks.
+        output_tokens: generated so far, at other backends.
+        averages: give the expected length of the answer.
+        wants_keys: also compute the hashes of the prompt's blocks.
     """
     expected = averages.output_tokens
     if body.max_tokens is not None:
@@ -159,26 +167,26 @@ def routing_request(
 
 
 def _keys(body: RequestBody, adapter: RoutedAdapter | None) -> tuple[bytes, ...]:
-    """Return the keys of a prompt's blocks: two prompts share those of what they have in common at their start."""
+    """Return the hashes of a prompt's blocks; prompts with a common prefix share the hashes of its blocks."""
     digest = None if adapter is None else adapter.digest
     prompt = body.fields.get("messages" if body.is_chat else "prompt")
     try:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return tuple(block_keys(digest, prompt[: _MOST_KEYS * _KEY_TOKENS], _KEY_TOKENS))
+            return tuple(block_keys(digest, prompt[: _MAX_KEYS * _KEY_TOKENS], _KEY_TOKENS))
     except (TypeError, OverflowError):
-        return ()  # no token ids: the backend will say so
+        return ()  # invalid token ids, which the backend will refuse
     text = prompt.encode() if isinstance(prompt, str) else msgspec.json.encode(prompt)
-    return tuple(block_keys(digest, list(text[: _MOST_KEYS * _KEY_BYTES]), _KEY_BYTES))
+    return tuple(block_keys(digest, list(text[: _MAX_KEYS * _KEY_BYTES]), _KEY_BYTES))
 
 
-MOST_LOSSES = 3
-"""A request is given up when its backend has been lost so many times: it may be what ends them."""
+MAX_LOSSES = 3
+"""A request fails after losing its backend this many times, since it may be what crashes them."""
 
 _T = TypeVar("_T")
 
 
 class BackendLost(Exception):
-    """The backend of a request is gone, or does not take it; the request must be placed again."""
+    """The backend of a request is gone, or did not take it; the request must be placed again."""
 
 
 class ProxiedRequest:
@@ -187,16 +195,16 @@ class ProxiedRequest:
     Args:
         request_id: unique among all requests of the router.
         body: its body.
-        adapter: that it asks for, None for the base model.
-        prompt_tokens: of its prompt, counted or guessed.
+        adapter: that it names, None for the base model.
+        prompt_tokens: of its prompt, counted or estimated.
 
     Attributes:
-        placed: done as soon as a backend has been found and has the adapter.
-        backend: where it is, or was last.
-        failed_at: backends that have failed it, which are avoided while another is open.
-        output_tokens: that earlier backends have given.
-        is_known: the dispatcher counts it.
-        is_started: its backend has given a token since it was placed.
+        placed: set to the backend once one is chosen and has the adapter.
+        backend: the current one, or the last one.
+        failed_at: backends that have failed it; they are avoided while another is open.
+        output_tokens: generated by earlier backends.
+        is_dispatched: the dispatcher counts it.
+        is_started: its current backend has sent a token.
     """
 
     placed: "asyncio.Future[Backend]"
@@ -211,39 +219,39 @@ class ProxiedRequest:
         self.backend: Backend | None = None
         self.failed_at: set[ReplicaId] = set()
         self.output_tokens = 0
-        self.is_known = False
+        self.is_dispatched = False
         self.is_started = False
         self._losses = 0
         self._is_lost = False
         self._scope: asyncio.Timeout | None = None
 
     def begin(self) -> None:
-        """It is to be placed, perhaps once more."""
+        """Prepare it to be placed, for the first time or again."""
         self.placed = asyncio.get_running_loop().create_future()
         self._is_lost = self.is_started = False
 
     def count_loss(self) -> None:
-        """Its backend was lost while it answered, or was asked to load the adapter.
+        """Count that its backend was lost while it answered or loaded the adapter.
 
         Raises:
-            ApiError: that has happened too often.
+            ApiError: 502, that has happened too often.
         """
         self._losses += 1
-        if self._losses == MOST_LOSSES:
-            raise ApiError(502, f"The backend of this request was lost, {MOST_LOSSES} times: it is given up.")
+        if self._losses == MAX_LOSSES:
+            raise ApiError(502, f"The backend of this request was lost {MAX_LOSSES} times; it is not tried again.")
 
-    def lose(self) -> None:
-        """Its backend is gone: whatever it waits for from there ends with ``BackendLost``."""
+    def mark_lost(self) -> None:
+        """Its backend is gone: what it awaits from there ends with ``BackendLost``."""
         if not self._is_lost:
             self._is_lost = True
             if self._scope is not None:
                 self._scope.reschedule(0.0)
 
-    async def unless_lost(self, work: Callable[[], Awaitable[_T]]) -> _T:
-        """Wait for something from its backend.
+    async def run_unless_lost(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Run ``work``, which waits for the backend, and return its result.
 
         Raises:
-            Lost: the backend is gone; the work was cancelled.
+            BackendLost: the backend is gone; the work was cancelled.
         """
         if self._is_lost:
             raise BackendLost

@@ -1,4 +1,4 @@
-"""Sends one request to the backend that is found for it, and on to another one if that backend is lost."""
+"""Proxies a request to the backend chosen for it, and resumes it at another one if that backend is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,15 +10,25 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.api.errors import ApiError
+from lorikeet.api.errors import ApiError, hide_paths
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
+from lorikeet.api.threads import off_the_loop
 from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import RequestId
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused
 from lorikeet.router.catalog import ModelCatalog
-from lorikeet.router.connections import Broken, Headers, Reply, ServerLost, Unreachable
+from lorikeet.router.connections import (
+    BackendConnectionError,
+    BackendResponse,
+    BackendUnreachable,
+    ConnectionBroken,
+    Headers,
+    LocalSocketError,
+    plain_reason,
+)
 from lorikeet.router.health import HealthMonitor
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import BackendLost, PromptLengths, ProxiedRequest, RequestBody
@@ -31,30 +41,38 @@ from lorikeet.router.resumable_answer import (
     why_not_resumable,
 )
 
-MOST_FAILURES = 3
-"""A request is given up after so many failures in a row that are not the end of a backend."""
+MAX_FAILURES = 3
+"""A request fails after this many failures in a row, not counting lost backends."""
 _PAUSE_S = 0.1
-"""Before a request is tried for the third time; longer before the next."""
-_FINAL = (501, 504)
-"""Failures that are not tried again: what one backend does not know no other does, and what took too long would only
-take that long once more."""
-_BUSY = 429
-_BUSY_PAUSE_S, _MOST_BUSY_PAUSE_S = 1.0, 10.0
-"""Before a stream asks again where a backend was busy: if that does not say how long, and at most."""
+"""Seconds before the third attempt; longer before each further one."""
+_NOT_RETRIED = (501, 504)
+"""Statuses that are not retried: what one backend does not support no other does, and a time-out would only repeat."""
+_TOO_MANY_REQUESTS = 429
+_BUSY_PAUSE_S, _MAX_BUSY_PAUSE_S = 1.0, 10.0
+"""Seconds before a stream is resumed at a busy backend: if it sends no Retry-After, and at most."""
 
-_OF_THE_CONNECTION = frozenset(
+_WITHHELD_REQUEST_HEADERS = frozenset(
     b"host connection keep-alive transfer-encoding te trailer upgrade expect content-length accept-encoding "
     b"proxy-authorization proxy-connection x-request-id origin sec-fetch-site".split()
 )
-"""Headers that are not passed on. What web pages may do is the router's own to say."""
-_NOT_ANSWERED = frozenset(
+"""Request headers that are not passed on. The router itself decides which web pages may use it."""
+_WITHHELD_RESPONSE_HEADERS = frozenset(
     b"connection keep-alive transfer-encoding content-length content-encoding date server".split()
 )
-"""Of an answer; nor those by which a backend says what web pages may do."""
+"""Response headers that are not passed on; nor are those of CORS (``access-control-…``)."""
 
 
 class StreamCut(Exception):
-    """A stream ended before its end mark."""
+    """A backend has not given the answer, or the stream ended before its end mark.
+
+    Args:
+        message: what came instead; for clients.
+        reason: as it counts; empty to count nothing.
+    """
+
+    def __init__(self, message: str, reason: str = "broken") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class RouterParts(NamedTuple):
@@ -65,7 +83,7 @@ class RouterParts(NamedTuple):
     monitor: HealthMonitor
     metrics: RouterMetrics
     lengths: PromptLengths
-    numbers: "count[int]"
+    request_numbers: "count[int]"
 
 
 class _Whole(msgspec.Struct):
@@ -73,31 +91,32 @@ class _Whole(msgspec.Struct):
 
 
 async def forward(http: Request, path: str, parts: RouterParts) -> Response:
-    """Answer a request of one of the two completion routes.
+    """Proxy a request of one of the two completion routes.
 
     Raises:
-        ApiError: it makes no sense, asks for an unknown model, or no backend can answer it.
+        ApiError: its body is not valid, it names an unknown model, or no backend can answer it.
     """
-    body = RequestBody(path, await http.body())
+    content = await http.body()
+    body = await off_the_loop(partial(RequestBody, path, content), len(content) - SMALL_BODY_BYTES)
     adapter = parts.catalog.find(body.model)
     prompt_tokens = parts.lengths.tokens(body)
-    request_id = RequestId(f"{http.state.request_id}-{next(parts.numbers)}")
-    passage = ProxyTask(http, ProxiedRequest(request_id, body, adapter, prompt_tokens), parts)
+    request_id = RequestId(f"{http.state.request_id}-{next(parts.request_numbers)}")
+    task = ProxyTask(http, ProxiedRequest(request_id, body, adapter, prompt_tokens), parts)
     if adapter is not None:
-        parts.catalog.arrived(adapter, prompt_tokens)
-    return CancelOnDisconnect(passage.answer, passage.close)
+        parts.catalog.on_request(adapter, prompt_tokens)
+    return CancelOnDisconnect(task.answer, task.close)
 
 
 class ProxyTask:
-    """One request with its answer. Whoever makes one must call :meth:`close` in the end.
+    """Proxies one request and its answer. The caller must call :meth:`close` in the end.
 
     Args:
-        http: the request, its body read.
-        request: the same for the head.
+        http: the client's request, its body read.
+        request: its state, shared with the backend router.
         parts: of the router.
 
     Attributes:
-        outcome: as it counts: ``complete``, ``failed``, or ``left`` if neither has been set.
+        outcome: for the metrics: ``complete``, ``failed``, or ``left`` if neither has been set.
     """
 
     def __init__(self, http: Request, request: ProxiedRequest, parts: RouterParts) -> None:
@@ -108,13 +127,13 @@ class ProxyTask:
         why_not = why_not_resumable(request.body)
         self._stream = ResumableAnswer(request.body) if why_not is None else PassthroughAnswer(request.body, why_not)
         self._request_id: str = http.state.request_id
-        self._headers: Headers = [each for each in http.headers.raw if each[0] not in _OF_THE_CONNECTION]
+        self._headers: Headers = [each for each in http.headers.raw if each[0] not in _WITHHELD_REQUEST_HEADERS]
         self._attempts = self._failures = 0
-        self._is_there = self._has_sent = self._is_closed = False
-        self._reply: Reply | None = None
+        self._is_sent = self._has_sent = self._is_closed = False
+        self._reply: BackendResponse | None = None
 
     def close(self) -> None:
-        """End it, whatever has come of it. A second call does nothing."""
+        """Release the backend and count the outcome. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -126,14 +145,14 @@ class ProxyTask:
             self._reply.close()
 
     async def answer(self) -> Response:
-        """Return the answer: whole, or a stream that has begun at a backend.
+        """Return the answer: whole, or a stream that a backend has begun.
 
         Raises:
             ApiError: no backend can answer.
         """
         streams = self._request.body.streams
         try:
-            reply = await (self.open() if streams else self.read_whole())
+            reply = await (self.open_response() if streams else self.read_whole())
         except Exception:
             self.outcome = "failed"
             raise
@@ -143,33 +162,36 @@ class ProxyTask:
             self.outcome = "failed"
         self.close()  # before a client that reads slowly has read it
         answer = Response(await reply.read(), reply.status)  # which has been read
-        answer.raw_headers += [each for each in reply.headers if not _is_withheld(each[0])]
+        headers = [each for each in reply.headers if not _is_withheld(each[0])]
+        if self._request.backend is not None:
+            headers = [_without_address(each, self._request.backend.url) for each in headers]
+        answer.raw_headers += headers
         return answer
 
     # --- one backend after the other -----------------------------------------------------------------
 
-    async def open(self) -> Reply:
-        """Have a backend take the body, or what is left of it; return its answer with nothing read but the head.
+    async def open_response(self) -> BackendResponse:
+        """Send the body, or the rest of it, to a backend; return its response, of which only the headers are read.
 
         Raises:
             ApiError: none can.
         """
         while True:
             backend = await self._backend_router.place(self._request)
-            self._is_there = False
+            self._is_sent = False
             try:
-                reply = self._reply = await self._request.unless_lost(partial(self._ask, backend))
-                if reply.status >= 400:
-                    await self._request.unless_lost(reply.read)
-            except (BackendLost, ServerLost) as error:
-                await self._leave(error)
+                reply = self._reply = await self._request.run_unless_lost(partial(self._ask, backend))
+                if reply.status != 200:
+                    await self._request.run_unless_lost(reply.read)
+            except (BackendLost, BackendConnectionError) as error:
+                await self._give_up_backend(error)
                 continue
-            if reply.status < 500 or reply.status in _FINAL or self._failures == MOST_FAILURES:
+            if reply.status < 500 or reply.status in _NOT_RETRIED or self._failures == MAX_FAILURES:
                 return reply
-            await self._leave(StreamCut(f"{backend.url} answers {reply.status}"))
+            await self._give_up_backend(StreamCut(f"{backend.replica} answers {reply.status}", "status"))
 
-    async def _ask(self, backend: Backend) -> Reply:
-        """Send the body. A backend that has lost the adapter is asked again after it has loaded it."""
+    async def _ask(self, backend: Backend) -> BackendResponse:
+        """Send the body. If the backend has lost the adapter, load it there and send the body again."""
         adapter = self._request.adapter
         try:
             if adapter is not None and not backend.holds(adapter):
@@ -178,77 +200,79 @@ class ProxyTask:
             if reply.status != 404 or adapter is None:
                 return reply
             reply.close()
-            self._is_there = False
+            self._is_sent = False
             backend.forget(adapter)
             await self._load(backend, adapter)
             return await self._send(backend)
         except BackendRefused as error:
-            raise ApiError(400 if error.status < 500 else 502, str(error)) from error
+            raise ApiError(400 if error.status < 500 else 502, hide_paths(str(error))) from error
 
     async def _load(self, backend: Backend, adapter: RoutedAdapter) -> None:
-        """Have a backend load the adapter that it was to have.
+        """Load the request's adapter at a backend that should have it.
 
         Raises:
-            Lost: it does not, and another may.
-            Refused: no backend does.
+            BackendLost: it cannot, and another may.
+            BackendRefused: no backend can.
         """
         try:
             await backend.load(adapter)
         except BackendRefused as error:
-            if self._backend_router.refused(self._request, error):
+            if self._backend_router.on_adapter_refused(self._request, error):
                 raise BackendLost from error
             raise
 
-    async def _send(self, backend: Backend) -> Reply:
+    async def _send(self, backend: Backend) -> BackendResponse:
         body, stream = self._request.body, self._stream
         content = body.content
         if body.streams:
             tokens = await backend.tokenize(body.model, stream.text) if stream.needs_tokens else None
             content = stream.next_body(tokens)
-        # Of its own for every attempt: the one before may still be known at the same backend.
+        # Each attempt gets its own id: the backend may still know the one before.
         request_id = f"{self._request_id}-{self._attempts}" if self._attempts else self._request_id
         self._attempts += 1
         headers = [*self._headers, (b"x-request-id", request_id.encode())]
         if backend.has_own_key:
             headers = [each for each in headers if each[0] != b"authorization"]
-        self._is_there = True
-        return await backend.open("POST", body.path, headers, content)
+        self._is_sent = True
+        return await backend.open("POST", body.path, headers, content, is_stream=body.streams)
 
-    async def _leave(self, error: Exception) -> None:
-        """Give a backend up for this request, after what went wrong there.
+    async def _give_up_backend(self, error: Exception) -> None:
+        """Take the request off its backend after ``error``, and mark that backend as down or to be avoided.
 
         Raises:
-            ApiError: too much has gone wrong.
+            ApiError: 502, the request has failed too often.
         """
         backend = self._request.backend
         self._backend_router.release(self._request)
         if self._reply is not None:
             self._reply.close()
-        if self._is_there and isinstance(error, BackendLost | Broken):
+        if backend is not None:
+            _count_failure(backend, error)
+        if self._is_sent and isinstance(error, BackendLost | ConnectionBroken):
             self._request.count_loss()
-        if isinstance(error, Unreachable) and backend is not None:
-            self._backend_router.down(backend, f"cannot be reached: {error}")
+        if isinstance(error, BackendUnreachable) and backend is not None:
+            self._backend_router.on_backend_down(backend, f"cannot be reached: {error}")
         elif not isinstance(error, BackendLost):
             if backend is not None:
                 self._request.failed_at.add(backend.replica)
-                self._parts.monitor.suspect(backend)
+                self._parts.monitor.check_soon(backend)
             self._failures += 1
-            if self._failures > MOST_FAILURES:
-                raise ApiError(502, f"No backend could answer this request; at last: {error!r}")
+            if self._failures > MAX_FAILURES:
+                raise ApiError(502, f"No backend could answer this request; at last: {plain_reason(error)}.")
             await asyncio.sleep(_PAUSE_S * (self._failures - 1))
         if not self._has_sent:
             self._parts.metrics.retried.inc()
 
     # --- whole answers -------------------------------------------------------------------------------
 
-    async def read_whole(self) -> Reply:
-        """Return an answer that has been read; one that breaks off is asked for anew."""
+    async def read_whole(self) -> BackendResponse:
+        """Return a response that has been read; if it breaks off, the request is sent again."""
         while True:
-            reply = await self.open()
+            reply = await self.open_response()
             try:
-                content = await self._request.unless_lost(reply.read)
-            except (BackendLost, ServerLost) as error:
-                await self._leave(error)
+                content = await self._request.run_unless_lost(reply.read)
+            except (BackendLost, BackendConnectionError) as error:
+                await self._give_up_backend(error)
                 continue
             if reply.status == 200:
                 self._finish(_read_usage(content))
@@ -257,27 +281,27 @@ class ProxyTask:
             return reply
 
     def _finish(self, counts: TokenUsage | None) -> None:
-        """The answer is whole. A second call does nothing."""
+        """Count a whole answer. A second call does nothing."""
         if self.outcome == "complete":
             return
         self.outcome = "complete"
-        if counts is not None:  # else there is nothing to learn
+        if counts is not None:
             self._parts.lengths.learn(self._request.body, counts.prompt_tokens)
             if self._request.adapter is not None:
-                self._parts.catalog.answered(self._request.adapter, counts.completion_tokens)
-            self._backend_router.finished(self._request, counts.completion_tokens)
+                self._parts.catalog.on_answer(self._request.adapter, counts.completion_tokens)
+            self._backend_router.on_finished(self._request, counts.completion_tokens)
 
     # --- streams -------------------------------------------------------------------------------------
 
-    async def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """Yield what the client gets, beginning with a reply that has been opened."""
+    async def events(self, reply: BackendResponse) -> AsyncIterator[bytes]:
+        """Yield the client's events, beginning with those of an opened response."""
         stream = self._stream
         while True:
             error: Exception | None = None
             try:
                 async for piece in self._read_events(reply):
                     yield piece
-            except (BackendLost, StreamCut, BackendFailed, ServerLost) as failure:
+            except (BackendLost, StreamCut, BackendFailed, BackendConnectionError) as failure:
                 error = failure
             if error is None or stream.is_done:
                 return
@@ -286,70 +310,92 @@ class ProxyTask:
                 yield stream.closing()
                 return
             try:
-                reply = await self._go_on(error)
+                reply = await self._resume(error)
             except ApiError as refusal:
                 self.outcome = "failed"
                 yield b"\n" + (error.event if isinstance(error, BackendFailed) else _error_event(refusal)) + DONE
                 return
 
-    async def _read_events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """Yield what one backend's answer adds.
+    async def _read_events(self, reply: BackendResponse) -> AsyncIterator[bytes]:
+        """Yield the client's events that one backend's response adds.
 
         Raises:
-            Cut: it ended before its end mark; further errors as they come.
+            StreamCut: it ended before its end mark.
+            BackendFailed: the backend reported an error.
+            BackendLost, BackendConnectionError: the backend is gone.
         """
         stream = self._stream
-        while piece := await self._request.unless_lost(reply.piece):
+        while piece := await self._request.run_unless_lost(reply.piece):
             if out := stream.feed(piece):
                 self._has_sent, self._failures = True, 0
                 yield out
-                self._backend_router.started(self._request)
+                self._backend_router.on_first_token(self._request)
             if stream.failure is not None:
                 raise stream.failure
         if not stream.is_done:
             raise StreamCut("its stream ended before its end mark")
 
-    async def _go_on(self, error: Exception) -> Reply:
-        """Return another backend's answer to what is left of the body.
+    async def _resume(self, error: Exception) -> BackendResponse:
+        """Return another backend's response to the rest of the body.
 
         Raises:
-            ApiError: the answer cannot go on.
+            ApiError: the answer cannot be resumed.
         """
         self._request.output_tokens = self._stream.tokens
         pause_s = 0.0
         while True:
-            await self._leave(error)
+            await self._give_up_backend(error)
             if self._stream.stuck is not None:
                 why = self._stream.stuck
-                raise ApiError(503, f"The backend of this answer was lost, and it cannot go on at another: {why}.")
+                raise ApiError(503, f"The backend of this answer was lost, and it cannot be resumed at another: {why}.")
             await asyncio.sleep(pause_s)
-            reply = await self.open()
+            reply = await self.open_response()
             if reply.status == 200:
                 break
             said = error_text(await reply.read())
-            if reply.status != _BUSY or self._failures == MOST_FAILURES:
+            if reply.status != _TOO_MANY_REQUESTS or self._failures == MAX_FAILURES:
                 raise ApiError(reply.status, said)
-            error, pause_s = StreamCut(said), _busy_pause_s(reply.headers)
+            error, pause_s = StreamCut(said, ""), _busy_pause_s(reply.headers)
         if self._has_sent:
             self._parts.metrics.continued.inc()
         return reply
 
 
 def _is_withheld(header: bytes) -> bool:
-    return header in _NOT_ANSWERED or header.startswith(b"access-control-")
+    return header in _WITHHELD_RESPONSE_HEADERS or header.startswith(b"access-control-")
+
+
+def _without_address(header: tuple[bytes, bytes], url: str) -> tuple[bytes, bytes]:
+    """Return a header; a redirect to the backend itself loses its address, which is nothing for clients."""
+    name, value = header
+    return (name, value.removeprefix(url.encode()) or b"/") if name == b"location" else header
+
+
+def _count_failure(backend: Backend, error: Exception) -> None:
+    """Count what went wrong at a backend, unless that was done when it went down, or this machine is at fault."""
+    if isinstance(error, StreamCut):
+        reason = error.reason
+    elif isinstance(error, BackendFailed):
+        reason = "error"
+    elif isinstance(error, BackendLost | LocalSocketError):
+        reason = ""
+    else:
+        reason = "broken" if isinstance(error, ConnectionBroken) else "unreachable"
+    if reason:
+        backend.failed(reason, str(error))
 
 
 def _read_usage(content: bytes) -> TokenUsage | None:
     try:
         return msgspec.json.decode(content, type=_Whole).usage
     except msgspec.DecodeError:
-        return None  # a server that does not count
+        return None  # the server reports no usage
 
 
 def _busy_pause_s(headers: Headers) -> float:
-    """Return how long a busy backend asks to be left alone."""
+    """Return the seconds to wait for a busy backend, by its Retry-After."""
     said = next((value for name, value in headers if name == b"retry-after"), b"")
-    return min(float(said), _MOST_BUSY_PAUSE_S) if said.isdigit() else _BUSY_PAUSE_S
+    return min(float(said), _MAX_BUSY_PAUSE_S) if said.isdigit() else _BUSY_PAUSE_S
 
 
 def _error_event(error: ApiError) -> bytes:

@@ -1,11 +1,11 @@
-"""A streamed answer on its way from a backend to a client, and what to send another backend so that it goes on.
+"""A streamed answer between backend and client, and the body that makes another backend resume it.
 
-An answer goes on from its text: another backend gets the prompt with the text so far behind it, and is asked for as
-many tokens less as that text took. Its tokens are counted by the backend (``continuous_usage_stats``), or, of one that
-does not count along, by its chunks. Tokens that have brought no text yet are not counted: they are generated again.
-Some requests cannot be resumed; their answers are passed through.
+An answer is resumed from its text: another backend gets the prompt followed by the text so far, and a limit that is
+lower by the tokens of that text. The backend counts these tokens (``continuous_usage_stats``); for one that does not,
+each chunk counts as a token. Tokens without text yet are not counted and are generated again. Some requests cannot be
+resumed; their answers are passed through.
 
-Plain: bytes and bodies, no connections.
+This module handles bytes and bodies only, no connections.
 """
 
 from typing import Any
@@ -37,16 +37,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ebnf": (),
     "json_schema": (),
 }
-"""Fields with which an answer is more than its text, or depends on more than prompt and text so far, and the values
-with which it is not; null is one for all."""
+"""Fields that make an answer more than its text, or dependent on more than prompt and text so far; with the values for
+which that is not so. null is such a value for all fields."""
 
 
 def why_not_resumable(body: RequestBody) -> str | None:
-    """Return why an answer, once begun, could not go on at another backend; None if it can."""
+    """Return why an answer could not be resumed at another backend once it has begun; None if it can."""
     for name, neutral in _NEUTRAL.items():
         value = body.fields.get(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
-            return f"it was asked for with {name}"
+            return f"the request has {name}"
     if not isinstance(body.fields.get("stream_options"), dict | None):
         return "its stream_options are not understood"
     if body.is_chat:
@@ -63,14 +63,14 @@ def _why_not_resumable_chat(body: RequestBody) -> str | None:
     if body.fields.get("continue_final_message") is True:
         return None if isinstance(messages[-1].get("content"), str) else "its last message is not plain text"
     has_opening = body.fields.get("add_generation_prompt") is not False
-    return None if has_opening else "it was asked for without a generation prompt"
+    return None if has_opening else "the request has add_generation_prompt: false"
 
 
 DONE = b"data: [DONE]\n\n"
 
 
 class BackendFailed(RuntimeError):
-    """A backend reports an error in the middle of a stream, or sends what is no event; ``event`` is what it sent."""
+    """A backend sent an error or an invalid event in the middle of a stream; ``event`` is what it sent."""
 
     def __init__(self, message: str, event: bytes) -> None:
         super().__init__(message)
@@ -78,20 +78,20 @@ class BackendFailed(RuntimeError):
 
 
 class TokenUsage(msgspec.Struct):
-    """Tokens of a prompt and of its answer, as backends count them."""
+    """Tokens of a prompt and of its answer, as a backend counts them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 class PassthroughAnswer:
-    """A streamed answer of which only whole lines are seen, and that cannot go on elsewhere once it has begun.
+    """A streamed answer that is passed through line by line and cannot be resumed once it has begun.
 
-    It is used as an :class:`ResumableAnswer` is.
+    It has the interface of :class:`ResumableAnswer`.
 
     Args:
-        body: as it came.
-        why: it cannot go on.
+        body: of the request.
+        why: it cannot be resumed.
     """
 
     is_whole = False
@@ -109,12 +109,12 @@ class PassthroughAnswer:
         self._rest = b""
 
     def next_body(self, text_tokens: list[int] | None = None) -> bytes:
-        """Return the body as it came."""
+        """Return the body as received."""
         self._rest = b""
         return self._body.content
 
     def feed(self, piece: bytes) -> bytes:
-        """Take bytes from a backend; return the whole lines among them, which the client gets."""
+        """Take bytes from a backend; return the whole lines among them, for the client."""
         lines, end, self._rest = (self._rest + piece).rpartition(b"\n")
         if lines:
             self.stuck = self._why
@@ -127,17 +127,17 @@ class PassthroughAnswer:
 
 
 class ResumableAnswer:
-    """What has come of one answer, over all backends that gave a part of it.
+    """The part of one answer that has arrived so far, from all backends that contributed to it.
 
     Args:
-        body: without an obstacle (:mod:`.obstacles`).
+        body: of a request for which :func:`why_not_resumable` returns None.
 
     Attributes:
-        stuck: why it cannot go on elsewhere after what has come, None if it can.
-        prompt_tokens: as the first backend counted them; None before.
-        is_finished: its last chunk has come.
-        is_done: the end mark has come too.
-        failure: what the backend says went wrong, after all that :meth:`feed` has returned.
+        stuck: why it cannot be resumed after what has arrived; None if it can.
+        prompt_tokens: as counted by the first backend; None before.
+        is_finished: its last chunk has arrived.
+        is_done: the end mark has arrived, too.
+        failure: the backend's error, which follows what :meth:`feed` has returned.
     """
 
     def __init__(self, body: RequestBody) -> None:
@@ -163,7 +163,7 @@ class ResumableAnswer:
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """The text so far."""
         return "".join(self._text)
 
     @property
@@ -178,20 +178,20 @@ class ResumableAnswer:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether :meth:`next_body` must be given the text so far as tokens, since the prompt is made of them."""
+        """Whether :meth:`next_body` needs the text so far as token ids, since the prompt is one of token ids."""
         return bool(self._text) and isinstance(self._body.fields.get("prompt"), list)
 
     @property
     def is_whole(self) -> bool:
-        """Whether no token is left to be generated: then :meth:`closing` is all that is missing."""
+        """Whether all tokens have been generated, so that only :meth:`closing` is missing."""
         limit = self._body.max_tokens
         return self.is_finished or (bool(self._text) and limit is not None and self.tokens >= limit)
 
     def next_body(self, text_tokens: list[int] | None = None) -> bytes:
-        """Return what to send to a backend: the body, or what is left of it.
+        """Return the body to send to the next backend: the whole one, or one that resumes the answer.
 
         Args:
-            text_tokens: of the text so far, where they are needed.
+            text_tokens: token ids of the text so far, if :attr:`needs_tokens`.
         """
         self._before, self._counted, self._chunks = self.tokens, 0, 0
         self._lines, self.failure = EventLines(), None
@@ -206,7 +206,7 @@ class ResumableAnswer:
         prompt = self._body.fields["prompt"]
         if isinstance(prompt, str):
             return {"prompt": prompt + self.text}
-        assert text_tokens is not None  # the prompt is made of tokens
+        assert text_tokens is not None  # the prompt is one of token ids
         return {"prompt": prompt + text_tokens}
 
     def _rest_of_chat(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class ResumableAnswer:
         return rest
 
     def feed(self, piece: bytes) -> bytes:
-        """Take bytes from a backend; return what the client gets of the events that they complete."""
+        """Take bytes from a backend; return the events for the client that they complete."""
         out = b""
         for data in self._lines.feed(piece):
             try:
@@ -240,10 +240,10 @@ class ResumableAnswer:
         return out
 
     def _take(self, data: bytes) -> bytes:
-        """Take one event's data from a backend; return what the client gets of it, which may be nothing.
+        """Take one event's data from a backend; return the event for the client, or nothing.
 
         Raises:
-            BackendFailed: it is an error, or no event.
+            BackendFailed: it is an error, or not valid.
         """
         if data == b"[DONE]":
             self.is_done = True
@@ -270,7 +270,7 @@ class ResumableAnswer:
         return _event(event)
 
     def _count(self, usage: Any) -> int | None:
-        """Take a backend's counts; return the tokens that it has generated, None if it does not say."""
+        """Take a backend's usage; return the tokens that it has generated, None if it does not say."""
         if not isinstance(usage, dict) or not isinstance(usage.get("completion_tokens"), int):
             return None
         if self.prompt_tokens is None:
@@ -278,7 +278,7 @@ class ResumableAnswer:
         return int(usage["completion_tokens"])
 
     def _take_choice(self, choice: dict[str, Any], counted: int | None) -> bool:
-        """Take what a chunk adds to the text; return whether the client gets the chunk."""
+        """Add a chunk's text; return whether the client gets the chunk."""
         delta = choice.get("delta") or {} if self._body.is_chat else {}
         text = delta.get("content") if self._body.is_chat else choice.get("text")
         if others := [name for name, value in delta.items() if value and name not in ("role", "content")]:
@@ -294,7 +294,7 @@ class ResumableAnswer:
         return bool(text or others or opens or self.is_finished or (self._wants_counts and not role))
 
     def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the counts of the whole answer: of the first backend's prompt, and of all tokens."""
+        """Return the usage of the whole answer: the first backend's prompt, and the tokens of all backends."""
         prompt_tokens = self.prompt_tokens or 0
         completion_tokens = self._before + usage.get("completion_tokens", 0)
         total_tokens = prompt_tokens + completion_tokens
@@ -302,7 +302,7 @@ class ResumableAnswer:
         return {**usage, **counts}
 
     def closing(self) -> bytes:
-        """Return what is left to be sent of an answer that is whole, though its backend did not come to say so."""
+        """Return the last events of a whole answer whose backend was lost before it sent them."""
         events = b""
         if not self.is_finished:
             empty: dict[str, Any] = {"delta": {}} if self._body.is_chat else {"text": "", "logprobs": None}
@@ -315,7 +315,7 @@ class ResumableAnswer:
 
 
 def _is_answer(event: Any) -> bool:
-    """Whether an event is part of an answer: no error, and of the form that is known."""
+    """Whether an event is part of an answer: no error, and of the expected form."""
     if not isinstance(event, dict) or event.get("error") or event.get("object") == "error":
         return False
     choices = event.get("choices") or []

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from lorikeet import __version__
 from lorikeet.bench.machine_limits import (
     PREFILL_ROWS,
     LimitMeter,
@@ -193,7 +194,7 @@ def _device(settings: Settings, limits: MachineLimits) -> str:
 
 def _made(sizes: EngineSizes) -> str:
     day = datetime.now(UTC).date().isoformat()
-    return f"{day}, lorikeet {version('lorikeet')}, torch {version('torch')}, {sizes.kernels} kernels"
+    return f"{day}, lorikeet {__version__}, torch {version('torch')}, {sizes.kernels} kernels"
 
 
 def kernel_efficiency(profile: CostProfile, config: ModelConfig, seen: Sequence[MachineLimits]) -> dict[str, Constant]:

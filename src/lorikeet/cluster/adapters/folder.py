@@ -13,10 +13,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lorikeet.adapters.checkpoint import WEIGHTS_FILE, inspect_adapter
+from lorikeet.adapters.checkpoint import DescribeOptions
+from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE, AdapterDescription
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.peft_config import CONFIG_FILE
-from lorikeet.adapters.store import MANIFEST_FILE, Manifest, compute_digest
+from lorikeet.adapters.manifest import MANIFEST_FILE, Manifest, write_manifest
+from lorikeet.adapters.reader import describe
 from lorikeet.core.ids import AdapterDigest
 
 Files = dict[str, NDArray[np.uint8]]
@@ -28,6 +29,10 @@ _INCOMING = ".incoming"
 
 class PoolFolderError(RuntimeError):
     """A copy cannot be read, written or trusted. The message names the adapter and the reason."""
+
+
+class PoolFolderUnwritableError(PoolFolderError):
+    """A copy cannot be written: the disk is full, for example. Other copies would fail as well."""
 
 
 def read_files(folder: Path) -> Files:
@@ -146,7 +151,8 @@ class PoolFolder:
             The version's folder, which a loader can read.
 
         Raises:
-            PoolFolderError: the content does not match the digest, or the folder cannot be written.
+            PoolFolderError: the content does not match the digest.
+            PoolFolderUnwritableError: the folder cannot be written.
         """
         place = self.folder(digest)
         if self._problem(digest) is None:
@@ -157,16 +163,13 @@ class PoolFolder:
                 staged.mkdir()
                 for name in (CONFIG_FILE, WEIGHTS_FILE):
                     (staged / name).write_bytes(files[name].data)
-                _check_content(staged, digest)
-                weights = (staged / WEIGHTS_FILE).stat()
-                manifest = Manifest(weights.st_size, weights.st_mtime_ns)
-                (staged / MANIFEST_FILE).write_bytes(msgspec.json.encode(manifest))
+                write_manifest(staged, _checked(staged, digest).modules)
                 with self._publishing:
                     if self._problem(digest) is not None:  # otherwise a concurrent call was faster
                         self._remove(digest)
                         os.rename(staged, place)
         except OSError as error:
-            raise PoolFolderError(f"adapter {digest} cannot be stored in {self._root}: {error}") from error
+            raise PoolFolderUnwritableError(f"adapter {digest} cannot be stored in {self._root}: {error}") from error
         return place
 
     def delete(self, digest: AdapterDigest) -> None:
@@ -204,11 +207,12 @@ class PoolFolder:
         return None
 
 
-def _check_content(folder: Path, digest: AdapterDigest) -> None:
-    """Raise if the files in a folder do not match the digest."""
+def _checked(folder: Path, digest: AdapterDigest) -> AdapterDescription:
+    """Describe the files in a folder; raise if they do not match the digest."""
     try:
-        found = compute_digest(inspect_adapter(folder))
+        found = describe(folder, DescribeOptions(read_weights=True))
     except AdapterError as error:
         raise PoolFolderError(f"adapter {digest} arrived damaged: {error}") from error
-    if found != digest:
-        raise PoolFolderError(f"adapter {digest} arrived damaged: its content has the digest {found}")
+    if found.digest != digest:
+        raise PoolFolderError(f"adapter {digest} arrived damaged: its content has the digest {found.digest}")
+    return found

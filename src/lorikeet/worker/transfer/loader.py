@@ -11,6 +11,7 @@ from lorikeet.worker.transfer.loader_process import (
     FROM_LOADER,
     BlocksFilled,
     BlocksFreed,
+    LoaderAlive,
     LoaderSetup,
     ReadAdapter,
     ReadEnded,
@@ -56,7 +57,7 @@ class Loader(Helper):
     """Sends reads to a loader process, and replaces the process when it dies.
 
     The reads of a process that dies are reported as lost once it has ended and cannot write to blocks any more. A
-    process that makes no progress with one of its reads is killed.
+    process that makes no progress with one of its reads, or sends no heartbeats, is killed.
 
     Args:
         process: the first process; owned by this object.
@@ -66,6 +67,8 @@ class Loader(Helper):
         on_ended: called there when a read has ended or failed; not for reads in progress at :meth:`close`.
         on_lost: called there with the number of a transfer whose read was lost with its process, and the reason.
     """
+
+    silence_timeout_s = 30.0
 
     def __init__(
         self,
@@ -112,6 +115,8 @@ class Loader(Helper):
 
     def _on_message(self, content: bytes) -> None:
         match FROM_LOADER.decode(content):
+            case LoaderAlive():
+                pass
             case BlocksFilled() as filled:
                 with self._changed:
                     reading = self._reading[filled.transfer_id]

@@ -1,0 +1,79 @@
+"""What is known of an adapter once its files have been read and checked; no text of a user's config is in it."""
+
+import msgspec
+
+from lorikeet.core.geometry import LORA_MODULES
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+INDEX_FILE = "adapter_model.safetensors.index.json"
+"""Of a sharded adapter: says which file has each tensor."""
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a safetensors file.
+
+    Attributes:
+        name: its key.
+        dtype: as safetensors writes it (``BF16``, ``F16``, ``F32``, ...).
+        shape: sizes of its dimensions.
+        start, stop: byte range in the file, half-open.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
+    """The LoRA of one module.
+
+    Attributes:
+        layer, module: the module; one of ``LORA_MODULES``.
+        rank: its rank.
+        scaling: the factor of B·A, with rsLoRA and patterns applied.
+        a: A, ``[rank, in_features]``.
+        b: B, ``[out_features, rank]``.
+    """
+
+    layer: int
+    module: str
+    rank: int
+    scaling: float
+    a: TensorEntry
+    b: TensorEntry
+
+
+class AdapterDescription(msgspec.Struct, frozen=True):
+    """Everything that the server uses of an adapter, besides its weights.
+
+    Attributes:
+        base_model: base model named in the config, "" if none.
+        modules: in packing order.
+        weight_bytes: size of the weights file.
+        shards: names of the weights files of a sharded adapter that were not merged, else empty. The byte ranges of
+            its tensors are then those of the merged file, and so is ``weight_bytes``.
+        digest: its version; "" if the weights were not read.
+        warnings: sentences about keys that are ignored.
+    """
+
+    base_model: str
+    modules: tuple[ModuleTensors, ...]
+    weight_bytes: int
+    shards: tuple[str, ...] = ()
+    digest: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return sum(each.rank * (each.a.shape[1] + each.b.shape[0]) for each in self.modules)
+
+    def ranks(self, layers: int) -> dict[str, tuple[int, ...]]:
+        """Return, for each module that it changes, the rank on every layer, as in ``AdapterRef.ranks``."""
+        found: dict[str, list[int]] = {}
+        for each in self.modules:
+            found.setdefault(each.module, [0] * layers)[each.layer] = each.rank
+        return {module: tuple(found[module]) for module in LORA_MODULES if module in found}

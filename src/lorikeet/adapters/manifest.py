@@ -1,0 +1,90 @@
+"""The manifest of a stored adapter version: what was found in its files when it was registered."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from lorikeet.adapters.description import WEIGHTS_FILE, ModuleTensors
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.reader import describe
+from lorikeet.core.adapter import AdapterRef
+
+MANIFEST_FILE = "version.json"
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """What was found when a version was stored.
+
+    Attributes:
+        weight_bytes, weight_mtime_ns: size and modification time of its weights file; any difference is an error.
+        modules: its tensors and scalings. A manifest of Lorikeet 0.2 or older has none.
+    """
+
+    weight_bytes: int
+    weight_mtime_ns: int
+    modules: tuple[ModuleTensors, ...] = ()
+
+
+def write_manifest(folder: Path, modules: Sequence[ModuleTensors]) -> None:
+    """Write the manifest of a version, whose weights file is complete.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    weights = (folder / WEIGHTS_FILE).stat()
+    manifest = Manifest(weights.st_size, weights.st_mtime_ns, tuple(modules))
+    with (folder / MANIFEST_FILE).open("wb") as file:
+        file.write(msgspec.json.encode(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_unchanged(ref: AdapterRef) -> tuple[ModuleTensors, ...]:
+    """Check that the weights file is unchanged since it was registered: by size and, in the store, modification time.
+
+    Returns:
+        The modules in its manifest; none for a folder outside the store, or of Lorikeet 0.2 or older.
+
+    Raises:
+        AdapterError: it is missing or differs.
+    """
+    folder = Path(ref.folder)
+    try:
+        found = (folder / WEIGHTS_FILE).stat()
+    except OSError as error:
+        raise AdapterError(f"adapter {ref.name!r}: {folder / WEIGHTS_FILE}: {error.strerror}") from error
+    if found.st_size != ref.weight_bytes:
+        raise AdapterError(
+            f"adapter {ref.name!r}: {folder / WEIGHTS_FILE} has {found.st_size} bytes, "
+            f"but was registered with {ref.weight_bytes}; register it again"
+        )
+    if not (folder / MANIFEST_FILE).exists():
+        return ()
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
+    except (OSError, msgspec.DecodeError) as error:
+        raise AdapterError(
+            f"adapter {ref.name!r}: {folder / MANIFEST_FILE} cannot be read: {error}; register it again"
+        ) from error
+    if found.st_mtime_ns != manifest.weight_mtime_ns:
+        raise AdapterError(
+            f"adapter {ref.name!r}: {folder / WEIGHTS_FILE} was changed after it was registered; register it again"
+        )
+    return manifest.modules
+
+
+def modules_of(ref: AdapterRef) -> tuple[ModuleTensors, ...]:
+    """Return the modules of an adapter, from its manifest if that has them; else its folder is read again.
+
+    Raises:
+        AdapterError: it is missing, has changed, or is not valid.
+    """
+    modules = check_unchanged(ref)
+    if modules:
+        return modules
+    try:
+        return describe(Path(ref.folder)).modules
+    except AdapterError as error:
+        raise AdapterError(f"adapter {ref.name!r}: {error}") from error

@@ -1,0 +1,156 @@
+"""The reader process: reads what users put into adapter folders, under limits of memory and time.
+
+Started by ``adapters.reader`` as ``python -m lorikeet.adapters.reader_process FD MEMORY_BYTES CPU_S``, where FD is an
+inherited connection. It answers one request after the other, and ends when the connection is closed.
+"""
+
+import os
+import resource
+import signal
+import sys
+import time
+import warnings
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder, shard_names
+from lorikeet.adapters.description import WEIGHTS_FILE, AdapterDescription
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.core.process_tuning import NICE
+
+OUT_OF_MEMORY = 3
+"""Exit status after a request that needs too much memory."""
+
+_ALIVE_EVERY_S = 1.0
+_MAX_MESSAGE_CHARS = 1000
+
+
+class DescribeFolder(msgspec.Struct, frozen=True, tag=True):
+    """To the reader: describe an adapter's folder."""
+
+    folder: str
+    options: DescribeOptions
+
+
+class ListShards(msgspec.Struct, frozen=True, tag=True):
+    """To the reader: list the shards in the index of a folder."""
+
+    folder: str
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """From the reader: it is ready, or has read more weights."""
+
+
+class Stage(msgspec.Struct, frozen=True, tag=True):
+    """From the reader: what it reads next."""
+
+    name: str
+
+
+class Described(msgspec.Struct, frozen=True, tag=True):
+    """From the reader: the answer to ``DescribeFolder``."""
+
+    description: AdapterDescription
+
+
+class Shards(msgspec.Struct, frozen=True, tag=True):
+    """From the reader: the answer to ``ListShards``."""
+
+    names: list[str]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """From the reader: the adapter is not valid."""
+
+    error: str
+
+
+class WriteFailed(msgspec.Struct, frozen=True, tag=True):
+    """From the reader: the weights could not be written."""
+
+    error: str
+
+
+ToReader = DescribeFolder | ListShards
+Answer = Described | Shards | Refused | WriteFailed
+FROM_READER: msgspec.msgpack.Decoder[Alive | Stage | Answer] = msgspec.msgpack.Decoder(Alive | Stage | Answer)
+_TO_READER: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader)
+
+
+class _Reader:
+    def __init__(self, connection: Connection, cpu_s: float) -> None:
+        self._connection = connection
+        self._cpu_s = cpu_s
+        self._sent_s = time.monotonic()
+
+    def answer(self, request: ToReader) -> None:
+        signal.setitimer(signal.ITIMER_PROF, self._cpu_s)  # its signal ends the process, also within a match
+        reply = self._reply(request)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        self.send(reply)
+
+    def send(self, message: Alive | Stage | Answer) -> None:
+        self._sent_s = time.monotonic()
+        self._connection.send_bytes(msgspec.msgpack.encode(message))
+
+    def _reply(self, request: ToReader) -> Answer:
+        try:
+            folder = Path(request.folder)
+            if isinstance(request, ListShards):
+                return Shards(shard_names(folder))
+            return Described(describe_folder(folder, request.options, self._on_stage, self._on_chunk))
+        except AdapterError as error:
+            return Refused(_clean(str(error)))
+        except ConnectionError:
+            raise
+        except OSError as error:
+            return WriteFailed(_clean(str(error)))
+
+    def _on_stage(self, name: str) -> None:
+        if name == WEIGHTS_FILE:  # takes time in proportion to its size, which has a limit of its own
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+        self.send(Stage(name))
+
+    def _on_chunk(self) -> None:
+        if time.monotonic() - self._sent_s > _ALIVE_EVERY_S:
+            self.send(Alive())
+
+
+def _clean(text: str) -> str:
+    """Return text that can be encoded and is not too long: it may quote names of tensors, keys or patterns."""
+    return text[:_MAX_MESSAGE_CHARS].encode(errors="backslashreplace").decode()
+
+
+def _limit_memory(growth_bytes: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit_bytes = pages * resource.getpagesize() + growth_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> None:
+    """Answer requests until the connection is closed."""
+    # Whoever started this process decides when it ends; service managers signal every process of a service.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(NICE)
+    warnings.simplefilter("ignore")  # of patterns
+    connection = Connection(int(sys.argv[1]))
+    if sys.platform == "linux":
+        _limit_memory(int(sys.argv[2]))
+    reader = _Reader(connection, float(sys.argv[3]))
+    try:
+        reader.send(Alive())
+        while True:
+            reader.answer(_TO_READER.decode(connection.recv_bytes()))
+    except (EOFError, ConnectionError):
+        return
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Registers the adapters that the settings name when a server starts."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.api.logs import log
+from lorikeet.api.threads import in_daemon_thread
+from lorikeet.config import ConfigError
+
+
+async def preload_adapters(catalog: AdapterCatalog, pairs: Sequence[str], show: Callable[[int, int], None]) -> None:
+    """Register the adapters named in the settings. A version that was loaded under such a name earlier is not served.
+
+    Args:
+        catalog: where to.
+        pairs: ``name=source``.
+        show: called with how many are done, and how many there are.
+
+    Raises:
+        ConfigError: one of them cannot be registered.
+    """
+    for done, pair in enumerate(pairs):
+        name, separator, source = pair.partition("=")
+        if not separator or not name or not source:
+            raise ConfigError(f"adapter {pair!r}: not of the form name=source")
+        show(done, len(pairs))
+        try:
+            loaded = await in_daemon_thread(partial(catalog.register, name, source, replace=True, trusted=True))
+        except AdapterError as error:
+            raise ConfigError(f"adapter {name!r} from {source}: {error}") from error
+        for warning in loaded.warnings:
+            log.warning("adapter key ignored", adapter=name, warning=warning)
+        if loaded.replaced is not None:
+            log.warning(
+                "adapter loaded as the settings say; another version, loaded at run time, is not served",
+                adapter=name,
+                source=source,
+                not_served=loaded.replaced.source,
+            )
+        show(done + 1, len(pairs))

@@ -1,0 +1,48 @@
+"""Adapters that the settings name are registered at every start."""
+
+from pathlib import Path
+
+import pytest
+import structlog
+
+from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.api.preload import preload_adapters
+from lorikeet.config import AdapterSettings, ConfigError
+from tests.api.fakes import GEOMETRY
+
+
+async def test_a_version_loaded_at_run_time_gives_way_to_the_settings_with_a_note(
+    sources: Path, tmp_path: Path
+) -> None:
+    settings = AdapterSettings(adapter_dir=str(sources), store_dir=str(tmp_path / "store"))
+    shown: list[tuple[int, int]] = []
+    logs = []
+    for _ in range(2):
+        catalog = AdapterCatalog(settings, "base", GEOMETRY)
+        with structlog.testing.capture_logs() as logged:
+            await preload_adapters(catalog, [f"x={sources / 'formal'}"], lambda *done: shown.append(done))
+        record = catalog.get("x")
+        assert record is not None
+        assert record.source == str(sources / "formal")
+        catalog.register("x", "pirate", replace=True)
+        logs.append(logged)
+        catalog.close()
+    without, (note,) = logs
+    assert not without
+    assert (note["adapter"], note["source"], note["not_served"]) == ("x", str(sources / "formal"), "pirate")
+    assert shown == [(0, 1), (1, 1)] * 2
+    catalog = AdapterCatalog(settings, "base", GEOMETRY)
+    record = catalog.get("x")
+    assert record is not None
+    assert record.source == "pirate", "as it was, once the settings do not name it"
+    catalog.close()
+
+
+@pytest.mark.parametrize(("pair", "reason"), [("x", "not of the form"), ("x=/nowhere", "'x' from /nowhere: ")])
+async def test_a_name_that_cannot_be_registered_stops_the_start(
+    sources: Path, tmp_path: Path, pair: str, reason: str
+) -> None:
+    catalog = AdapterCatalog(AdapterSettings(store_dir=str(tmp_path / "store")), "base", GEOMETRY)
+    with pytest.raises(ConfigError, match=reason):
+        await preload_adapters(catalog, [pair], lambda *_: None)
+    catalog.close()
