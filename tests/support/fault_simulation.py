@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +35,7 @@ import msgspec
 import zmq
 from structlog.testing import capture_logs
 
-from lorikeet.client.client import EngineClient, RequestHandle
+from lorikeet.client.client import DEATHS_PER_REQUEST, EngineClient, RequestHandle
 from lorikeet.client.supervisor import MAX_FAILED_STARTS, EngineError
 from lorikeet.cluster.adapters.transport import DestinationLost, TransportError
 from lorikeet.cluster.controller.client import ClusterClient
@@ -237,7 +237,7 @@ class SimulatedEngine:
         self.returncode: int | None = None
         self.socket = socket
         self.bench = world.new_bench()
-        self._world, self._host = world, host
+        self._world = world
         self._offset_s = world.random.choice((0.0, 500.0))  # it may run on another machine, with another clock
         self._codec = MessageCodec[FromEngine, ToEngine](ToEngine)
         self._ended = asyncio.Event()
@@ -315,7 +315,6 @@ class SimulatedEngine:
     async def _serve(self) -> None:
         """Do as ``lorikeet.engine.process.serve``; a step takes its time after it was computed."""
         engine, clock, wire = self.bench.engine, self.bench.clock, self.socket.to_engine
-        self._host.failed_starts = 0
         self._say(self._ready())
         self._say(StepOutputs((), (), (), stats=engine.stats()))
         stats_due_s = 0.0
@@ -363,14 +362,13 @@ class SimulatedHost:
     Attributes:
         failing_starts: how many of the next starts fail.
         engine: the last one.
-        failed_starts: how many have failed in a row.
     """
 
     address = "simulated"
 
     def __init__(self, world: "World", name: str) -> None:
         self.name = name
-        self.failing_starts = self.failed_starts = 0
+        self.failing_starts = 0
         self.engine: SimulatedEngine | None = None
         self._world = world
         world.hosts.append(self)
@@ -381,8 +379,6 @@ class SimulatedHost:
     async def start(self, address: str, settings: bytes) -> SimulatedEngine:
         fails = self.failing_starts > 0
         self.failing_starts -= fails
-        self.failed_starts += 1  # until it is ready
-        self._world.gave_up |= self.failed_starts >= MAX_FAILED_STARTS
         if fails and self._world.random.random() < 0.5:
             raise OSError("no memory left")
         self.engine = SimulatedEngine(self._world, self, self._world.sockets[address], fails)
@@ -509,9 +505,10 @@ class Outcome(NamedTuple):
 
 
 class World:
-    """One schedule and all that takes part in it. Made inside its loop."""
+    """One schedule and all that takes part in it. Made inside its loop; ``logs`` gets what they log."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, logs: Sequence[Mapping[str, Any]]) -> None:
+        self._logs = logs
         self.random = random.Random(f"what happens {seed}")
         plan = self._plan = random.Random(f"what is planned {seed}")
         self.numbers = itertools.count()
@@ -523,7 +520,6 @@ class World:
         self.full_until_s: dict[ReplicaId, float] = {}
         self.torn: set[AdapterDigest] = set()
         self.full_disks = 0
-        self.gave_up = False
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
         self._asked: list[Asked] = []
@@ -602,7 +598,7 @@ class World:
         lost, repeated, leaked, ends = list[str](), list[str](), list[str](), Counter[str]()
         for asked in self._asked:
             self._judge(asked, lost, repeated)
-            ends[str(asked.reason)] += 1
+            ends[self._explanation(asked) or str(asked.reason)] += 1
         for host in self.hosts:
             if host.engine is not None and host.engine.returncode is None:
                 leaked += host.engine.leaks()
@@ -813,24 +809,28 @@ class World:
             if not asked.left:
                 lost.append(f"{name} was aborted, but its client had not left")
         elif asked.reason is FinishReason.ERROR:
-            if not self._is_explained(asked):
+            if not self._explanation(asked):
                 lost.append(f"{name} ended with an error: {asked.error}")
         elif tokens != whole:
             lost.append(f"{name} ended with {len(tokens)} of {len(whole)} tokens: {asked.reason}")
 
-    def _is_explained(self, asked: Asked) -> bool:
-        if "the engine died" in asked.error:
-            return asked.handle.deaths >= 3
-        if "scripted failure" in asked.error:
-            return asked.handle.request.digest in self.torn
-        if "could not be loaded" in asked.error:
-            return self.full_disks > 0
-        if "cannot be started" in asked.error or "before it was ready" in asked.error:
-            return self.gave_up
-        return False
+    def _explanation(self, asked: Asked) -> str:
+        """Return which fault explains that a request ended with an error; empty if none does."""
+        if "the engine died" in asked.error and asked.handle.deaths >= DEATHS_PER_REQUEST:
+            return "died with too many engines"
+        if "scripted failure" in asked.error and asked.handle.request.digest in self.torn:
+            return "its adapter was torn"
+        if "could not be loaded" in asked.error and self.full_disks:
+            return "full disks"
+        gave_up = any(e["event"] == "engine did not start" and e["attempt"] == MAX_FAILED_STARTS for e in self._logs)
+        if gave_up and asked.error.startswith("EngineError"):
+            return "no engine starts"
+        return ""
 
     def _client_leaks(self) -> list[str]:
         client = self._client
+        if client._failure is not None:
+            return []  # it has given up, and takes no more requests
         found = [f"client: stream {handle.request.request_id}" for handle in client._streams]
         if isinstance(client, EngineClient):
             return found + [f"client: drop {digest}" for digest in client._drops]
@@ -849,7 +849,7 @@ def simulate(seed: int) -> Outcome:
     )
 
     async def whole() -> Outcome:
-        world = World(seed)
+        world = World(seed, logs)
         try:
             await world.run()
         except Exception:
