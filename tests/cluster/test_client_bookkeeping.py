@@ -424,7 +424,7 @@ async def test_a_node_with_a_full_disk_fails_no_request_while_another_has_room(t
     with capture_logs() as logs:
         try:
             await cluster.client.start(lambda progress: None)
-            with patch("lorikeet.cluster.adapters.folder._check_content"):
+            with patch("lorikeet.cluster.adapters.folder._checked"):
                 handles = [
                     cluster.client.submit(greedy(f"r{number}", prompt(4), 5, ref)) for number, ref in enumerate(refs)
                 ]
