@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lorikeet.cli import compat, serve_flags
 from lorikeet.cli.chat import Conversation
-from lorikeet.cli.console import format_size, parse_size, write_json
+from lorikeet.cli.console import fail, format_size, parse_size, write_json
 from lorikeet.cli.http_client import ServerClient
 from lorikeet.cli.main import app
 from lorikeet.cli.serve import build_settings
@@ -491,6 +491,12 @@ def test_an_error_in_another_form_than_openais_is_shown_as_it_is(
     with pytest.raises(SystemExit):
         ServerClient(server.url).get("/elsewhere")
     assert "404: not here" in capsys.readouterr().err
+
+
+def test_an_error_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        fail("one of zipf:A, drifting:A:S, rank-power:A[:B]")
+    assert capsys.readouterr().err == "error: one of zipf:A, drifting:A:S, rank-power:A[:B]\n"
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

@@ -86,6 +86,7 @@ class FakeEngine:
         self.stats: EngineStats | None = None
         self.alive = True
         self.restarts = 0
+        self.trouble = ""
         self.engine_info = EngineReady(
             "0", GEOMETRY, 100, BLOCK_TOKENS, 4096, max_model_len, 50, "scripted", "boot", 0.0
         )

@@ -25,6 +25,7 @@ from lorikeet.core.ids import ReplicaId
 from lorikeet.core.messages import EngineInput, Fatal, FromEngine
 from tests.client.test_supervisor import FakeListener
 from tests.support.fake_engines import HELLO, FakeEngine, FakeHost
+from tests.support.links import LinkedHost, notice_quickly
 from tests.support.live import greedy, live_settings, make_model, prompt
 from tests.support.waiting import until
 
@@ -83,56 +84,10 @@ async def test_an_engine_talks_to_nobody_who_lacks_the_secret(context: zmq.async
     engine.kill()
 
 
-class Link:
-    """A TCP connection through which an engine reaches its API process, and that can be cut without a word."""
-
-    def __init__(self) -> None:
-        self.is_cut = False
-        self._port = 0
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def open(self, address: str) -> str:
-        """Return the address of the near end of a link to ``address``."""
-        self._port = int(address.rpartition(":")[2])
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        await asyncio.gather(self._pass_on(reader, far_writer), self._pass_on(far_reader, writer))
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while piece := await reader.read(65536):
-            if not self.is_cut:
-                writer.write(piece)
-
-
-class LinkedHost(FakeHost):
-    """A machine behind a link."""
-
-    address = "10.0.0.2"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.links: list[Link] = []
-
-    async def start(self, address: str, settings: bytes) -> FakeEngine:
-        self.links.append(Link())
-        return await super().start(await self.links[-1].open(address), settings)
-
-
 async def test_a_silent_machine_is_noticed_and_its_engine_replaced(
     context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, seconds in (
-        ("LINK_PING_EVERY_S", 0.1),
-        ("LINK_TIMEOUT_S", 0.3),
-        ("CHECK_EVERY_S", 0.05),
-        ("_EXIT_REPORT_S", 0.05),
-        ("DRAIN_TIMEOUT_S", 0.01),
-    ):
-        monkeypatch.setattr(supervisor, name, seconds)
-    monkeypatch.setattr(FakeEngine, "kill", lambda self: None)  # nothing reaches it
+    notice_quickly(monkeypatch)
     host, listener = LinkedHost(), FakeListener()
     engine = EngineSupervisor(ReplicaId("r"), host, context, b"{}", listener)
     with capture_logs() as logs:
@@ -140,7 +95,7 @@ async def test_a_silent_machine_is_noticed_and_its_engine_replaced(
         await asyncio.sleep(1.0)
         assert engine.alive, "an idle engine is not a silent one"
         host.links[0].is_cut = True
-        await until(lambda: not engine.alive, "the engine counts as lost")
+        await until(lambda: engine.trouble == "the connection to its machine is lost", "the engine counts as lost")
         await until(lambda: engine.alive, "another engine has started")
     (lost,) = [entry for entry in logs if entry["event"] == "engine is cut off and replaced"]
     assert (lost["replica"], lost["address"]) == ("r", "10.0.0.2")
@@ -165,7 +120,7 @@ async def test_what_an_engine_of_another_machine_lacks_is_said_with_that_machine
 
     def say_only_fatal(engine: FakeEngine, message: FromEngine) -> None:
         if isinstance(message, Fatal):
-            engine._socket.send(msgspec.msgpack.encode(message))
+            engine._socket.send(engine._codec.encode(message))
 
     monkeypatch.setattr(FakeEngine, "_say", say_only_fatal)
     with pytest.raises(EngineError, match=r"^on 10\.0\.0\.3: /models/x: no such folder"):

@@ -28,6 +28,7 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import RegisterAdapters, Submit
 from tests.adapters.builders import geometry, write_adapter
 from tests.support.fake_engines import FakeHost
+from tests.support.links import LinkedHost, notice_quickly
 from tests.support.live import greedy, prompt
 from tests.support.waiting import until
 
@@ -443,3 +444,25 @@ async def test_a_node_with_a_full_disk_fails_no_request_while_another_has_room(t
     resting = [entry["replica"] for entry in logs if "gets no new ones" in entry["event"]]
     assert sorted(resting) == [R0, R1, R2], "each is logged once"
     assert not [entry for entry in logs if entry["event"] == "adapter copy failed"]
+
+
+async def test_streams_of_a_silent_machine_go_on_elsewhere_and_the_cluster_page_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notice_quickly(monkeypatch)
+    cluster = Cluster(tmp_path / "pool", 2)
+    linked = cluster.hosts[R0] = LinkedHost()
+    try:
+        await cluster.client.start(lambda progress: None)
+        handles = [cluster.client.submit(greedy(f"r{number}", prompt(4), 5)) for number in range(4)]
+        assert {handle.replica for handle in handles} == {R0, R1}
+        linked.may_start.clear()
+        linked.links[0].is_cut = True
+        (other,) = cluster.hosts[R1].engines
+        await until(lambda: len(other.heard_of(Submit)) == 4, "the other replica has every request")
+        state = cluster.client.describe().replicas[0]
+        assert (state.alive, state.is_open, state.trouble) == (False, False, "the connection to its machine is lost")
+    finally:
+        linked.may_start.set()
+        await cluster.client.close()
+        cluster.transport.close()

@@ -390,7 +390,7 @@ async def test_a_backend_that_wants_a_key_is_told_from_one_that_is_not_there(
             await router.up(1)
             assert router.parts.backend_router.backend_errors() == ""
             await backend.kill()
-    warnings = [entry for entry in logged if entry["event"] == "backend not available"]
+    warnings = [entry for entry in logged if entry["event"] == "backend not there"]
     assert len(warnings) == 2, "each reason once"
     assert reason in warnings[1]["reason"]
 

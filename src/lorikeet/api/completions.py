@@ -250,10 +250,10 @@ class CompletionFormat:
 
     Args:
         text_processor: of the model.
-        logprobs: whether to report them.
-        echoes: text that opens the choices of each prompt; empty for none.
-        choices: how many each prompt has.
-        skip_special_tokens: whether text_processor lack them.
+        logprobs: report log probabilities.
+        echoes: text of each prompt, to open its choices; empty for no echo.
+        choices: number of choices of each prompt.
+        skip_special_tokens: the texts lack them.
     """
 
     id_prefix = "cmpl"
@@ -361,11 +361,11 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
 
 
 class ChatFormat:
-    """See :class:`lorikeet.api.completions.AnswerFormat`.
+    """Writes the choices of ``/v1/chat/completions``.
 
     Args:
         text_processor: of the model.
-        logprobs: whether to report them.
+        logprobs: report log probabilities.
         echo: text that opens every choice.
     """
 
@@ -379,7 +379,7 @@ class ChatFormat:
         self.needs_every_token = logprobs
 
     def first(self, index: int) -> dict[str, Any]:
-        """The role comes in a chunk of its own, with the echo."""
+        """Return the choice with the role and the echo, which is sent in a chunk of its own."""
         delta = {"role": "assistant", "content": self._echo}
         return self._choice(index, "delta", delta, None, None) | {"logprobs": None}
 
@@ -390,7 +390,7 @@ class ChatFormat:
         return choice | {"logprobs": self._logprobs(delta.tokens)}
 
     def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
-        """Return a whole choice."""
+        """Return a complete choice; ``last`` says how it ended."""
         message = {"role": "assistant", "content": self._echo + text}
         choice = self._choice(index, "message", message, last.finish_reason, last.stop_reason)
         return choice | {"logprobs": self._logprobs(tokens)}

@@ -89,7 +89,7 @@ async def model(name: str, service: ServiceDep) -> dict[str, Any]:
 
 @prompts.post("/tokenize")
 async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) -> Any:
-    """Token ids of a prompt or of a conversation; of this, those that chat completions compute."""
+    """Return the token ids of a prompt, or of messages with the chat template as in chat completions."""
     refuse_unsupported(body)
     service.models.resolve(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -121,7 +121,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) ->
 
 @prompts.post("/detokenize")
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Any:
-    """Text of token ids."""
+    """Return the text of token ids."""
     service.models.resolve(body.model)
     if prepared := prepared_body(http):
         return Response(prepared.answer, media_type="application/json")

@@ -32,7 +32,7 @@ _LARGEST_HELD = 4
 _WAIT_S = 30.0
 _READ_S = 60.0
 _START_S = 60.0
-_CORES_PER_PROCESS, _MOST_PROCESSES = 4, 4
+_CORES_PER_PROCESS, _MAX_PROCESSES = 4, 4
 
 _PREPARED = "prepared_body"
 _FROM_PROCESS = msgspec.msgpack.Decoder(BodyRead | BodyRefused)
@@ -48,7 +48,7 @@ class BodyGate:
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
         self.held_bytes = 0
-        self._most_bytes = _LARGEST_HELD * max_body_bytes
+        self._max_bytes = _LARGEST_HELD * max_body_bytes
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     @asynccontextmanager
@@ -58,7 +58,7 @@ class BodyGate:
         Raises:
             ApiError: 429; there was no room for too long.
         """
-        if self._waiting or self.held_bytes + size > self._most_bytes:
+        if self._waiting or self.held_bytes + size > self._max_bytes:
             await self._wait(size)
         else:
             self.held_bytes += size
@@ -87,7 +87,7 @@ class BodyGate:
 
     def _release(self, size: int) -> None:
         self.held_bytes -= size
-        while self._waiting and self.held_bytes + self._waiting[0][0] <= self._most_bytes:
+        while self._waiting and self.held_bytes + self._waiting[0][0] <= self._max_bytes:
             waiting, turn = self._waiting.popleft()
             if not turn.done():
                 self.held_bytes += waiting
@@ -98,16 +98,16 @@ class PromptProcesses:
     """Processes that read large bodies, started when they are needed and replaced when they end.
 
     Args:
-        texts: the model's.
+        text_processor: of the model.
         limits: of the model.
         max_queued: most sequences of a request.
     """
 
-    def __init__(self, texts: TextProcessor, limits: ModelLimits, max_queued: int) -> None:
-        self._texts, self._limits, self._max_queued = texts, limits, max_queued
+    def __init__(self, text_processor: TextProcessor, limits: ModelLimits, max_queued: int) -> None:
+        self._text_processor, self._limits, self._max_queued = text_processor, limits, max_queued
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
-        self._free = asyncio.Semaphore(max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS)))
+        self._free = asyncio.Semaphore(max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS)))
         self._setup = b""
 
     @property
@@ -186,7 +186,7 @@ class PromptProcesses:
         return process
 
     def _make_setup(self) -> PromptSetup:
-        texts, template = self._texts, self._texts.template
+        texts, template = self._text_processor, self._text_processor.template
         if texts.origin is not None:
             return PromptSetup(self._limits, self._max_queued, str(texts.origin[0]), texts.origin[1])
         return PromptSetup(

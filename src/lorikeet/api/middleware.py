@@ -1,8 +1,8 @@
 """Middleware of the server and the router, and the admission gate.
 
-In this order: request ids, the name that the server is called by, keys and tenants, the check of a web page's origin,
-the limit on bodies. The gate that counts accepted sequences and closes for a drain is here too; routes pass it once
-they know how many sequences a body asks for.
+Requests pass, in this order: request ids, the name that the server is called by, keys and tenants, the check of a web
+page's origin, the limit on bodies. Routes enter the admission gate, which counts accepted sequences and closes for a
+drain, once they know how many sequences a body asks for.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ class Ticket:
 
 
 class BodyLimit:
-    """Refuses bodies above a size with 413, by their announced length or while they arrive.
+    """Refuses bodies above a size with 413, by their Content-Length or while they arrive.
 
     Args:
         app: what it guards.
@@ -317,14 +317,14 @@ def add_middleware(
         app: has its routes.
         max_body_bytes: longer bodies get 413.
         larger_bodies: the same for some paths.
-        api_keys, admin_keys, tenant_header: see ``Auth``.
-        allowed_origins: of web pages that may use the server; ``*`` for any, empty for none but its own.
+        api_keys, admin_keys, tenant_header: as of ``Auth``.
+        allowed_origins: of web pages that may use the server; ``*`` for any, empty for the server's own only.
         host: address that the server listens on.
 
     Raises:
         ConfigError: a key is empty.
     """
-    # The last one added sees a request first.
+    # The middleware added last gets a request first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=larger_bodies)
     app.add_middleware(CrossOriginGuard, allowed_origins=allowed_origins)
     app.add_middleware(Auth, api_keys=api_keys, admin_keys=admin_keys, tenant_header=tenant_header)

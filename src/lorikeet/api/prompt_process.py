@@ -52,13 +52,13 @@ BODY = struct.Struct("!BQ")
 """Before a body: which of ``PATHS``, and its length."""
 LENGTH = struct.Struct("!Q")
 """Before a message."""
-MOST_TOKENS = 2**20
+MAX_TOKENS = 2**20
 """Of all prompts of a request together, or of one that is as long as the context."""
-MOST_TOKENIZED = 2**18
+MAX_TOKENIZED = 2**18
 """Tokens that the two routes of the tokenizer take, or as many as the context has."""
 
-_MOST_DEPTH = 100
-_MOST_CONTAINERS = 2**16
+_MAX_DEPTH = 100
+_MAX_CONTAINERS = 2**16
 _LONGEST_NAME = 512
 _MEMORY_BYTES = 2**30
 """Address space that a body may take."""
@@ -117,21 +117,21 @@ class PromptReader:
     """Reads bodies one after the other.
 
     Args:
-        texts: the model's.
+        text_processor: of the model.
         limits: of the model.
         max_queued: most sequences of a request.
     """
 
-    def __init__(self, texts: TextProcessor, limits: ModelLimits, max_queued: int) -> None:
-        self._texts = texts
+    def __init__(self, text_processor: TextProcessor, limits: ModelLimits, max_queued: int) -> None:
+        self._text_processor = text_processor
         self._limits = limits
         self._max_queued = max_queued
-        self._most_tokens = max(MOST_TOKENS, limits.max_model_len)
-        self._most_tokenized = max(MOST_TOKENIZED, limits.max_model_len)
+        self._max_tokens = max(MAX_TOKENS, limits.max_model_len)
+        self._max_tokenized = max(MAX_TOKENIZED, limits.max_model_len)
         # A message, which has a token at least, is an object and may have parts.
-        containers = min(4 * (limits.max_model_len + max_queued), _MOST_CONTAINERS)
+        containers = min(4 * (limits.max_model_len + max_queued), _MAX_CONTAINERS)
         keys = 2 * containers + MAX_BIASES
-        self._most = BodyStructure(_MOST_DEPTH, containers, keys, self._most_tokens + containers + keys)
+        self._max = BodyStructure(_MAX_DEPTH, containers, keys, self._max_tokens + containers + keys)
 
     def read(self, path: str, content: bytes) -> BodyRead:
         """Return what a body says.
@@ -139,7 +139,7 @@ class PromptReader:
         Raises:
             ApiError: it is not valid, or asks for more than can be served.
         """
-        check_structure(content, self._most)
+        check_structure(content, self._max)
         body = _validated(PATHS[path], content)
         refuse_unsupported(body)
         match body:
@@ -160,10 +160,10 @@ class PromptReader:
         for prompt in prompts:
             ids = self._token_ids(prompt, "prompt", special=body.add_special_tokens is not False)
             total += len(ids)
-            if total > self._most_tokens:
-                raise bad_request(f"The prompts have more than {self._most_tokens} tokens together.", "prompt")
+            if total > self._max_tokens:
+                raise bad_request(f"The prompts have more than {self._max_tokens} tokens together.", "prompt")
             token_ids.append(_packed(ids))
-        texts = (each if isinstance(each, str) else self._texts.decode(each) for each in prompts if body.echo)
+        texts = (each if isinstance(each, str) else self._text_processor.decode(each) for each in prompts if body.echo)
         return BodyRead(_fields(body, prompt=""), tuple(token_ids), tuple(texts))
 
     def _chat(self, body: ChatCompletionRequest) -> BodyRead:
@@ -174,7 +174,7 @@ class PromptReader:
         return BodyRead(_fields(body, messages=[last]), (_packed(ids),))
 
     def _chat_prompt(self, body: ChatOptions, messages: Sequence[ChatMessage]) -> str:
-        return self._texts.chat_prompt(
+        return self._text_processor.chat_prompt(
             messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             extra=body.chat_template_kwargs or {},
@@ -188,7 +188,9 @@ class PromptReader:
 
     def _token_ids(self, prompt: str | list[int], param: str, *, special: bool) -> list[int]:
         if isinstance(prompt, str):
-            prompt = self._texts.token_ids(prompt, add_special_tokens=special, limits=self._limits, param=param)
+            prompt = self._text_processor.token_ids(
+                prompt, add_special_tokens=special, limits=self._limits, param=param
+            )
         check_prompt(prompt, self._limits, param)
         return prompt
 
@@ -201,12 +203,12 @@ class PromptReader:
             if body.messages is not None
             else (body.prompt or "", "prompt")
         )
-        fewest, most = self._texts.fewest_tokens(text, self._most_tokenized), self._most_tokenized
+        fewest, most = self._text_processor.fewest_tokens(text, self._max_tokenized), self._max_tokenized
         special = not is_chat and body.add_special_tokens is not False
-        ids = self._texts.token_ids(text, add_special_tokens=special) if fewest <= most else []
+        ids = self._text_processor.token_ids(text, add_special_tokens=special) if fewest <= most else []
         if max(fewest, len(ids)) > most:
             raise bad_request(f"{param}: more than {most} tokens, the most that are taken here.", param)
-        strings = [self._texts.tokenizer.id_to_token(each) for each in ids] if body.return_token_strs else None
+        strings = [self._text_processor.tokenizer.id_to_token(each) for each in ids] if body.return_token_strs else None
         answer = {
             "count": len(ids),
             "max_model_len": self._limits.max_model_len,
@@ -217,11 +219,11 @@ class PromptReader:
         return BodyRead(_fields(body, **placeholder), answer=msgspec.json.encode(answer))
 
     def _detokenized(self, body: DetokenizeRequest) -> BodyRead:
-        if len(body.tokens) > self._most_tokenized:
-            raise bad_request(f"There are more than {self._most_tokenized} tokens.", "tokens")
+        if len(body.tokens) > self._max_tokenized:
+            raise bad_request(f"There are more than {self._max_tokenized} tokens.", "tokens")
         if (outside := max(body.tokens, default=0)) >= self._limits.vocabulary:
             raise bad_request(f"Token id {outside} is outside the vocabulary.", "tokens")
-        answer = msgspec.json.encode({"prompt": self._texts.decode(body.tokens)})
+        answer = msgspec.json.encode({"prompt": self._text_processor.decode(body.tokens)})
         return BodyRead(_fields(body, tokens=[]), answer=answer)
 
 

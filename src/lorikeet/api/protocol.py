@@ -123,7 +123,7 @@ class CompletionRequest(GenerationBody):
 
 
 def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
-    """Bring the four forms of ``prompt`` into one.
+    """Return the four forms of ``prompt`` as one: a sequence of texts or of token ids.
 
     Raises:
         ApiError: 400, there is none.
@@ -317,9 +317,9 @@ _MAYBE_SURROGATE = re.compile(
     rb"|\xed[\xa0-\xbf]"
     rb"|\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
 )
-"""What a body must contain for its JSON to hold half a surrogate pair; most bodies are told apart by it alone.
+"""Bytes without which a body's JSON holds no lone surrogate; most bodies need no further check.
 
-Each alternative begins with a letter of its own: so a body is searched for these, and not tried at every byte.
+Each alternative begins with another literal byte, so that the search skips to these bytes.
 """
 
 

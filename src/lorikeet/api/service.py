@@ -275,7 +275,7 @@ async def _service(request: HttpRequest) -> Service:
 
 
 async def _is_json(request: HttpRequest) -> None:
-    """Check the content type, and that all text can be written as UTF-8, which no lone surrogate can."""
+    """Check the content type, and that no text has a lone surrogate, which UTF-8 cannot encode."""
     check_content_type(request)
     body = await request.body()
     if may_hold_surrogates(body):

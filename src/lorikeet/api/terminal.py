@@ -25,7 +25,7 @@ class ProgressDisplay:
     """
 
     def __init__(self, *, bars: bool = True, lines: bool = True) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, emoji=False)
         self._lines = lines
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bars = Progress(*columns, console=self._console, disable=not (bars and sys.stderr.isatty()))
@@ -73,7 +73,7 @@ def show_ready(url: str, base: str, adapters: Sequence[str], *, needs_key: bool,
     more = len(adapters) - _SHOWN_ADAPTERS
     shown = ", ".join(adapters[:_SHOWN_ADAPTERS]) + (f" and {more} more" if more > 0 else "")
     model = adapters[0] if adapters else base
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(f"[bold green]Lorikeet is ready:[/] {url}", soft_wrap=True)
     console.print(f"  base model: {escape(base)}", soft_wrap=True)
     console.print(f"  adapters:   {escape(shown) or 'none'}", soft_wrap=True)
@@ -111,4 +111,4 @@ def _report(text: str, as_json: bool) -> None:
     if as_json:
         log.critical("the server cannot run", error=text)
     else:
-        Console(stderr=True, highlight=False).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
+        Console(stderr=True, highlight=False, emoji=False).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)

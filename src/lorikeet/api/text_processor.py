@@ -504,7 +504,7 @@ class TextProcessor:
         """Return the token ids of one text; arguments and errors as of :meth:`encode`, errors name ``param``."""
         if limits is not None:
             check_text_length(self.fewest_tokens(text, limits.max_model_len), limits, param)
-        # Calls for single texts would keep Python to themselves until they are done, and every stream would wait.
+        # The call for a single text holds the GIL until it is done, and would block every stream.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
@@ -531,7 +531,7 @@ class TextProcessor:
         return IncrementalDetokenizer(self.tokenizer, context, self._special if skip_special_tokens else ())
 
     def token(self, token_id: int) -> TokenText:
-        """Return what a token adds to a text; what was asked for once is remembered."""
+        """Return what a token adds to a text; results are cached."""
         known = self._tokens.get(token_id)
         if known is None:
             utf8 = self._utf8(token_id)

@@ -40,7 +40,7 @@ def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
 
 def show(description: dict[str, Any]) -> None:
     """Print a description as text and a table."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     size = format_size(description["weight_bytes"])
     console.print(f"{description['folder']}: {description['parameters']:,} parameters, {size}", markup=False)
     console.print(f"base model: {description['base_model'] or 'not named'}", markup=False)

@@ -35,7 +35,7 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = None, json_file: Jso
         loaded = format_size(card["device_bytes"]) if card["device_bytes"] else "-"
         size = format_size(card["weight_bytes"])
         table.add_row(card["name"], str(card["rank"]), size, loaded, card["digest"][:12], card["source"])
-    Console().print(table)
+    Console(emoji=False).print(table)
 
 
 @app.command("add")

@@ -58,7 +58,7 @@ def bench_limits(
 
 
 def _print(report: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(f"{report['model']}, {report['dtype']}, {report['threads']} threads", soft_wrap=True)
     table = Table()
     for heading in ("rows", "GFLOP/s", "decode tok/s at most"):

@@ -214,7 +214,7 @@ def _title(work: "MemoryWork", setting: "MemorySetting", filled: "WorkingSet", p
 
 
 def _print(title: str, results: Sequence[dict[str, Any]]) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(escape(title), soft_wrap=True)
     for name, columns in _TABLES.items():
         table = Table("preset", title=name, title_justify="left")

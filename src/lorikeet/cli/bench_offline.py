@@ -115,7 +115,7 @@ def _restart_with_default_spin_count() -> None:
 
 def _print(report: dict[str, Any]) -> None:
     """Print one line for each side, then Lorikeet's decode alone and the machine's limits."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(_title(report["setup"]), soft_wrap=True)
     table = Table("side")
     for heading in ("output tok/s", "total tok/s", "of the limit", "Lorikeet is faster by"):

@@ -159,7 +159,7 @@ def bench_serve(
     setup = {name: value for name, value in context.params.items() if name not in ("api_key", "json_file")}
     setup |= {"base": base, "adapters": names, "lorikeet": __version__, "unix_s": time.time()}
     if write_json(json_file, _report(setup, runs, peak)):
-        console = Console(highlight=False)
+        console = Console(highlight=False, emoji=False)
         if peak is None:
             _print_run(console, runs[0], top)
         else:

@@ -79,7 +79,7 @@ def note(text: str, *, as_json: bool = False) -> None:
     if as_json:
         _print_json("info", "note", note=text)
     else:
-        Console(stderr=True, highlight=False).print(f"[yellow]note:[/] {escape(text)}", soft_wrap=True)
+        Console(stderr=True, highlight=False, emoji=False).print(f"[yellow]note:[/] {escape(text)}", soft_wrap=True)
 
 
 def fail(text: str, code: int = 1, *, as_json: bool = False) -> NoReturn:
@@ -87,7 +87,7 @@ def fail(text: str, code: int = 1, *, as_json: bool = False) -> NoReturn:
     if as_json:
         _print_json("critical", "the command cannot run", error=text)
     else:
-        Console(stderr=True, highlight=False).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
+        Console(stderr=True, highlight=False, emoji=False).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
     raise SystemExit(code)
 
 

@@ -15,7 +15,7 @@ _PREFIXES = ((1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"), (0, "p"))
 
 def print_profile(profile: CostProfile) -> None:
     """Print every constant with its unit and error, and how well the models fit the measurements."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(f"{profile.name}: {profile.model} on {profile.device}; {profile.made}", soft_wrap=True, markup=False)
     constants = Table(
         Column("constant", no_wrap=True),

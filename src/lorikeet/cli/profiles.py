@@ -23,7 +23,7 @@ def list_profiles(context: typer.Context) -> None:
         profile = load_profile(name)
         pool = f"{profile.pool_bytes / 1e9:.1f}"
         table.add_row(name, profile.device, profile.model, pool, profile.origin)
-    Console().print(table)
+    Console(emoji=False).print(table)
 
 
 @app.command("show")

@@ -47,7 +47,7 @@ def _replay(recording: "Recording") -> None:
     from lorikeet.engine.replay import replay as run
 
     header, found = recording.header, run(recording)
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     blocks = f"{header.sizes.total_blocks} device and {header.sizes.host_blocks} host blocks"
     console.print(f"preset {header.engine.preset}, {blocks}, Lorikeet {header.version}")
     seconds = f"{found.steps} steps, {found.seconds:.1f} s"
@@ -105,4 +105,4 @@ def _compare(recording: "Recording", name: str) -> None:
             f"{median(errors):.1%}",
             f"{np.quantile(errors, 0.95):.1%}",
         )
-    Console().print(table)
+    Console(emoji=False).print(table)

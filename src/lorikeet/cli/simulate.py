@@ -89,7 +89,7 @@ def simulate(
         fail(str(error), code=2)
     shown = outcomes[0] if peak is None else _at_peak(peak, outcomes)
     if write_json(json_file, _report(outcomes, peak)):
-        console = Console(highlight=False)
+        console = Console(highlight=False, emoji=False)
         if peak is None:
             _print_outcome(console, shown, top)
         else:

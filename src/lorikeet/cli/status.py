@@ -22,7 +22,7 @@ def status(
     cluster = ServerClient(url, api_key).get("/v1/cluster")
     if not write_json(json_file, cluster):
         return
-    console = Console()
+    console = Console(emoji=False)
     console.print(_replicas(cluster["replicas"]))
     if cluster["unrouted"]:
         console.print(f"{cluster['unrouted']} requests wait for a replica")
@@ -47,9 +47,10 @@ def _replicas(replicas: list[dict[str, Any]]) -> Table:
     for replica in replicas:
         state = "open" if replica["is_open"] else "draining" if replica["alive"] else "down"
         restarts = f", restarted {replica['restarts']} ×" if replica["restarts"] else ""
+        why = f" ({replica['trouble']})" if replica.get("trouble") else ""
         table.add_row(
             replica["id"],
-            state + restarts,
+            state + why + restarts,
             replica["address"] if replica["pid"] is None else f"{replica['address']}:{replica['pid']}",
             str(replica["running"]),
             str(replica["waiting"]),

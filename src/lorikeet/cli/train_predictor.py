@@ -65,7 +65,7 @@ def _print(about: "LengthModelInfo") -> None:
         table.add_column(name, justify="left" if name == "predicted by" else "right")
     for name, errors in (("the learned model", about.learned), ("history", about.history)):
         table.add_row(name, f"{errors.mean_tokens:.1f}", f"{errors.median_share:.0%}", f"{errors.in_quintile:.0%}")
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(table)
     better = "the learned model" if about.is_better else "history"
     console.print(f"--length-predictor auto uses {better}: its mean error is the smaller one")

@@ -116,7 +116,7 @@ def workload(
     if not requests:
         fail("no request is left; nothing was written", code=2)
     write_workload(file, requests)
-    _print(Console(highlight=False), file, recipe, summarise_workload(requests), top)
+    _print(Console(highlight=False, emoji=False), file, recipe, summarise_workload(requests), top)
     if any(request.prefix_blocks for request in requests):
         note(f"prefix blocks of this file have {block_tokens_of(requests)} tokens; each line says so")
 

@@ -143,6 +143,7 @@ class EngineSupervisor:
         stats: the newest gauges, None before the first.
         is_connected: whether an engine is ready, so that messages reach it, though it may not answer at the moment.
         restarts: how often the engine was restarted.
+        trouble: why the engine is not ready, as far as is known here.
     """
 
     engine_info: EngineReady
@@ -161,6 +162,7 @@ class EngineSupervisor:
         self.stats: EngineStats | None = None
         self.is_connected = False
         self.restarts = 0
+        self.trouble = "it is being started"
         self._context = context
         self._settings = settings
         self._listener = listener
@@ -230,6 +232,7 @@ class EngineSupervisor:
             self.host, self._context, self._settings, on_progress, self._timeouts, self.replica
         )
         self.engine_info, self.is_connected, self._started_s = self._connection.engine_info, True, time.monotonic()
+        self.trouble = "it does not answer"  # is shown only if it becomes late
         return self._connection
 
     async def _supervise(self, connection: "Connection") -> None:
@@ -254,6 +257,7 @@ class EngineSupervisor:
                 return
             died_s, code = time.monotonic(), connection.process.returncode
             uptime_s = round(died_s - self._started_s, 1)
+            self.trouble = connection.hung or f"its engine died ({describe_exit(code)})"
             _log.warning("engine died", replica=self.replica, exit=describe_exit(code), uptime_s=uptime_s)
             self._listener.on_exit(self, code)
             restarted = await self._restart()

@@ -50,8 +50,8 @@ def create_app(
         parts: of the router.
         preset: name of the preset that routes and places, for ``/v1/cluster``.
         api_keys: for all routes but health and metrics; empty for open access.
-        admin_keys: for those that change adapters; empty means the API keys do.
-        allowed_origins: of web pages that may use the router, whatever the backends allow.
+        admin_keys: for the routes that change adapters; empty means that the API keys do.
+        allowed_origins: of web pages that may use the router; what the backends allow does not count.
         host: address that it listens on.
     """
     app = Starlette()

@@ -33,6 +33,7 @@ def router_state(backend_router: BackendRouter) -> ClusterState:
             held=len(backend.adapters),
             held_bytes=sum(backend_router.versions[digest].size_bytes for digest in backend.adapters.values()),
             memory_used=None,
+            trouble="" if backend.is_up else backend.last_error,
         )
 
     backends = backend_router.backends.values()
@@ -56,7 +57,7 @@ class RouterMetrics:
     """Counters of requests, and gauges of the backends.
 
     Args:
-        backend_router: of the backends.
+        backend_router: has the backends.
 
     Attributes:
         connections: counts those that were closed for a limit.

@@ -30,7 +30,7 @@ _MAX_KEYS = 1024
 """Most blocks that are hashed; of longer prompts only the start is compared."""
 
 
-_MOST = BodyStructure(depth=100, containers=2**16, keys=2**18, values=2**21)
+_MAX = BodyStructure(depth=100, containers=2**16, keys=2**18, values=2**21)
 """Of a large body, which would hold up every stream while it is decoded."""
 
 
@@ -51,7 +51,7 @@ class RequestBody:
 
     def __init__(self, path: str, content: bytes) -> None:
         if len(content) > SMALL_BODY_BYTES:
-            check_structure(content, _MOST)
+            check_structure(content, _MAX)
         try:
             fields = msgspec.json.decode(content)
         except msgspec.DecodeError as error:

@@ -54,7 +54,7 @@ class RayProcess:
 
     def kill(self) -> None:
         """Kill the engine."""
-        self.actor.kill.remote()
+        self.actor.kill.remote(self.pid)
 
     async def wait(self) -> int | None:
         """Wait until the engine has ended. Return its exit code; None if its actor or machine was lost."""
