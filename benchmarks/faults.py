@@ -44,9 +44,9 @@ from benchmarks.harness import (
     sample_adapters,
     sample_flags,
 )
-from benchmarks.hostile import measure_hostile, soak
 from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.models.config import read_model_config
+from tests.support.hostile_clients import measure_hostile, soak
 
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 BEGUN_TOKENS = 2

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks import faults, gpu, hostile, steps
+from benchmarks import faults, gpu, steps
 from benchmarks.harness import in_turns, print_table
 from benchmarks.papers import chameleon, dlora, elora, loraserve, toppings
 from benchmarks.papers.runs import Options, highest, peak
@@ -20,6 +20,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import OperatingLoads, encode_profile
+from tests.support import hostile_clients as hostile
 
 SMALL = MODEL_SHAPES["llama-2-7b"] | {
     "hidden_size": 32,
