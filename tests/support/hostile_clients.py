@@ -158,7 +158,8 @@ class Worker:
     def __init__(self, run: Callable[..., None], *arguments: object) -> None:
         self._stop: Event = _SPAWN.Event()
         self._result: Queue[object] = _SPAWN.Queue()
-        self._process = _SPAWN.Process(target=run, args=(*arguments, self._stop, self._result))
+        # It ends with this process, whatever happens.
+        self._process = _SPAWN.Process(target=run, args=(*arguments, self._stop, self._result), daemon=True)
         self._process.start()
         self._result.get(timeout=300)  # it has begun
 
@@ -200,6 +201,7 @@ def stream_until(url: str, models: Sequence[str], clients: int, stop: Event, res
             whole += not error
             if error:
                 received.broken.append(error)
+                await asyncio.sleep(0.1)
         return whole
 
     async def all_clients() -> int:
