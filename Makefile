@@ -5,6 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
 TEST_PROCESSES ?= 2
+CASES ?= 15000
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -17,7 +18,7 @@ SAMPLES := $(patsubst examples/adapters/%/adapter_config.json,%,$(wildcard examp
 # few tests are not the short ones.
 PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup serve lint docs test test-fast test-all wheel check-wheel smoke-wheel constraints
+.PHONY: help setup serve lint docs test test-fast test-all fuzz wheel check-wheel smoke-wheel constraints
 
 help:
 	@echo "make serve [PORT=8000]   serve the default model with the sample adapters on 127.0.0.1"
@@ -26,6 +27,7 @@ help:
 	@echo "make test                lint, then the test suite"
 	@echo "make test-fast           the tests that are not slow"
 	@echo "make test-all            the tests with every combination"
+	@echo "make fuzz [CASES=15000]  run so many random cases of every fuzz test"
 	@echo "make docs                build the docs site in build/site"
 	@echo "make wheel               build the source distribution and the wheel in dist/"
 	@echo "make check-wheel         check what make wheel built"
@@ -74,6 +76,9 @@ test-fast: setup
 
 test-all: lint
 	$(PYTEST) --all
+
+fuzz: setup
+	$(PYTEST) --fuzz $(CASES) -rP tests/adapters/test_fuzzed_adapters.py tests/api/test_fuzzed_requests.py
 
 # The wheel is built from the source distribution, so that this holds all that is needed.
 wheel: setup

@@ -1,16 +1,16 @@
-"""CPU time of everything that is no arithmetic: ``python -m benchmarks.control_plane``.
+"""CPU time of everything but arithmetic: ``python -m benchmarks.control_plane``.
 
 Parts, each a table:
 
 * ``step``: a decode step of 32 on an executor that does nothing, beside the same step on the real one. A real run is
-  recorded and its results are replayed, so that both run the same plans.
-* ``eviction``: matching a prompt, a tick of the swapper and room for one more block, with 2,000 adapters and 100,000
-  nodes in memory.
-* ``admission``: a decision of Chameleon's queue over 1,000 waiting requests, and finding its classes again.
-* ``routes``: a choice among 64 replicas with 10,000 adapters, by every router and placement that presets use.
+  recorded and its results are replayed, so both run the same plans.
+* ``eviction``: matching a prompt, a tick of the swapper and an eviction for one more block, with 2,000 adapters and
+  100,000 nodes in memory.
+* ``admission``: a decision of Chameleon's queue over 1,000 waiting requests, and recomputing its size classes.
+* ``routes``: a choice among 64 replicas with 10,000 adapters, by every routing and placement policy of the presets.
 * ``placement``: LoRAServe's placement of 10,000 adapters on 1,000 replicas, and dLoRA's migration plans.
 * ``streaming``: processor time of the API process and the engine process for each streamed token, over HTTP.
-* ``gateway``: what ``lorikeet route`` adds to the time of the first token, beside a proxy that only passes on.
+* ``router``: what ``lorikeet router`` adds to TTFT, beside a proxy that only forwards.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def _timed(times: int, call: Callable[[int], object], warm_up: int = 10) -> list
 
 @contextmanager
 def _one_core() -> Iterator[None]:
-    """Keep this thread, and what it starts, on one core."""
+    """Pin this thread, and threads that it starts, to one core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -139,7 +139,7 @@ STEP_WORK = (128, 64)
 
 
 class _Recorder:
-    """Runs plans with another executor and remembers plans and results."""
+    """Runs plans with another executor and records plans and results."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
@@ -156,7 +156,7 @@ class _Recorder:
 
 
 class _NoOpExecutor:
-    """Gives the results of a recorded run at once. See ``engine.executor.Executor``."""
+    """Returns the results of a recorded run immediately. Implements ``core.executor.Executor``."""
 
     def __init__(self) -> None:
         self.recorded: Iterator[tuple[StepPlan, StepResult]] = iter(())
@@ -169,28 +169,28 @@ class _NoOpExecutor:
         return result
 
     def assist_counters(self) -> None:
-        """Return nothing: there are no host workers."""
+        """Return None: there are no host workers."""
 
     def completed_transfers(self) -> list[TransferDone]:
         """Return none: the base model needs no adapters."""
         return []
 
     def wait_for_transfer(self, timeout_s: float | None) -> None:
-        """Nothing is in transfer."""
+        """Do nothing: no transfer is in flight."""
 
     def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
-        """Blocks hold nothing."""
+        """Return no bytes: blocks hold nothing."""
         return (b"",) * len(blocks)
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
-        """Blocks hold nothing."""
+        """Do nothing: blocks hold nothing."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to close."""
 
 
 def step() -> None:
-    """Print a decode step with and without arithmetic."""
+    """Print the time of a decode step with and without arithmetic."""
     model = default_model()
     torch.set_num_threads(THREADS)
     watch, noop = Stopwatch(default_kernels(), timed=AT_ONCE), _NoOpExecutor()
@@ -255,21 +255,21 @@ DEVICE_BLOCKS, HOST_BLOCKS = 25_000, 250_000
 
 
 class _Filled:
-    """A memory of preset ``elora`` whose transfers end as soon as one asks."""
+    """Memory of the preset ``elora`` whose transfers finish on request."""
 
     def __init__(self, refs: Sequence[AdapterRef]) -> None:
         self.refs = refs
         sizes = {ref.max_rank: _size(ref) for ref in refs[:2]}
-        row = PRESETS["elora"]
+        preset = PRESETS["elora"]
         block_bytes = GEOMETRY.block_bytes(BLOCK_TOKENS)
-        policies = (row.eviction, row.prefetch, memory_rules(row))
+        policies = (preset.eviction, preset.prefetch, memory_rules(preset))
         known = (lambda ref: sizes[ref.max_rank], *policies)
         self.memory = Memory(DEVICE_BLOCKS, HOST_BLOCKS, BLOCK_TOKENS, block_bytes, *known)
         self.now = 0.0
         self._generator = np.random.default_rng(1)
 
     def settle(self) -> None:
-        """End all transfers."""
+        """Finish all transfers."""
         self.memory.take_transfers()
         while self.memory.tiers.transfers:
             for transfer_id in list(self.memory.tiers.transfers):
@@ -279,33 +279,33 @@ class _Filled:
         self.memory.take_events()
 
     def match(self, ref: AdapterRef, token_ids: Sequence[int]) -> Sequence[Any]:
-        """Look up a prompt, and return its keys."""
+        """Look up a prompt and return its block keys."""
         self.now += 0.01
         keys = self.memory.keys_of(ref.digest, token_ids)
         self.memory.arrive(ref, keys, len(token_ids), self.now)
         return keys
 
     def admit(self, ref: AdapterRef, token_ids: Sequence[int]) -> SequenceLease:
-        """Admit a sequence and let what it waits for arrive."""
+        """Admit a sequence, after the transfers that it waits for."""
         keys = self.match(ref, token_ids)
         for _ in range(100):
             lease = self.memory.try_admit(ref, keys, len(token_ids), self.now)
             self.settle()
             if isinstance(lease, SequenceLease):
                 return lease
-        raise RuntimeError(f"a sequence of {len(token_ids)} tokens finds no room: {lease}")
+        raise RuntimeError(f"a sequence of {len(token_ids)} tokens is not admitted: {lease}")
 
-    def leave_kv(self, ref: AdapterRef, token_ids: list[int]) -> None:
-        """Run a sequence that leaves its KV behind."""
+    def add_kv(self, ref: AdapterRef, token_ids: list[int]) -> None:
+        """Run a sequence to its end, so that its KV is cached."""
         lease = self.admit(ref, token_ids)
         self.memory.commit([ComputedTokens(lease, token_ids, len(token_ids))], self.now)
         self.memory.release(lease, self.now)
         self.settle()
 
     def fill_device(self) -> None:
-        """Use every device block, by sequences that end."""
+        """Fill every device block with the KV of finished sequences."""
         while free := self.memory.counts().free:
-            self.leave_kv(self.refs[0], _tokens(min(free, 500) * BLOCK_TOKENS, self._generator))
+            self.add_kv(self.refs[0], _tokens(min(free, 500) * BLOCK_TOKENS, self._generator))
 
     def tick_s(self) -> float:
         """Return the seconds of a tick of the swapper."""
@@ -317,7 +317,7 @@ class _Filled:
         return took_s
 
     def grow_s(self, lease: SequenceLease) -> float:
-        """Return the seconds in which a sequence of a full device gets one more block."""
+        """Return the seconds in which a sequence gets one more block of a full device."""
         self.now += 0.01
         wanted = [(lease, (len(lease.blocks) + 1) * BLOCK_TOKENS)]
         began_s = time.process_time()
@@ -325,38 +325,41 @@ class _Filled:
         took_s = time.process_time() - began_s
         self.settle()
         if not self.memory.try_grow(wanted, self.now):
-            raise RuntimeError("nothing could leave a full device")
+            raise RuntimeError("nothing could be evicted from a full device")
         return took_s
 
 
 def eviction() -> None:
-    """Print what looking up, ticking and evicting take, and the bytes that Python keeps for a block."""
+    """Print the time of lookups, ticks and evictions, and the bytes of Python objects for a block."""
     generator = np.random.default_rng(0)
     refs = synthetic_adapters(MEMORY_ADAPTERS, (32, 64), GEOMETRY)
     looked_up = [(ref, _tokens(MATCHED_TOKENS, generator)) for ref in refs[:50]]
     tracemalloc.start()
     filled = _Filled(refs)
     for ref, token_ids in looked_up:
-        filled.leave_kv(ref, token_ids)
+        filled.add_kv(ref, token_ids)
     each = (NODES - filled.memory.stats().nodes) // (MEMORY_ADAPTERS - len(looked_up)) + 1
     for ref in refs[len(looked_up) :]:
-        filled.leave_kv(ref, _tokens(each * BLOCK_TOKENS, generator))
+        filled.add_kv(ref, _tokens(each * BLOCK_TOKENS, generator))
     kept_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     blocks = DEVICE_BLOCKS - filled.memory.counts().free + HOST_BLOCKS - filled.memory.host_counts().free
     matches = _timed(300, lambda i: filled.match(*looked_up[i % len(looked_up)]))
-    full, idle = [], []
+    full = []
     for _ in range(33):
         filled.fill_device()
         full.append(filled.tick_s())
-        idle.append(filled.tick_s())
+    free = -1
+    while free != (free := filled.memory.counts().free):  # a tick evicts a part of what it wants to be free
+        filled.tick_s()
+    idle = [filled.tick_s() for _ in range(30)]
     lease = filled.admit(refs[0], _tokens(BLOCK_TOKENS, generator))
     filled.fill_device()
     grown = [filled.grow_s(lease) for _ in range(310)][10:]
     rows = [
         [f"match of a prompt of {MATCHED_TOKENS:,} tokens", *median_p95(matches, US)],
         ["tick of a full device, which evicts", *median_p95(full[3:], US)],
-        ["tick that finds room", *median_p95(idle[3:], US)],
+        ["tick with free blocks", *median_p95(idle, US)],
         ["eviction for one more block", *median_p95(grown, US)],
     ]
     title = f"Memory of elora, {MEMORY_ADAPTERS:,} adapters, {filled.memory.stats().nodes:,} nodes"
@@ -378,7 +381,7 @@ WAITING, SAMPLES, RUNNING = 1_000, 15_000, 64
 
 
 class _FullEngine:
-    """An engine in which every request that is tried finds no room for its adapter, which costs a policy most."""
+    """An engine without room for any adapter that is not resident: the longest decision for a policy."""
 
     total_tokens, max_model_len, step_times = 300_000, 4096, StepTimeEstimator()
 
@@ -403,7 +406,7 @@ class _FullEngine:
 
 
 def admission() -> None:
-    """Print what Chameleon's queue takes."""
+    """Print the time of decisions of Chameleon's queue."""
     chance = random.Random(3)
     adapters = synthetic_adapters(100, (8, 16, 32, 64, 128), GEOMETRY)
     engine = _FullEngine(adapters)
@@ -431,7 +434,7 @@ def admission() -> None:
     rows = [
         ["decision of a step", *median_p95(_timed(200, lambda _: list(_decide(queue, now))), US)],
         ["review of running requests", *median_p95(_timed(200, lambda _: queue.review(now)), US)],
-        ["finding classes again", *median_p95(_timed(50, lambda _: queue._refresh(now - 1e-6)), US)],
+        ["recomputing size classes", *median_p95(_timed(50, lambda _: queue._refresh(now - 1e-6)), US)],
     ]
     print_table(f"Chameleon's queue, {len(queue):,} waiting", ["call", "median, us", "P95, us"], rows)
 
@@ -455,14 +458,14 @@ PROMPT_TOKENS, ANSWER_TOKENS, ADAPTER_BYTES = 512, 128, 50_000_000
 
 
 def routes() -> None:
-    """Print what a choice among replicas takes; hashing the prompt is not counted."""
-    pairs = dict.fromkeys((row.routing, row.placement) for row in PRESETS.values())
+    """Print the time of a choice among replicas, without hashing the prompt."""
+    pairs = dict.fromkeys((preset.routing, preset.placement) for preset in PRESETS.values())
     with _one_core():
         rows = [
-            [f"{router} by {placement}", *median_p95(_routes(router, placement), US)] for router, placement in pairs
+            [f"{routing}, {placement}", *median_p95(_routes(routing, placement), US)] for routing, placement in pairs
         ]
     title = f"A route among {REPLICAS} replicas, {ADAPTERS:,} adapters, {LIVE:,} live requests"
-    print_table(title, ["router by placement", "median, us", "P95, us"], rows)
+    print_table(title, ["routing, placement", "median, us", "P95, us"], rows)
 
 
 def _routes(name: str, placement: str) -> list[float]:
@@ -498,7 +501,7 @@ def _routes(name: str, placement: str) -> list[float]:
 def _table(
     placement: str, replicas: list[ReplicaId], adapters: list[AdapterDigest], draw: random.Random
 ) -> RoutingTable:
-    """Return a table as placements make them: adapters everywhere, at one replica, or some of them at more."""
+    """Return a table as the placement makes it: adapters at all replicas, at one, or some of them at several."""
     if placement == "everywhere":
         everywhere = tuple(ReplicaShare(replica_id, 1 / REPLICAS) for replica_id in replicas)
         return RoutingTable(1, dict.fromkeys(adapters, everywhere))
@@ -508,7 +511,7 @@ def _table(
 
 
 def _asked(number: int, draw: random.Random, adapters: list[AdapterDigest]) -> RoutingRequest:
-    """Return a request whose prompt begins as some others do."""
+    """Return a request whose prompt shares its beginning with some others."""
     adapter = draw.choice(adapters)
     shared = [draw.randrange(4) for _ in range(4 * BLOCK_TOKENS)]
     prompt = shared + [draw.randrange(1000) for _ in range(PROMPT_TOKENS - len(shared))]
@@ -524,7 +527,7 @@ CHOSEN, MOVABLE, SOLVE_S = 4, 128, 1.0
 
 
 def placement() -> None:
-    """Print what a placement of all adapters takes, and a plan that moves requests."""
+    """Print the time of a placement of all adapters, and of a migration plan."""
     draw = np.random.default_rng(0)
     points = OperatingPoints({rank: 1000.0 / (1 + rank / 128) for rank in RANKS})
     policy = LoRAServe([ReplicaId(f"r{number}") for number in range(PLACED_REPLICAS)], points)
@@ -551,7 +554,7 @@ def placement() -> None:
 
 
 def _problem(seed: int) -> tuple[list[ReplicaLoad], list[MovableRequest], dict[AdapterDigest, int]]:
-    """Return replicas of which one has most requests, and they wait."""
+    """Return replicas of which one is overloaded, so its requests wait."""
     draw = random.Random(seed)
     adapters = [AdapterDigest(f"a{number:03}") for number in range(MOVABLE)]
     replicas = [ReplicaId(f"r{number}") for number in range(CHOSEN)]
@@ -576,7 +579,7 @@ STREAMS, STREAM_TOKENS, STREAM_ROUNDS = 16, 128, 3
 
 
 def streaming() -> None:
-    """Print the processor time of the API process for a streamed token, and of the engine process beside it."""
+    """Print the processor time of a streamed token, in the API process and in the engine process."""
     with (
         tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
         running_server(
@@ -618,15 +621,15 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-# --- gateway -----------------------------------------------------------------------------------------
+# --- router ------------------------------------------------------------------------------------------
 
-GATEWAY_PAIRS, GATEWAY_PROMPT_TOKENS = 100, 16
-GATEWAY_PRESETS = ("lorikeet:plain", "loraserve:random")
+ROUTER_PAIRS, ROUTER_PROMPT_TOKENS = 100, 16
+ROUTER_PRESETS = ("lorikeet:plain", "loraserve:random")
 """The default, which compares prompts, and routing by a table."""
 
 
-def gateway() -> None:
-    """Print what the gateway adds to the first token of an idle replica, beside a proxy that only passes on."""
+def router() -> None:
+    """Print what the router adds to TTFT of an idle replica, beside a proxy that only forwards."""
     draw, adapter = random.Random(0), next(iter(sample_adapters()))
     table = []
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as text, ExitStack() as stack:
@@ -636,32 +639,32 @@ def gateway() -> None:
         proxy = (sys.executable, "-m", "benchmarks.control_plane")
         bare = stack.enter_context(running_server(["--bare-proxy", server.url], scratch / "bare.log", command=proxy))
         lora = f"{adapter}={sample_adapters()[adapter]}"
-        for preset in GATEWAY_PRESETS:
-            route = ["--backend", server.url, "--lora-modules", lora, "--preset", preset]
-            with running_server(route, scratch / "route.log", command=(LORIKEET, "route")) as router:
-                urls = {"direct": server.url, "gateway": router.url, "bare proxy": bare.url}
+        for preset in ROUTER_PRESETS:
+            flags = ["--backend", server.url, "--lora-modules", lora, "--preset", preset]
+            with running_server(flags, scratch / "router.log", command=(LORIKEET, "router")) as started:
+                urls = {"direct": server.url, "router": started.url, "bare proxy": bare.url}
                 clients = {
                     side: stack.enter_context(httpx.Client(base_url=url, timeout=60)) for side, url in urls.items()
                 }
-                _first_event_s(clients["gateway"], adapter, draw)  # which loads the adapter
+                _first_event_s(clients["router"], adapter, draw)  # which loads the adapter
 
                 def side(client: httpx.Client) -> Callable[[int], float]:
                     return lambda _: _first_event_s(client, adapter, draw)
 
-                found = in_turns({name: side(client) for name, client in clients.items()}, GATEWAY_PAIRS, 10)
+                found = in_turns({name: side(client) for name, client in clients.items()}, ROUTER_PAIRS, 10)
             added = {
                 name: [(some - other) / MS for some, other in zip(found[name], found["direct"], strict=True)]
-                for name in ("gateway", "bare proxy")
+                for name in ("router", "bare proxy")
             }
             direct = f"{statistics.median(found['direct']) / MS:.1f}"
             table.append([preset, direct, *(with_interval(times, ".2f") for times in added.values())])
-    headings = ["preset", "direct, ms", "gateway adds, ms", "a bare proxy adds, ms"]
-    print_table("Time of the first token through lorikeet route", headings, table)
+    headings = ["preset", "direct, ms", "router adds, ms", "a bare proxy adds, ms"]
+    print_table("TTFT through lorikeet router", headings, table)
 
 
 def _first_event_s(http: httpx.Client, model: str, draw: random.Random) -> float:
     """Return seconds from sending to the first bytes of an answer of one token."""
-    prompt = [draw.randrange(100, 40_000) for _ in range(GATEWAY_PROMPT_TOKENS)]
+    prompt = [draw.randrange(100, 40_000) for _ in range(ROUTER_PROMPT_TOKENS)]
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "stream": True}
     began_s = time.perf_counter()
     with http.stream("POST", "/v1/completions", json=body) as response:
@@ -675,7 +678,7 @@ def _first_event_s(http: httpx.Client, model: str, draw: random.Random) -> float
 
 
 def _bare_proxy(url: str, port: int) -> None:
-    """Serve a proxy of the gateway's own parts that only passes on: what HTTP alone costs behind ``lorikeet route``."""
+    """Serve a proxy of the router's own HTTP parts that only forwards: the cost of HTTP without routing."""
     connections = Connections(url)
 
     async def complete(http: HttpRequest) -> Response:
@@ -702,7 +705,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "routes": routes,
     "placement": placement,
     "streaming": streaming,
-    "gateway": gateway,
+    "router": router,
 }
 
 

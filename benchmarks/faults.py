@@ -10,6 +10,10 @@ Faults: ``engine`` kills the engine process, ``loader`` the process that reads a
 them are asked for the first time), ``replica`` one engine of two behind ``--replicas 2`` (Ray), ``orchestrator`` the
 actor that places adapters; ``slow`` stops one of two engines again and again, ``hang-up`` has a third of the clients
 leave.
+
+Two more tables have the paced executor. ``hostile``: the longest gap of running streams, and the growth of memory,
+beside 64 hostile clients (endless heads, bodies of millions of lists, tokenize, adapters that are all header); and what
+50 clients notice of 2,000 slow connections. ``soak``: all of it at once, while engines die and adapters come and go.
 """
 
 import argparse
@@ -42,6 +46,7 @@ from benchmarks.harness import (
 )
 from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.models.config import read_model_config
+from tests.support.hostile_clients import measure_hostile, soak
 
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 BEGUN_TOKENS = 2
@@ -126,13 +131,23 @@ class Outcome(NamedTuple):
 
 
 def main() -> None:
-    """Run the faults and print one table."""
+    """Run the faults, or the hostile clients, and print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("what", nargs="?", default="deaths", choices=["deaths", "hostile", "soak"])
+    parser.add_argument("--seconds", type=float, default=20.0, help="hostile: of each row")
+    parser.add_argument("--minutes", type=float, default=15.0, help="soak: how long")
     parser.add_argument("--faults", default=",".join(FAULTS), help="some of: " + ", ".join(FAULTS))
     parser.add_argument("--requests", type=int, default=50, help="in flight")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
     options = parser.parse_args()
     print_setup()
+    if options.what != "deaths":
+        with tempfile.TemporaryDirectory(prefix="lorikeet-faults-") as scratch:
+            if options.what == "hostile":
+                measure_hostile(Path(scratch), options.seconds)
+            else:
+                soak(Path(scratch), options.minutes)
+        return
     table, calm = [], dict[tuple[tuple[str, ...], bool], Outcome]()
     for name in options.faults.split(","):
         fault = FAULTS[name]

@@ -5,13 +5,13 @@ Parts, each a table; all but ``host`` need an NVIDIA GPU:
 * ``limits``: what the GPU can do: copies within its memory, a large product in bfloat16, copies from the host.
 * ``steps``: decodes and a prefill beside these limits. A decode reads weights, its adapters and its KV; a prefill's
   attention is free in its limit.
-* ``adapters``: what adapters add to a decode and to a prefill: a step less the same step of the base model right before
-  or after it, beside reading each adapter once.
+* ``adapters``: what adapters add to a decode and to a prefill: the difference to the same step of the
+  base model right before or after it, beside the time of reading each adapter once.
 * ``loads``: an adapter of rank 64 a second beside decodes.
-* ``cold``: the first token of a request whose adapter lies on the host, by preset.
-* ``host``: what the host adds to the time of a GPU, measured without one: the real engine on a device that only takes
-  time. A copy ends when a link of the given speed would be done with it, a step when its time is over; nothing is
-  computed. A kernel that is called costs its host some microseconds on a GPU, and nothing here.
+* ``cold``: TTFT of a request whose adapter is on the host, by preset.
+* ``host``: what the host adds to the time of a GPU, measured without one: the real engine on a device that computes
+  nothing. A copy ends when a link of the given speed would have finished it, a step after a given time. Launching a
+  kernel takes the host some microseconds on a GPU, and nothing here.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 class Limits(NamedTuple):
-    """Of a copy within the GPU's memory, read and written; of a large product; of a copy from the host."""
+    """Rates of a copy within the GPU's memory (read and written), a large product, and a copy from the host."""
 
     copy_bytes_per_s: float
     gemm_flops: float
@@ -99,7 +99,7 @@ class Limits(NamedTuple):
 
 
 def measure_limits() -> Limits:
-    """Return medians of many."""
+    """Measure the limits; each is a median of many runs."""
     from triton.testing import do_bench  # asks for a GPU as it is imported
 
     place = torch.device("cuda")
@@ -141,7 +141,7 @@ class Rig:
     Args:
         folder: for the config and adapters.
         shape: of the model.
-        engine: settings of all engines, in place of those that they would have.
+        engine: settings of all engines, which override those of a part.
     """
 
     def __init__(self, folder: Path, shape: str = SHAPE, **engine: object) -> None:
@@ -182,15 +182,15 @@ class Rig:
         ranks = spread_ranks(ADAPTERS)
         refs = self.adapters("a", ranks)
         with self.replica(
-            row=PRESET, max_num_seqs=128, max_num_batched_tokens=PREFILL_TOKENS, host_memory_bytes=14 * GIB
+            preset=PRESET, max_num_seqs=128, max_num_batched_tokens=PREFILL_TOKENS, host_memory_bytes=14 * GIB
         ) as built:
             fill_host(built.engine, tuple(refs))
             run_all(built, make_requests("load", ADAPTERS, 4, 1, refs))
             yield built, ranks, refs
 
 
-class _Noted:
-    """Runs plans, and keeps them with what came of them."""
+class _RecordingExecutor:
+    """Runs plans with another executor and records them with their results."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
@@ -206,7 +206,7 @@ class _Noted:
         return result
 
     def decode_s(self, rows: int) -> list[float]:
-        """Return the seconds of a step, of each plan in which so many sequences decode and nothing else happens."""
+        """Return the seconds of a step for each plan that only decodes so many sequences."""
         return [
             result.duration_s / result.steps_run
             for plan, result in self.ran
@@ -219,8 +219,8 @@ class _Noted:
 
 
 @contextmanager
-def _noted(built: Replica) -> Iterator[_Noted]:
-    executor = _Noted(built.engine._executor)
+def _recording(built: Replica) -> Iterator[_RecordingExecutor]:
+    executor = _RecordingExecutor(built.engine._executor)
     with mock.patch.object(built.engine, "_executor", executor):
         yield executor
 
@@ -235,14 +235,14 @@ def steps(rig: Rig) -> None:
             places = spread(ADAPTERS, min(rows, ADAPTERS))
             own = [refs[i] for i in places]
             run_all(built, make_requests(f"warm-{rows}", rows, 8, STEPS, own))
-            with _noted(built) as executor:
+            with _recording(built) as executor:
                 run_all(built, make_requests(f"decode-{rows}", rows, context, STEPS, own))
             read = 2 * cost.parameters + rig.adapter_bytes([ranks[i] for i in places])
             read += rows * (context + STEPS // 2) * token_bytes
             table.append(
                 _beside(f"decode, {rows} rows at {context}", read / found.copy_bytes_per_s, executor.decode_s(rows))
             )
-        with _noted(built) as executor:
+        with _recording(built) as executor:
             for turn in range(PREFILLS):
                 work = (PREFILL_SEQUENCES, PREFILL_TOKENS // PREFILL_SEQUENCES, 1)
                 run_all(built, make_requests(f"prefill-{turn}", *work, seed=turn))
@@ -257,7 +257,7 @@ def _beside(name: str, least_s: float, seconds: Sequence[float]) -> list[str]:
 
 
 def adapters(rig: Rig) -> None:
-    """Print what adapters add."""
+    """Print the time that adapters add to a decode and to a prefill."""
     bandwidth = measure_limits().copy_bytes_per_s
     table = []
     with rig.loaded() as (built, ranks, refs):
@@ -289,10 +289,10 @@ def _added(name: str, added_s: Sequence[float], least_s: float, pairs: Sequence[
 
 
 def loads(rig: Rig) -> None:
-    """Print what loads take beside the link, and the steps beside them."""
+    """Print the time of loads beside the link's, and of steps during loads."""
     link = measure_limits().link_bytes_per_s
     refs = rig.adapters("load", [LOADED_RANK] * (1 + LOADS))
-    found = measure_loads(rig.settings(row=PRESET, host_memory_bytes=12 * GIB), refs)
+    found = measure_loads(rig.settings(preset=PRESET, host_memory_bytes=12 * GIB), refs)
     least_s = rig.adapter_bytes([LOADED_RANK]) / link
     beside = f"{median(found.beside_s) / median(found.others_s):.3f}"
     rows = [[*_beside(f"rank {LOADED_RANK}", least_s, found.loads_s), beside]]
@@ -301,7 +301,7 @@ def loads(rig: Rig) -> None:
 
 
 def cold(rig: Rig) -> None:
-    """Print the time of the first token by preset. The adapter lies on the host, for ``cached`` on the device."""
+    """Print TTFT by preset. The adapter is on the host; with ``cached`` it is on the device."""
     times = 1 + COLD_REPEATS
     ranks = [rank for rank, _ in product(COLD_RANKS, range(len(COLD_TOKENS) * times))]
     refs = rig.adapters("cold", ranks, ("q", "k", "v"))
@@ -309,14 +309,14 @@ def cold(rig: Rig) -> None:
     table = [
         [name, *(f"{1e3 * found[preset][name]:.1f}" for preset in COLD_PRESETS)] for name in found[COLD_PRESETS[0]]
     ]
-    print_table("Time of the first token, ms", ["rank, prompt tokens", *COLD_PRESETS], table)
+    print_table("TTFT, ms", ["rank, prompt tokens", *COLD_PRESETS], table)
 
 
 def _cold_times(rig: Rig, preset: str, refs: Sequence[AdapterRef], times: int) -> dict[str, float]:
-    """Return medians; each request has an adapter of its own, and the first of each kind warms up."""
+    """Return median TTFT; each request has its own adapter, and the first of each kind warms up."""
     found = {}
     waiting = iter(refs)
-    with rig.replica(row=preset, host_memory_bytes=12 * GIB) as built:
+    with rig.replica(preset=preset, host_memory_bytes=12 * GIB) as built:
         fill_host(built.engine, tuple(refs))
         settle(built.engine)
         for rank, tokens in product(COLD_RANKS, COLD_TOKENS):
@@ -330,11 +330,11 @@ def _cold_times(rig: Rig, preset: str, refs: Sequence[AdapterRef], times: int) -
     return found
 
 
-# --- without a GPU: a device that only takes time ----------------------------------------------------
+# --- without a GPU: a device that computes nothing ---------------------------------------------------
 
 
-class TimedMark:
-    """A place in a stream that is reached at a time of the monotonic clock."""
+class TimedEvent:
+    """A point in a stream that is reached at a time of the monotonic clock."""
 
     def __init__(self, due_s: float) -> None:
         self.due_s = due_s
@@ -345,7 +345,7 @@ class TimedMark:
 
 
 class TimedStream:
-    """Work that takes time, one piece after the other. See ``engine.device.Stream``.
+    """Work that takes time, one piece after the other. Implements ``device.Stream``.
 
     Attributes:
         work: when each piece begins and ends.
@@ -357,44 +357,44 @@ class TimedStream:
         self.work: list[tuple[float, float]] = []
 
     def take(self, seconds: float) -> None:
-        """Be busy, behind what there is."""
+        """Queue work that takes so long."""
         begins_s = max(self._free_s, time.monotonic())
         self._free_s = begins_s + seconds
         self.work.append((begins_s, self._free_s))
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy at once: inputs and tokens are small."""
+        """Copy immediately: inputs and tokens are small."""
         target.copy_(source)
 
     def copy_blocks(self, copy: BlockCopy, until_s: float) -> None:
-        """Copy nothing, but look at each block as torch does."""
+        """Copy nothing, but index each block as torch does."""
         for taken, put in zip(copy.source_blocks, copy.target_blocks, strict=True):
             assert copy.source[taken].shape == copy.target[put].shape
         self.take(copy.size_bytes / self._link_bytes_per_s)
 
-    def follow(self, mark: StreamEvent) -> None:
-        """Begin no sooner."""
-        assert isinstance(mark, TimedMark)
-        self._free_s = max(self._free_s, mark.due_s)
+    def wait_event(self, event: StreamEvent) -> None:
+        """Start further work no sooner than the event."""
+        assert isinstance(event, TimedEvent)
+        self._free_s = max(self._free_s, event.due_s)
 
-    def mark(self) -> StreamEvent:
-        """Return the time when all is done."""
-        return TimedMark(max(self._free_s, time.monotonic()))
+    def record_event(self) -> StreamEvent:
+        """Return an event at the time when all work so far is done."""
+        return TimedEvent(max(self._free_s, time.monotonic()))
 
 
 class TimedGraph:
-    """A step that is one call."""
+    """A captured step."""
 
     def __init__(self, stream: TimedStream, seconds: float) -> None:
         self._stream, self._seconds = stream, seconds
 
     def replay(self) -> None:
-        """Take a step's time."""
+        """Queue a step."""
         self._stream.take(self._seconds)
 
 
 class TimedDevice:
-    """See ``engine.device.Device``. It stands in for the model's decoder and its kernels, too.
+    """A device whose work only takes time. Implements ``DeviceBackend``, the model's decoder and its kernels.
 
     Args:
         decode_s: of a graph.
@@ -416,28 +416,28 @@ class TimedDevice:
         return TimedStream(self.link_bytes_per_s)
 
     def capture(self, work: Callable[[], None]) -> TimedGraph:
-        """Return a step."""
+        """Return a graph of a step, without running the work."""
         return TimedGraph(self.steps, self._decode_s)
 
     def register(self, memory: Tensor) -> Callable[[], None]:
-        """All memory will do."""
+        """Do nothing."""
         return lambda: None
 
-    def exchange(self) -> None:
-        """There are no host workers."""
+    def signals(self) -> None:
+        """Return None: there are no host workers."""
 
     def forward(self, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
-        """Take a step's time."""
+        """Queue an eager step."""
         self.steps.take(self._called_s)
         return self._logits.expand(len(batch.sample_rows) if logits else 0, -1)
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-        """Wait for the step, as a reader of its tokens does."""
-        self.steps.mark().wait()
+        """Wait for the step, as reading its tokens would, and return token 0 for each row."""
+        self.steps.record_event().wait()
         return torch.zeros(len(logits), dtype=torch.int64)
 
-    def apart(self, cores: object) -> AbstractContextManager[None]:
-        """The one thread runs where it likes."""
+    def pin_threads(self, cores: object) -> AbstractContextManager[None]:
+        """Pin nothing: it has no threads."""
         return nullcontext()
 
     def model(self, settings: Settings, folder: Path, *_: object) -> RankModel:
@@ -450,7 +450,7 @@ class TimedDevice:
 
 @contextmanager
 def timed_rig(device: TimedDevice, memory_bytes: int = 8 * GIB, host_bytes: int = 2 * GIB, **rig: Any) -> Iterator[Rig]:
-    """Let engines that are built meanwhile compute on the device. Nothing is written to its memory."""
+    """Let engines that are built within the context run on the device. Nothing is written to its memory."""
     with (
         tempfile.TemporaryDirectory(prefix="lorikeet-gpu-host-") as folder,
         mock.patch("lorikeet.worker.transfer.transfers.device_at", return_value=device),
@@ -460,29 +460,29 @@ def timed_rig(device: TimedDevice, memory_bytes: int = 8 * GIB, host_bytes: int 
 
 
 def host(device: TimedDevice, requests: int = 150, count: int = LOADS) -> None:
-    """Print what a load takes beside its link, and how long the device has nothing to do between steps."""
+    """Print the time of a load beside the link's, and the device's idle time between steps."""
     with timed_rig(device) as rig:
         load_s, least_s = host_load(rig, device, count, LOADED_RANK)
         idle, gap_s = host_idle(rig, device, requests)
     rows = [
         [f"a load of rank {LOADED_RANK}", f"{load_s * 1e3:.2f} ms"],
         ["the link alone", f"{least_s * 1e3:.2f} ms"],
-        ["device without work, 32 of many requests", f"{idle:.1%}"],
-        ["a gap between pieces of its work", f"{gap_s * 1e3:.2f} ms"],
+        ["idle device, 32 of many requests", f"{idle:.1%}"],
+        ["a gap in its work", f"{gap_s * 1e3:.2f} ms"],
     ]
-    print_table("What the host adds, on a device that only takes time", ["what", "median"], rows)
+    print_table("What the host adds, on a device that computes nothing", ["what", "median"], rows)
 
 
 def host_load(rig: Rig, device: TimedDevice, count: int, rank: int) -> tuple[float, float]:
     """Return the median seconds of a load, and what the link alone would take."""
-    found = measure_loads(rig.settings(row=PRESET), rig.adapters("load", [rank] * (1 + count)))
+    found = measure_loads(rig.settings(preset=PRESET), rig.adapters("load", [rank] * (1 + count)))
     return median(found.loads_s), rig.adapter_bytes([rank]) / device.link_bytes_per_s
 
 
 def host_idle(rig: Rig, device: TimedDevice, requests: int) -> tuple[float, float]:
     """Return the device's idle share between its first and its last work, and the median gap in seconds."""
     refs = rig.adapters("idle", [8] * 8)
-    with rig.replica(row=PRESET, max_num_seqs=32) as built:
+    with rig.replica(preset=PRESET, max_num_seqs=32) as built:
         fill_host(built.engine, tuple(refs))
         run_all(built, make_requests("warm", len(refs), 64, 16, refs))
         device.steps.work.clear()

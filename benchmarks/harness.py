@@ -121,7 +121,7 @@ def median_p95(seconds: Sequence[float], unit_s: float, form: str = ".1f") -> tu
 def in_turns(sides: Mapping[str, Callable[[int], T]], rounds: int, warm_up: int = 1) -> dict[str, list[T]]:
     """Run all sides once a round, in an order that is reversed from round to round (A B C, C B A, ...).
 
-    A machine that others share becomes faster and slower within minutes. In turns all sides meet the same changes.
+    A machine that others share becomes faster and slower within minutes. In turns, that affects all sides alike.
 
     Args:
         sides: each called with the number of the round.
@@ -206,7 +206,7 @@ def run_all(built: Replica, requests: Iterable[Request]) -> dict[RequestId, list
 
 
 class RunningServer(NamedTuple):
-    """A server that answers at ``url``; ``process`` is its API process."""
+    """A server at ``url``; ``process`` is its API process."""
 
     url: str
     process: "subprocess.Popen[bytes]"
@@ -221,14 +221,14 @@ def running_server(
     environment: Mapping[str, str] | None = None,
     ready_within_s: float = 300.0,
 ) -> Iterator[RunningServer]:
-    """Start a server on a free port, wait until it is ready, and end it with its children.
+    """Start a server on a free port, wait until it is ready, and stop it with its children.
 
     Args:
         flags: of the command, without ``--port``.
         log: file for all that it prints.
         command: what starts it.
         environment: variables beside those of this process.
-        ready_within_s: limit for coming up.
+        ready_within_s: limit for its start.
 
     Raises:
         RuntimeError: it ended or was not ready in time; the message holds the end of its log.
@@ -282,7 +282,7 @@ def _wait_until_ready(server: RunningServer, log: Path, until_s: float) -> None:
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
-    """End a process politely, and its whole group if that does not help."""
+    """Terminate a process, and kill its whole group if it does not exit in time."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:

@@ -1,16 +1,16 @@
-"""What a layer's hand-over to a host worker costs: how it is invoked, over what, to whom (TOPPINGS, section 4.2).
+"""Cost of handing a layer to a host LoRA worker, by synchronisation, IPC and kind of worker (TOPPINGS, section 4.2).
 
     python -m benchmarks.host_lora
 
 prints for each variant the median and the 90 % quantile in µs, over 1,000 layers of a 135M model with 16 tokens under
-an adapter of rank 16. The device is played by a thread that runs what it is given in order:
+an adapter of rank 16. A thread that runs work in order stands in for the device:
 
-- invoke: ``sync-free``, the export of x is on the device's queue, and so is the wait for y; or ``native sync``, the
-  caller waits for x to be there before it signals, and for y before it goes on.
-- ipc: ``shared memory``, the ring that engines use, or ``socket``, a UNIX socket that x and y are sent through.
-- worker: a ``process``, or a ``thread`` of the same interpreter.
+- invoke: ``sync-free``, the copy of x and the wait for y are queued on the device; or ``native sync``, the caller waits
+  for x before it signals, and for y before it continues.
+- ipc: ``shared memory``, the ring that engines use, or ``socket``, a UNIX socket.
+- worker: a ``process``, or a ``thread`` of the same process.
 
-Hand-over is what a layer takes beyond the longer of its two parts, the base product and the worker's computing.
+Hand-over is the time of a layer beyond the longer of its two parts, the base product and the worker's computation.
 """
 
 import argparse
@@ -45,7 +45,7 @@ QKV = ("q", "k", "v")
 
 
 class Store(NamedTuple):
-    """A host arena that holds one adapter, the same for whoever makes it."""
+    """A host arena that holds one adapter."""
 
     arena: HostArena
     host: Tensor
@@ -54,7 +54,7 @@ class Store(NamedTuple):
 
 
 def make_store(geometry: ModelGeometry) -> Store:
-    """Return one."""
+    """Return a store; its content is the same in every process."""
     ranks = dict.fromkeys(QKV, (RANK,) * geometry.layers)
     elements = geometry.block_elements(BLOCK_TOKENS)
     blocks = pack(ranks, geometry, elements).blocks
@@ -65,15 +65,15 @@ def make_store(geometry: ModelGeometry) -> Store:
 
 
 class Exchange(Protocol):
-    """Hands x over and takes y back."""
+    """Sends x to a worker and receives y."""
 
     @property
     def computed_s(self) -> float:
-        """The worker's time for the latest layer."""
+        """The worker's time for the last layer."""
         ...
 
     def send(self, layer: int, x: Tensor) -> None:
-        """Let the worker begin."""
+        """Send x to the worker."""
         ...
 
     def add_to(self, qkv: Tensor) -> None:
@@ -81,12 +81,12 @@ class Exchange(Protocol):
         ...
 
     def close(self) -> None:
-        """End the worker."""
+        """Stop the worker."""
         ...
 
 
 class _RingToProcess:
-    """As engines do it."""
+    """Shared memory and a process, as in engines."""
 
     def __init__(self, store: Store, core: int) -> None:
         parts = [HostRows(0, 0, TOKENS)]
@@ -98,14 +98,14 @@ class _RingToProcess:
         )
         self._pool.wait_until_ready()
         self._pool.begin([store.adapter])
-        self._deal: RowAssignment = self._pool.assign(parts)
+        self._assignment: RowAssignment = self._pool.assign(parts)
 
     @property
     def computed_s(self) -> float:
         return self._pool.computed_s
 
     def send(self, layer: int, x: Tensor) -> None:
-        self._pool.submit(layer, x, self._deal)
+        self._pool.submit(layer, x, self._assignment)
 
     def add_to(self, qkv: Tensor) -> None:
         self._pool.add_to(qkv)
@@ -116,7 +116,7 @@ class _RingToProcess:
 
 
 class _RingToThread:
-    """The same memory and tickets, and a worker that shares the interpreter."""
+    """Shared memory and a thread."""
 
     def __init__(self, store: Store, core: int) -> None:
         outputs = sum(store.geometry.modules[module].out_features for module in QKV)
@@ -165,7 +165,7 @@ class _RingToThread:
 
 
 class _Socket:
-    """x and y are sent through a UNIX socket, to a process or a thread."""
+    """A UNIX socket, and a process or a thread."""
 
     def __init__(self, geometry: ModelGeometry, core: int, *, to_process: bool) -> None:
         self.computed_s = 0.0
@@ -193,7 +193,7 @@ class _Socket:
 
 
 def serve_socket(connection: Connection, geometry: ModelGeometry, core: int) -> None:
-    """Be the worker at the other end of a socket, until an empty message."""
+    """Run the worker at the other end of a socket until an empty message arrives."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     store = make_store(geometry)
@@ -201,7 +201,7 @@ def serve_socket(connection: Connection, geometry: ModelGeometry, core: int) -> 
     pieces = AdapterLayout(packing, geometry).weights(store.adapter.blocks, store.host).pieces
     targets = host_targets(geometry)
     y = torch.empty(TOKENS, sum(geometry.modules[module].out_features for module in QKV))
-    connection.send_bytes(b"up")
+    connection.send_bytes(b"ready")
     while message := connection.recv_bytes():
         x = torch.from_numpy(np.frombuffer(bytearray(message[8:]), np.float32).reshape(TOKENS, -1))
         began_s = time.monotonic()
@@ -210,7 +210,7 @@ def serve_socket(connection: Connection, geometry: ModelGeometry, core: int) -> 
 
 
 class Stream:
-    """The device: runs what it is given, one after the other, beside the caller."""
+    """The device: runs work in order, concurrently with the caller."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
@@ -218,17 +218,17 @@ class Stream:
         self._thread.start()
 
     def enqueue(self, act: Callable[[], object]) -> None:
-        """Run this when all before it has been run."""
+        """Queue work."""
         self._queue.put(act)
 
     def synchronize(self) -> None:
-        """Wait until all has been run."""
+        """Wait until all queued work is done."""
         done = threading.Event()
         self._queue.put(done.set)
         done.wait()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._queue.put(None)
         self._thread.join()
 
@@ -238,7 +238,7 @@ class Stream:
 
 
 def measure(exchange: Exchange, stream: Stream, sync_free: bool, geometry: ModelGeometry) -> dict[str, float]:
-    """Run layers and return what their hand-over took."""
+    """Run layers and return the times of their hand-over."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(TOKENS, geometry.modules["q"].in_features, generator=generator)
     weight = torch.randn(sum(geometry.modules[module].out_features for module in QKV), x.shape[1], generator=generator)

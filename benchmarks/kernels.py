@@ -1,10 +1,10 @@
-"""What the kernels take beside what the machine allows, and how exact they are: ``python -m benchmarks.kernels``.
+"""Time of the kernels beside the machine's limits, and their accuracy: ``python -m benchmarks.kernels``.
 
 On the CPU, with the default model in bfloat16. Parts, each a table:
 
 * ``steps``: a decode step of 32 sequences and a prefill, kernel by kernel, and decoding beside the machine's limit.
-* ``adapters``: what adapters add to a decode step, beside the least that the machine allows: the longer of reading each
-  adapter once and multiplying its rows. Each step runs twice, with the adapters and without, one right after the other.
+* ``adapters``: what adapters add to a decode step, beside the machine's minimum: the longer of reading each adapter
+  once and multiplying its rows. Each step runs twice in a row, with the adapters and without.
 * ``throughput``: output tokens per second with adapters beside the base model's, in turns.
 * ``ranks``: eight decodes of mixed ranks by the ``unpadded`` and the ``padded`` form, beside eight of one rank.
 * ``loads``: an adapter of rank 64 a second over a link of 0.8 GB/s, and the steps beside it.
@@ -66,13 +66,13 @@ ROWS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 160, 64
 PREFILL = (16, 512)
 ADAPTERS = 100
 POINTS = ((1, 1), (1, 32), (8, 8), (32, 32), (100, 100))
-"""Distinct adapters and rows of the steps whose time is taken with adapters and without."""
+"""Distinct adapters and rows of the steps that are timed with and without adapters."""
 THROUGHPUT = ((1, 32, 128, 64), (8, 32, 128, 64), (32, 32, 128, 64), (100, 100, 32, 24))
 """Distinct adapters, requests, prompt and output tokens."""
 EQUAL, LARGE, MIXED = (16,) * 8, (64,) * 8, (8,) * 6 + (16, 64)
-"""Ranks of eight adapters. EQUAL and MIXED have the same sum, LARGE and MIXED the same largest."""
+"""Ranks of eight adapters. EQUAL and MIXED have the same sum, LARGE and MIXED the same maximum."""
 COLD_BYTES = 512 * 2**20
-"""At least so much is read before a batch's adapters come again, many times the largest cache."""
+"""At least so much is read before a batch's adapters are read again, many times the largest cache."""
 BLOCK_TOKENS, STD = 16, 0.02
 LOADED_RANK, LINK_BYTES_PER_S = 64, 0.8e9
 
@@ -95,7 +95,7 @@ def main() -> None:
 def steps(rounds: int) -> None:
     """Print steps kernel by kernel, and decoding beside the limit."""
     decode = kernel_times(ROWS, ROWS, PROMPT_TOKENS, OUTPUT_TOKENS)
-    # A plan holds at most so many prompt tokens, and its tokens are chosen at its end.
+    # A plan holds at most so many prompt tokens, and samples at its end.
     prefill = kernel_times(1, *PREFILL, 1)
     names = sorted(decode, key=lambda name: -decode[name])
     rows = [[name, *(f"{1e3 * times[name]:.3f}" for times in (decode, prefill))] for name in names]
@@ -108,7 +108,7 @@ def steps(rounds: int) -> None:
 
 
 def kernel_times(rows: int, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, float]:
-    """Return the median seconds of a step by kernel, of steps that gave ``presets`` sequences a token each."""
+    """Return the median seconds by kernel of a step that samples ``rows`` tokens."""
     watch = Stopwatch(default_kernels(), timed=KERNELS)
     with kernels_as(watch), replica(default_model(), threads=THREADS, touch_memory=True) as built:
         for turn in range(2):  # the first one warms up
@@ -143,7 +143,7 @@ def decode_speeds(rounds: int) -> tuple[list[float], list[float]]:
 
 
 class Loaded:
-    """An engine that holds a hundred adapters. KV is dropped after use, so that all of them stay.
+    """An engine with a hundred resident adapters. KV is not kept, so none of them is evicted.
 
     Args:
         scratch: an empty folder, for the adapters.
@@ -159,13 +159,13 @@ class Loaded:
         run_all(built, make_requests("load", ADAPTERS, 4, 1, self.refs))
 
     def chosen(self, count: int) -> tuple[list[int], list[AdapterRef]]:
-        """Return ranks and adapters, spread as all are; one alone has rank 32."""
+        """Return ranks and adapters, spread evenly over all ranks; a single one has rank 32."""
         places = [self.ranks.index(32)] if count == 1 else spread(ADAPTERS, count)
         return [self.ranks[i] for i in places], [self.refs[i] for i in places]
 
 
 def spread(count: int, wanted: int) -> list[int]:
-    """Return ``wanted`` places among ``count``, evenly; one alone is in the middle."""
+    """Return ``wanted`` evenly spread indices below ``count``; a single one is in the middle."""
     if wanted == 1:
         return [count // 2]
     return [round(i * (count - 1) / (wanted - 1)) for i in range(wanted)]
@@ -206,7 +206,7 @@ def adapters(loaded: Loaded, rounds: int) -> None:
         added_s, least_s, step_s = (list(each) for each in zip(*times, strict=True))
         row = [f"{1e3 * statistics.median(each):.2f}" for each in (added_s, least_s)]
         table.append([name, *row, with_interval(ratios(added_s, least_s)), f"{1e3 * statistics.median(step_s):.1f}"])
-    headings = ["adapters on rows", "added, ms", "the least, ms", "ratio", "whole step, ms"]
+    headings = ["adapters on rows", "added, ms", "limit, ms", "ratio", "whole step, ms"]
     print_table("What adapters add to a decode step", headings, table)
 
 
@@ -241,7 +241,7 @@ def throughput(loaded: Loaded, rounds: int) -> None:
 
 
 def ranks(rounds: int) -> None:
-    """Print what LoRA adds to the products of a step with mixed ranks, weights not in any cache."""
+    """Print what LoRA adds to the linear layers of a step with mixed ranks; no weights are in a cache."""
     geometry = read_model_config(default_model()).geometry(2)
     kernels = default_kernels()
     kernels.threads = THREADS
@@ -271,7 +271,7 @@ def ranks(rounds: int) -> None:
 
 
 def _batches(ranks_: Sequence[int], geometry: ModelGeometry, form: KernelForm) -> list[LoraBatch]:
-    """Return batches of one row for each rank, each of adapters of its own, of ``COLD_BYTES`` together."""
+    """Return batches of a row for each rank, each with its own adapters, together ``COLD_BYTES`` large."""
     one_bytes = sum(_pack(rank, geometry).used_elements for rank in ranks_) * geometry.dtype_bytes
     return [
         LoraBatch([LoraSegment(row, row + 1, _adapter(rank, geometry)) for row, rank in enumerate(ranks_)], form)
@@ -280,7 +280,7 @@ def _batches(ranks_: Sequence[int], geometry: ModelGeometry, form: KernelForm) -
 
 
 def _adapter(rank: int, geometry: ModelGeometry, as_: Callable[[Tensor], Tensor] = lambda it: it) -> LoraWeights:
-    """Return random weights in blocks of the pool's size, scattered, in memory of the engine's kind."""
+    """Return random weights in scattered blocks of the pool's size, in huge pages as in the engine."""
     packing = _pack(rank, geometry)
     block_elements = geometry.block_elements(BLOCK_TOKENS)
     arena = huge_pages.allocate(packing.blocks * block_elements, torch.bfloat16)
@@ -294,7 +294,7 @@ def _pack(rank: int, geometry: ModelGeometry) -> AdapterPacking:
 
 
 class Products:
-    """The products of a step that read adapters, with random weights of their own on every layer."""
+    """The linear layers of a step that adapters change, with their own random weights for every layer."""
 
     def __init__(self, kernels: Kernels, geometry: ModelGeometry) -> None:
         q, k, v, o = (geometry.modules[module] for module in ATTENTION)
@@ -313,7 +313,7 @@ class Products:
         self._inputs = q.in_features, o.in_features
 
     def added_s(self, batch: LoraBatch, *, adapters_first: bool) -> float:
-        """Return how many seconds longer a step's products take with adapters, a row each, than without."""
+        """Return how many seconds adapters add to the linear layers of a step."""
         seconds = {adapted: self._seconds(batch, adapted) for adapted in (adapters_first, not adapters_first)}
         return seconds[True] - seconds[False]
 
@@ -330,7 +330,7 @@ class Products:
 
 
 def loads(rounds: int) -> None:
-    """Print what a load of an adapter takes, and decode steps beside it."""
+    """Print the time of an adapter load, and of decode steps during loads."""
     engine = EngineSettings(
         preset="lorikeet:plain-no-reuse",
         memory_bytes=300 * 2**20,
@@ -359,7 +359,7 @@ def loads(rounds: int) -> None:
 
 
 def errors(rounds: int) -> None:
-    """Print root mean square errors of the chosen kernels in units of torch's, by kernel and shape."""
+    """Print root mean square errors beside torch's, by kernel and number of rows."""
     kernels, plain = default_kernels(), ReferenceKernels()
     config = read_model_config(default_model())
     width, inner, geometry = config.hidden_size, config.intermediate_size, config.geometry(2)

@@ -1,12 +1,12 @@
 """How many tokens per second Lorikeet and its peers generate, side by side: ``python -m benchmarks.peers``.
 
-All sides get the same requests at once and run in turns, in one dtype, on the same cores. Beside them stands what the
-machine allows, measured in the same minutes. ``lorikeet bench offline`` runs one such
-comparison with any numbers; this program runs the three that docs/performance.md shows.
+All sides get the same requests at once and run in turns, in one dtype, on the same cores. The machine's limit is
+measured in the same minutes. ``lorikeet bench offline`` runs one such comparison with any numbers; this program runs
+those that docs/performance.md shows.
 
 Peers: ``peft`` (transformers with PEFT, from the extra ``peers``), ``vllm`` and ``vllm-base`` (vLLM's CPU build with
 and without adapters, from ``python -m benchmarks.vllm_environment``), ``llama.cpp`` (``llama-batched-bench`` on the
-path or by ``--llama-bench``; base model only, in bfloat16). A peer that is not there is left out and named.
+path or by ``--llama-bench``; base model only, in bfloat16). Peers that are not installed are left out and named.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Comparison(NamedTuple):
         requests, prompt_tokens, output_tokens: all requests come at once.
         adapters: how many; 0 for the base model.
         rank: of the adapters; 0 for ranks from 8 to 128.
-        peers: that can do it.
+        peers: that can run it.
         is_prefill: prompt tokens count, too.
     """
 
@@ -127,8 +127,8 @@ def compare(work: Comparison, peers: Sequence[str], pairs: int, llama_bench: str
 def llama_cpp_tok_s(program: str, work: Comparison, runs: int) -> float:
     """Return the median tokens per second of llama.cpp on the base model, in bfloat16.
 
-    Its benchmark gives all prompts as one batch and then decodes them together, which is the same work. A process of
-    its own cannot take turns run by run, so it comes last.
+    Its benchmark gives all prompts as one batch and then decodes them together, which is the same work. It is a
+    process of its own, so it cannot run in turns and comes last.
     """
     speeds = []
     with tempfile.TemporaryDirectory(prefix="lorikeet-llama-") as scratch:

@@ -1,10 +1,10 @@
 """Which files of Lorikeet one streaming chat passes: ``python -m benchmarks.request_path``.
 
-It starts a real server with the sample adapters, sends a first chat so that the adapter is on the device and everything
-is imported, then a second one with every Python call of the API process and the engine process observed by
-``sys.setprofile``. Files are those of the package whose functions were entered meanwhile, by any thread.
+It starts a real server with the sample adapters and sends a first chat, so that the adapter is loaded and everything is
+imported. During a second chat ``sys.setprofile`` observes every Python call in the API process and the engine process,
+on all threads. The files are those of the package whose functions were called.
 
-What processes do without a request (gauges, health checks) runs in that window, too; it is a few files.
+Work that needs no request (gauges, health checks) is counted, too; it is a few files.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import httpx
 from benchmarks.harness import chat_body, default_model, print_setup, print_table, running_server, sample_flags
 
 HOOK = '''\
-"""Counts the calls of functions of Lorikeet while a file says so; imported by every Python that starts."""
+"""Counts calls of functions of Lorikeet between two signal files; imported at the start of every Python."""
 
 import json
 import os
@@ -61,11 +61,11 @@ threading.setprofile(note)
 sys.setprofile(note)
 '''
 SETTLE_S = 0.5
-"""After the last token, until counting ends: the request leaves its books."""
+"""From the last token to the end of counting, so that the cleanup of the request counts."""
 
 
 def main() -> None:
-    """Run a server, send the two chats and print the files."""
+    """Run a server, send two chats and print the files of the second."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--tokens", type=int, default=16, help="of the answer")
     parser.add_argument("--adapter", default="pirate", help="sample adapter of the chat")
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def observe(scratch: Path, adapter: str, tokens: int) -> dict[str, Counter[tuple[str, str]]]:
-    """Return how often each function, by file and name, was called in each process meanwhile."""
+    """Return by process how often each function, by file and name, was called during a chat."""
     (scratch / "sitecustomize.py").write_text(HOOK)
     environment = {"PYTHONPATH": f"{scratch}:{Path(__file__).parents[1] / 'src'}", "REQUEST_PATH_FOLDER": str(scratch)}
     flags = [str(default_model()), *sample_flags(), "--store-dir", str(scratch / "store")]
@@ -111,7 +111,7 @@ def show(processes: dict[str, Counter[tuple[str, str]]], *, with_files: bool) ->
         union.update(counted)
     sides = {**dict(sorted(processes.items())), "all together": union}
     print_table(
-        "One streaming chat, adapter on the device",
+        "One streaming chat, adapter resident",
         ["process", "files", "functions", "calls"],
         [[name, len(_files(counted)), len(counted), counted.total()] for name, counted in sides.items()],
     )
@@ -134,7 +134,7 @@ def _inside(path: str) -> str:
 
 
 def _process(command: list[str]) -> str:
-    """Return what a process is by its command line."""
+    """Return the role of a process by its command line."""
     module = next((word for word in command if word.startswith("lorikeet.")), "")
     return {"": "API", "lorikeet.engine.process": "engine"}.get(module, module.rpartition(".")[2])
 

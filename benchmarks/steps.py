@@ -31,7 +31,7 @@ AT_ONCE = ("layers", "add_norm", "linear", "choose")
 
 
 class StepTimes(NamedTuple):
-    """One forward pass, from the choice of the tokens before it to the choice of its own.
+    """One forward pass, from the previous sampling of tokens to its own.
 
     Attributes:
         end_s: monotonic time of its end.
@@ -45,11 +45,11 @@ class StepTimes(NamedTuple):
 
 
 class Stopwatch:
-    """Wraps a backend and appends to ``steps`` whenever tokens have been chosen.
+    """Wraps a kernel backend and appends to ``steps`` after each sampling of tokens.
 
     Args:
         inner: computes.
-        timed: kernels whose time is taken; if there are any, but ``layers`` is not among them, all kernels are called
+        timed: kernels to time; if there are any, but ``layers`` is not among them, all kernels are called
             one by one, which takes longer.
     """
 
@@ -79,14 +79,14 @@ class Stopwatch:
         return getattr(self._inner, name)
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
-        """Ends a step."""
+        """Sample, and end a step."""
         token_ids = self._choose(logits, parameters)
         self.steps.append(StepTimes(time.monotonic(), len(logits), dict(self._in_kernels_s)))
         self._in_kernels_s.clear()
         return token_ids
 
     def decode_steps(self, rows: int) -> list[tuple[float, StepTimes]]:
-        """Return seconds and times of the steps that decoded ``presets`` sequences and did nothing else.
+        """Return seconds and times of the steps that decoded ``rows`` sequences and did nothing else.
 
         In the step before, all of them had got a token too, so that none was still at its prompt.
         """
@@ -113,7 +113,7 @@ class Stopwatch:
 # --- with and without adapters -----------------------------------------------------------------------
 
 MOST_REPEATS = 4
-"""Steps of a run. What the host does once for repeated steps is not counted for each, as it is not where they serve."""
+"""Steps of a run: as in service, the host's work for repeated steps counts once, not for each of them."""
 
 
 class Pair(NamedTuple):
@@ -124,10 +124,10 @@ class Pair(NamedTuple):
 
 
 class TwinExecutor:
-    """Runs each plan and, for the base model, its twin; of pairs, one has the base first and the next one second.
+    """Runs each plan with its adapters and for the base model, and times both; which runs first alternates.
 
-    Twins are sequences of the same length in the same blocks. Each run writes the keys and values of its own tokens
-    there, so what is generated means nothing. Of repeated steps a few are run.
+    The base model runs twins: sequences of the same length in the same blocks. Both runs write their keys and values
+    there, so the generated tokens mean nothing. Of repeated steps only a few are run.
 
     Args:
         inner: runs the plans.
@@ -145,7 +145,7 @@ class TwinExecutor:
         return getattr(self._inner, name)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run both and return what came of the plan itself."""
+        """Run both and return the result of the plan itself."""
         repeat = min(plan.repeat, MOST_REPEATS)
         plan = msgspec.structs.replace(plan, repeat=repeat, max_duration_s=math.inf, overlapped=False)
         base = self._base_of(plan)
@@ -167,14 +167,14 @@ class TwinExecutor:
         self._twins.clear()
 
     def _pairs_of(self, plan: StepPlan) -> list[Pair]:
-        """Return where a plan's pair is kept, if it is."""
+        """Return the list for a plan's pair; a new one if it does not count."""
         if plan.sequences and all(step.tokens == 1 and step.start > 0 for step in plan.sequences):
             return self.decodes
         begins = plan.sequences and all(step.tokens > 1 and step.start == 0 for step in plan.sequences)
         return self.prefills if begins else []
 
     def _base_of(self, plan: StepPlan) -> StepPlan:
-        """Return the plan for the twins: no adapters, and nothing that is done once."""
+        """Return the plan for the twins, without adapters and without transfers."""
         replace = msgspec.structs.replace
         dropped = {_twin_of(request_id) for request_id in plan.drops} & self._twins
         starts = tuple(replace(start, request_id=_twin_of(start.request_id), adapter=None) for start in plan.starts)
@@ -191,7 +191,7 @@ class TwinExecutor:
 
 @contextmanager
 def twins(built: Replica) -> Iterator[TwinExecutor]:
-    """Let the engine run every step twice meanwhile; its requests begin and end here."""
+    """Let the engine run every step twice; requests must start and finish within the context."""
     executor = TwinExecutor(built.engine._executor)
     with mock.patch.object(built.engine, "_executor", executor):
         yield executor
@@ -210,7 +210,7 @@ _PROMPT_TOKENS, _LEAST_STEPS = 32, 12
 
 
 class Span(NamedTuple):
-    """When something began and ended, by the monotonic clock."""
+    """Start and end of something, by the monotonic clock."""
 
     began_s: float
     ended_s: float
@@ -222,7 +222,7 @@ class Span(NamedTuple):
 
 
 class LoadTimes(NamedTuple):
-    """What loads of adapters took, and steps of decodes while one was under way and while none was."""
+    """Times of adapter loads, of decode steps during a load, and of all other decode steps."""
 
     loads_s: list[float]
     beside_s: list[float]
@@ -230,7 +230,7 @@ class LoadTimes(NamedTuple):
 
 
 class _Timed:
-    """Runs plans and notes when each began, which were decodes of all, and when transfers began."""
+    """Runs plans and records when each began, whether all sequences decoded, and when transfers began."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
@@ -257,7 +257,7 @@ def measure_loads(settings: Settings, refs: Sequence[AdapterRef]) -> LoadTimes:
 
     Args:
         settings: of an engine with a host tier for all adapters and sequences of ``LONGEST_TOKENS``.
-        refs: adapters that it does not know; one is asked for each second.
+        refs: adapters that are not loaded yet; one is requested each second.
     """
     ends_s: list[float] = []
     built = build_replica(settings, on_load_done=lambda: ends_s.append(time.monotonic()))

@@ -15,7 +15,7 @@ from pathlib import Path
 from lorikeet.costs.operators import EMBEDDING, OPERATORS_OF_A_LAYER
 
 OPERATORS = (EMBEDDING, *OPERATORS_OF_A_LAYER)
-Preset = Mapping[str, str]
+Row = Mapping[str, str]
 
 
 def condense(path: Path) -> tuple[str, list[str]]:
@@ -34,19 +34,19 @@ def condense(path: Path) -> tuple[str, list[str]]:
     raise ValueError(f"{path.name} is neither an mlp nor an all_reduce table")
 
 
-def _operator_lines(rows: Iterable[Preset]) -> list[str]:
+def _operator_lines(rows: Iterable[Row]) -> list[str]:
     keys = ("num_tensor_parallel_workers", "num_tokens")
     body = _table(rows, keys, [f"time_stats.{operator}.median" for operator in OPERATORS])
     return [",".join(("tensor_parallel", "tokens", *OPERATORS)), *body]
 
 
-def _all_reduce_lines(rows: Iterable[Preset]) -> list[str]:
+def _all_reduce_lines(rows: Iterable[Row]) -> list[str]:
     """Return collectives inside one node: those whose workers all share it."""
     inside = (row for row in rows if row["num_workers"] == row["devices_per_node"])
     return ["workers,bytes,all_reduce", *_table(inside, ("num_workers", "size"), ["time_stats.all_reduce.median"])]
 
 
-def _table(rows: Iterable[Preset], keys: tuple[str, str], columns: list[str]) -> Iterator[str]:
+def _table(rows: Iterable[Row], keys: tuple[str, str], columns: list[str]) -> Iterator[str]:
     ordered = sorted(rows, key=lambda row: tuple(int(row[key]) for key in keys))
     for row in ordered:
         times_us = (f"{round(float(row[column]) * 1e3, 3):g}" for column in columns)

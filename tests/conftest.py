@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import structlog
 
-from tests.support import sampling
+from tests.support import fuzzing, sampling
 from tests.support.default_model import default_model_cache  # noqa: F401 - a fixture, for every folder
 from tests.support.postgres import postgres_url  # noqa: F401 - a fixture, for every folder
 
@@ -64,8 +64,16 @@ LEFT_OUT = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--all``."""
+    """Add ``--all`` and ``--fuzz``."""
     parser.addoption("--all", action="store_true", help="run large matrices in full, and not a sample of each")
+    parser.addoption("--fuzz", type=int, default=0, metavar="N", help="run N random cases of every fuzz test")
+
+
+@pytest.fixture
+def fuzz(request: pytest.FixtureRequest) -> Iterator[fuzzing.Fuzzing]:
+    """Run the cases of a fuzz test, and measure them."""
+    with fuzzing.watched(request.config.getoption("--fuzz")) as cases:
+        yield cases
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,6 +17,7 @@ import msgspec
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
+PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class ConfigError(ValueError):
@@ -116,6 +117,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             such prefills. With ``threads``, and on a GPU, it gets its own core if enough are left, else it shares
             cores. 0 for none: requests then wait for their adapters.
         record: file to which everything that the engine does is recorded, prompts included; empty for none.
+        heartbeat_timeout_s: an engine process that has sent no heartbeat for so long is killed and replaced, and its
+            requests continue; the server is not ready after a third of the time. A long step does not delay
+            heartbeats. 0 for never.
+        step_timeout_s: the same for an engine that still runs the same step after so long. Choose several times the
+            longest prefill step. 0 for never.
     """
 
     preset: str = "auto"
@@ -139,6 +145,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_threads: Positive = 1
     host_lora_workers: Count = 1
     record: str = ""
+    heartbeat_timeout_s: Seconds = 30.0
+    step_timeout_s: Seconds = 300.0
 
     @property
     def memory_ranks(self) -> int:
@@ -163,6 +171,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         registry_url: SQLAlchemy URL of the registry; empty for SQLite in ``store_dir``.
         max_rank: adapters of a larger rank are refused; 0 for no limit.
         max_bytes: larger weight files are refused.
+        source_timeout_s: a URL that is not read completely within this time is given up; 0 for no limit.
     """
 
     enabled: bool = True
@@ -173,6 +182,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     registry_url: str = ""
     max_rank: Count = 0
     max_bytes: Positive = 4 * 2**30
+    source_timeout_s: Seconds = 600.0
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,11 +198,21 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_queued: most accepted and unfinished sequences; beyond that the answer is 429. A request counts as one
             sequence for each prompt and choice.
         max_body_bytes: larger request bodies are answered with 413.
+        max_connections: most connections open at once; beyond that the answer is 503. Fewer if the limit on open files
+            does not allow as many.
+        max_head_bytes: size of a request line with headers beyond which the answer is 431.
+        head_timeout_s: time for the request line and headers, from the first byte or the start of the connection; then
+            the answer is 408.
+        body_timeout_s: time for a body, beside the time that it takes at 16 KiB per second; then the answer is 408.
+        write_timeout_s: time for which a client may leave its answer unread; then the connection is closed.
         request_timeout_s: time after which a request ends with an error; 0 for never.
         drain_timeout_s: time for which accepted requests may continue after SIGTERM.
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
             it: the API key of the request names the tenant.
+        shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
+            ``cached_tokens`` or the time whether another has sent the same prompt. Otherwise only those of the same
+            tenant do. Without API keys it is always shared.
         slo_ttft_s: target for the time to first token; 0 for none.
         slo_tpot_s: target for the mean time per output token after the first; 0 for none.
         adapter_slos: targets of single adapters, which override those of the server: ``name=ttft=0.5,tpot=0.1``, or one
@@ -218,10 +238,16 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_origins: tuple[str, ...] = ()
     max_queued: Positive = 1024
     max_body_bytes: Positive = 8 * 2**20
+    max_connections: Positive = 4096
+    max_head_bytes: Positive = 64 * 1024
+    head_timeout_s: PositiveSeconds = 15.0
+    body_timeout_s: PositiveSeconds = 30.0
+    write_timeout_s: PositiveSeconds = 60.0
     request_timeout_s: Seconds = 600.0
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
     tenant_header: str = ""
+    shared_prefix_cache: bool = False
     slo_ttft_s: Seconds = 0.0
     slo_tpot_s: Seconds = 0.0
     adapter_slos: tuple[str, ...] = ()
@@ -268,6 +294,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     adapters: AdapterSettings = msgspec.field(default_factory=AdapterSettings)
     server: ServerSettings = msgspec.field(default_factory=ServerSettings)
     cluster: ClusterSettings = msgspec.field(default_factory=ClusterSettings)
+
+
+def for_engines(settings: Settings) -> Settings:
+    """Return the settings as engine processes get them: without keys, and without URLs that may hold passwords.
+
+    Engines may run on other machines, and need none of these.
+    """
+    replace = msgspec.structs.replace
+    return replace(
+        settings,
+        adapters=replace(settings.adapters, preload=(), allowed_sources=(), registry_url=""),
+        server=replace(settings.server, api_keys=(), admin_keys=()),
+        cluster=replace(settings.cluster, registry_url=""),
+    )
 
 
 ENVIRONMENT_PREFIX = "LORIKEET_"

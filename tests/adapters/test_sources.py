@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
-from lorikeet.adapters.sources import fetch, without_credentials
+from lorikeet.adapters.sources import fetch, host_of
+from lorikeet.adapters.url_reader import UrlRead, read_url, without_credentials
 from lorikeet.config import AdapterSettings
 from tests.adapters.builders import shard, write_adapter
 
@@ -155,9 +156,8 @@ def test_a_source_that_cannot_be_read_is_not_the_stores_fault(
     assert not isinstance(caught.value, AdapterStoreError)
 
 
-def test_a_url_that_takes_too_long_is_given_up(into: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.adapters.sources._URL_LIMIT_S", -1.0)
-    settings = AdapterSettings(allowed_sources=(bucket,))
+def test_a_url_that_takes_too_long_is_given_up(into: Path, bucket: str) -> None:
+    settings = AdapterSettings(allowed_sources=(bucket,), source_timeout_s=1e-9)
     assert "not read within" in refusal(f"{bucket}/team/formal", settings, into)
 
 
@@ -276,7 +276,7 @@ def test_a_source_that_sends_more_than_it_announced_is_cut_off(
     monkeypatch.setattr(
         "fsspec.implementations.memory.MemoryFileSystem.info", lambda *_args, **_options: {"size": None}
     )
-    monkeypatch.setattr("lorikeet.adapters.sources._CHUNK_BYTES", 100)
+    monkeypatch.setattr("lorikeet.adapters.url_reader._CHUNK_BYTES", 100)
     settings = AdapterSettings(allowed_sources=(bucket,), max_bytes=1000)
     assert "larger than the allowed 1000 bytes" in refusal(f"{bucket}/team/formal", settings, into)
     assert (into / FILES[1]).stat().st_size <= 1000
@@ -289,4 +289,19 @@ def test_a_local_file_over_the_size_limit_is_refused(allowed: Path, into: Path) 
 
 def test_a_missing_file_system_is_explained(into: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    assert "pip install 'lorikeet-serve[s3]'" in refusal("s3://bucket/x", AdapterSettings(), into, trusted=True)
+    with pytest.raises(AdapterError, match=r"pip install 'lorikeet-serve\[s3\]'"):
+        read_url(UrlRead("s3://bucket/x", str(into), {FILES[0]: 1000}, None))
+
+
+@pytest.mark.parametrize("source", ["x" * 10_000, "a/" * 5000, ("y" * 200 + "/") * 10, "hf://" + "x" * 10_000])
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_source_of_any_length_is_only_refused(allowed: Path, into: Path, source: str, trusted: bool) -> None:
+    found = refusal(source, AdapterSettings(adapter_dir=str(allowed)), into, trusted)
+    assert len(found) < 3 * len(str(allowed)) + 5000
+
+
+def test_a_source_names_its_host() -> None:
+    assert host_of("team/formal") is host_of("file:///team/formal") is None
+    assert host_of("https://user:word@Host:8000/team") == "https://host:8000"
+    assert host_of("s3://bucket/team") == "s3://bucket"
+    assert host_of("HF://one/repo") == host_of("hf://other/repo") == "hf://"

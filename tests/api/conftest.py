@@ -81,6 +81,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
             ):
                 yield Running(http, engine, service, sources)
         finally:
+            await service.prompt_processes.close()
             catalog.close()
 
     return start_one

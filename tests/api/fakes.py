@@ -83,10 +83,10 @@ class FakeEngine:
         self.size_error: str | None = None
         self.added: list[ReplicaId] = []
         self.removed: list[tuple[ReplicaId, float]] = []
-        self.stats_callbacks: list[Callable[[ReplicaId, EngineStats], None]] = []
         self.stats: EngineStats | None = None
         self.alive = True
         self.restarts = 0
+        self.trouble = ""
         self.engine_info = EngineReady(
             "0", GEOMETRY, 100, BLOCK_TOKENS, 4096, max_model_len, 50, "scripted", "boot", 0.0
         )
@@ -105,9 +105,6 @@ class FakeEngine:
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         self.callbacks.append(callback)
-
-    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
-        self.stats_callbacks.append(callback)
 
     @property
     def views(self) -> dict[ReplicaId, "FakeEngine"]:
@@ -170,9 +167,6 @@ class FakeHandle:
                 stop = token.token_id
                 break
             if len(sent) == engine.per_output:
-                if engine.stats is not None:
-                    for callback in engine.stats_callbacks:
-                        callback(ONLY_REPLICA, engine.stats)
                 yield RequestOutput(tuple(sent), None)
                 sent = []
         reason = FinishReason.LENGTH if stop is None else FinishReason.STOP

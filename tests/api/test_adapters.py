@@ -14,6 +14,7 @@ import structlog
 from anyio import to_thread
 
 from lorikeet.adapters.catalog import RegisteredAdapter
+from lorikeet.api.load_places import LOADS_AT_ONCE
 from lorikeet.core.ids import AdapterDigest
 from tests.api.conftest import Running, Start
 from tests.api.fakes import write_adapter
@@ -388,18 +389,19 @@ async def test_adapters_are_changed_by_threads_of_their_own(server: Running) -> 
 
 
 async def test_loads_that_take_long_do_not_hold_up_removals(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
+    go_on, begun = threading.Event(), list[Any]()
     register = server.service.catalog.register
 
     def register_late(*arguments: Any, **options: Any) -> RegisteredAdapter:
+        begun.append(arguments)
         go_on.wait()
         return register(*arguments, **options)
 
     monkeypatch.setattr(server.service.catalog, "register", register_late)
-    most = int(server.service.loads.total_tokens)
+    most = LOADS_AT_ONCE
     loading = [asyncio.create_task(load(server, f"new-{n}", "pirate")) for n in range(most + 1)]
     try:
-        await until(lambda: server.service.loads.statistics().tasks_waiting == 1, "one load waits")
+        await until(lambda: len(begun) == most, "all places are taken")
         assert (await server.http.delete("/v1/adapters/formal")).status_code == 200
     finally:
         go_on.set()

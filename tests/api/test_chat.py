@@ -1,11 +1,11 @@
 """Chat completions over HTTP."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import pytest
-from fastapi.exceptions import RequestValidationError
 
 from lorikeet.api import errors
 from lorikeet.api.errors import ApiError
@@ -286,7 +286,6 @@ async def test_a_request_that_takes_too_long_ends_with_504(start: Start) -> None
         ({"best_of": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"cache_salt": "x"}, "cache_salt"),
         ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
         ({"adapter_id": "someone/adapter"}, "adapter_id"),
         ({"adapter_source": "hub"}, "adapter_source"),
@@ -376,7 +375,8 @@ async def test_a_message_names_fields_as_their_sender_knows_them(
     assert (await server.http.post(path, json=fields)).json()["error"]["message"] == message
 
 
-MANY = 100_000
+MANY = 5_000
+"""Bodies of more are read in another process."""
 
 
 @pytest.mark.parametrize(
@@ -398,13 +398,13 @@ async def test_a_body_of_many_faults_is_refused_for_the_first(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any], param: str, faults: int
 ) -> None:
     seen: list[int] = []
-    read = errors._from_validation
+    read = errors.invalid_body
 
-    def counting(error: RequestValidationError) -> ApiError:
-        seen.append(len(error.errors()))
-        return read(error)
+    def counting(found: Sequence[Any]) -> ApiError:
+        seen.append(len(found))
+        return read(found)
 
-    monkeypatch.setattr(errors, "_from_validation", counting)
+    monkeypatch.setattr(errors, "invalid_body", counting)
     reply = await server.http.post(path, json=fields)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     assert len(reply.content) < 500
@@ -426,3 +426,31 @@ async def test_a_prompt_past_the_context_is_told_with_its_length(server: Running
     reply = await server.http.post(CHAT, json=body(messages=messages))
     assert reply.status_code == 400
     assert "maximum context length is 256 tokens" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("last", "fields", "echoed"),
+    [
+        ({"role": "assistant", "content": "well, "}, {"continue_final_message": True}, "well, "),
+        ({"role": "assistant", "content": [{"type": "text", "text": "well, "}]}, {}, "well, "),
+        ({"role": "user", "content": "say "}, {"add_generation_prompt": False}, "say "),
+        ({"role": "user", "content": "say "}, {}, ""),
+        ({"role": "assistant", "content": "well, "}, {"echo": False}, ""),
+    ],
+)
+async def test_echo_opens_the_answer_with_the_last_message(
+    server: Running, last: dict[str, Any], fields: dict[str, Any], echoed: str
+) -> None:
+    asked = {**body(), "echo": True, "messages": [*MESSAGES, last], **fields}
+    whole = (await server.http.post(CHAT, json=asked)).json()["choices"][0]["message"]["content"]
+    assert whole == text_of(await events(server.http, CHAT, asked)) == f"{echoed}hello world"
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [('{"model": "base",\n "messages": [}', "line 2, column 15"), ('{"model": nope}', "line 1, column 11")],
+)
+async def test_invalid_json_is_a_400_with_line_and_column(server: Running, content: str, place: str) -> None:
+    reply = await server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400
+    assert f"Expecting value, at {place}." in reply.json()["error"]["message"]

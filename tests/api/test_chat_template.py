@@ -118,3 +118,25 @@ def test_a_template_is_read_from_wherever_checkpoints_keep_it(tmp_path: Path) ->
     assert rendered(str(tmp_path / "own.jinja")) == "own"
     with pytest.raises(TemplateError, match="no such file"):
         rendered(str(tmp_path / "missing.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "system"),
+        ("{% for m in messages %}{{ 'd' if m.role == 'developer' else m.role }}{% endfor %}", "d"),
+    ],
+)
+def test_developer_is_system_to_a_template_that_lacks_it(template: str, role: str) -> None:
+    messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
+    assert ChatTemplate(template, {}).render(messages, add_generation_prompt=False, extra={}) == f"{role}user"
+
+
+def test_value_nested_too_deeply_for_a_filter_is_refused() -> None:
+    nested: list[Any] = []
+    for _ in range(20_000):
+        nested = [nested]
+    with pytest.raises(TemplateError, match="recursion"):
+        ChatTemplate("{{ messages[0].x | tojson }}", {}).render(
+            [{"role": "user", "x": nested}], add_generation_prompt=False, extra={}
+        )

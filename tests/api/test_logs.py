@@ -1,7 +1,10 @@
 """What reaches the log, and what must not."""
 
+import errno
+import io
 import json
 import logging
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from starlette.types import Message
 
 from lorikeet.api.logs import RequestIds, log
 from lorikeet.core.logs import configure_logs
+from tests.api.conftest import Start
 
 
 @pytest.fixture(autouse=True)
@@ -93,3 +97,47 @@ async def test_a_client_that_hangs_up_while_it_sends_its_request_is_no_failure()
         await app(scope, receive, send)
     assert [(entry["event"], entry["status"]) for entry in logged] == [("request", 499)]
     assert sent == []
+
+
+class Broken(io.StringIO):
+    """A stream that cannot be written, as of a closed pipe or a full disk."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def write(self, text: str) -> int:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.ENOSPC, "No space left"), ValueError("closed")]
+)
+async def test_a_log_that_cannot_be_written_changes_no_answer(
+    start: Start, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    configure_logs("info", as_json=True)
+    written = io.StringIO()
+    async with start() as server:
+        monkeypatch.setattr(sys, "stderr", Broken(error))
+        added = await server.http.post("/v1/adapters", json={"name": "a", "source": str(server.sources / "formal")})
+        logging.getLogger("asyncio").error("Exception in %s", "app")
+        monkeypatch.setattr(sys, "stderr", written)
+        removed = await server.http.delete("/v1/adapters/a")
+    assert (added.status_code, removed.status_code) == (201, 200)
+    lines = [json.loads(line) for line in written.getvalue().splitlines()]
+    lost = [line for line in lines if line["event"] == "log could not be written"]
+    assert [(line["level"], line["lines_lost"], line["reason"]) for line in lost] == [("warning", 3, str(error))]
+    assert lines.index(lost[0]) == 1
+
+
+def test_a_process_whose_log_is_full_goes_on() -> None:
+    code = (
+        "from lorikeet.core.logs import configure_logs; import structlog, sys\n"
+        "configure_logs('info', as_json=False)\n"
+        "for _ in range(3000): structlog.get_logger('lorikeet').info('line', text='x' * 100)\n"
+        "print('done')"
+    )
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, check=True)
+    assert ran.stdout == b"done\n"

@@ -62,7 +62,8 @@ STATS = EngineStats(
     prefix_queries_tokens=100,
     prefix_hits_tokens=25,
     preemptions=3,
-    step_tokens=12,
+    steps_by_tokens=(4, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1),
+    computed_tokens=20_030,
     memory=MEMORY,
 )
 
@@ -172,10 +173,12 @@ async def test_the_memory_tells_what_it_found_moved_and_decided(server: Running)
 
 
 async def test_merging_and_cold_starts_are_told(server: Running) -> None:
-    modes = ModeStats(AdapterDigest("d" * 64), switches=4, switch_s=0.5, merged_steps=30, assisted_steps=2)
+    merged = AdapterRef(AdapterName("merged"), AdapterDigest("d" * 64), "", {"q": (8,)}, 1)
+    server.service.used_adapters[merged.digest] = merged
+    modes = ModeStats(merged.digest, switches=4, switch_s=0.5, merged_steps=30, assisted_steps=2)
     server.engine.stats = msgspec.structs.replace(STATS, modes=modes, ahead_of_adapter=3)
     samples = await page(server)
-    assert value(samples, "lorikeet:merged_adapter", adapter="d" * 12) == 1
+    assert value(samples, "lorikeet:merged_adapter", adapter="merged") == 1
     names = ("merge_switches", "merge_switch_seconds", "merged_steps", "assisted_steps")
     assert [value(samples, f"lorikeet:{name}_total") for name in names] == [4, 0.5, 30, 2]
     assert value(samples, "lorikeet:num_requests_ahead_of_adapter") == 3
@@ -227,12 +230,14 @@ def test_waits_for_an_adapter_and_beyond_it_for_kv_are_told_apart() -> None:
     assert 'lorikeet:request_kv_wait_seconds_count{engine="0",model_name="base"} 1.0' in text
 
 
-async def test_a_step_is_counted_once_however_many_requests_share_it(server: Running) -> None:
+async def test_every_step_is_counted_with_its_tokens(server: Running) -> None:
     server.engine.stats = STATS
-    await server.http.post(CHAT, json=body(n=2))
     samples = await page(server)
-    assert value(samples, "vllm:iteration_tokens_total_count") == 1
-    assert value(samples, "vllm:iteration_tokens_total_sum") == 12
+    assert value(samples, "vllm:iteration_tokens_total_count") == 7
+    assert value(samples, "vllm:iteration_tokens_total_sum") == 20_030
+    buckets = {s.labels["le"]: s.value for s in samples["vllm:iteration_tokens_total_bucket"]}
+    assert len(buckets) == 14
+    assert (buckets["1.0"], buckets["8.0"], buckets["16.0"], buckets["16384.0"], buckets["+Inf"]) == (4, 4, 6, 6, 7)
 
 
 async def test_resident_and_waiting_adapters_are_told_apart(server: Running) -> None:
@@ -268,11 +273,13 @@ async def test_an_adapter_on_the_device_is_told_under_all_its_names_used_or_not(
     )
     samples = await page(server)
     (info,) = samples["vllm:lora_requests_info"]
-    assert info.labels["running_lora_adapters"] == "0123456789ab,formal,twin"
+    assert info.labels["running_lora_adapters"] == "formal,twin"
     assert info.labels["waiting_lora_adapters"] == "pirate"
+    assert {s.labels["adapter_name"] for s in samples["vllm:lora_adapter_loaded"]} == {"formal", "twin"}
     for name in ("formal", "twin"):
         assert value(samples, "vllm:lora_adapter_loaded", adapter_name=name, rank="4") == 1
     assert value(samples, "vllm:num_gpu_loaded_lora_adapters") == 2
+    assert "0123456789ab" not in (await server.http.get("/metrics")).text, "it was removed, and has no name"
 
 
 async def test_adapters_have_counts_of_their_own(server: Running) -> None:

@@ -275,6 +275,34 @@ async def test_half_a_request_and_no_more_leaves_the_server_unharmed(server: Run
     assert server.service.gate.active == 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "host", "status"),
+    [
+        ({}, "evil.example", 403),
+        ({}, "evil.example:8000", 403),
+        ({}, "localhost.evil.example", 403),
+        ({}, "[broken", 403),
+        ({}, "10.0.0.1", 403),
+        ({}, "localhost:8000", 200),
+        ({}, "Localhost.", 200),
+        ({}, "app.localhost:3000", 200),
+        ({}, "127.0.0.2:8000", 200),
+        ({}, "[::1]:8000", 200),
+        ({"allowed_origins": ("https://good.example",)}, "good.example", 200),
+        ({"allowed_origins": ("https://good.example",)}, "evil.example", 403),
+        ({"allowed_origins": ("*",)}, "evil.example", 200),
+        ({"api_keys": ("one",)}, "evil.example", 200),
+        ({"host": "0.0.0.0"}, "evil.example", 200),
+    ],
+)
+async def test_foreign_host_is_refused_without_keys_on_loopback(
+    start: Start, settings: dict[str, Any], host: str, status: int
+) -> None:
+    async with start(**settings) as server:
+        reply = await server.http.get("/v1/models", headers={"Host": host, **bearer("one")})
+        assert reply.status_code == status
+
+
 def preflight(origin: str) -> dict[str, str]:
     """Return what a browser asks before a page of that origin sends a chat completion with a key."""
     headers = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Private-Network": "true"}
@@ -317,10 +345,10 @@ async def test_by_default_no_web_page_may_use_the_server(server: Running) -> Non
         ((), {"Origin": "https://other"}, 403),
         ((), {"Origin": "null"}, 403),
         ((), {"Origin": "http://[broken"}, 403),
-        ((), {"Origin": "http://own:1", "Host": "own:1"}, 200),
-        ((), {"Origin": "http://own:1", "Host": "own:2"}, 403),
-        ((), {"Origin": "https://proxy", "Host": "own:1", "Sec-Fetch-Site": "same-origin"}, 200),
-        ((), {"Origin": "https://own:1", "Host": "own:1", "Sec-Fetch-Site": "cross-site"}, 403),
+        ((), {"Origin": "http://own.localhost:1", "Host": "own.localhost:1"}, 200),
+        ((), {"Origin": "http://own.localhost:1", "Host": "own.localhost:2"}, 403),
+        ((), {"Origin": "https://proxy", "Host": "own.localhost:1", "Sec-Fetch-Site": "same-origin"}, 200),
+        ((), {"Origin": "https://own.localhost:1", "Host": "own.localhost:1", "Sec-Fetch-Site": "cross-site"}, 403),
         ((), {"Sec-Fetch-Site": "same-site"}, 403),
         (("https://other",), {"Origin": "https://other", "Sec-Fetch-Site": "cross-site"}, 200),
         (("https://other",), {"Origin": "https://more"}, 403),

@@ -256,22 +256,18 @@ async def answering(
 @asynccontextmanager
 async def hanging_source() -> AsyncIterator[tuple[str, asyncio.Event]]:
     """An HTTP server from which an adapter comes as far as the middle of its weights, and what is set then."""
-    asked = 0
     hangs, go_on = asyncio.Event(), asyncio.Event()
 
     async def config(request: web.Request) -> web.Response:
         return web.json_response({"peft_type": "LORA"})
 
     async def weights(request: web.Request) -> web.StreamResponse:
-        nonlocal asked
         reply = web.StreamResponse(headers={"Content-Length": str(2**24)})
         await reply.prepare(request)
         if request.method == "GET":
-            asked += 1
             await reply.write(bytes(2**20))
-            if asked == 2:  # the first one only looks whether it is there
-                hangs.set()
-                await go_on.wait()
+            hangs.set()
+            await go_on.wait()
         return reply
 
     routes = {"/one/adapter_config.json": config, "/one/adapter_model.safetensors": weights}

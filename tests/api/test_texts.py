@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from lorikeet.api.completions import TextOffsets, completion_logprobs
 from lorikeet.api.text_processor import ChatTemplate, TextProcessor
+from lorikeet.core.plan import Token
 from lorikeet.models.config import ModelConfigError
 from tests.api.conftest import TEMPLATE, TOKENIZER, Running, count_calls_off_the_loop
 from tests.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer
@@ -18,6 +22,8 @@ from tests.api.test_chat import CHAT
 
 TEXTS = TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {}))
 LONG = " ".join(f"hello world {number}" for number in range(50_000))
+MEDIUM = LONG[:60_000]
+"""Longer texts come in bodies that are read in another process."""
 
 
 def goes_on_during(work: Callable[[], object]) -> bool:
@@ -57,8 +63,45 @@ def test_python_goes_on_while_a_long_text_is_tokenized() -> None:
 def test_token_bytes_make_up_the_text_even_of_split_characters(tokenizer: Tokenizer, text: str) -> None:
     texts = TextProcessor(tokenizer, None)
     tokens = [texts.token(token_id) for token_id in tokenizer.encode(text).ids]
-    assert any(token.text == "\ufffd" for token in tokens), "a character is split"
-    assert bytes(byte for token in tokens for byte in token.utf8).decode() == text
+    assert any(token.text.startswith("bytes:\\x") for token in tokens), "a character is split"
+    assert bytes(byte for token in tokens for byte in token.utf8).decode().removeprefix(" ") == text
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level_tokenizer(), byte_fallback_tokenizer()], ids=["bytes", "fallback"])
+@given(text=st.text("helo wrd 日🦜\n\ufffd", min_size=1, max_size=20), skip=st.booleans())
+def test_tokens_of_logprobs_spell_the_text_at_their_offsets(tokenizer: Tokenizer, text: str, skip: bool) -> None:
+    texts = TextProcessor(tokenizer, None)
+    context, token_ids = tokenizer.encode("hello").ids, tokenizer.encode(f"hello{text}").ids
+    if token_ids[: len(context)] != context:
+        return
+    token_ids = token_ids[len(context) :]
+    logprobs = completion_logprobs(
+        texts, [Token(each, -1.0) for each in token_ids], TextOffsets(texts, skip_special_tokens=skip)
+    )
+    stream = texts.stream(context, skip_special_tokens=skip)
+    shown = "".join([*map(stream.push, token_ids), stream.flush()])
+    assert bytes(byte for each in token_ids for byte in texts.token(each).utf8).decode() == shown == text
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert shown[offset:].startswith(token) or token.startswith("bytes:\\x")
+        assert offset < len(shown)
+
+
+def test_hidden_tokens_take_no_place_in_offsets() -> None:
+    hello, end = TOKENIZER.encode("hello").ids, TOKENIZER.token_to_id("<|im_end|>")
+    for skip, place in ((True, 5), (False, 5 + len("<|im_end|>"))):
+        offsets = TextOffsets(TEXTS, skip_special_tokens=skip)
+        assert [offsets.add(each) for each in (*hello, end, *hello)][len(hello) + 1] == place
+
+
+def test_every_alternative_has_a_key_of_its_own() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    texts = TextProcessor(tokenizer, None)
+    letter = next(word for word in tokenizer.get_vocab() if len(word) == 1 and word.isascii())
+    ids = [tokenizer.token_to_id(name) for name in (letter, f"<0x{ord(letter):02X}>", "<0xE6>", "<0x97>")]
+    token = Token(ids[0], -1.0, tuple((each, -2.0) for each in ids))
+    (top,) = completion_logprobs(texts, [token], TextOffsets(texts, skip_special_tokens=True))["top_logprobs"]
+    assert len(top) == len(set(ids)) == 4
+    assert "bytes:\\xe6" in top
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -77,10 +120,10 @@ def test_python_goes_on_while_many_tokens_become_text() -> None:
 @pytest.mark.parametrize(
     ("path", "content", "param"),
     [
-        (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]}, "messages"),
-        ("/v1/completions", {"prompt": LONG}, "prompt"),
-        ("/v1/completions", {"prompt": ["hello", LONG]}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": MEDIUM}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": MEDIUM}]}]}, "messages"),
+        ("/v1/completions", {"prompt": MEDIUM}, "prompt"),
+        ("/v1/completions", {"prompt": ["hello", MEDIUM]}, "prompt"),
     ],
 )
 async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
@@ -88,7 +131,7 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
 ) -> None:
     class Refusing:
         def encode_batch_fast(self, texts: list[str], **_: bool) -> list[Any]:
-            assert texts != [LONG], "tokenized"
+            assert texts != [MEDIUM], "tokenized"
             return TOKENIZER.encode_batch_fast(texts)
 
     server.service.text_processor.tokenizer = Refusing()  # type: ignore[assignment]
@@ -104,8 +147,9 @@ async def test_longest_fitting_prompt_is_answered_and_any_can_be_tokenized(serve
     longest = max((word for word in TOKENIZER.get_vocab() if word.isascii()), key=len)
     reply = await server.http.post("/v1/completions", json={"prompt": longest * 255, "max_tokens": 1})
     assert (reply.status_code, reply.json()["usage"]["prompt_tokens"]) == (200, 255)
-    reply = await server.http.post("/tokenize", json={"prompt": LONG})
-    assert reply.json()["tokens"] == TOKENIZER.encode(LONG).ids
+    for text in (MEDIUM, LONG[:400_000]):
+        reply = await server.http.post("/tokenize", json={"prompt": text})
+        assert reply.json()["tokens"] == TOKENIZER.encode(text).ids
 
 
 @pytest.mark.parametrize(
@@ -114,8 +158,8 @@ async def test_longest_fitting_prompt_is_answered_and_any_can_be_tokenized(serve
         {"messages": [{"role": "user", "content": "x", "reasoning": "y" * 5000}]},
         {"messages": [{"role": "user", "content": "x", "notes": [{"y": [1] * 5000}]}]},
         {"messages": [{"role": "y" * 5000, "content": "x"}]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "y"}] * 5000}]},
-        {"messages": [{"role": "user", "content": ""}] * 5000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "y"}] * 2200}]},
+        {"messages": [{"role": "user", "content": ""}] * 2000},
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"y" * 5000: 1}},
     ],
 )

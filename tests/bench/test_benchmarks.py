@@ -20,6 +20,7 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import OperatingLoads, encode_profile
+from tests.support import hostile_clients as hostile
 
 SMALL = MODEL_SHAPES["llama-2-7b"] | {
     "hidden_size": 32,
@@ -62,6 +63,11 @@ def test_sides_run_in_turns_and_the_warm_up_does_not_count() -> None:
 def test_a_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     print_table("title", ["name", "ms"], [["a", 1.5], ["longer", 10]])
     assert capsys.readouterr().out == "title\n  name     ms\n  ------  ---\n  a       1.5\n  longer   10\n\n"
+
+
+def test_growth_counts_from_the_second_minute_on() -> None:
+    samples = [(float(second), min(second, 60) * 10**6, 5 * 10**6 + second * 10**4) for second in range(901)]
+    assert hostile.growth(samples) == "+0, +8"
 
 
 @pytest.mark.parametrize("border", [0.5, 1, 3.5, 5, 9])

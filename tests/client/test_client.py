@@ -117,6 +117,24 @@ async def test_streams_of_a_killed_engine_go_on_without_a_gap_or_a_repeat(
     await until(lambda: is_idle(client.stats), "the engine holds nothing")
 
 
+async def test_streams_of_an_engine_that_is_stopped_go_on_with_another(model: Path) -> None:
+    async with engine_process(live_settings(model, num_scheduler_steps=1, heartbeat_timeout_s=6.0)) as client:
+        handles = [client.submit(greedy(str(seed), prompt(10, seed), 300)) for seed in range(3)]
+        reading = asyncio.gather(*map(finish, handles))
+        await begun(*handles)
+        assert client.process_id is not None
+        os.kill(client.process_id, signal.SIGSTOP)
+        await until(lambda: not client.alive, "the engine is known not to answer")
+        assert not client.restarts
+        late = client.submit(greedy("late", prompt(10), 20))
+        for (finished, gaps), handle in zip(await reading, handles, strict=True):
+            assert finished.reason is FinishReason.LENGTH
+            assert len(gaps) == len(handle.token_ids) == 300
+        assert (await finish(late))[0].reason is FinishReason.LENGTH
+        assert client.restarts == 1
+        assert client.alive
+
+
 async def test_an_aborted_request_gives_its_blocks_back(client: EngineClient, adapters: dict[str, AdapterRef]) -> None:
     handles = [client.submit(greedy(f"long {v}", prompt(40), 400, v)) for v in (None, *adapters.values())]
     await begun(*handles)

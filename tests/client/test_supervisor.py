@@ -4,17 +4,26 @@ import asyncio
 import itertools
 import time
 
-import msgspec
 import pytest
 import zmq.asyncio
 from structlog.testing import capture_logs
 
 from lorikeet.client import supervisor
-from lorikeet.client.supervisor import EngineError, EngineSupervisor, describe_exit
+from lorikeet.client.supervisor import EngineError, EngineSupervisor, EngineTimeouts, connect, describe_exit
 from lorikeet.core.clock import boot_id
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.ids import ReplicaId
-from lorikeet.core.messages import EngineReady, StepOutputs
+from lorikeet.core.ids import ReplicaId, RequestId
+from lorikeet.core.messages import (
+    EngineReady,
+    FromEngine,
+    Heartbeat,
+    MessageCodec,
+    MessagesLost,
+    StepOutputs,
+    ToEngine,
+    TokenOutput,
+)
+from tests.support.waiting import until
 
 READY = EngineReady("0", ModelGeometry(1, 1, 1, {}, 4), 8, 4, 16, 32, 4, "native", boot_id(), 0.0)
 
@@ -24,10 +33,18 @@ class FakeProcess:
 
     pid = 1
 
-    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, codec: MessageCodec[FromEngine, ToEngine]) -> None:
         self.returncode: int | None = None
+        self.codec = codec
         self._socket = socket
         self._ended = asyncio.Event()
+
+    async def send(self, message: FromEngine) -> None:
+        await self.send_bytes(self.codec.encode(message))
+
+    async def send_bytes(self, data: bytes) -> None:
+        if self.returncode is None:
+            await self._socket.send(data)
 
     def end(self, code: int) -> None:
         self.returncode = code
@@ -47,7 +64,7 @@ class FakeHost:
 
     def __init__(self, context: zmq.asyncio.Context) -> None:
         self.processes: list[FakeProcess] = []
-        self.is_broken = False
+        self.is_broken = self.is_silent = False
         self._context = context
         self._numbers = itertools.count()
 
@@ -59,8 +76,10 @@ class FakeHost:
             raise OSError("no memory left")
         socket = self._context.socket(zmq.PAIR)
         socket.connect(address)
-        await socket.send(msgspec.msgpack.encode(READY))
-        self.processes.append(FakeProcess(socket))
+        codec = MessageCodec[FromEngine, ToEngine](ToEngine)
+        self.processes.append(FakeProcess(socket, codec))
+        if not self.is_silent:
+            await self.processes[-1].send(READY)
         return self.processes[-1]
 
     def close(self) -> None:
@@ -72,8 +91,10 @@ class FakeListener:
 
     def __init__(self) -> None:
         self.failure = asyncio.get_running_loop().create_future()
+        self.received: list[StepOutputs] = []
 
-    def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None: ...
+    def on_outputs(self, supervisor: EngineSupervisor, outputs: StepOutputs) -> None:
+        self.received.append(outputs)
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None: ...
 
@@ -123,8 +144,100 @@ async def test_log_tells_of_death_restart_and_giving_up(monkeypatch: pytest.Monk
     assert "no memory left" in gave_up["reason"]
 
 
+@pytest.mark.parametrize("how", ["silent", "stuck"])
+async def test_an_engine_that_hangs_is_noted_then_replaced(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    monkeypatch.setattr(supervisor, "DRAIN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(supervisor, "CHECK_EVERY_S", 0.02)
+    context = zmq.asyncio.Context()
+    host, listener = FakeHost(context), FakeListener()
+    timeouts = EngineTimeouts(heartbeat_s=0.6, step_s=30.0)
+    engine = EngineSupervisor(ReplicaId("r"), host, context, b"{}", listener, timeouts)
+
+    async def beat(turn_s: float, times: int = 1) -> None:
+        for _ in range(times):
+            await host.processes[-1].send(Heartbeat(turn_s))
+            await asyncio.sleep(0.02)
+
+    with capture_logs() as logs:
+        await engine.start(lambda progress: None)
+        await beat(9.0, times=50)  # a slow step is no hang
+        assert engine.alive
+        assert not logs
+        if how == "silent":
+            await until(lambda: not engine.alive, "the engine is late")
+        else:
+            while engine.alive:
+                await beat(11.0)
+        assert engine.is_connected, "it still gets messages"
+        while not engine.alive:
+            await beat(0.0)
+        while how == "stuck" and not engine.restarts:
+            await beat(31.0)
+        await until(lambda: engine.restarts and engine.alive, "another engine has started")
+        await beat(0.0)
+    await engine.close()
+    context.destroy(linger=0)
+    assert host.processes[0].returncode == -9
+    assert [entry["event"] for entry in logs if entry["event"] != "engine does not answer"] == [
+        "engine answers again",
+        "engine hangs and is killed",
+        "engine died",
+        "restarting engine",
+        "engine restarted",
+    ]
+    reasons = [entry["reason"] for entry in logs if "reason" in entry]
+    assert reasons[0].startswith("no message for 0.2" if how == "silent" else "one step for 11 s")
+    assert reasons[-1].startswith("no message for 0.6" if how == "silent" else "one step for 31 s")
+
+
+async def test_an_engine_that_hangs_while_it_starts_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("CHECK_EVERY_S", 0.01), ("DRAIN_TIMEOUT_S", 0.01), ("_FIRST_MESSAGE_TIMEOUT_S", 0.1)):
+        monkeypatch.setattr(supervisor, name, seconds)
+    context = zmq.asyncio.Context()
+    host = FakeHost(context)
+    host.is_silent = True
+    with pytest.raises(EngineError, match=r"ended before it was ready \(no message for 0\.1"):
+        await connect(host, context, b"{}", lambda progress: None, EngineTimeouts(0.05, 0.0))
+    assert host.processes[0].returncode == -9
+    context.destroy(linger=0)
+
+
 @pytest.mark.parametrize(
     ("code", "text"), [(None, "unknown"), (0, "code 0"), (1, "code 1"), (-9, "SIGKILL"), (-200, "signal 200")]
 )
 def test_exit_code_is_described(code: int | None, text: str) -> None:
     assert describe_exit(code) == text
+
+
+def outputs(number: int) -> StepOutputs:
+    return StepOutputs((TokenOutput(RequestId("r"), 0, number, ()),), (), ())
+
+
+async def test_repeated_messages_are_ignored_and_an_engine_whose_messages_are_lost_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "DRAIN_TIMEOUT_S", 0.01)
+    context = zmq.asyncio.Context()
+    host, listener = FakeHost(context), FakeListener()
+    engine = EngineSupervisor(ReplicaId("r"), host, context, b"{}", listener)
+    with capture_logs() as logs:
+        await engine.start(lambda progress: None)
+        first = host.processes[0]
+        for data in [first.codec.encode(outputs(number)) for number in range(2)] * 2:
+            await first.send_bytes(data)
+        first.codec.encode(outputs(2))  # is lost
+        await first.send(outputs(3))
+        await until(lambda: engine.restarts == 1 and engine.alive, "another engine is there")
+    await engine.close()
+    context.destroy(linger=0)
+    assert listener.received == [outputs(0), outputs(1)]
+    assert first.returncode == -9
+    assert [entry["reason"] for entry in logs if "lost" in entry["event"]] == ["1 messages are missing before number 4"]
+
+
+def test_the_engine_notices_as_well() -> None:
+    here, there = MessageCodec[ToEngine, FromEngine](FromEngine), MessageCodec[FromEngine, ToEngine](ToEngine)
+    sent = [there.encode(outputs(number)) for number in range(3)]
+    assert [here.decode(data) for data in (sent[0], sent[0])] == [outputs(0), None]
+    with pytest.raises(MessagesLost):
+        here.decode(sent[2])

@@ -4,12 +4,16 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import patch
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from lorikeet.adapters.store import reference
 from lorikeet.client.supervisor import EngineError
-from lorikeet.cluster.adapters.transport import LocalTransport
+from lorikeet.cluster.adapters.folder import PoolFolderUnwritableError
+from lorikeet.cluster.adapters.transport import LocalTransport, copy_error
 from lorikeet.cluster.controller.autoscaler import Autoscaler
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, Orchestrator
@@ -24,6 +28,7 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import RegisterAdapters, Submit
 from tests.adapters.builders import geometry, write_adapter
 from tests.support.fake_engines import FakeHost
+from tests.support.links import LinkedHost, notice_quickly
 from tests.support.live import greedy, prompt
 from tests.support.waiting import until
 
@@ -389,3 +394,75 @@ async def test_a_replica_that_cannot_be_started_leaves_nothing(tmp_path: Path, m
         assert released == [R1]
         assert cluster.hosts[R1].is_closed
         assert cluster.client.size == 1
+
+
+class FullDisks(LocalTransport):
+    """A transport to replicas of which some have no room for adapters.
+
+    Attributes:
+        full: those replicas.
+    """
+
+    full: frozenset[ReplicaId] = frozenset()
+
+    async def provide(self, adapter: AdapterRef, destination: ReplicaId) -> AdapterRef:
+        if destination in self.full:
+            raise copy_error("a copy", PoolFolderUnwritableError(f"adapter {adapter.digest}: [Errno 28] No space left"))
+        return await super().provide(adapter, destination)
+
+
+async def test_a_node_with_a_full_disk_fails_no_request_while_another_has_room(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "pool", 3)
+    transport = FullDisks(tmp_path / "pool")
+    cluster.client._files._transport = cluster.client._files.copier._transport = transport
+    source = write_adapter(tmp_path / "source")
+    refs = [
+        msgspec.structs.replace(reference("a", source, geometry()), digest=AdapterDigest(f"{number:064x}"))
+        for number in range(40)
+    ]
+    transport.full = frozenset((R1, R2))
+    with capture_logs() as logs:
+        try:
+            await cluster.client.start(lambda progress: None)
+            with patch("lorikeet.cluster.adapters.folder._checked"):
+                handles = [
+                    cluster.client.submit(greedy(f"r{number}", prompt(4), 5, ref)) for number, ref in enumerate(refs)
+                ]
+                (engine,) = cluster.hosts[R0].engines
+                await until(lambda: len(engine.heard_of(Submit)) == 40, "the replica with room has every request")
+            assert {handle.replica for handle in handles} == {R0}
+            transport.full = frozenset((R0, R1, R2))
+            failed = cluster.client.submit(
+                greedy("late", prompt(4), 5, msgspec.structs.replace(refs[0], digest=AdapterDigest("f" * 64)))
+            )
+            (last,) = [output async for output in failed]
+        finally:
+            await cluster.client.close()
+            transport.close()
+    assert last.finished is not None
+    assert last.finished.error == "its adapter could not be loaded by any replica; the server's log says why"
+    resting = [entry["replica"] for entry in logs if "gets no new ones" in entry["event"]]
+    assert sorted(resting) == [R0, R1, R2], "each is logged once"
+    assert not [entry for entry in logs if entry["event"] == "adapter copy failed"]
+
+
+async def test_streams_of_a_silent_machine_go_on_elsewhere_and_the_cluster_page_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notice_quickly(monkeypatch)
+    cluster = Cluster(tmp_path / "pool", 2)
+    linked = cluster.hosts[R0] = LinkedHost()
+    try:
+        await cluster.client.start(lambda progress: None)
+        handles = [cluster.client.submit(greedy(f"r{number}", prompt(4), 5)) for number in range(4)]
+        assert {handle.replica for handle in handles} == {R0, R1}
+        linked.may_start.clear()
+        linked.links[0].is_cut = True
+        (other,) = cluster.hosts[R1].engines
+        await until(lambda: len(other.heard_of(Submit)) == 4, "the other replica has every request")
+        state = cluster.client.describe().replicas[0]
+        assert (state.alive, state.is_open, state.trouble) == (False, False, "the connection to its machine is lost")
+    finally:
+        linked.may_start.set()
+        await cluster.client.close()
+        cluster.transport.close()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lorikeet.cluster.adapters.pool import Fetch
-from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher, Provision, Send
+from lorikeet.cluster.controller.dispatcher import REST_S, Actions, Dispatcher, Provision, Send
 from lorikeet.cluster.routing.by_table import ByTable
 from lorikeet.cluster.routing.fleet import ReplicaInfo
 from lorikeet.cluster.routing.plain import FirstFit, LeastLoaded, RoundRobin
@@ -136,6 +136,55 @@ def test_replica_unable_to_store_an_adapter_delays_and_loses_no_request() -> Non
     for name in ("r1", "r2", "r3"):
         dispatcher.apply_outputs(S1, finished(name), 1.0)
     assert dispatcher.fleet.loads.requests.tolist() == [0, 0]
+
+
+def test_a_replica_with_a_full_disk_loses_no_request_and_gets_no_new_adapters_for_a_while() -> None:
+    dispatcher = Dispatcher(RoundRobin())
+    for replica in (S1, S2, S3):
+        dispatcher.join(ReplicaInfo(replica), 0.0)
+    full = only_provision(dispatcher.arrive(asked("r1"), 0.0))
+    dispatcher.arrive(asked("r2"), 0.0)
+    assert full.replica == S1
+    assert dispatcher.rest(S1, 0.0)
+    assert not dispatcher.rest(S1, 0.0), "it is logged once"
+    again = only_provision(dispatcher.provision_failed(full, 0.0, is_storable=False))
+    assert again.replica == S2
+    assert set(dispatcher.provided(again).sends) == {Send(RequestId("r1"), S2), Send(RequestId("r2"), S2)}
+    homes = [dispatcher.arrive(asked(f"b{number}", digest(f"b{number}")), 1.0) for number in range(6)]
+    assert {only_provision(actions).replica for actions in homes} == {S2, S3}
+    assert [dispatcher.arrive(asked(f"base{at}", None), 1.0).sends[0].replica for at in range(3)] == [S3, S1, S2]
+    later = [dispatcher.arrive(asked(f"c{number}", digest(f"c{number}")), REST_S + 1) for number in range(3)]
+    assert {only_provision(actions).replica for actions in later} == {S1, S2, S3}, "there may be room again"
+
+
+def test_a_fetch_to_a_full_disk_is_not_tried_from_other_holders() -> None:
+    dispatcher = Dispatcher(RoundRobin())
+    for replica, held in ((S1, [A]), (S2, [A]), (S3, [])):
+        dispatcher.join(ReplicaInfo(replica), 0.0, held)
+    dispatcher.arrive(asked("r1"), 0.0)
+    dispatcher.arrive(asked("r2"), 0.0)
+    fetch = only_fetch(dispatcher.arrive(asked("r3"), 0.0))
+    assert fetch.destination == S3
+    dispatcher.rest(S3, 0.0)
+    provision = only_provision(dispatcher.fetch_failed(fetch, is_storable=False))
+    (sent,) = dispatcher.provision_failed(provision, 0.0, is_storable=False).sends
+    assert sent == Send(RequestId("r3"), S1)
+    for number in range(4):
+        assert dispatcher.arrive(asked(f"s{number}"), 0.0).sends[0].replica in (S1, S2)
+
+
+def test_when_every_disk_is_full_each_replica_is_tried_once() -> None:
+    dispatcher = Dispatcher(RoundRobin())
+    for replica in (S1, S2, S3):
+        dispatcher.join(ReplicaInfo(replica), 0.0)
+    actions, tried = dispatcher.arrive(asked("r1"), 0.0), []
+    while actions.provisions:
+        provision = only_provision(actions)
+        tried.append(provision.replica)
+        dispatcher.rest(provision.replica, 0.0)
+        actions = dispatcher.provision_failed(provision, 0.0, is_storable=False)
+    assert sorted(tried) == [S1, S2, S3]
+    assert actions == Actions(failed=(RequestId("r1"),))
 
 
 def test_provision_failing_at_every_replica_fails_all_waiting_requests() -> None:
@@ -405,18 +454,23 @@ class Cluster(RuleBasedStateMachine):
         _, adapter = self.sent.pop(name)
         self.do(self.dispatcher.move(asked(name, adapter, 20), target, 0.0))
 
-    @rule(data=st.data(), works=st.booleans())
+    @rule(data=st.data(), works=st.booleans(), is_full=st.booleans())
     @precondition(lambda self: self.copies or self.late)
-    def copied(self, data: st.DataObject, works: bool) -> None:
+    def copied(self, data: st.DataObject, works: bool, is_full: bool) -> None:
         copy = data.draw(st.sampled_from([*self.copies, *self.late]))
         (self.copies if copy in self.copies else self.late).remove(copy)
         where = copy.destination if isinstance(copy, Fetch) else copy.replica
         if works and where in self.holds:
             self.holds[where].add(copy.adapter)
+        if works:
+            self.do(self.dispatcher.fetched(copy) if isinstance(copy, Fetch) else self.dispatcher.provided(copy))
+            return
+        if is_full:
+            self.dispatcher.rest(where, 0.0)
         if isinstance(copy, Fetch):
-            self.do(self.dispatcher.fetched(copy) if works else self.dispatcher.fetch_failed(copy))
+            self.do(self.dispatcher.fetch_failed(copy, is_storable=not is_full))
         else:
-            self.do(self.dispatcher.provided(copy) if works else self.dispatcher.provision_failed(copy, 0.0))
+            self.do(self.dispatcher.provision_failed(copy, 0.0, is_storable=not is_full))
 
     @rule(homes=st.lists(st.sets(st.sampled_from(REPLICAS), min_size=1), min_size=3, max_size=3))
     def swap(self, homes: list[set[ReplicaId]]) -> None:

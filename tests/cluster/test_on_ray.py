@@ -1,6 +1,7 @@
 """Real actors of an embedded Ray: engines and actors that die, adapters that travel, an orchestrator that restarts."""
 
 import asyncio
+import ipaddress
 import os
 import signal
 import subprocess
@@ -126,6 +127,15 @@ async def test_ray_runs_once_in_a_process(ray_info: RayInfo) -> None:
     with pytest.raises(RayError, match="already"):
         start_ray()
     assert ray.is_initialized()
+
+
+async def test_an_embedded_ray_listens_on_loopback_only(ray_info: RayInfo, hosts: dict[ReplicaId, RayHost]) -> None:
+    family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    listening = [each for process in family for each in process.net_connections("tcp") if each.status == "LISTEN"]
+    assert len(listening) > 3
+    addresses = {ipaddress.ip_address(each.laddr.ip.removeprefix("::ffff:")) for each in listening}
+    assert all(address.is_loopback for address in addresses), addresses
+    assert ray_info.node_ip == "127.0.0.1"
 
 
 async def test_another_process_joins_by_address(ray_info: RayInfo) -> None:

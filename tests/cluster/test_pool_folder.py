@@ -1,9 +1,12 @@
 """One replica's folder of adapters: whole or not there, checked on arrival, found again after a restart."""
 
+import fcntl
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from errno import ENOSPC
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 import numpy as np
@@ -13,7 +16,14 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.manifest import MANIFEST_FILE, check_unchanged
 from lorikeet.adapters.store import reference
 from lorikeet.adapters.weights import load_weights
-from lorikeet.cluster.adapters.folder import Files, PoolFolder, PoolFolderError, read_files
+from lorikeet.cluster.adapters.folder import (
+    Files,
+    PoolFolder,
+    PoolFolderError,
+    PoolFolderUnwritableError,
+    clear_abandoned_pools,
+    read_files,
+)
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
 from tests.adapters.builders import geometry, lora_tensors, write_adapter
@@ -174,3 +184,60 @@ def test_a_root_that_cannot_be_read_is_an_error(root: Path) -> None:
     root.write_text("")
     with pytest.raises(PoolFolderError, match="cannot be read"):
         folder.held()
+
+
+def test_pools_of_killed_servers_are_deleted_and_no_others(tmp_path: Path, adapter: AdapterRef, files: Files) -> None:
+    killed, living, own = (tmp_path / f"lorikeet-pool-{name}" for name in ("killed", "living", "own"))
+    for pool in (killed, living):
+        for replica in ("r0", "r1"):
+            PoolFolder(pool / replica).store(adapter.digest, files)
+    owner = PoolFolder(living / "r1")  # the other locks went with their owners
+    kept = tmp_path / "chosen"
+    PoolFolder(kept / "r0").store(adapter.digest, files)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("x")
+    (tmp_path / "lorikeet-pool-link").symlink_to(elsewhere)
+    own.mkdir()
+    clear_abandoned_pools(kept)
+    assert killed.is_dir(), "only a temporary pool clears others"
+    clear_abandoned_pools(own)
+    assert not killed.exists()
+    assert sorted(path.name for path in living.iterdir()) == ["r1"]
+    assert owner.held().keys() == {adapter.digest}
+    assert own.is_dir()
+    assert (elsewhere / "precious").exists()
+    assert (kept / "r0").is_dir()
+
+
+def test_a_folder_that_is_cleared_while_it_is_opened_is_made_again(
+    root: Path, adapter: AdapterRef, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, cleared = fcntl.flock, []
+
+    def clear_first(file: TextIO, how: int) -> None:
+        if not cleared:
+            cleared.append(shutil.rmtree(root))
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", clear_first)
+    folder = PoolFolder(root)
+    folder.store(adapter.digest, files)
+    with pytest.raises(PoolFolderError, match="in use"):
+        PoolFolder(root)
+
+
+def test_a_full_disk_is_told_from_damaged_content(
+    root: Path, adapter: AdapterRef, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    folder = PoolFolder(root)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_bytes", full)
+        with pytest.raises(PoolFolderUnwritableError, match="No space left"):
+            folder.store(adapter.digest, files)
+    with pytest.raises(PoolFolderError) as caught:
+        folder.store(AdapterDigest("0" * 64), files)
+    assert not isinstance(caught.value, PoolFolderUnwritableError)

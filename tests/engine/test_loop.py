@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from lorikeet.core.events import (
@@ -46,6 +47,17 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
     shares = [{s.request_id: s.tokens for s in plan.sequences} for plan in mixed]
     assert shares[:3] == [{"short": 1, "long": 7}, {"short": 1, "long": 7}, {"short": 1, "long": 6}]
     assert bench.tokens[RequestId("long")] == expected_tokens(20, 2)
+
+
+def test_every_step_is_counted_by_its_tokens() -> None:
+    bench = Bench(limits=SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64))
+    bench.engine.submit(request("r", list(range(20)), max_tokens=9))
+    bench.run()
+    stats = bench.engine.stats()
+    assert stats.steps == 10
+    assert stats.steps_by_tokens[:4] == (8, 1, 1, 0), "decodes of one token, and prefills of 4 and of 16"
+    assert sum(stats.steps_by_tokens) == 10
+    assert stats.computed_tokens == 28
 
 
 def test_a_request_that_waits_for_its_adapter_does_not_hold_up_another() -> None:
@@ -98,6 +110,26 @@ def test_a_finished_requests_kv_serves_the_next_one_of_the_same_version_only() -
         bench.run()
     cached = {e.request_id: e.cached_tokens for e in bench.events if isinstance(e, Admitted)}
     assert cached == {"first": 0, "same": 8, "other": 0, "base": 0}, "two whole blocks, the last token recomputed"
+
+
+def test_kv_is_only_reused_by_requests_with_the_same_salt() -> None:
+    bench = Bench()
+    for name, salt, tokens in (("a", "one", 12), ("b", "two", 12), ("c", "", 12), ("d", "one", 12), ("e", "two", 40)):
+        asked = request(name, list(range(12)), adapter=adapter("a"), max_tokens=tokens)
+        bench.engine.submit(msgspec.structs.replace(asked, cache_salt=salt))
+        bench.run()
+    cached = {e.request_id: e.cached_tokens for e in bench.events if isinstance(e, Admitted)}
+    assert cached == {"a": 0, "b": 0, "c": 0, "d": 8, "e": 8}
+
+
+def test_salt_also_marks_the_blocks_that_an_answer_fills() -> None:
+    bench = Bench()
+    for name, salt in (("first", "one"), ("other", "two"), ("same", "one")):
+        asked = request(name, [7], max_tokens=20)  # less than a block: no key is known when it is admitted
+        prompt = [7] if name == "first" else [7, *bench.tokens[RequestId("first")]]
+        bench.engine.submit(msgspec.structs.replace(asked, cache_salt=salt, prompt_token_ids=prompt))
+        bench.run()
+    assert [e.cached_tokens for e in bench.events if isinstance(e, Admitted)] == [0, 0, 20]
 
 
 def test_without_reuse_nothing_stays_cached() -> None:

@@ -63,7 +63,7 @@ def test_versions_that_share_an_engine_say_what_each_says_alone(
 
 def share_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     """Break the tree: KV is keyed by tokens alone."""
-    monkeypatch.setattr(memory, "block_keys", lambda digest, *rest: block_keys(None, *rest))
+    monkeypatch.setattr(memory, "block_keys", lambda digest, *rest, **salt: block_keys(None, *rest, **salt))
 
 
 def test_the_check_notices_reuse_across_adapters(
@@ -86,3 +86,12 @@ def test_the_scripted_executor_refuses_plans_that_reuse_kv_across_adapters(monke
     run(engine, [request("one", list(range(12)), adapter=adapter("a"))])
     with pytest.raises(ExecutorError, match=r"two: block .* holds other KV than token 0's"):
         run(engine, [request("two", list(range(12)), adapter=adapter("b"))])
+
+
+def test_salt_gives_keys_that_no_version_has() -> None:
+    digest = AdapterDigest("ab" * 32)
+    roots = [(None, ""), (digest, ""), (None, digest), (None, "x"), (digest, "x"), (None, f"{digest}\0x")]
+    keys = [key for version, salt in roots for key in block_keys(version, PROMPT, 16, salt=salt)]
+    assert len(set(keys)) == len(keys) == 2 * len(roots)
+    known = block_keys(digest, PROMPT, 16, salt="x")
+    assert block_keys(digest, PROMPT, 16, known[:1], salt="x") == known

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import zmq
 
@@ -15,6 +14,8 @@ from lorikeet.core.messages import (
     DropAdapter,
     EngineStats,
     FromEngine,
+    Heartbeat,
+    MessageCodec,
     Progress,
     RegisterAdapters,
     Shutdown,
@@ -22,6 +23,7 @@ from lorikeet.core.messages import (
     Submit,
     ToEngine,
 )
+from lorikeet.engine import process
 from lorikeet.engine.process import Channel, serve
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import Bench, adapter, request
@@ -38,15 +40,19 @@ class Peer:
         self._socket.setsockopt(zmq.RCVTIMEO, 60_000)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(self.address)
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self.codec = MessageCodec[ToEngine, FromEngine](FromEngine)
 
     def send(self, *messages: ToEngine) -> None:
         for message in messages:
-            self._socket.send(msgspec.msgpack.encode(message))
+            self._socket.send(self.codec.encode(message))
 
-    def receive(self) -> FromEngine:
-        message: FromEngine = self._decoder.decode(self._socket.recv())
-        return message
+    def receive(self, *, heartbeats: bool = False) -> FromEngine:
+        """Return the next message that is no heartbeat, or the next one of all."""
+        while True:
+            message = self.codec.decode(self._socket.recv())
+            assert message is not None
+            if heartbeats or not isinstance(message, Heartbeat):
+                return message
 
     def outputs(self) -> StepOutputs:
         message = self.receive()
@@ -134,6 +140,29 @@ def test_a_wake_from_another_thread_ends_a_wait(channel: Channel) -> None:
 
 def test_a_wait_ends_when_its_time_is_over(channel: Channel) -> None:
     assert channel.receive(0.001) == []
+
+
+def test_heartbeats_are_sent_while_the_engine_starts_waits_or_runs_a_long_step(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "HEARTBEAT_EVERY_S", 0.01)
+    channel = Channel(peer.address)
+    assert peer.receive(heartbeats=True) == Heartbeat(0.0), "nothing has been received yet: it starts"
+    channel.receive(0.05)
+    turns: list[float] = []
+    while not turns or turns[-1] < 0.05:  # the turn that began then goes on
+        message = peer.receive(heartbeats=True)
+        assert isinstance(message, Heartbeat)
+        turns.append(message.turn_s)
+    waiting = threading.Thread(target=channel.receive, args=(math.inf,))
+    waiting.start()
+    while message != Heartbeat(0.0):
+        message = peer.receive(heartbeats=True)
+    for _ in range(3):
+        assert peer.receive(heartbeats=True) == Heartbeat(0.0)
+    channel.wake()
+    waiting.join(60)
+    channel.close()
 
 
 def test_an_idle_engine_tells_its_last_gauges(peer: Peer, bench: Bench) -> None:

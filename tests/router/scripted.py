@@ -43,6 +43,9 @@ class ScriptedBackend:
         busy: so many of the next completions are answered with 429.
         stream_error: the next stream ends with this event after one word.
         counts: whether it counts tokens along.
+        holds_heads: no answer begins until ``go_on`` is set.
+        redirects_to: where completions are redirected to; None to answer.
+        computed: tokens, as its metrics count them; None to count none.
         pauses_at: no answer says more words than that until ``go_on`` is set.
         paused: answers that have come so far.
         waiting: requests of others, as it counts them.
@@ -70,6 +73,9 @@ class ScriptedBackend:
         self.busy = 0
         self.stream_error: dict[str, Any] | None = None
         self.counts = True
+        self.holds_heads = False
+        self.redirects_to: str | None = None
+        self.computed: int | None = None
         self.pauses_at: int | None = None
         self.paused = 0
         self.waiting: float | str = 0.0
@@ -134,6 +140,8 @@ class ScriptedBackend:
             f'vllm:num_requests_waiting{{engine="0"}} {self.waiting}',
             'vllm:num_requests_waiting_by_reason{reason="x"} 50.0',
         ]
+        if self.computed is not None:
+            lines.append(f'vllm:generation_tokens_total{{engine="0"}} {self.computed}.0')
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def _models(self, http: Request) -> Any:
@@ -174,6 +182,10 @@ class ScriptedBackend:
         self.request_ids.append(http.headers["x-request-id"])
         self.keys.append(http.headers.get("authorization"))
         self.pages.append([name for name in ("origin", "sec-fetch-site") if name in http.headers])
+        if self.holds_heads:
+            await self.go_on.wait()
+        if self.redirects_to is not None:
+            return Response(status_code=307, headers={"Location": self.redirects_to})
         if self.fails_with is not None:
             return _error(self.fails_with, "it is as it is")
         if self.busy:

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import resource
 import signal
 import sys
 
@@ -10,9 +9,10 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from lorikeet.api.connections import ConnectionLimits
 from lorikeet.cli.main import app
 from lorikeet.router.proxied_request import COMPLETIONS
-from lorikeet.router.run import RouterOptions, raise_file_limit
+from lorikeet.router.run import RouterOptions
 from tests.router.scripted import ScriptedBackend, words
 
 COMMAND = "from lorikeet.cli.main import main; main()"
@@ -32,23 +32,15 @@ def test_flags_become_options(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         *"--backend http://a:1 --backend http://b:2/v1 --preset loraserve:random --slo ttft=2 --port 1".split(),
         *"--lora-modules one=hf://org/one,rank=8 --api-key k --admin-key a --backend-key b".split(),
+        *"--h11-max-incomplete-event-size 4KiB --max-connections 9 --head-timeout 1 --body-timeout 2".split(),
         *("--allowed-origins", "http://one", "--allowed-origins", '["http://two", "http://three"]'),
     )
     assert options.backends == ("http://a:1", "http://b:2/v1")
     assert [(each.name, each.source, each.rank) for each in options.adapters] == [("one", "hf://org/one", 8)]
     assert (options.preset, options.slo.ttft_s, options.port) == ("loraserve:random", 2.0, 1)
     assert (options.api_keys, options.admin_keys, options.backend_key) == (("k",), ("a",), "b")
+    assert options.connections == ConnectionLimits(9, 4096, 1, 2, 60)
     assert options.allowed_origins == ("http://one", "http://two", "http://three")
-
-
-def test_it_may_have_as_many_sockets_as_its_process_may() -> None:
-    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1, most))
-        raise_file_limit()
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (before, most))
 
 
 @pytest.mark.parametrize(

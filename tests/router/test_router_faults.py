@@ -381,7 +381,7 @@ async def test_a_backend_that_wants_a_key_is_told_from_one_that_is_not_there(
         async with routing([backend.url], [backend], backend_key=key, adapters=adapters("formal")) as router:
             assert reason not in (await router.http.post(COMPLETIONS, json=body())).json()["error"]["message"]
             await backend.start()
-            told = f"{backend.url}: /v1/models answers 401: {reason}"
+            told = f"backend-0: /v1/models answers 401: {reason}"
             for model in ("base", "formal"):
                 while told not in (reply := await router.http.post(COMPLETIONS, json=body(model))).text:
                     assert reply.status_code == 503
@@ -390,7 +390,7 @@ async def test_a_backend_that_wants_a_key_is_told_from_one_that_is_not_there(
             await router.up(1)
             assert router.parts.backend_router.backend_errors() == ""
             await backend.kill()
-    warnings = [entry for entry in logged if entry["event"] == "backend not available"]
+    warnings = [entry for entry in logged if entry["event"] == "backend not there"]
     assert len(warnings) == 2, "each reason once"
     assert reason in warnings[1]["reason"]
 
@@ -402,7 +402,7 @@ async def test_a_backend_that_takes_no_requests_yet_is_told_too(monkeypatch: pyt
     await backend.start()
     async with routing([backend.url], [backend]) as router:
         reply = await router.http.post(COMPLETIONS, json=body())
-        assert (reply.status_code, f"({backend.url}: it takes no requests)." in reply.text) == (503, True)
+        assert (reply.status_code, "(backend-0: it takes no requests)." in reply.text) == (503, True)
     await backend.kill()
 
 

@@ -8,7 +8,16 @@ import zmq
 import zmq.asyncio
 
 from lorikeet.core.events import AdapterEvicted
-from lorikeet.core.messages import DropAdapter, EngineReady, FromEngine, Shutdown, StepOutputs, ToEngine
+from lorikeet.core.messages import (
+    DropAdapter,
+    EngineInput,
+    EngineReady,
+    FromEngine,
+    MessageCodec,
+    Shutdown,
+    StepOutputs,
+    ToEngine,
+)
 from tests.adapters.builders import geometry
 
 HELLO = EngineReady("fake", geometry(), 100, 16, 1024, 512, 50, "none", "boot", 0.0)
@@ -23,11 +32,15 @@ class FakeEngine:
 
     pid = 1
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: str = "") -> None:
         self.heard: list[ToEngine] = []
         self.returncode: int | None = None
         self._ended = asyncio.Event()
+        self._codec = MessageCodec[FromEngine, ToEngine](ToEngine)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        if key:
+            self._socket.curve_serverkey = key.encode()
+            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.connect(address)
         self._say(HELLO)
         self._listening = asyncio.ensure_future(self._listen())
@@ -44,7 +57,7 @@ class FakeEngine:
         return [message for message in self.heard if isinstance(message, kind)]
 
     def _say(self, message: FromEngine) -> None:
-        self._socket.send(msgspec.msgpack.encode(message))
+        self._socket.send(self._codec.encode(message))
 
     def _end(self, code: int) -> None:
         if self.returncode is None:
@@ -54,9 +67,9 @@ class FakeEngine:
             self._ended.set()
 
     async def _listen(self) -> None:
-        decoder = msgspec.msgpack.Decoder(ToEngine)
         while True:
-            message = decoder.decode(await self._socket.recv())
+            message = self._codec.decode(await self._socket.recv())
+            assert message is not None
             self.heard.append(message)
             if isinstance(message, DropAdapter):
                 self._say(StepOutputs((), (), (AdapterEvicted(message.digest, 0.0, 10, dropped=True),)))
@@ -91,7 +104,7 @@ class FakeHost:
         await self.may_start.wait()
         if self.error is not None:
             raise self.error
-        self.engines.append(FakeEngine(address))
+        self.engines.append(FakeEngine(address, msgspec.json.decode(settings, type=EngineInput).channel_key))
         return self.engines[-1]
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class Creditor(Helper):
         return self._owed_since_s <= since_s
 
 
-@pytest.mark.parametrize(("owed_since_s", "ended_s"), [(1007.0, 1070.0), (100.0, 1060.0), (2000.0, None)])
+@pytest.mark.parametrize(("owed_since_s", "ended_s"), [(1007.0, 1067.0), (100.0, 1060.0), (2000.0, None)])
 def test_a_process_that_owes_something_is_ended_whatever_else_it_says(
     monkeypatch: pytest.MonkeyPatch, owed_since_s: float, ended_s: float | None
 ) -> None:

@@ -35,13 +35,14 @@ from lorikeet.worker import helper_process
 from lorikeet.worker.transfer import state, transfers
 from lorikeet.worker.transfer.device import Cpu, DeviceBackend
 from lorikeet.worker.transfer.finished import TransferWork
-from lorikeet.worker.transfer.loader import _Reading, start_loader_process
+from lorikeet.worker.transfer.loader import Loader, _Reading, start_loader_process
 from lorikeet.worker.transfer.loader_process import BlocksFilled, ReadEnded
 from lorikeet.worker.transfer.state import STAGED_BLOCKS, TransferState
 from lorikeet.worker.transfer.transfers import TransferManager
 from tests.adapters.builders import geometry
 from tests.support.gates import Gate
 from tests.support.late_device import LateDevice
+from tests.support.waiting import wait_until
 
 ELEMENTS, DEVICE_BLOCKS, HOST_BLOCKS, GROUP_BLOCKS = 128, 1200, 600, 3
 BLOCK_BYTES = ELEMENTS * 4
@@ -445,8 +446,8 @@ def test_transfers_that_make_no_sense_fail(bench: Bench, adapters: dict[str, Ada
         assert message in (bench.wait(transfer_id).error or "")
 
 
-def test_a_loader_that_is_killed_fails_what_it_read_and_another_goes_on(
-    bench: Bench, adapters: dict[str, AdapterRef]
+def test_what_a_loader_that_is_killed_was_reading_is_read_by_another(
+    bench: Bench, adapters: dict[str, AdapterRef], caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.signal_loader(signal.SIGSTOP)
     read = [bench.start_read(adapters["small"], demand=False), bench.start_load(adapters["large"])]
@@ -455,12 +456,40 @@ def test_a_loader_that_is_killed_fails_what_it_read_and_another_goes_on(
     assert bench.wait(copied).error is None
     before = bench.transfers.loader.process_id
     bench.signal_loader(signal.SIGKILL)
-    for transfer_id in read:
-        assert bench.wait(transfer_id).error == "the loader process was killed by SIGKILL"
-    assert bench.wait(waiting).error is None
-    assert bench.wait(bench.start_load(adapters["large"])).error is None
+    for transfer_id in (*read, waiting):
+        assert bench.wait(transfer_id).error is None
     assert_holds(bench, adapters["large"])
     assert bench.transfers.loader.process_id not in (None, before)
+    assert "adapter large is read again, since the loader process was killed by SIGKILL" in caplog.text
+    assert bench.wait(bench.start_load(adapters["large"])).error is None
+
+
+@pytest.mark.slow
+def test_an_adapter_whose_loader_dies_in_the_middle_is_loaded_from_its_start(adapters: dict[str, AdapterRef]) -> None:
+    with moving(link_bytes_per_s=3 * SLOW_BYTES_PER_S) as bench:
+        load = bench.start_load(adapters["large"])
+        wait_until(lambda: bench.copied(load) > 1, "some of it is on the device")
+        bench.signal_loader(signal.SIGKILL)
+        assert bench.wait(load).error is None
+        assert_holds(bench, adapters["large"])
+        others = [bench.start_load(adapters["small"]) for _ in range(3)]
+        assert all(bench.wait(other).error is None for other in others), "all readers are free"
+
+
+@pytest.mark.slow
+def test_a_read_that_is_lost_with_two_loaders_fails(adapters: dict[str, AdapterRef]) -> None:
+    with moving(link_bytes_per_s=SLOW_BYTES_PER_S) as bench:
+        load = bench.start_load(adapters["large"])
+        for _ in range(2):
+            before = bench.transfers.loader.process_id
+            wait_until(lambda: bench.copied(load), "some of it is on the device")
+            bench.signal_loader(signal.SIGKILL)
+            wait_until(
+                lambda old=before: bench.transfers.loader.process_id not in (None, old), "another loader is there"
+            )
+            wait_until(lambda: load in bench.ended or not bench.copied(load), "what was copied does not count")
+        assert bench.wait(load).error == "the loader process was killed by SIGKILL"
+        assert bench.wait(bench.start_load(adapters["small"])).error is None
 
 
 def test_loader_runs_at_the_lowest_priority(bench: Bench) -> None:
@@ -474,14 +503,29 @@ def test_a_loader_that_does_not_get_on_is_ended_and_another_goes_on(
     """As one that reads from a file system that is gone."""
     with monkeypatch.context() as impatient:
         impatient.setattr(helper_process, "REPLY_TIMEOUT_S", 2.0)
-        # Its listener waits by the old patience until it hears something.
         assert bench.wait(bench.start_read(adapters["small"])).error is None
         bench.signal_loader(signal.SIGSTOP)
         stuck, waiting = bench.start_read(adapters["small"]), bench.start_load(adapters["large"])
-        assert bench.wait(stuck).error == "the loader process was killed by SIGKILL"
+        began_s = time.monotonic()
+        assert bench.wait(stuck).error is None
+        assert time.monotonic() - began_s < 30.0
     assert "the loader process has not replied for 2 s" in caplog.text
     assert bench.wait(waiting).error is None
     assert_holds(bench, adapters["large"])
+
+
+@pytest.mark.slow
+def test_an_idle_loader_that_is_stopped_is_replaced_before_it_is_needed(
+    adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Loader, "silence_timeout_s", 3.0)
+    with moving() as bench:
+        bench.transfers.loader.wait_until_ready()
+        before = bench.transfers.loader.process_id
+        bench.signal_loader(signal.SIGSTOP)
+        wait_until(lambda: bench.transfers.loader.process_id not in (None, before), "another loader is there")
+        assert "the loader process has sent no heartbeat for 3 s" in caplog.text
+        assert bench.wait(bench.start_load(adapters["small"])).error is None
 
 
 @pytest.mark.parametrize(
@@ -505,6 +549,7 @@ def test_loaders_that_end_again_and_again_are_given_a_rest(
 ) -> None:
     monkeypatch.setattr(helper_process, "MAX_FAILED_STARTS", 2)
     monkeypatch.setattr(helper_process, "RESTART_DELAY_S", rest_s)
+    monkeypatch.setattr(transfers, "MAX_READS", 1)
     with moving() as bench:
         for _ in range(2):
             bench.transfers.loader.wait_until_ready()

@@ -23,7 +23,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
-from lorikeet.adapters.sources import without_credentials
+from lorikeet.adapters.url_reader import without_credentials
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.extras import install_command
 from lorikeet.core.geometry import ModelGeometry

@@ -6,87 +6,100 @@ URL. Sources on the command line are trusted, since the user who starts the serv
 
 import math
 import os
-import re
 import stat
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
-import fsspec
+import msgspec
 
 from lorikeet.adapters.description import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
 from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES
 from lorikeet.adapters.reader import list_shards
+from lorikeet.adapters.url_reader import (
+    ReadOutcome,
+    UrlRead,
+    check_below,
+    copy_stream,
+    other_formats,
+    read_url,
+    segments,
+)
 from lorikeet.config import AdapterSettings
-from lorikeet.core.extras import install_command
 
-_CHUNK_BYTES = 4 * 2**20
-_URL_LIMIT_S = 600.0
-"""Time limit for all files of a URL; a very slow server would otherwise block a thread and the adapter's name."""
-_CREDENTIALS = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)[^/]*@")
+MAX_SOURCE_CHARS = 2048
+"""Longest source; Linux takes paths of up to 4096 bytes, the folder before it included."""
+
 _LOCAL_SCHEMES = ("file", "local")
 
 
 def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = False) -> None:
     """Copy ``adapter_config.json`` and ``adapter_model.safetensors`` from ``source`` into the folder ``into``.
 
-    If the weights are sharded, their index and the files that it names are copied instead.
-
     Args:
         source: a folder (relative to ``adapter_dir``, or to the working directory if trusted) or a URL
             (``hf://org/repo``, ``s3://bucket/folder``, ...).
-        settings: the allowed folder and URLs, and the size limit.
+        settings: the allowed folder and URLs, and the limits of size and time.
         into: an existing folder.
-        trusted: whether the source comes from the command line; then only the size limit applies.
+        trusted: whether the source comes from the command line; then only the limits apply.
 
     Raises:
         AdapterNotFound: the source or one of its files does not exist.
         AdapterStoreError: the copy cannot be written.
         AdapterError: the source is not allowed, too large or cannot be read.
     """
+    if len(source) > MAX_SOURCE_CHARS:
+        raise AdapterError(f"{source[:100]}…: a source has at most {MAX_SOURCE_CHARS} characters, not {len(source)}")
     scheme, separator, rest = source.partition("://")
     if not separator or scheme.lower() in _LOCAL_SCHEMES:
         folder = _local_folder(rest if separator else source, settings, trusted)
-        allowed = None if trusted else _allowed_folder(settings)
+        allowed_folder = None if trusted else _allowed_folder(settings)
 
-        def copy(name: str, limit_bytes: int) -> None:
-            with _open_local(folder, name, allowed) as stream:
-                _copy(stream, into / name, limit_bytes, source)
+        def copy(max_bytes: dict[str, int]) -> None:
+            for name, limit in max_bytes.items():
+                with _open_local(folder, name, allowed_folder) as stream:
+                    copy_stream(stream, into / name, limit, source)
 
-        _copy_all(copy, into, source, settings.max_bytes)
-        return
-    if not trusted:
-        _check_allowed(source, settings.allowed_sources)
-    _fetch_url(source, into, settings.max_bytes)
+    else:
+        if not trusted:
+            check_below(source, source, settings.allowed_sources)
+        allowed = None if trusted else settings.allowed_sources
+        limit_s = settings.source_timeout_s or math.inf
+        until_s = time.monotonic() + limit_s
+
+        def copy(max_bytes: dict[str, int]) -> None:
+            _fetch_url(UrlRead(source, str(into), max_bytes, allowed), until_s, limit_s)
+
+    _copy_all(copy, into, source, settings.max_bytes)
 
 
-def _copy_all(copy: Callable[[str, int], None], into: Path, source: str, max_bytes: int) -> None:
-    """Copy the files of an adapter.
+def _copy_all(copy: Callable[[dict[str, int]], None], into: Path, source: str, max_bytes: int) -> None:
+    """Copy config and weights, or the shards of the weights where an index lists them.
 
     Args:
-        copy: copies the file of a name into ``into``, if it is not larger than so many bytes.
-        into: see ``fetch``.
-        source: see ``fetch``.
+        copy: copies files into ``into``, given the limit of each.
+        into, source: see ``fetch``.
         max_bytes: limit of all weights files together.
     """
-    copy(CONFIG_FILE, MAX_CONFIG_BYTES)
     try:
-        copy(WEIGHTS_FILE, max_bytes)
-    except AdapterNotFound:
+        copy({CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: max_bytes})
+    except AdapterNotFound as missing:
+        if not (into / CONFIG_FILE).exists():
+            raise
         try:
-            copy(INDEX_FILE, MAX_CONFIG_BYTES)
+            copy({INDEX_FILE: MAX_CONFIG_BYTES})
         except AdapterNotFound:
-            pass
-        else:
-            _copy_shards(copy, into, source, max_bytes)
-            return
-        raise
+            raise missing from None
+        _copy_shards(copy, into, source, max_bytes)
 
 
-def _copy_shards(copy: Callable[[str, int], None], into: Path, source: str, max_bytes: int) -> None:
+def _copy_shards(copy: Callable[[dict[str, int]], None], into: Path, source: str, max_bytes: int) -> None:
     try:
         names = list_shards(into)
     except AdapterStoreError:
@@ -95,13 +108,18 @@ def _copy_shards(copy: Callable[[str, int], None], into: Path, source: str, max_
         raise AdapterError(f"{source}: {error}") from error
     left_bytes = max_bytes
     for name in names:
-        copy(name, left_bytes)
+        copy({name: left_bytes})
         left_bytes -= (into / name).stat().st_size
 
 
-def without_credentials(source: str) -> str:
-    """Return a source without credentials (user and password, or a token) in its URL."""
-    return _CREDENTIALS.sub(r"\1…@", source)
+def host_of(source: str) -> str | None:
+    """Return scheme and host (or bucket) of a URL, None for a local folder. What is slow at one is slow for all."""
+    scheme, separator, rest = source.partition("://")
+    scheme = scheme.lower()
+    if not separator or scheme in _LOCAL_SCHEMES:
+        return None
+    host = "" if scheme == "hf" else rest.partition("/")[0].rpartition("@")[2].lower()
+    return f"{scheme}://{host}"
 
 
 def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
@@ -141,9 +159,9 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
         # O_NONBLOCK: opening a named pipe must not block before fstat can detect it.
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise AdapterNotFound(f"{folder}: there is no such folder (on the Hub it is hf://org/repo)") from error
-        raise AdapterNotFound(f"{folder}: {name} is not there{_other_formats(os.listdir(folder))}") from error
+        raise AdapterNotFound(f"{folder}: {name} is not there{other_formats(os.listdir(folder))}") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: circular links
         raise AdapterError(f"{folder / name}: cannot be read: {error}") from error
     try:
@@ -158,84 +176,37 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
         os.close(descriptor)
 
 
-def _check_allowed(source: str, allowed_sources: tuple[str, ...]) -> None:
-    """Check that an allowed URL is a prefix of ``source``, segment by segment.
-
-    Raises:
-        AdapterError: none is, or the URL contains parts that could circumvent the check.
-    """
-    segments = _segments(source)
-    if any(part in ("..", ".", "") for part in segments[1:]) or "::" in source or any(c in source for c in "\\%?#\0"):
-        raise AdapterError(f"{source}: '..', empty parts, '::', escapes and queries are not allowed in a URL")
-    for prefix in allowed_sources:
-        allowed = _segments(prefix)
-        if len(allowed) > 1 and segments[: len(allowed)] == allowed:
-            # On the Hub everyone can open a pull request with arbitrary files, and its commits are revisions.
-            if segments[0] == "hf" and any("@" in part for part in segments[len(allowed) :]):
-                raise AdapterError(f"{source}: revisions are not allowed, unless an allowed source names them")
-            return
-    allowed_text = ", ".join(map(without_credentials, allowed_sources)) or "none"
-    raise AdapterError(f"{source}: not below an allowed source (--allow-source; allowed: {allowed_text})")
-
-
-def _segments(url: str) -> list[str]:
-    scheme, _, rest = url.partition("://")
-    return [scheme.lower(), *rest.rstrip("/").split("/")] if rest.strip("/") else [scheme.lower()]
-
-
-def _fetch_url(source: str, into: Path, max_bytes: int) -> None:
-    until_s = time.monotonic() + _URL_LIMIT_S
-    try:
-        # Without the instance cache, since a cached listing could hide a new upload.
-        files, root = fsspec.core.url_to_fs(source, skip_instance_cache=True)
-
-        def copy(name: str, limit_bytes: int) -> None:
-            path = f"{root.rstrip('/')}/{name}"
-            if not files.exists(path):
-                listing = [Path(str(found)).name for found in files.ls(root, detail=False)]
-                raise AdapterNotFound(f"{source}: {name} is not there{_other_formats(listing)}")
-            size = cast("int | None", files.info(path).get("size"))
-            if size is not None and size > limit_bytes:
-                raise AdapterError(f"{source}: {name} has {size} bytes, at most {limit_bytes} are allowed")
-            with files.open(path, "rb") as stream:
-                _copy(stream, into / name, limit_bytes, source, until_s)
-
-        _copy_all(copy, into, source, max_bytes)
-    except AdapterError:
-        raise
-    except FileNotFoundError as error:
-        raise AdapterNotFound(f"{source}: there is no such folder or repository: {error}") from error
-    except ImportError as error:  # fsspec imports each file system's package when it is first used
-        hint = f"run `{install_command('s3')}`" if source.startswith(("s3:", "s3a:")) else str(error)
-        raise AdapterError(f"{source}: a package is not installed: {hint}") from error
-    except Exception as error:  # fsspec file systems raise errors of their own, some of which are not OSErrors
-        raise AdapterError(f"{source}: cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _copy(stream: Any, to: Path, limit_bytes: int, source: str, until_s: float = math.inf) -> None:
-    copied = 0
-    try:
-        with to.open("wb") as target:
-            while chunk := _read(stream, to.name, source):
-                copied += len(chunk)
-                if copied > limit_bytes:
-                    raise AdapterError(f"{source}: {to.name} is larger than the allowed {limit_bytes} bytes")
-                if time.monotonic() > until_s:
-                    raise AdapterError(f"{source}: not read within {_URL_LIMIT_S:.0f} s")
-                target.write(chunk)
-            target.flush()
-            os.fsync(target.fileno())
-    except OSError as error:
-        raise AdapterStoreError(f"{source}: {to.name} cannot be copied to the adapter store: {error}") from error
-
-
-def _read(stream: Any, name: str, source: str) -> bytes:
-    try:
-        return cast(bytes, stream.read(_CHUNK_BYTES))
-    except OSError as error:
-        raise AdapterError(f"{source}: {name} cannot be read: {error}") from error
-
-
-def _other_formats(names: list[str]) -> str:
-    others = sorted(name for name in names if name.startswith("adapter_model.") and name != WEIGHTS_FILE)
-    return f"; {', '.join(others)} is ignored, since only safetensors is supported" if others else ""
+def _fetch_url(read: UrlRead, until_s: float, limit_s: float) -> None:
+    """Read a URL in a process of its own, which is killed when the time is over."""
+    source = read.source
+    if segments(source)[0] == "memory":  # only there in this process
+        read_url(read, until_s)
+        return
+    with tempfile.TemporaryFile() as output:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "lorikeet.adapters.url_reader"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+            )
+        except OSError as error:
+            raise AdapterStoreError(f"{source}: no process to read it can be started: {error}") from error
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process:  # closes the pipes; its input stays open until then, so that it ends with this process
+            try:
+                with suppress(BrokenPipeError):
+                    process.stdin.write(msgspec.json.encode(read) + b"\n")
+                    process.stdin.flush()
+                process.wait(max(0.0, until_s - time.monotonic()))
+                outcome = msgspec.json.decode(process.stdout.read(), type=ReadOutcome)
+            except subprocess.TimeoutExpired:
+                raise AdapterError(f"{source}: not read within {limit_s:g} s (--source-timeout)") from None
+            except msgspec.DecodeError:
+                output.seek(0)
+                last_line = output.read()[-500:].decode(errors="replace").strip().rpartition("\n")[2]
+                raise AdapterError(f"{source}: cannot be read: {last_line or 'its reader ended'}") from None
+            finally:
+                process.kill()
+    outcome.check()

@@ -2,10 +2,9 @@
 
 import asyncio
 import bisect
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Annotated, Any
 
-from anyio import CapacityLimiter
 from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -18,14 +17,13 @@ from lorikeet.adapters.errors import (
     AdapterStoreError,
     UnknownAdapter,
 )
+from lorikeet.adapters.sources import MAX_SOURCE_CHARS
 from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.logs import log
 from lorikeet.api.protocol import DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
 from lorikeet.api.service import JsonBody, Service, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.client.supervisor import EngineError
-
-_T = TypeVar("_T")
 
 DRAIN_S = 30.0
 """Seconds that an unload waits for running requests of the adapter before it answers; the unload itself goes on."""
@@ -45,13 +43,14 @@ async def load_adapter(
 
     Raises:
         ApiError: 400 for a name, source or adapter that is not valid, 404 for a source that does not exist, 409 if
-            another call changes the name, 500 if the store cannot be written.
+            another call changes the name, 429 if too many are loaded from its host, 500 if the store cannot be written.
     """
     _check_enabled(service)
     if service.models.is_base(name):
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
     try:
-        loaded = await _in_thread(service.loads, lambda: service.catalog.register(name, source, replace=replace))
+        async with service.loads.of(source):
+            loaded = await in_daemon_thread(lambda: service.catalog.register(name, source, replace=replace))
     except AdapterExists:
         raise invalid_input(
             f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
@@ -62,7 +61,7 @@ async def load_adapter(
     except AdapterStoreError as error:
         raise _store_error(name, error) from error
     except AdapterError as error:
-        log.warning("adapter not loaded", adapter=name, source=source, error=str(error))
+        log.warning("adapter not loaded", adapter=name[:200], source=source[:MAX_SOURCE_CHARS], error=str(error))
         raise ApiError(404 if isinstance(error, AdapterNotFound) else 400, _for_client(name, error)) from error
     record, old, warnings = loaded
     for warning in warnings:
@@ -86,7 +85,8 @@ async def unload_adapter(service: Service, name: str) -> int | None:
     """
     _check_enabled(service)
     try:
-        record = await _in_thread(service.removals, lambda: service.catalog.remove(name))
+        async with service.removals:
+            record = await in_daemon_thread(lambda: service.catalog.remove(name))
     except UnknownAdapter:
         raise ApiError(404, f"The lora adapter '{name}' cannot be found.") from None
     except AdapterBusy as error:
@@ -100,11 +100,6 @@ async def unload_adapter(service: Service, name: str) -> int | None:
         return await asyncio.wait_for(asyncio.shield(freeing), DRAIN_S)
     except TimeoutError:
         return None
-
-
-async def _in_thread(limiter: CapacityLimiter, work: Callable[[], _T]) -> _T:
-    async with limiter:
-        return await in_daemon_thread(work)
 
 
 def _forget_counts(service: Service, name: str) -> None:
@@ -146,8 +141,8 @@ def _store_error(name: str, error: AdapterStoreError) -> ApiError:
 
 def _for_client(name: str, error: AdapterError) -> str:
     """Return the adapter's name and the cause, without paths of the server."""
-    cause = hide_paths(str(error))
-    return cause if repr(name) in cause else f"adapter {name!r}: {cause}"
+    cause, shown = hide_paths(str(error)), repr(name[:200])
+    return cause if shown in cause else f"adapter {shown}: {cause}"
 
 
 def invalid_input(message: str) -> ApiError:

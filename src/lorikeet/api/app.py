@@ -6,11 +6,20 @@ from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.api import adapters, cluster, completions, info
 from lorikeet.api.errors import install_handlers
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate, PromptProcesses
 from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
 from lorikeet.api.logs import log
-from lorikeet.api.metrics import AdapterUsage, ClusterCollector, ReplicasCollector, RequestMetrics, UsageCollector
+from lorikeet.api.metrics import (
+    AdapterUsage,
+    ClusterCollector,
+    ConnectionCollector,
+    ReplicasCollector,
+    RequestMetrics,
+    UsageCollector,
+)
 from lorikeet.api.middleware import AdmissionGate, add_middleware
 from lorikeet.api.observer import RequestObserver
+from lorikeet.api.prompt_process import PATHS
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.sampling import ModelLimits
 from lorikeet.api.served_models import ServedModels
@@ -64,11 +73,14 @@ def create_service(
         targets=read_targets(settings.server, settings.cluster),
         gate=AdmissionGate(settings.server.max_queued),
         lengths=lengths,
+        body_gate=BodyGate(settings.server.max_body_bytes),
+        prompt_processes=PromptProcesses(text_processor, limits, settings.server.max_queued),
         observer=RequestObserver(metrics, usage, request_log, lengths, forecast),
     )
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))
     metrics.add_collector(ClusterCollector(client, models.base))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
+    metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": models.base}))
     metrics.add_collector(LengthCollector(lengths, metrics.labels))
 
     def on_adapter_event(event: AdapterEvent) -> None:
@@ -79,7 +91,6 @@ def create_service(
                 metrics.adapter_load.observe(event.seconds)
 
     client.on_adapter_event(on_adapter_event)
-    client.on_stats(metrics.observe_step)
     return service
 
 
@@ -92,10 +103,12 @@ def create_app(service: Service) -> FastAPI:
     install_handlers(app)
     add_middleware(
         app,
-        max_body_bytes=service.settings.max_body_bytes,
+        max_body_bytes=min(SMALL_BODY_BYTES, service.settings.max_body_bytes),
+        larger_bodies=dict.fromkeys(PATHS, service.settings.max_body_bytes),
         api_keys=service.settings.api_keys,
         admin_keys=service.settings.admin_keys,
         tenant_header=service.settings.tenant_header,
         allowed_origins=service.settings.allowed_origins,
+        host=service.settings.host,
     )
     return app

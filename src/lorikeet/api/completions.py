@@ -4,6 +4,7 @@ Both submit a body to the service and write the generation's deltas as one JSON 
 differ only in how prompts are encoded and how choices are written.
 """
 
+import codecs
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
@@ -14,10 +15,17 @@ from starlette.responses import Response
 
 from lorikeet.api.errors import ApiError, bad_request, not_supported
 from lorikeet.api.generation import Generation, OutputDelta
-from lorikeet.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationBody, refuse_unsupported
+from lorikeet.api.large_bodies import PromptRoute, prepared_body
+from lorikeet.api.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationBody,
+    prompts_of,
+    refuse_unsupported,
+)
 from lorikeet.api.service import GenerationSpec, JsonBody, SenderDep, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.api.text_processor import TextProcessor, content_text
 from lorikeet.api.threads import off_the_loop
 from lorikeet.core.plan import Token
 
@@ -177,26 +185,49 @@ def chat_logprobs(text_processor: TextProcessor, tokens: Sequence[Token]) -> dic
     return {"content": content}
 
 
-def completion_logprobs(text_processor: TextProcessor, tokens: Sequence[Token], offset: int) -> dict[str, Any]:
-    """Return ``choices[].logprobs`` of a completion; ``offset`` is where the first token's text begins."""
+class TextOffsets:
+    """Where in an answer's text its tokens begin; the parts of a character begin where it does.
+
+    Args:
+        text_processor: of the model.
+        skip_special_tokens: whether the text lacks them.
+    """
+
+    def __init__(self, text_processor: TextProcessor, *, skip_special_tokens: bool) -> None:
+        self._text_processor = text_processor
+        self._skip_special_tokens = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def add(self, token_id: int) -> int:
+        """Return the offset of the next token."""
+        begin = self._offset
+        if not (self._skip_special_tokens and self._text_processor.is_special(token_id)):
+            self._offset += len(self._decoder.decode(bytes(self._text_processor.token(token_id).utf8)))
+        return begin
+
+
+def completion_logprobs(text_processor: TextProcessor, tokens: Sequence[Token], offsets: TextOffsets) -> dict[str, Any]:
+    """Return ``choices[].logprobs`` of a completion; ``offsets`` counts from the answer's first token on."""
     strings = [text_processor.token(token.token_id).text for token in tokens]
-    offsets = []
-    for string in strings:
-        offsets.append(offset)
-        offset += len(string)
     return {
         "tokens": strings,
         "token_logprobs": [_finite(token.logprob) for token in tokens],
         "top_logprobs": [_top(text_processor, token, string) for token, string in zip(tokens, strings, strict=True)],
-        "text_offset": offsets,
+        "text_offset": [offsets.add(token.token_id) for token in tokens],
     }
 
 
 def _top(text_processor: TextProcessor, token: Token, string: str) -> dict[str, float]:
-    """Return the likeliest tokens and, as in vLLM, the chosen one even if it is not among them."""
+    """The chosen token is among them even if it is not one of the likeliest, as in vLLM.
+
+    Tokens of the same text, such as a letter and its byte, are told apart by vLLM's other name for a token.
+    """
     top = {string: _finite(token.logprob)}
     for token_id, logprob in token.top:
-        top.setdefault(text_processor.token(token_id).text, _finite(logprob))
+        if token_id != token.token_id:
+            text = text_processor.token(token_id).text
+            top[f"token_id:{token_id}" if text in top else text] = _finite(logprob)
     return top
 
 
@@ -209,7 +240,7 @@ def _finite(logprob: float | None) -> float:
     return _MIN_LOGPROB if logprob is None else max(logprob, _MIN_LOGPROB)
 
 
-router = APIRouter(dependencies=[JsonBody])
+router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -222,17 +253,27 @@ class CompletionFormat:
         logprobs: report log probabilities.
         echoes: text of each prompt, to open its choices; empty for no echo.
         choices: number of choices of each prompt.
+        skip_special_tokens: the texts lack them.
     """
 
     id_prefix = "cmpl"
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, text_processor: TextProcessor, *, logprobs: bool, echoes: list[str], choices: int) -> None:
+    def __init__(
+        self,
+        text_processor: TextProcessor,
+        *,
+        logprobs: bool,
+        echoes: list[str],
+        choices: int,
+        skip_special_tokens: bool,
+    ) -> None:
         self._text_processor = text_processor
+        self._skip_special_tokens = skip_special_tokens
         self._echoes = echoes
         self._choices = choices
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
         self.needs_every_token = logprobs
 
     def first(self, index: int) -> dict[str, Any] | None:
@@ -255,10 +296,12 @@ class CompletionFormat:
     def _logprobs(self, index: int, tokens: tuple[Token, ...] | list[Token]) -> dict[str, Any] | None:
         if not self.needs_every_token:
             return None
-        offset = self._offsets.get(index, 0)
-        logprobs = completion_logprobs(self._text_processor, tokens, offset)
-        self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
-        return logprobs
+        offsets = self._offsets.get(index)
+        if offsets is None:
+            offsets = self._offsets[index] = TextOffsets(
+                self._text_processor, skip_special_tokens=self._skip_special_tokens
+            )
+        return completion_logprobs(self._text_processor, tokens, offsets)
 
 
 def _choice(
@@ -284,7 +327,8 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
     if body.echo and body.logprobs is not None:
         raise not_supported("echo together with logprobs is not supported yet.", "echo")
     target = service.models.resolve(body.model, body.lora_path)
-    prompts = _prompts(body)
+    prepared = prepared_body(http)
+    prompts = prepared.prompts if prepared else prompts_of(body)
 
     async def encode() -> list[list[int]]:
         special = body.add_special_tokens is not False
@@ -296,30 +340,24 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
         prompt_param="prompt",
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
+        arrival_s=prepared.arrival_s if prepared else None,
     )
     generation = await service.start(body, target, spec, sender)
     try:
-        echoes = await service.text_processor.decode_all(prompts) if body.echo else []
+        echoes = (
+            list(prepared.texts) if prepared else await service.text_processor.decode_all(prompts) if body.echo else []
+        )
     except BaseException:
         generation.close()
         raise
     answer = CompletionFormat(
-        service.text_processor, logprobs=body.logprobs is not None, echoes=echoes, choices=body.n or 1
+        service.text_processor,
+        logprobs=body.logprobs is not None,
+        echoes=echoes,
+        choices=body.n or 1,
+        skip_special_tokens=body.skip_special_tokens is not False,
     )
     return await respond(http, body, generation, answer, target.name)
-
-
-def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
-    """Return the four forms of ``prompt`` as one: a sequence of texts or of token ids."""
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise bad_request("The prompt is empty; at least one token is needed.", "prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]
-    strings = [entry for entry in prompt if isinstance(entry, str)]
-    return strings or [entry for entry in prompt if isinstance(entry, list)]
 
 
 class ChatFormat:
@@ -328,19 +366,22 @@ class ChatFormat:
     Args:
         text_processor: of the model.
         logprobs: report log probabilities.
+        echo: text that opens every choice.
     """
 
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, text_processor: TextProcessor, *, logprobs: bool) -> None:
+    def __init__(self, text_processor: TextProcessor, *, logprobs: bool, echo: str = "") -> None:
         self._text_processor = text_processor
+        self._echo = echo
         self.needs_every_token = logprobs
 
     def first(self, index: int) -> dict[str, Any]:
-        """Return the choice with the role, which is sent in a chunk of its own."""
-        return self._choice(index, "delta", {"role": "assistant", "content": ""}, None, None) | {"logprobs": None}
+        """Return the choice with the role and the echo, which is sent in a chunk of its own."""
+        delta = {"role": "assistant", "content": self._echo}
+        return self._choice(index, "delta", delta, None, None) | {"logprobs": None}
 
     def chunk(self, delta: OutputDelta) -> dict[str, Any]:
         """Return the choice of one chunk of a stream."""
@@ -350,7 +391,7 @@ class ChatFormat:
 
     def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
         """Return a complete choice; ``last`` says how it ended."""
-        message = {"role": "assistant", "content": text}
+        message = {"role": "assistant", "content": self._echo + text}
         choice = self._choice(index, "message", message, last.finish_reason, last.stop_reason)
         return choice | {"logprobs": self._logprobs(tokens)}
 
@@ -378,8 +419,11 @@ async def chat_completions(
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
     target = service.models.resolve(body.model, body.lora_path)
+    prepared = prepared_body(http)
 
     async def encode() -> list[list[int]]:
+        if prepared:
+            return prepared.prompts
         token_ids = await service.text_processor.encode_chat(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
@@ -395,8 +439,16 @@ async def chat_completions(
         prompt_param="messages",
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        arrival_s=prepared.arrival_s if prepared else None,
     )
     generation = await service.start(body, target, spec, sender)
-    return await respond(
-        http, body, generation, ChatFormat(service.text_processor, logprobs=bool(body.logprobs)), target.name
-    )
+    answer = ChatFormat(service.text_processor, logprobs=bool(body.logprobs), echo=_echo(body))
+    return await respond(http, body, generation, answer, target.name)
+
+
+def _echo(body: ChatCompletionRequest) -> str:
+    """Return the text that opens the answer: as in vLLM, the last message's if the answer has the same role."""
+    last = body.messages[-1]
+    if not body.echo or (last.role != "assistant" and body.add_generation_prompt is not False):
+        return ""
+    return content_text(last)

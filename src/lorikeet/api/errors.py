@@ -1,7 +1,8 @@
 """Errors as clients see them: ``{"error": {"message", "type", "param", "code"}}``."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -83,6 +84,11 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def invalid_json(error: json.JSONDecodeError) -> ApiError:
+    """Return the 400 of a body that is no JSON, with the place."""
+    return bad_request(f"The body is not valid JSON: {error.msg}, at line {error.lineno}, column {error.colno}.")
+
+
 def not_supported(message: str, param: str | None = None) -> ApiError:
     """Return a 501."""
     return ApiError(501, message, param=param)
@@ -117,19 +123,24 @@ def install_handlers(app: Starlette) -> None:
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _from_validation(error).response()
+        first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            reason = first.get("ctx", {}).get("error", first["msg"])
+            return invalid_json(json.JSONDecodeError(reason, error.body, first["loc"][1])).response()
+        return invalid_body(error.errors()).response()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, invalid)
 
 
-def _from_validation(error: RequestValidationError) -> ApiError:
-    """Return a 400 that names the first wrong field. A union reports each of its members, which are one fault."""
-    faults = error.errors()
+def invalid_body(faults: Sequence[Any]) -> ApiError:
+    """Return a 400 that names the first wrong field. A union reports each of its members, which are one fault.
+
+    Args:
+        faults: as pydantic reports them; each place begins with the part of the request.
+    """
     first = faults[0]
-    if first["type"] == "json_invalid":
-        return bad_request(f"The body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}.")
     of_field = [fault for fault in faults if fault["loc"][:2] == first["loc"][:2]]
     where = _common_prefix([fault["loc"] for fault in of_field])[1:]  # without "body" or "query"
     if not where:

@@ -8,10 +8,12 @@ from starlette.responses import JSONResponse, Response
 
 from lorikeet import __version__
 from lorikeet.api.errors import bad_request, not_supported
+from lorikeet.api.large_bodies import PromptRoute, prepared_body
 from lorikeet.api.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
 from lorikeet.api.service import JsonBody, ServiceDep
 
 router = APIRouter()
+prompts = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
 _UNSUPPORTED = {
     "/v1/embeddings": "Embeddings are not supported yet.",
@@ -85,16 +87,18 @@ async def model(name: str, service: ServiceDep) -> dict[str, Any]:
     return service.models.card(name)
 
 
-@router.post("/tokenize", dependencies=[JsonBody])
-async def tokenize(body: TokenizeRequest, service: ServiceDep) -> dict[str, Any]:
+@prompts.post("/tokenize")
+async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) -> Any:
     """Return the token ids of a prompt, or of messages with the chat template as in chat completions."""
     refuse_unsupported(body)
     service.models.resolve(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")
+    if body.messages is not None and body.add_special_tokens:
+        raise not_supported(SPECIAL_TOKENS, "add_special_tokens")
+    if prepared := prepared_body(http):
+        return Response(prepared.answer, media_type="application/json")
     if body.messages is not None:
-        if body.add_special_tokens:
-            raise not_supported(SPECIAL_TOKENS, "add_special_tokens")
         tokens = await service.text_processor.encode_chat(
             body.messages,
             add_generation_prompt=body.add_generation_prompt is not False,
@@ -115,14 +119,19 @@ async def tokenize(body: TokenizeRequest, service: ServiceDep) -> dict[str, Any]
     return answer
 
 
-@router.post("/detokenize", dependencies=[JsonBody])
-async def detokenize(body: DetokenizeRequest, service: ServiceDep) -> dict[str, str]:
+@prompts.post("/detokenize")
+async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Any:
     """Return the text of token ids."""
     service.models.resolve(body.model)
+    if prepared := prepared_body(http):
+        return Response(prepared.answer, media_type="application/json")
     if outside := [token for token in body.tokens if token >= service.limits.vocabulary]:
         raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "tokens")
     (text,) = await service.text_processor.decode_all([body.tokens])
     return {"prompt": text}
+
+
+router.include_router(prompts)
 
 
 async def _unsupported(request: Request) -> Response:

@@ -11,17 +11,25 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lorikeet.client.client import Engines
 from lorikeet.client.state import ReplicaView
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import RequestTimings
-from lorikeet.core.ids import AdapterDigest, ReplicaId
-from lorikeet.core.messages import AssistCounters, EngineStats, MemoryStats, QueueStats, TierBytes
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.messages import (
+    STEP_TOKENS_BOUNDS,
+    AssistCounters,
+    EngineStats,
+    MemoryStats,
+    QueueStats,
+    TierBytes,
+)
 
 OTHER = "other"
 """Label of all adapters without one of their own.
@@ -232,6 +240,13 @@ class MetricFamilies:
         """Return a counter with a value for each combination of ``labels``."""
         return self._fill(CounterMetricFamily(name, text, labels=[*self._labels, *labels]), values)
 
+    def histogram(self, name: str, text: str, counts: Mapping[float, int], total: float) -> Metric:
+        """Return a histogram: ``counts`` by upper bound, each with those below, and the sum of all values."""
+        family = HistogramMetricFamily(name, text, labels=tuple(self._labels))
+        buckets = [("+Inf" if bound == math.inf else str(float(bound)), count) for bound, count in counts.items()]
+        family.add_metric(tuple(self._labels.values()), buckets, total)
+        return family
+
     def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
         for chosen, value in values:
             family.add_metric([*self._labels.values(), *chosen], value)
@@ -242,7 +257,6 @@ _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _LOAD_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
 
@@ -258,7 +272,6 @@ class RequestMetrics:
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model_name, "engine": "0"}
-        self._last_steps: dict[ReplicaId, int] = {}
         lengths = _one_two_five(max_model_len)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S)
         self.inter_token = self._histogram("inter_token_latency_seconds", "Gaps between outputs.", _TOKEN_S)
@@ -274,7 +287,6 @@ class RequestMetrics:
         self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", lengths)
         self._answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", lengths)
-        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed by a step.", _STEP_TOKENS)
         self.adapter_load = self._histogram("lora_adapter_load_seconds", "Transfer of an adapter.", _LOAD_S)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -299,12 +311,6 @@ class RequestMetrics:
     def page(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
-
-    def observe_step(self, replica: ReplicaId, stats: EngineStats) -> None:
-        """Count the latest step in a replica's statistics, once; statistics are sent for some steps only."""
-        if stats.steps != self._last_steps.get(replica):
-            self._last_steps[replica] = stats.steps
-            self._step_tokens.observe(stats.step_tokens)
 
     def count_tokens(self, tokens: int) -> None:
         """Count generated tokens as they are sent."""
@@ -416,6 +422,9 @@ class EngineCollector(Collector):
         yield make.count("vllm:prefix_cache_queries", "Tokens looked up in cached KV.", stats.prefix_queries_tokens)
         yield make.count("vllm:prefix_cache_hits", "Tokens found in cached KV.", stats.prefix_hits_tokens)
         yield make.count("lorikeet:steps", "Steps of the engine.", stats.steps)
+        steps = dict(zip((*STEP_TOKENS_BOUNDS, math.inf), accumulate(stats.steps_by_tokens), strict=True))
+        text = "Tokens computed by a step."
+        yield make.histogram("vllm:iteration_tokens_total", text, steps, stats.computed_tokens)
 
     def _blocks(self, stats: EngineStats) -> Iterable[Metric]:
         make = self._make
@@ -440,9 +449,7 @@ class EngineCollector(Collector):
         }
         yield make.gauge("vllm:lora_requests_info", "Adapters held and queued; value: unix time.", time.time(), info)
         ranks = {
-            name: str(known[digest][0].max_rank) if digest in known else ""
-            for digest in stats.resident_adapters
-            for name in _names(known, digest)
+            name: str(known[digest][0].max_rank) for digest in stats.resident_adapters for name in _names(known, digest)
         }
         loaded = [((name, "gpu", "false", ranks[name]), 1.0) for name in sorted(ranks)[:_MAX_NAMES]]
         labels = ("adapter_name", "level", "pinned", "rank")
@@ -499,8 +506,8 @@ class EngineCollector(Collector):
 
 
 def _names(known: dict[AdapterDigest, list[AdapterRef]], digest: AdapterDigest) -> list[str]:
-    """Return the names of a version, or the start of its digest if it has none."""
-    return [adapter.name for adapter in known.get(digest, ())] or [digest[:12]]
+    """Return the names of a version; a version that was removed has none and is not shown while it is freed."""
+    return [adapter.name for adapter in known.get(digest, ())]
 
 
 _PER_ADAPTER: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
@@ -666,6 +673,24 @@ class ReplicasCollector(Collector):
                     if merged[metric.name] is not metric:
                         merged[metric.name].samples += metric.samples
         return merged.values()
+
+
+class ConnectionCollector(Collector):
+    """Connections that were closed for a limit.
+
+    Args:
+        closed: how many, by reason; counted on by others.
+        labels: of the metric.
+    """
+
+    def __init__(self, closed: Mapping[str, int], labels: Mapping[str, str]) -> None:
+        self._closed = closed
+        self._make = MetricFamilies(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metric."""
+        values = [((reason,), float(count)) for reason, count in self._closed.items()]
+        yield self._make.counts("lorikeet:connections_closed", "Connections closed for a limit.", ("reason",), values)
 
 
 class ClusterCollector(Collector):

@@ -1,13 +1,14 @@
 """Middleware of the server and the router, and the admission gate.
 
-Requests pass, in this order: request ids, keys and tenants, the check of a web page's origin, the limit on bodies.
-Routes enter the admission gate, which counts accepted sequences and closes for a drain, once they know how many
-sequences a body asks for.
+Requests pass, in this order: request ids, the name that the server is called by, keys and tenants, the check of a web
+page's origin, the limit on bodies. Routes enter the admission gate, which counts accepted sequences and closes for a
+drain, once they know how many sequences a body asks for.
 """
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -16,10 +17,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.api.errors import ApiError, bad_request
+from lorikeet.api.listening import is_loopback
 from lorikeet.api.logs import RequestIds
 from lorikeet.config import check_keys
 
 _RETRY_AFTER_S = 1
+_LONGEST_SHOWN = 100
 
 
 class AdmissionGate:
@@ -68,20 +71,28 @@ class Ticket:
 
 
 class BodyLimit:
-    """Refuses bodies above a size with 413, by their Content-Length or while they arrive."""
+    """Refuses bodies above a size with 413, by their Content-Length or while they arrive.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    Args:
+        app: what it guards.
+        max_bytes: the size.
+        larger: the size for some paths.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, larger: Mapping[str, int]) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._larger = larger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        most = self._larger.get(scope["path"], self._max_bytes)
         announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdigit() and int(announced) > self._max_bytes:
-            await self._too_large().response()(scope, receive, send)
+        if announced.isdigit() and int(announced) > most:
+            await _too_large(most).response()(scope, receive, send)
             return
         received = 0
 
@@ -89,14 +100,15 @@ class BodyLimit:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._too_large()
+            if received > most:
+                raise _too_large(most)
             return message
 
         await self._app(scope, counted, send)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"The body is larger than {self._max_bytes} bytes.")
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {most} bytes.")
 
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -137,6 +149,46 @@ class CrossOriginGuard:
 def _cross_origin_refusal(headers: Headers) -> ASGIApp:
     origin = headers.get("origin", "")
     said = f"Pages of {origin or 'another origin'} may not use this server; start it with --allowed-origins ORIGIN."
+    return ApiError(403, said).response()
+
+
+class HostGuard:
+    """Middleware for a server without keys that only its own machine reaches: refuses foreign names in ``Host``.
+
+    A web page that has its own name point at 127.0.0.1 (DNS rebinding) would be of the server's origin to the browser.
+    What has no ``Host`` is no browser.
+
+    Args:
+        app: what it guards.
+        names: that are answered beside ``localhost``, the names below it, and loopback addresses.
+    """
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
+        self._app = app
+        self._names = frozenset(map(str.lower, names))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        await (self._app if not host or self._is_known(host) else _foreign_host(host))(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        name = _host_of_origin(f"http://{host}").rstrip(".")
+        return name in self._names or name.endswith(".localhost") or is_loopback(name)
+
+
+def _host_of_origin(origin: str) -> str:
+    try:
+        return urlsplit(origin).hostname or ""
+    except ValueError:  # brackets that hold no address
+        return ""
+
+
+def _foreign_host(host: str) -> ASGIApp:
+    said = (
+        f"Without --api-key, this server answers only as localhost, not as {host[:_LONGEST_SHOWN]!r}; start it with a "
+        "key, or with the origin of that name as --allowed-origins."
+    )
     return ApiError(403, said).response()
 
 
@@ -252,26 +304,32 @@ def add_middleware(
     app: Starlette,
     *,
     max_body_bytes: int,
+    larger_bodies: Mapping[str, int],
     api_keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     tenant_header: str = "",
     allowed_origins: Sequence[str] = (),
+    host: str = "",
 ) -> None:
     """Add the middleware: request ids, keys, the origin check, the limit on bodies, and CORS.
 
     Args:
         app: has its routes.
         max_body_bytes: longer bodies get 413.
+        larger_bodies: the same for some paths.
         api_keys, admin_keys, tenant_header: as of ``Auth``.
         allowed_origins: of web pages that may use the server; ``*`` for any, empty for the server's own only.
+        host: address that the server listens on.
 
     Raises:
         ConfigError: a key is empty.
     """
     # The middleware added last gets a request first.
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=larger_bodies)
     app.add_middleware(CrossOriginGuard, allowed_origins=allowed_origins)
     app.add_middleware(Auth, api_keys=api_keys, admin_keys=admin_keys, tenant_header=tenant_header)
+    if is_loopback(host) and not api_keys and "*" not in allowed_origins:
+        app.add_middleware(HostGuard, names=(host, *filter(None, map(_host_of_origin, allowed_origins))))
     app.add_middleware(RequestIds)
     if allowed_origins:
         # No cookies: keys are sent in a header, so a page must have its own key.

@@ -4,12 +4,15 @@ Types are strict; fields that need more than a type are checked in sampling.py. 
 entry is reported: to report millions of them would block the event loop, and every stream, for most of a minute.
 """
 
+import json
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from lorikeet.api.errors import not_supported
+from lorikeet.api.errors import bad_request, not_supported
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
@@ -69,6 +72,7 @@ class GenerationBody(Body):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     user: str | None = None
 
     @field_validator("stream_options")
@@ -116,6 +120,23 @@ class CompletionRequest(GenerationBody):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None
+
+
+def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
+    """Return the four forms of ``prompt`` as one: a sequence of texts or of token ids.
+
+    Raises:
+        ApiError: 400, there is none.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("The prompt is empty; at least one token is needed.", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    strings = [entry for entry in prompt if isinstance(entry, str)]
+    return strings or [entry for entry in prompt if isinstance(entry, list)]
 
 
 class TextPart(Body):
@@ -171,6 +192,7 @@ class ChatFields(ChatOptions):
 class ChatCompletionRequest(GenerationBody, ChatFields):
     """Body of ``POST /v1/chat/completions``."""
 
+    echo: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -259,7 +281,6 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "allowed_token_ids": (([],), "allowed_token_ids is not supported yet; use logit_bias."),
     "bad_words": (([],), "bad_words is not supported yet; use logit_bias."),
     "logits_processors": (([],), "Logits processors are not supported."),
-    "cache_salt": ((), "cache_salt is not supported yet."),
     "modalities": ((["text"],), "Only text is supported."),
     "audio": ((), "Audio is not supported."),
     "chat_template": ((), "A template per request is not supported; start the server with --chat-template."),
@@ -289,3 +310,40 @@ def refuse_unsupported(body: Body) -> None:
         neutral, message = _FIELDS[name]
         if value not in neutral:
             raise not_supported(message, name)
+
+
+_MAYBE_SURROGATE = re.compile(
+    rb"\x00"  # UTF-16 or UTF-32, which JSON allows
+    rb"|\xed[\xa0-\xbf]"
+    rb"|\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
+)
+"""Bytes without which a body's JSON holds no lone surrogate; most bodies need no further check.
+
+Each alternative begins with another literal byte, so that the search skips to these bytes.
+"""
+
+
+def may_hold_surrogates(body: bytes) -> bool:
+    """Tell whether a body must be looked at more closely by :func:`refuse_lone_surrogates`."""
+    return _MAYBE_SURROGATE.search(body) is not None
+
+
+def refuse_lone_surrogates(body: bytes, value: Any) -> None:
+    """Check that all text of a body can be written as UTF-8.
+
+    Args:
+        body: as it came.
+        value: what it holds.
+
+    Raises:
+        ApiError: 400 naming the first field that cannot.
+    """
+    if not may_hold_surrogates(body):
+        return
+    for field, content in value.items() if isinstance(value, dict) else ():
+        try:
+            json.dumps({field: content}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            name = field.encode(errors="backslashreplace").decode()
+            code = ord(error.object[error.start])
+            raise bad_request(f"{name}: half a character, the lone surrogate U+{code:04X}.", name) from None

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 
@@ -20,7 +19,9 @@ from anyio import to_thread
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.app import create_app, create_service
+from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
 from lorikeet.api.length_prediction import open_length_predictor
+from lorikeet.api.listening import BoundServer, bind, is_loopback
 from lorikeet.api.logs import log
 from lorikeet.api.model_folder import ModelFolder, prepare_model
 from lorikeet.api.preload import names_to_show, preload_adapters
@@ -33,7 +34,7 @@ from lorikeet.api.text_processor import TemplateError, TextProcessor, read_gener
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.client.client import EngineClient, Engines
 from lorikeet.client.supervisor import EngineError
-from lorikeet.config import ConfigError, Settings
+from lorikeet.config import ConfigError, ServerSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.extras import install_command
 from lorikeet.core.logs import configure_logs
@@ -74,7 +75,7 @@ def serve(settings: Settings, name_settings: Callable[[str], str] = str) -> None
 
 async def _serve(settings: Settings) -> None:
     as_json = settings.server.log_json
-    listener = _bind(settings.server.host, settings.server.port)
+    listener = bind(settings.server.host, settings.server.port)
     this_task = asyncio.current_task()
     assert this_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
@@ -113,10 +114,11 @@ async def _serve(settings: Settings) -> None:
             request_log,
             lengths,
         )
+        stack.push_async_callback(service.prompt_processes.close)
         for note in (*catalog.notes, lengths_note):
             log.info(note)
         needs_key = bool(settings.server.api_keys)
-        if not needs_key and not _is_loopback(settings.server.host):
+        if not needs_key and not is_loopback(settings.server.host):
             log.warning("anyone who can reach this address may use the server: no --api-key is set")
         url = shown_url(settings.server.host, listener.getsockname()[1])
 
@@ -125,11 +127,12 @@ async def _serve(settings: Settings) -> None:
             shown = names_to_show(catalog, settings.adapters.preload)
             show_ready(url, names.base, shown, needs_key=needs_key, as_json=as_json)
 
-        server = _Server(service, settings.server.drain_timeout_s, on_ready)
+        limits = _connection_limits(settings.server)
+        server = _Server(service, listener, limits, settings.server.drain_timeout_s, on_ready)
         # From here on uvicorn's own handlers receive the signals.
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         with frozen_gc():
-            await server.serve(sockets=[listener])
+            await server.serve()
 
 
 class _StartProgress:
@@ -170,12 +173,20 @@ def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
     return open_cluster(settings, stack)
 
 
-class _Server(uvicorn.Server):
+class _Server(BoundServer):
     """Uvicorn that drains: after the first signal it goes on answering until accepted requests have ended."""
 
-    def __init__(self, service: Service, drain_timeout_s: float, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        listener: socket.socket,
+        limits: ConnectionLimits,
+        drain_timeout_s: float,
+        on_ready: Callable[[], None],
+    ) -> None:
         config = uvicorn.Config(
             create_app(service),
+            http=limited_http(limits, service.connections),  # type: ignore[arg-type]
             loop="none",
             lifespan="off",
             access_log=False,
@@ -184,7 +195,7 @@ class _Server(uvicorn.Server):
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=5,
         )
-        super().__init__(config)
+        super().__init__(config, listener)
         self._service = service
         self._drain_timeout_s = drain_timeout_s
         self._drain_until_s: float | None = None
@@ -225,27 +236,14 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Bind the port before anything heavy starts, so that a port in use is reported immediately.
-
-    Raises:
-        ConfigError: the address or port cannot be bound.
-    """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    return listener
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _connection_limits(server: ServerSettings) -> ConnectionLimits:
+    return ConnectionLimits(
+        min(server.max_connections, raise_file_limit()),
+        server.max_head_bytes,
+        server.head_timeout_s,
+        server.body_timeout_s,
+        server.write_timeout_s,
+    )
 
 
 def _with_folder(settings: Settings, folder: Path) -> Settings:

@@ -4,14 +4,12 @@
 """
 
 import asyncio
-import json
 import math
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import structlog
 from anyio import CapacityLimiter
@@ -20,12 +18,15 @@ from fastapi import Request as HttpRequest
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import UnknownAdapter
-from lorikeet.api.errors import ApiError, bad_request, engine_unavailable, model_not_found
+from lorikeet.api.connections import ConnectionStats
+from lorikeet.api.errors import ApiError, engine_unavailable, model_not_found
 from lorikeet.api.generation import Generation, TextOptions
+from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_type
 from lorikeet.api.length_prediction import AnswerLengthPredictor
+from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
 from lorikeet.api.observer import RequestObserver
-from lorikeet.api.protocol import GenerationBody
+from lorikeet.api.protocol import GenerationBody, may_hold_surrogates, refuse_lone_surrogates
 from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
 from lorikeet.api.served_models import ResolvedModel, ServedModels
 from lorikeet.api.slo_targets import SloTargets
@@ -36,9 +37,6 @@ from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import Request, Slo
-
-_MAX_CONCURRENT_LOADS = 4
-"""Adapter loads that may run at the same time."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,7 @@ class GenerationSpec:
         default_max_tokens: limit on an answer if the body sets none, as far as the context has space; None for all of
             that space.
         logprobs: alternatives to report with each token; None for no log probabilities.
+        arrival_s: monotonic time at which the body had been received; None for now.
     """
 
     prompts: int
@@ -59,6 +58,7 @@ class GenerationSpec:
     prompt_param: str
     default_max_tokens: int | None
     logprobs: int | None
+    arrival_s: float | None = None
 
 
 class Sender(NamedTuple):
@@ -87,15 +87,18 @@ class Service:
     targets: SloTargets
     gate: AdmissionGate
     lengths: AnswerLengthPredictor
+    body_gate: BodyGate
+    prompt_processes: PromptProcesses
     observer: RequestObserver
+    connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
     """Versions that requests used, so that metrics can name those whose name was removed."""
     generations: set[Generation] = field(default_factory=set)
     """Running requests."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
     """Tasks that drop adapters; kept here so that they are not garbage-collected."""
-    loads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_MAX_CONCURRENT_LOADS))
-    """Limits adapter loads. Separate from the threads that tokenize, so that slow downloads delay no request."""
+    loads: LoadPlaces = field(default_factory=LoadPlaces)
+    """Limits adapter loads by host. Apart from the threads that tokenize, so that slow downloads delay no request."""
     removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     """Limits adapter removals to one at a time, as the catalog does. They never wait for a download."""
 
@@ -107,7 +110,7 @@ class Service:
         Raises:
             ApiError: it cannot be accepted, or its prompt or sampling parameters are not valid.
         """
-        arrival_s = time.monotonic()
+        arrival_s = time.monotonic() if spec.arrival_s is None else spec.arrival_s
         sequences = spec.prompts * (body.n or 1)
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
         slo = self.targets.of(None if target.adapter is None else target.adapter.name)
@@ -176,6 +179,7 @@ class Service:
         arrival_s: float,
     ) -> list[Request]:
         requests: list[Request] = []
+        cache_salt = self._cache_salt(body, sender)
         logit_bias = logit_bias_pairs(body, self.limits.vocabulary, len(prompts) * (body.n or 1))
         for token_ids, tokens in zip(prompts, predicted, strict=True):
             check_prompt(token_ids, self.limits, spec.prompt_param)
@@ -198,11 +202,18 @@ class Service:
                         adapter=adapter,
                         priority=body.priority or 0,
                         tenant=sender.tenant,
+                        cache_salt=cache_salt,
                         slo=slo,
                         predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
                     )
                 )
         return requests
+
+    def _cache_salt(self, body: GenerationBody, sender: Sender) -> str:
+        """Return what a request's KV is told apart by: its tenant, where keys keep tenants apart, and what it says."""
+        is_shared = self.settings.shared_prefix_cache or not self.settings.api_keys
+        tenant, salt = "" if is_shared else sender.tenant, body.cache_salt or ""
+        return f"{tenant}\0{salt}" if tenant or salt else ""
 
     def _shed(self, requests: list[Request]) -> None:
         """Refuse requests whose first token is predicted to miss its target, so that they do not delay others.
@@ -257,17 +268,6 @@ class Service:
         )
 
 
-_MAYBE_SURROGATE = re.compile(
-    rb"\x00"  # UTF-16 or UTF-32, which JSON allows
-    rb"|\xed[\xa0-\xbf]"
-    rb"|\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD])[c-fC-F])"
-)
-"""Bytes without which a body's JSON holds no lone surrogate; most bodies need no further check.
-
-Each alternative begins with another literal byte, so that the search skips to these bytes.
-"""
-
-
 async def _service(request: HttpRequest) -> Service:
     # If it were not async, FastAPI would run it in a thread for every request.
     service: Service = request.app.state.service
@@ -276,18 +276,10 @@ async def _service(request: HttpRequest) -> Service:
 
 async def _is_json(request: HttpRequest) -> None:
     """Check the content type, and that no text has a lone surrogate, which UTF-8 cannot encode."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"Only 'application/json' is allowed as Content-Type, not {kind!r}.")
-    if _MAYBE_SURROGATE.search(await request.body()):
-        body: Any = await request.json()
-        for field, value in body.items() if isinstance(body, dict) else ():
-            try:
-                json.dumps({field: value}, ensure_ascii=False).encode()
-            except UnicodeEncodeError as error:
-                name = field.encode(errors="backslashreplace").decode()
-                code = ord(error.object[error.start])
-                raise bad_request(f"{name}: half a character, the lone surrogate U+{code:04X}.", name) from None
+    check_content_type(request)
+    body = await request.body()
+    if may_hold_surrogates(body):
+        refuse_lone_surrogates(body, await request.json())
 
 
 async def _sender(request: HttpRequest) -> Sender:

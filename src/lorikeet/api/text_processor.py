@@ -36,6 +36,10 @@ The spaces behind it are missing if the template strips the message; a template 
 """
 
 
+_FAILURES_OF_TEMPLATES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What templates raise on messages that they do not expect, beside their own errors."""
+
+
 class TemplateError(ValueError):
     """The template is missing or broken, or it refused the messages; the error text says which."""
 
@@ -69,7 +73,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the chat template does not compile: {error}") from error
-        self._special_tokens = dict(special_tokens)
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
 
     def render_open(self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> str:
         """Return the prompt that ends with the text of the last message, for an answer that continues it.
@@ -96,14 +102,17 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for ``messages``; ``extra`` holds further variables of the template.
 
+        OpenAI's role ``developer`` is ``system`` to a template that does not know it.
+
         Raises:
             TemplateError: the template refuses the messages or fails on them.
         """
-        variables = {**self._special_tokens, "tools": None, "documents": None, **extra}
-        variables |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        variables = {**self.special_tokens, "tools": None, "documents": None, **extra}
+        known = messages if self._knows_developer else map(_as_system, messages)
+        variables |= {"messages": list(known), "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        except (jinja2.TemplateError, *_FAILURES_OF_TEMPLATES) as error:
             raise TemplateError(f"the chat template refuses these messages: {error}") from error
 
 
@@ -136,6 +145,10 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
         named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("default")
     return ChatTemplate(source, _special_tokens(config)) if source else None
+
+
+def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -396,16 +409,19 @@ class _StopString:
         return matched + (self.text[matched] == letter)
 
 
+_BEGINNING = 2**16
+"""Characters that are tokenized at once, however long the text is."""
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """A byte token in SentencePiece vocabularies."""
 
 
 class TokenText(NamedTuple):
-    """The text of a single token.
+    r"""What a token adds to a text.
 
     Attributes:
-        text: with U+FFFD for incomplete characters.
-        utf8: its bytes, also if they are only a part of a character.
+        text: with the space that it begins with. What is no whole character is written as OpenAI does it,
+            ``bytes:\xe2\x80``.
+        utf8: the bytes that it stands for, also where they are part of a character.
     """
 
     text: str
@@ -418,11 +434,15 @@ class TextProcessor:
     Args:
         tokenizer: of the model.
         template: None if the model has no chat template.
+
+    Attributes:
+        origin: the arguments of :meth:`read`, if it was read.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.tokenizer = tokenizer
         self.template = template
+        self.origin: tuple[Path, str] | None = None
         self._bound = TokenLowerBound(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -446,7 +466,9 @@ class TextProcessor:
             raise ModelConfigError(f"{file}: cannot be read: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(tokenizer, read_chat_template(folder, chat_template))
+        texts = cls(tokenizer, read_chat_template(folder, chat_template))
+        texts.origin = folder, chat_template
+        return texts
 
     async def encode(
         self,
@@ -481,10 +503,23 @@ class TextProcessor:
     ) -> list[int]:
         """Return the token ids of one text; arguments and errors as of :meth:`encode`, errors name ``param``."""
         if limits is not None:
-            check_text_length(self._bound.lower_bound(text), limits, param)
+            check_text_length(self.fewest_tokens(text, limits.max_model_len), limits, param)
         # The call for a single text holds the GIL until it is done, and would block every stream.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
+
+    def fewest_tokens(self, text: str, most: int) -> int:
+        """Return a number of tokens that ``text`` has at least, which is above ``most`` for text that is far longer.
+
+        Of long text the beginning is tokenized first: tokens take some hundred bytes each until they are ids.
+        """
+        fewest, size = self._bound.lower_bound(text), max(_BEGINNING, 4 * most)
+        while fewest <= most and size < len(text):
+            (encoding,) = self.tokenizer.encode_batch_fast([text[:size]], add_special_tokens=False)
+            if len(encoding) > 2 * most:  # what follows does not halve it
+                fewest = len(encoding) // 2
+            size *= 2
+        return fewest
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ``token_ids``."""
@@ -496,20 +531,33 @@ class TextProcessor:
         return IncrementalDetokenizer(self.tokenizer, context, self._special if skip_special_tokens else ())
 
     def token(self, token_id: int) -> TokenText:
-        """Return the text of a single token; results are cached."""
+        """Return what a token adds to a text; results are cached."""
         known = self._tokens.get(token_id)
         if known is None:
-            text = self.decode([token_id])
-            known = self._tokens[token_id] = TokenText(text, tuple(self._utf8(token_id, text)))
+            utf8 = self._utf8(token_id)
+            try:
+                text = utf8.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in utf8)
+            known = self._tokens[token_id] = TokenText(text, tuple(utf8))
         return known
 
-    def _utf8(self, token_id: int, text: str) -> bytes:
+    def is_special(self, token_id: int) -> bool:
+        """Tell whether a token is one of those that ``skip_special_tokens`` leaves out."""
+        return token_id in self._special
+
+    def _utf8(self, token_id: int) -> bytes:
+        text = self.decode([token_id])
+        if token_id in self._special:
+            return text.encode()
         entry = self.tokenizer.id_to_token(token_id) or ""
         if "\ufffd" in text and (byte := _BYTE_TOKEN.fullmatch(entry)):
             return bytes.fromhex(byte[1])
         if "\ufffd" in text and all(letter in _BYTE_OF_LETTER for letter in entry):
             return bytes(map(_BYTE_OF_LETTER.__getitem__, entry))
-        return text.encode()
+        # Decoders of SentencePiece take the space away that a text begins with, and leave it further on.
+        twice = self.decode([token_id, token_id])
+        return (twice[len(text) :] if twice.startswith(text) else text).encode()
 
     async def decode_all(self, prompts: Sequence[str | list[int]]) -> list[str]:
         """Return the text of every prompt; prompts of text are returned as they are."""
@@ -624,10 +672,15 @@ def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
                 raise not_supported(f"messages.{index}: content of type {part.type!r} is not supported.", "messages")
             if part.text is None:
                 raise bad_request(f"messages.{index}: a text part has no text.", "messages")
-        plain["content"] = "\n".join(part.text or "" for part in message.content)
-    else:
-        plain["content"] = message.content or ""
+    plain["content"] = content_text(message)
     return plain
+
+
+def content_text(message: ChatMessage) -> str:
+    """Return a message's content as one string."""
+    if isinstance(message.content, list):
+        return "\n".join(part.text or "" for part in message.content)
+    return message.content or ""
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lorikeet.cli.console import fail
+from lorikeet.cli.console import fail, parse_size
 from lorikeet.cli.serve_flags import origins, preload_pair
 
 if TYPE_CHECKING:
@@ -46,6 +46,29 @@ def router(
         str,
         typer.Option(help="Key for the backends; else they get the client's key.", envvar="LORIKEET_BACKEND_KEY"),
     ] = "",
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections open at once; more get 503.")] = 4096,
+    max_head: Annotated[
+        str,
+        typer.Option(
+            "--max-head",
+            "--h11-max-incomplete-event-size",
+            help="Largest request line with headers.",
+            metavar="SIZE",
+        ),
+    ] = "64KiB",
+    head_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that the head of a request may take.")] = 15,
+    body_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a body may take, beside 16 KiB a second.")
+    ] = 30,
+    write_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that an answer may stay unread.")] = 60,
+    backend_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds without a piece of any answer that is waited for, and without progress in its metrics, after "
+            "which a backend is taken out for a minute; 0 for never.",
+        ),
+    ] = 60,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests may go on after SIGTERM.")] = 120,
     log_level: Annotated[str, typer.Option(help="Least severe level of the log.")] = "info",
     log_json: Annotated[bool, typer.Option("--log-json", help="Write the log as JSON only.")] = False,
@@ -56,6 +79,7 @@ def router(
     another.
     """
     from lorikeet.adapters.errors import AdapterError
+    from lorikeet.api.connections import ConnectionLimits
     from lorikeet.config import ConfigError, check_keys, check_origins
     from lorikeet.core.request import SloError, parse_slo
     from lorikeet.presets import resolve_preset
@@ -79,6 +103,10 @@ def router(
             admin_keys=tuple(admin_key or ()),
             allowed_origins=pages,
             backend_key=backend_key,
+            connections=ConnectionLimits(
+                max_connections, parse_size(max_head), head_timeout, body_timeout, write_timeout
+            ),
+            backend_timeout_s=backend_timeout,
             drain_timeout_s=drain_timeout,
             log_level=log_level,
             log_json=log_json,

@@ -133,6 +133,13 @@ FLAGS = (
     ),
     Flag("--threads", "engine.threads", int, "Threads of one rank; 0 for a fair part of the cores."),
     Flag("--record", "engine.record", str, "Record plans, prompts and times there, for lorikeet replay.", None, "FILE"),
+    Flag(
+        "--heartbeat-timeout",
+        "engine.heartbeat_timeout_s",
+        float,
+        "Seconds until a silent engine is replaced; 0: never.",
+    ),
+    Flag("--step-timeout", "engine.step_timeout_s", float, "Seconds until an engine stuck in a step is; 0: never."),
     Flag("--enable-lora/--no-enable-lora", "adapters.enabled", bool, "Serve adapters."),
     Flag(
         "--lora-modules --lora-paths",
@@ -150,6 +157,7 @@ FLAGS = (
     Flag("--registry-url", "adapters.registry_url", str, "SQLAlchemy URL of the registry; SQLite in the store."),
     Flag("--max-lora-rank", "adapters.max_rank", int, "Refuse larger ranks."),
     Flag("--max-adapter-size", "adapters.max_bytes", int, "Refuse larger weight files.", parse_size, "SIZE"),
+    Flag("--source-timeout", "adapters.source_timeout_s", float, "Seconds to read an adapter from a URL; 0: no limit."),
     Flag(
         "--replicas --data-parallel-size --dp-size -dp",
         "cluster.replicas",
@@ -182,10 +190,23 @@ FLAGS = (
         "--max-queued --max-queued-requests", "server.max_queued", int, "Unfinished sequences before 429 is answered."
     ),
     Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),
+    Flag("--max-connections", "server.max_connections", int, "Connections open at once; more are answered with 503."),
+    Flag(
+        "--max-head --h11-max-incomplete-event-size",
+        "server.max_head_bytes",
+        int,
+        "Largest request line with headers; 64KiB.",
+        parse_size,
+        "SIZE",
+    ),
+    Flag("--head-timeout", "server.head_timeout_s", float, "Seconds that the head of a request may take."),
+    Flag("--body-timeout", "server.body_timeout_s", float, "Seconds that a body may take, beside 16 KiB a second."),
+    Flag("--write-timeout", "server.write_timeout_s", float, "Seconds that an answer may stay unread."),
     Flag("--request-timeout", "server.request_timeout_s", float, "Seconds until a request is ended; 0: never."),
     Flag("--drain-timeout", "server.drain_timeout_s", float, "Seconds that requests may go on after SIGTERM."),
     Flag("--metrics-adapters", "server.metrics_adapters", int, "Adapters with metrics of their own."),
     Flag("--tenant-header", "server.tenant_header", str, "Header that names a request's tenant; else its key does."),
+    Flag("--shared-prefix-cache", "server.shared_prefix_cache", bool, "Let API keys reuse each other's KV."),
     Flag("--slo-ttft", "server.slo_ttft_s", float, "Target for the time to first token, in seconds."),
     Flag("--slo-tpot", "server.slo_tpot_s", float, "Target for the mean time per token after the first, in seconds."),
     Flag(

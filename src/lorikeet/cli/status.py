@@ -47,9 +47,10 @@ def _replicas(replicas: list[dict[str, Any]]) -> Table:
     for replica in replicas:
         state = "open" if replica["is_open"] else "draining" if replica["alive"] else "down"
         restarts = f", restarted {replica['restarts']} ×" if replica["restarts"] else ""
+        why = f" ({replica['trouble']})" if replica.get("trouble") else ""
         table.add_row(
             replica["id"],
-            state + restarts,
+            state + why + restarts,
             replica["address"] if replica["pid"] is None else f"{replica['address']}:{replica['pid']}",
             str(replica["running"]),
             str(replica["waiting"]),

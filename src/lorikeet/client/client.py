@@ -13,8 +13,8 @@ import msgspec
 import zmq.asyncio
 
 from lorikeet.client.state import ClusterState, ReplicaView, replica_state
-from lorikeet.client.supervisor import EngineError, EngineSupervisor, LocalHost
-from lorikeet.config import Settings
+from lorikeet.client.supervisor import EngineError, EngineSupervisor, EngineTimeouts, LocalHost
+from lorikeet.config import Settings, for_engines
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import (
     AdapterEvent,
@@ -283,10 +283,6 @@ class Engines(Protocol):
         """Call ``callback`` with every load and eviction of an adapter."""
         ...
 
-    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
-        """Call ``callback`` whenever a replica sends its gauges."""
-        ...
-
     def describe(self) -> ClusterState:
         """Return the state of all replicas, for ``/v1/cluster``."""
         ...
@@ -326,14 +322,18 @@ class EngineClient:
     def __init__(self, settings: Settings) -> None:
         self._context = zmq.asyncio.Context()
         self._supervisor = EngineSupervisor(
-            ONLY_REPLICA, LocalHost(), self._context, msgspec.json.encode(settings), self
+            ONLY_REPLICA,
+            LocalHost(),
+            self._context,
+            msgspec.json.encode(for_engines(settings)),
+            self,
+            EngineTimeouts.of(settings.engine),
         )
         self._failure: EngineError | None = None
         self._streams = Streams()
         self._drops = PendingDrops()
         self._registered: dict[AdapterDigest, AdapterRef] = {}
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
-        self._on_stats: list[Callable[[ReplicaId, EngineStats], None]] = []
 
     @property
     def engine_info(self) -> EngineReady:
@@ -347,7 +347,7 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine is ready now."""
+        """Whether the engine is ready now, and answers."""
         return self._supervisor.alive
 
     @property
@@ -375,7 +375,7 @@ class EngineClient:
             raise self._failure
         handle = self._streams.open(request, self._abort)
         handle.replica = ONLY_REPLICA
-        if self._supervisor.alive:  # else on_restart sends it
+        if self._supervisor.is_connected:  # else on_restart sends it
             self._supervisor.send(Submit(handle.next_attempt()))
         return handle
 
@@ -397,10 +397,6 @@ class EngineClient:
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         """Call ``callback`` with every load and eviction of an adapter."""
         self._on_adapter_event.append(callback)
-
-    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
-        """Call ``callback`` whenever the engine sends its gauges."""
-        self._on_stats.append(callback)
 
     def describe(self) -> ClusterState:
         """Return the state of the one replica."""
@@ -435,9 +431,6 @@ class EngineClient:
                     self._supervisor.register_adapters((self._registered[event.digest],))
             for on_event in self._on_adapter_event:
                 on_event(event)
-        if outputs.stats is not None:
-            for on_stats in self._on_stats:
-                on_stats(ONLY_REPLICA, outputs.stats)
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
         """Count the death for every request; end those that were in flight at too many."""

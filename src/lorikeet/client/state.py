@@ -33,6 +33,11 @@ class ReplicaView(Protocol):
         ...
 
     @property
+    def trouble(self) -> str:
+        """Why it is not ready; of no meaning while it is."""
+        ...
+
+    @property
     def process_id(self) -> int | None:
         """Process id of the engine on its machine, None while there is none."""
         ...
@@ -57,6 +62,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
         held, held_bytes: number of adapters whose files it has, and their bytes.
         memory_used: share of its device memory that is not free; None if it is not known.
         links: transfers between its tiers since its engine started, by route such as ``host-device``.
+        trouble: why it is not ready; empty if it is, or if that is not known.
     """
 
     id: ReplicaId
@@ -72,6 +78,7 @@ class ReplicaState(msgspec.Struct, frozen=True):
     held_bytes: int
     memory_used: float | None
     links: dict[str, RouteStats] = {}
+    trouble: str = ""
 
 
 class CopyCounts(msgspec.Struct):
@@ -149,4 +156,5 @@ def replica_state(
         held_bytes=held_bytes,
         memory_used=0.0 if stats is None else 1 - stats.free_blocks / stats.total_blocks,
         links={} if stats is None else stats.memory.transfers,
+        trouble="" if view.alive else view.trouble,
     )

@@ -6,23 +6,29 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
 from itertools import count, islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import structlog
 import zmq
 import zmq.asyncio
 
+from lorikeet.config import EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import RemoteClock, boot_id
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import (
     DropAdapter,
+    EngineInput,
     EngineReady,
     EngineStats,
     Fatal,
     FromEngine,
+    Heartbeat,
+    MessageCodec,
+    MessagesLost,
     Progress,
     RegisterAdapters,
     Shutdown,
@@ -43,11 +49,52 @@ DRAIN_TIMEOUT_S = 0.2
 _SHUTDOWN_TIMEOUT_S = 5.0
 """An engine that has not stopped after this time is killed."""
 
+_KILL_TIMEOUT_S = 5.0
+"""An engine whose end has not been reported so long after it was killed counts as ended; its machine may be lost."""
+
+_FIRST_MESSAGE_TIMEOUT_S = 300.0
+"""Least time until the first message of an engine process, which imports its libraries first."""
+
+LINK_PING_EVERY_S = 2.0
+"""How often ZeroMQ asks the other end of a connection between machines for a sign of life."""
+
+LINK_TIMEOUT_S = 5.0
+"""A connection between machines on which nothing has come for so long after that is lost."""
+
+_EXIT_REPORT_S = 1.0
+"""An engine whose connection is lost has most likely died if its end is reported within this time."""
+
+CHECK_EVERY_S = 1.0
+"""Interval at which it is checked whether messages have come."""
+
+_LATE_SHARE = 1 / 3
+"""After this share of a timeout an engine counts as not ready."""
+
 _log = structlog.get_logger("lorikeet")
 
 
 class EngineError(RuntimeError):
     """The engine cannot be started, or has ended and will not be restarted."""
+
+
+class EngineTimeouts(NamedTuple):
+    """When an engine process that still runs is replaced; 0 for never. See ``EngineSettings``.
+
+    Attributes:
+        heartbeat_s: time without a message.
+        step_s: time in the same step.
+    """
+
+    heartbeat_s: float = 30.0
+    step_s: float = 300.0
+
+    @classmethod
+    def of(cls, settings: EngineSettings) -> "EngineTimeouts":
+        """Return those of the settings."""
+        return cls(settings.heartbeat_timeout_s, settings.step_timeout_s)
+
+
+DEFAULT_TIMEOUTS = EngineTimeouts()
 
 
 class EngineListener(Protocol):
@@ -80,7 +127,7 @@ class EngineListener(Protocol):
 
 
 class EngineSupervisor:
-    """Keeps one engine process running: starts it, passes its messages on, and restarts it when it dies.
+    """Keeps one engine process running: starts it, passes its messages on, and restarts it when it dies or hangs.
 
     Args:
         replica: id of the engine, for the listener and the log.
@@ -88,13 +135,15 @@ class EngineSupervisor:
         context: of the ZeroMQ sockets.
         settings: all settings as JSON.
         listener: its callbacks are called on the event loop.
+        timeouts: when it counts as hung.
 
     Attributes:
         replica, host: see above.
         engine_info: sizes of the running engine; set by :meth:`start`.
         stats: the newest gauges, None before the first.
-        alive: whether an engine is ready now.
+        is_connected: whether an engine is ready, so that messages reach it, though it may not answer at the moment.
         restarts: how often the engine was restarted.
+        trouble: why the engine is not ready, as far as is known here.
     """
 
     engine_info: EngineReady
@@ -106,15 +155,18 @@ class EngineSupervisor:
         context: zmq.asyncio.Context,
         settings: bytes,
         listener: EngineListener,
+        timeouts: EngineTimeouts = DEFAULT_TIMEOUTS,
     ) -> None:
         self.replica = replica
         self.host = host
         self.stats: EngineStats | None = None
-        self.alive = False
+        self.is_connected = False
         self.restarts = 0
+        self.trouble = "it is being started"
         self._context = context
         self._settings = settings
         self._listener = listener
+        self._timeouts = timeouts
         self._connection: Connection | None = None
         self._started_s = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -129,6 +181,11 @@ class EngineSupervisor:
         connection = await self._connect(on_progress)
         self._task = asyncio.create_task(self._supervise(connection))
         return self.engine_info
+
+    @property
+    def alive(self) -> bool:
+        """Whether an engine is ready now, and answers."""
+        return self.is_connected and self._connection is not None and not self._connection.is_late
 
     @property
     def process_id(self) -> int | None:
@@ -159,7 +216,7 @@ class EngineSupervisor:
         """Stop the engine and do not restart it."""
         self._closing = True
         if self._connection is not None and self._connection.process.returncode is None:
-            self.send(Shutdown())
+            self._connection.shut_down()
             try:
                 await asyncio.wait_for(self._connection.process.wait(), timeout=_SHUTDOWN_TIMEOUT_S)
             except TimeoutError:
@@ -171,8 +228,11 @@ class EngineSupervisor:
         self.host.close()
 
     async def _connect(self, on_progress: Callable[[Progress], None]) -> "Connection":
-        self._connection = await connect(self.host, self._context, self._settings, on_progress)
-        self.engine_info, self.alive, self._started_s = self._connection.engine_info, True, time.monotonic()
+        self._connection = await connect(
+            self.host, self._context, self._settings, on_progress, self._timeouts, self.replica
+        )
+        self.engine_info, self.is_connected, self._started_s = self._connection.engine_info, True, time.monotonic()
+        self.trouble = "it does not answer"  # is shown only if it becomes late
         return self._connection
 
     async def _supervise(self, connection: "Connection") -> None:
@@ -191,12 +251,13 @@ class EngineSupervisor:
                     if message.stats is not None:
                         self.stats = message.stats
                     self._listener.on_outputs(self, message)
-            self.alive, self._connection, self.stats = False, None, None
+            self.is_connected, self._connection, self.stats = False, None, None
             connection.close()
             if self._closing:
                 return
             died_s, code = time.monotonic(), connection.process.returncode
             uptime_s = round(died_s - self._started_s, 1)
+            self.trouble = connection.hung or f"its engine died ({describe_exit(code)})"
             _log.warning("engine died", replica=self.replica, exit=describe_exit(code), uptime_s=uptime_s)
             self._listener.on_exit(self, code)
             restarted = await self._restart()
@@ -230,7 +291,7 @@ class EngineSupervisor:
         return None
 
     def _give_up(self, failure: EngineError) -> None:
-        self.alive = False
+        self.is_connected = False
         _log.error("engine gave up", replica=self.replica, reason=str(failure))
         self._listener.on_failed(self, failure)
 
@@ -286,7 +347,8 @@ class EngineHost(Protocol):
 
         Args:
             address: where the channel listens.
-            settings: a line for its standard input, which stays open as long as the starting process lives.
+            settings: a line for its standard input (``EngineInput``), which stays open as long as the starting process
+                lives. It holds a key, and must not be written anywhere else.
 
         Raises:
             OSError: it cannot be started.
@@ -336,18 +398,39 @@ class Connection:
     Args:
         process: runs the engine.
         socket: bound to the address that the engine connects to.
+        timeouts: when the process is killed although it runs.
+        replica, address: for the log.
 
     Attributes:
         process: see above.
         engine_info: sizes of the engine; set by :meth:`on_ready`.
+        is_late: whether the engine has not answered for a while.
+        hung: why the process was killed; empty if it was not.
     """
 
     engine_info: EngineReady
 
-    def __init__(self, process: EngineProcess, socket: zmq.asyncio.Socket) -> None:
+    def __init__(
+        self,
+        process: EngineProcess,
+        socket: zmq.asyncio.Socket,
+        timeouts: EngineTimeouts,
+        replica: ReplicaId | None,
+        address: str = "",
+    ) -> None:
         self.process = process
+        self.is_late = False
+        self.hung = ""
+        self._is_ending = False
+        self._timeouts = timeouts
+        self._replica = replica
+        self._address = address
+        self._messages_received = 0
+        self._turn_s = 0.0
+        self._exited = asyncio.ensure_future(process.wait())
+        self._watching = asyncio.create_task(self._watch())
         self._socket = socket
-        self._encoder = msgspec.msgpack.Encoder()
+        self._codec = MessageCodec[ToEngine, FromEngine](FromEngine)
         self._messages = self._receive()
         self._clock: RemoteClock | None = None
 
@@ -361,19 +444,28 @@ class Connection:
         """Queue a message to the engine."""
         if self._clock is not None and isinstance(message, Submit):
             message = Submit(self._clock.to_remote(message.request))
-        self._socket.send(self._encoder.encode(message))
+        self._socket.send(self._codec.encode(message))
 
     def messages(self) -> AsyncIterator[FromEngine]:
-        """Return the stream of messages, always the same one. It ends once the process has ended and all is read."""
+        """Return the stream of messages but heartbeats, always the same one.
+
+        It ends once the process has ended and all is read. If messages are lost the process is killed, so that another
+        one takes its place.
+        """
         return self._messages
+
+    def shut_down(self) -> None:
+        """Ask the engine to end."""
+        self._is_ending = True
+        self.send(Shutdown())
 
     def close(self) -> None:
         """Close the socket; queued messages are dropped."""
+        self._watching.cancel()
         self._socket.close()
 
     async def _receive(self) -> AsyncIterator[FromEngine]:
-        decoder = msgspec.msgpack.Decoder(FromEngine)
-        exited = asyncio.ensure_future(self.process.wait())
+        exited = self._exited
         receiving = None
         try:
             while True:
@@ -383,11 +475,24 @@ class Connection:
                 else:
                     await asyncio.wait({receiving, exited}, return_when=asyncio.FIRST_COMPLETED)
                 if receiving.done():
-                    message = decoder.decode(receiving.result())
+                    try:
+                        message = self._codec.decode(receiving.result())
+                    except MessagesLost as error:
+                        _log.error("messages of an engine were lost", replica=self._replica, reason=str(error))
+                        self.hung = "messages were lost"
+                        await self._kill()
+                        return
+                    self._messages_received += 1
+                    receiving = None
+                    if message is None:
+                        continue
+                    if isinstance(message, Heartbeat):
+                        self._turn_s = message.turn_s
+                        continue
+                    self._turn_s = 0.0
                     if self._clock is not None and isinstance(message, StepOutputs):
                         message = self._clock.to_local(message, time.monotonic())
                     yield message
-                    receiving = None
                 elif exited.done():
                     return
         finally:
@@ -395,9 +500,86 @@ class Connection:
             if receiving is not None:
                 receiving.cancel()
 
+    async def _watch(self) -> None:
+        """Note when the engine is late, and kill it when it hangs. Send heartbeats, too.
+
+        Silence is counted in checks of this process: if it stood still itself, messages may wait to be read.
+        """
+        received, silent_s = 0, 0.0
+        while not self.hung:
+            await asyncio.sleep(CHECK_EVERY_S)
+            if self._messages_received:  # before, the socket may have no peer
+                self.send(Heartbeat(0.0))
+            silent_s = silent_s + CHECK_EVERY_S if self._messages_received == received else 0.0
+            received = self._messages_received
+            if received and not (self._is_ending or self._has_peer):
+                return await self._replace_cut_off()
+            limit_s = self._timeouts.heartbeat_s
+            if not received:
+                limit_s = limit_s and max(limit_s, _FIRST_MESSAGE_TIMEOUT_S)
+            silent, stuck = _share(silent_s, limit_s), _share(self._turn_s, self._timeouts.step_s)
+            reason = f"no message for {silent_s:.3g} s" if silent > stuck else f"one step for {self._turn_s:.3g} s"
+            if max(silent, stuck) >= 1:
+                self.hung = reason
+                _log.error("engine hangs and is killed", replica=self._replica, address=self._address, reason=reason)
+            elif self.is_late != (max(silent, stuck) >= _LATE_SHARE):
+                self.is_late = not self.is_late
+                if self.is_late:
+                    _log.warning("engine does not answer", replica=self._replica, address=self._address, reason=reason)
+                else:
+                    _log.info("engine answers again", replica=self._replica)
+        await self._kill()
+
+    async def _kill(self) -> None:
+        """Kill the process, and wait for its end as long as that may take to be reported."""
+        self.is_late = True
+        with suppress(ProcessLookupError):  # it has just ended
+            self.process.kill()
+        await asyncio.wait({self._exited}, timeout=_KILL_TIMEOUT_S)
+        self._exited.cancel()  # does nothing if it has ended
+
+    @property
+    def _has_peer(self) -> bool:
+        """Whether the engine is connected. A PAIR socket that has lost its peer cannot send."""
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
+
+    async def _replace_cut_off(self) -> None:
+        """End the messages of an engine whose connection is lost, unless its own end is reported, which explains it."""
+        await asyncio.wait({self._exited}, timeout=_EXIT_REPORT_S)
+        if not self._exited.done():
+            self.is_late, self.hung = True, "the connection to its machine is lost"
+            _log.error("engine is cut off and replaced", replica=self._replica, address=self._address)
+            self.process.kill()  # takes effect when the machine is reached again, if it ever is
+            self._exited.cancel()
+
+
+def _share(seconds: float, limit_s: float) -> float:
+    """Return which share of a limit has passed; 0 of none."""
+    return seconds / limit_s if limit_s else 0.0
+
+
+def secure(socket: zmq.asyncio.Socket) -> str:
+    """Encrypt a channel over TCP, notice if it breaks, and return the key that the engine needs to connect.
+
+    Both ends prove who they are, by CurveZMQ with keys that are used once. The engine checks that this end has the
+    secret to the key. This end need not know the engine's: the key is told to the engine alone, and without it nobody
+    can begin a connection. Sockets without it are closed before they become the peer.
+    """
+    key, secret = zmq.curve_keypair()
+    socket.curve_server, socket.curve_secretkey = True, secret
+    socket.setsockopt(zmq.HEARTBEAT_IVL, round(LINK_PING_EVERY_S * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(LINK_TIMEOUT_S * 1000))
+    socket.setsockopt(zmq.TCP_MAXRT, round(LINK_TIMEOUT_S * 1000))  # pings wait behind what cannot be sent
+    return key.decode()
+
 
 async def connect(
-    host: EngineHost, context: zmq.asyncio.Context, settings: bytes, on_progress: Callable[[Progress], None]
+    host: EngineHost,
+    context: zmq.asyncio.Context,
+    settings: bytes,
+    on_progress: Callable[[Progress], None],
+    timeouts: EngineTimeouts = DEFAULT_TIMEOUTS,
+    replica: ReplicaId | None = None,
 ) -> Connection:
     """Start an engine process and wait until it is ready.
 
@@ -406,6 +588,8 @@ async def connect(
         context: of the socket.
         settings: all settings as JSON.
         on_progress: called while the engine starts.
+        timeouts: when the process counts as hung, now and later.
+        replica: for the log.
 
     Raises:
         EngineError: it cannot be started; the message is for the user.
@@ -413,25 +597,30 @@ async def connect(
     socket = context.socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.setsockopt(zmq.LINGER, 0)
-    process, address = None, host.bind_address()
+    process, connection, address = None, None, host.bind_address()
     try:
+        key = secure(socket) if address.startswith("tcp:") else ""
         socket.bind(address)
         address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        process = await host.start(address, settings)
-        connection = Connection(process, socket)
+        process = await host.start(address, msgspec.json.encode(EngineInput(msgspec.Raw(settings), key)))
+        connection = Connection(process, socket, timeouts, replica, host.address)
         async for message in connection.messages():
             if isinstance(message, Progress):
                 on_progress(message)
             elif isinstance(message, Fatal):
-                raise EngineError(message.message)
+                raise EngineError(f"on {host.address}: {message.message}" if key else message.message)
             elif isinstance(message, EngineReady):
                 connection.on_ready(message)
                 return connection
-        raise EngineError(f"the engine process ended before it was ready (exit: {describe_exit(process.returncode)})")
+        exit_code = f"exit: {describe_exit(process.returncode)}"
+        where = f" on {host.address}" if key else ""
+        raise EngineError(f"the engine process{where} ended before it was ready ({connection.hung or exit_code})")
     except BaseException as error:
+        if connection is not None:
+            connection.close()
         if process is not None and process.returncode is None:
             process.kill()
-            await process.wait()
+            await asyncio.wait({asyncio.ensure_future(process.wait())}, timeout=_KILL_TIMEOUT_S)
         socket.close()
         if isinstance(error, (OSError, zmq.ZMQError)):
             raise EngineError(f"the engine process at {address} cannot be started: {error}") from error

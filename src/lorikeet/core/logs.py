@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+import threading
 from collections.abc import Mapping, MutableMapping
 from types import TracebackType
 from typing import Any
@@ -45,7 +46,7 @@ def configure_logs(level: str, *, as_json: bool) -> None:
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=_StderrLoggerFactory(),
+        logger_factory=lambda *_: _StderrLogger(),
         cache_logger_on_first_use=False,
     )
     handler = _StderrHandler()
@@ -63,11 +64,44 @@ def configure_logs(level: str, *, as_json: bool) -> None:
     sys.excepthook = _log_uncaught if as_json else sys.__excepthook__
 
 
-class _StderrLoggerFactory:
-    """Loggers that write to what ``sys.stderr`` is at the moment: progress bars and tests replace it."""
+class _Stderr:
+    """Writes lines to what ``sys.stderr`` is at the moment: progress bars and tests replace it.
 
-    def __call__(self, *_arguments: Any) -> structlog.WriteLogger:
-        return structlog.WriteLogger(sys.stderr)
+    A line that cannot be written (closed pipe, full disk) is dropped and counted: what is logged has been done, and its
+    client must get the answer. The next line that can be written is followed by a warning with the number.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a destructor may log in the middle of a write
+        self._lost = 0
+        self._reason = ""
+
+    def write_line(self, line: str) -> None:
+        """Write one line. Never raises."""
+        with self._lock:
+            try:
+                sys.stderr.write(line + "\n")
+                sys.stderr.flush()
+            except Exception as error:  # a closed file is a ValueError
+                self._lost += 1
+                self._reason = str(error)
+                return
+            lost, self._lost = self._lost, 0
+        if lost:
+            structlog.get_logger("lorikeet").warning("log could not be written", lines_lost=lost, reason=self._reason)
+
+
+_STDERR = _Stderr()
+
+
+class _StderrLogger:
+    """A logger of structlog, which calls the method of the level."""
+
+    def msg(self, line: str) -> None:
+        """Write one line."""
+        _STDERR.write_line(line)
+
+    debug = info = warning = error = critical = log = msg
 
 
 class _StderrHandler(logging.Handler):
@@ -76,10 +110,10 @@ class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
         try:
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
-        except Exception:
-            self.handleError(record)
+            line = self.format(record)
+        except Exception as error:  # a wrong format string; without this the caller would get the error
+            line = f"log line of {record.pathname}:{record.lineno} cannot be formatted: {error!r}"
+        _STDERR.write_line(line)
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

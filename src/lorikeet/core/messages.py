@@ -3,7 +3,7 @@
 They are encoded with MessagePack. Both ends run the same version of Lorikeet, which ``EngineReady`` carries.
 """
 
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -13,6 +13,19 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request
+
+
+class EngineInput(msgspec.Struct, frozen=True):
+    """The line on the standard input of an engine process, as JSON.
+
+    Attributes:
+        settings: all settings; see ``config.for_engines``.
+        channel_key: key of the API process's end of the channel, in ZeroMQ's text form; empty for a channel that is
+            not encrypted. It is a secret: who has it may connect.
+    """
+
+    settings: msgspec.Raw = msgspec.Raw(b"{}")
+    channel_key: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -61,9 +74,6 @@ class RegisterAdapters(msgspec.Struct, frozen=True, tag=True):
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop immediately."""
-
-
-ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | Shutdown
 
 
 LOADING_WEIGHTS = "loading weights"
@@ -257,6 +267,10 @@ class AssistCounters(NamedTuple):
     lost_workers: int
 
 
+STEP_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the classes in ``EngineStats.steps_by_tokens``."""
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Gauges of an engine, taken after a step.
 
@@ -277,7 +291,9 @@ class EngineStats(msgspec.Struct, frozen=True):
         running_adapters, waiting_adapters: digests of running and of queued requests.
         prefix_queries_tokens, prefix_hits_tokens: tokens looked up in the prefix cache, and found, since the start.
         preemptions: since the start.
-        step_tokens: tokens computed by the last step.
+        steps_by_tokens: number of steps since the start by the tokens that each computed: at most the first of
+            ``STEP_TOKENS_BOUNDS``, above it and at most the second, …, above the last.
+        computed_tokens: tokens computed by all of them.
         memory: of the memory.
         modes: of the batching modes.
         queue: of the admission queue, None if it has no classes.
@@ -303,7 +319,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int
-    step_tokens: int
+    steps_by_tokens: tuple[int, ...]
+    computed_tokens: int
     memory: MemoryStats
     ahead_of_adapter: int = 0
     modes: ModeStats = ModeStats()
@@ -343,4 +360,66 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-FromEngine = Progress | EngineReady | StepOutputs | Fatal
+HEARTBEAT_EVERY_S = 1.0
+"""Interval of :class:`Heartbeat`."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The sender runs. Both ends send it, so that the other one also notices messages that were lost before it.
+
+    An engine process sends it while it starts, during a long step, and while there is nothing to do.
+
+    Attributes:
+        turn_s: how long the current turn of the engine's loop has taken so far; 0 outside a turn.
+    """
+
+    turn_s: float
+
+
+ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | Heartbeat | Shutdown
+FromEngine = Progress | EngineReady | StepOutputs | Heartbeat | Fatal
+
+
+Incoming = TypeVar("Incoming")
+Outgoing = TypeVar("Outgoing")
+
+
+class MessagesLost(RuntimeError):
+    """Messages of the other end are missing. Its state is no longer known, so the engine must be replaced."""
+
+
+class MessageCodec(Generic[Outgoing, Incoming]):
+    """Encodes and decodes the messages of one end of a channel, numbered from 0 in each direction.
+
+    ZeroMQ delivers in order. But when a connection between machines breaks and is made again, messages may be lost, and
+    neither end would know. The numbers show it.
+
+    Args:
+        incoming: type of the messages of the other end.
+    """
+
+    def __init__(self, incoming: Any) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(tuple[int, incoming])
+        self._sent = self._received = 0
+
+    def encode(self, message: Outgoing) -> bytes:
+        """Return the next message as bytes."""
+        number, self._sent = self._sent, self._sent + 1
+        return self._encoder.encode((number, message))
+
+    def decode(self, data: bytes) -> Incoming | None:
+        """Return a message; None if it has been received before.
+
+        Raises:
+            MessagesLost: messages before it are missing.
+            msgspec.DecodeError: it is not a message.
+        """
+        number, message = self._decoder.decode(data)
+        if number < self._received:
+            return None
+        if number > self._received:
+            raise MessagesLost(f"{number - self._received} messages are missing before number {number}")
+        self._received += 1
+        decoded: Incoming = message
+        return decoded

@@ -58,6 +58,13 @@ _MMAP_THRESHOLD_BYTES = 32 * 2**20
 """The largest that glibc allows."""
 
 
+def return_freed_memory() -> None:
+    """Let glibc's malloc return to the system what has been freed. Does nothing with other C libraries."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep memory that a step frees for the next step.
 

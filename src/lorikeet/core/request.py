@@ -99,6 +99,7 @@ class Request(msgspec.Struct, frozen=True):
         attempt: how often it was sent to an engine before; raised by the sender.
         exports: how often an engine exported it, by preemption or migration, to be resumed there or elsewhere.
         output_token_ids: tokens generated so far.
+        cache_salt: KV is only reused by requests with the same one; empty for all that have none.
     """
 
     request_id: RequestId
@@ -113,6 +114,7 @@ class Request(msgspec.Struct, frozen=True):
     attempt: int = 0
     exports: int = 0
     output_token_ids: list[int] = msgspec.field(default_factory=list)
+    cache_salt: str = ""
 
     @property
     def digest(self) -> AdapterDigest | None:

@@ -1,6 +1,7 @@
 """The engine loop of one replica: plan a step, execute it, commit its result."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 
 import msgspec
@@ -10,6 +11,7 @@ from lorikeet.core.clock import Clock
 from lorikeet.core.executor import Executor
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import (
+    STEP_TOKENS_BOUNDS,
     Abort,
     DropAdapter,
     EngineStats,
@@ -79,7 +81,8 @@ class Engine:
         self._dropped: set[AdapterDigest] = set()
         self._must_replan = False
         self._last_plan = _NOTHING
-        self._steps = 0
+        self._steps = self._computed_tokens = 0
+        self._steps_by_tokens = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
 
     def submit(self, request: Request) -> None:
         """Queue a new or a resumed request."""
@@ -185,7 +188,11 @@ class Engine:
         now = self._clock.now()
         self._recorder.note(PlanRan(now, result))
         self._scheduler.commit(plan, result, now)
-        self._steps += result.steps_run if plan.sequences else 0
+        if plan.sequences:
+            tokens = sum([step.tokens for step in plan.sequences])
+            self._steps += result.steps_run
+            self._computed_tokens += tokens * result.steps_run
+            self._steps_by_tokens[bisect_left(STEP_TOKENS_BOUNDS, tokens)] += result.steps_run
         if self._on_ran is not None:
             self._on_ran(plan, result)
 
@@ -265,7 +272,8 @@ class Engine:
             prefix_queries_tokens=self._scheduler.prefix_queries_tokens,
             prefix_hits_tokens=self._scheduler.prefix_hits_tokens,
             preemptions=self._scheduler.preemptions,
-            step_tokens=sum(step.tokens for step in self._last_plan.sequences),
+            steps_by_tokens=tuple(self._steps_by_tokens),
+            computed_tokens=self._computed_tokens,
             memory=self._memory.stats(),
             ahead_of_adapter=gauges.ahead_of_adapter,
             modes=self._scheduler.selector.stats(),
@@ -314,7 +322,8 @@ class PendingExports:
         """Start to copy the KV of a request that the scheduler has given up."""
         memory = self._memory
         adapter = BASE if request.adapter is None else memory.register(request.adapter)
-        keys = memory.keys_of(request.digest, request.prompt_token_ids + request.output_token_ids)
+        token_ids = request.prompt_token_ids + request.output_token_ids
+        keys = memory.keys_of(request.digest, token_ids, salt=request.cache_salt)
         self._leases[request.request_id] = memory.kv_migration.begin_export(adapter, keys, now)
 
     def adapters(self) -> set[AdapterDigest | None]:

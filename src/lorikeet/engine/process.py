@@ -1,8 +1,8 @@
 """The engine process: one replica at the engine's end of the message channel.
 
-Started as ``python -m lorikeet.engine.process ADDRESS``. The first line of its standard input holds the settings as
-JSON. The input stays open as long as the API process lives, so its end of file shows that the API process has ended,
-even if it was killed.
+Started as ``python -m lorikeet.engine.process ADDRESS``. The first line of its standard input is an ``EngineInput``:
+the settings, and the key of the channel, which must not be on a command line. The input stays open
+as long as the API process lives, so its end of file shows that the API process has ended, even if it was killed.
 """
 
 import math
@@ -13,6 +13,7 @@ import threading
 import time
 
 import msgspec
+import structlog
 import zmq
 
 from lorikeet import __version__
@@ -21,13 +22,18 @@ from lorikeet.core.clock import boot_id
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.messages import (
+    HEARTBEAT_EVERY_S,
     Abort,
     DropAdapter,
+    EngineInput,
     EngineReady,
     ExportRequest,
     Fatal,
     FromEngine,
+    Heartbeat,
     ImportKv,
+    MessageCodec,
+    MessagesLost,
     Progress,
     RegisterAdapters,
     Shutdown,
@@ -44,23 +50,34 @@ STATS_EVERY_S = 0.1
 
 
 class Channel:
-    """The engine's end of the channel. ``wake`` may be called from any thread, the rest from one.
+    """The engine's end of the channel. ``wake`` and ``send`` may be called from any thread, the rest from one.
+
+    A thread sends heartbeats, so that the API process can tell a long step from an engine that hangs.
 
     Args:
         address: ZeroMQ address that the API process is bound to.
+        key: of the API process's end; empty for a channel that is not encrypted.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: str = "") -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
+        if key:
+            self._socket.curve_serverkey = key.encode()
+            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+            # The API process replaces an engine whose connection breaks, so connecting again would help nobody.
+            self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.connect(address)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._codec = MessageCodec[FromEngine, ToEngine](ToEngine)
+        self._using = threading.Lock()  # a socket may be used by several threads, but not at the same time
+        self._turn_began_s: float | None = math.inf  # None while it waits; inf before the first turn
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
 
     def wake(self) -> None:
         """End a :meth:`receive` that waits, or the next one."""
@@ -68,21 +85,59 @@ class Channel:
 
     def send(self, message: FromEngine) -> None:
         """Send a message. It is queued while the API process does not read."""
-        self._socket.send(self._encoder.encode(message))
+        with self._using:
+            if not self._is_closed.is_set():
+                self._socket.send(self._codec.encode(message))
 
     def receive(self, wait_s: float) -> list[ToEngine]:
-        """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds; return all messages that have arrived."""
-        ready = dict(self._poller.poll(None if wait_s == math.inf else math.ceil(wait_s * 1000)))
-        if self._wake_fd in ready:
-            os.eventfd_read(self._wake_fd)
-        messages = []
-        while self._socket.poll(0):
-            messages.append(self._decoder.decode(self._socket.recv()))
+        """Wait for a message, for :meth:`wake`, or for ``wait_s`` seconds; return all messages that have arrived.
+
+        A turn of the loop begins when this returns. Heartbeats of the API process do not end it.
+
+        Raises:
+            MessagesLost: messages of the API process are missing.
+        """
+        self._turn_began_s = None
+        until_s = time.monotonic() + wait_s
+        while True:
+            is_woken = self._poll(min(wait_s, HEARTBEAT_EVERY_S))
+            messages = self._take()
+            wait_s = max(0.0, until_s - time.monotonic())
+            if messages or is_woken or not wait_s:
+                break
+            self.send(Heartbeat(0.0))
+        self._turn_began_s = time.monotonic()
         return messages
 
     def close(self) -> None:
         """Close once all sent messages are delivered, or after a second."""
-        self._socket.close(linger=1000)
+        with self._using:
+            self._is_closed.set()
+            self._socket.close(linger=1000)
+
+    def _poll(self, wait_s: float) -> bool:
+        """Wait for a message or for :meth:`wake`; return whether that was called."""
+        with self._using:
+            if self._wake_fd not in dict(self._poller.poll(math.ceil(wait_s * 1000))):
+                return False
+        os.eventfd_read(self._wake_fd)
+        return True
+
+    def _take(self) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        with self._using:
+            while self._socket.poll(0):
+                message = self._codec.decode(self._socket.recv())
+                if message is not None and not isinstance(message, Heartbeat):
+                    messages.append(message)
+        return messages
+
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats before the first turn and during each; while it waits, :meth:`receive` does."""
+        while not self._is_closed.wait(HEARTBEAT_EVERY_S):
+            began_s = self._turn_began_s
+            if began_s is not None:
+                self.send(Heartbeat(max(0.0, time.monotonic() - began_s)))
 
 
 def serve(channel: Channel, engine: Engine) -> None:
@@ -90,25 +145,14 @@ def serve(channel: Channel, engine: Engine) -> None:
 
     Raises:
         ExecutorError: a step failed; the supervisor starts another engine.
+        MessagesLost: messages of the API process are missing; likewise.
     """
     stats_due_s = 0.0
     while True:
         for message in channel.receive(0.0 if engine.is_busy else max(0.0, engine.due_s - time.monotonic())):
-            match message:
-                case Submit(request):
-                    engine.submit(request)
-                case Abort(request_id):
-                    engine.abort(request_id)
-                case ExportRequest(request_id):
-                    engine.export_with_kv(request_id)
-                case ImportKv():
-                    engine.import_kv(message)
-                case RegisterAdapters(adapters):
-                    engine.register_adapters(adapters)
-                case DropAdapter(digest):
-                    engine.drop_adapter(digest)
-                case Shutdown():
-                    return
+            if isinstance(message, Shutdown):
+                return
+            handle(message, engine)
         outputs = engine.step()
         now = time.monotonic()
         if now >= stats_due_s or not engine.is_busy:
@@ -118,15 +162,34 @@ def serve(channel: Channel, engine: Engine) -> None:
             channel.send(outputs)
 
 
+def handle(message: ToEngine, engine: Engine) -> None:
+    """Pass a message, which is not ``Shutdown``, to the engine."""
+    match message:
+        case Submit(request):
+            engine.submit(request)
+        case Abort(request_id):
+            engine.abort(request_id)
+        case ExportRequest(request_id):
+            engine.export_with_kv(request_id)
+        case ImportKv():
+            engine.import_kv(message)
+        case RegisterAdapters(adapters):
+            engine.register_adapters(adapters)
+        case DropAdapter(digest):
+            engine.drop_adapter(digest)
+
+
 def main() -> None:
     """Build the replica, send ``EngineReady``, serve."""
     # The API process decides when to stop; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineInput)
+    settings = msgspec.json.decode(given.settings, type=Settings)
     configure_logs(settings.server.log_level, as_json=settings.server.log_json)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    channel = Channel(sys.argv[1])
+    channel = Channel(sys.argv[1], given.channel_key)
+    channel.send(Heartbeat(0.0))  # it is connected; what follows may take long
     try:
         replica = build_replica(
             settings, lambda stage, done, total: channel.send(Progress(stage, done, total)), channel.wake
@@ -140,6 +203,9 @@ def main() -> None:
     try:
         with frozen_gc():
             serve(channel, replica.engine)
+    except MessagesLost as error:
+        structlog.get_logger("lorikeet").error("engine ends: messages of the API process were lost", reason=str(error))
+        sys.exit(1)
     finally:
         replica.engine.close()
         channel.close()

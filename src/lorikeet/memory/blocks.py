@@ -111,6 +111,7 @@ class SequenceLease:
         adapter_transfers, kv_transfers: ids of the transfers that it waits for.
         cached_blocks: number of leading blocks that were found in the cache at admission.
         assisted: whether host cores compute its adapter's part of a prefill while the adapter is in flight.
+        salt: of its keys.
     """
 
     adapter: int
@@ -122,6 +123,7 @@ class SequenceLease:
     kv_transfers: set[int] = field(default_factory=set)
     cached_blocks: int = 0
     assisted: bool = False
+    salt: str = ""
 
     @property
     def is_ready(self) -> bool:

@@ -377,13 +377,13 @@ class Memory:
         self.counters.arrived(adapter, path, self.block_size, tokens)
 
     def keys_of(
-        self, digest: AdapterDigest | None, token_ids: Sequence[int], known: Sequence[bytes] = ()
+        self, digest: AdapterDigest | None, token_ids: Sequence[int], known: Sequence[bytes] = (), *, salt: str = ""
     ) -> list[bytes]:
         """Return the keys of the whole blocks of a sequence; ``known`` are those of its first blocks."""
-        return block_keys(digest, token_ids, self.block_size, known)
+        return block_keys(digest, token_ids, self.block_size, known, salt=salt)
 
     def try_admit(
-        self, ref: AdapterRef | None, keys: Sequence[bytes], tokens: int, now: float
+        self, ref: AdapterRef | None, keys: Sequence[bytes], tokens: int, now: float, *, salt: str = ""
     ) -> SequenceLease | WaitReason:
         """Lease the blocks of a sequence, reuse cached KV, and begin the transfers that it waits for.
 
@@ -394,6 +394,7 @@ class Memory:
             keys: keys of the whole blocks of its tokens.
             tokens: number of tokens that the blocks must hold.
             now: the time.
+            salt: of its keys.
 
         Returns:
             The lease, or why there is none; then nothing is leased or pinned.
@@ -419,7 +420,7 @@ class Memory:
             tiers.unpin(pinned)
             self.evictor.offer_all(np.asarray(pinned))
             return lacking
-        lease = SequenceLease(adapter, path=path, keys=list(keys), cached_blocks=len(path))
+        lease = SequenceLease(adapter, path=path, keys=list(keys), cached_blocks=len(path), salt=salt)
         self._leases.add(lease)
         if load:
             to_prefill = tokens - len(path) * self.block_size
@@ -588,7 +589,7 @@ class PrefixInsertion:
                 continue
             if len(lease.keys) < whole:
                 digest = self._tree.digest(lease.adapter)
-                lease.keys = block_keys(digest, token_ids, self._block_size, lease.keys)
+                lease.keys = block_keys(digest, token_ids, self._block_size, lease.keys, salt=lease.salt)
             while self._follow(lease, whole, now):
                 first = len(lease.path)
                 if lease.keys[first] not in new:

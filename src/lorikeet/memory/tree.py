@@ -1,8 +1,9 @@
 """The usage-dependency tree: adapters below the root, and below each adapter its KV (ELORA §V-A).
 
 KV is useful only with the adapter version that computed it, so it is in the subtree of that version. A KV node is one
-block. Its key is a hash chained from the adapter's digest over all tokens up to the end of the block, so it matches
-only the same tokens with the same version. The base model counts as an adapter without weights.
+block. Its key is a hash chained from the adapter's digest and the request's salt over all tokens up to the end of the
+block, so it matches only the same tokens with the same version and salt. The base model counts as an adapter without
+weights.
 
 A node records where its bytes are: on the device, on the host, on both, or in flight. ``Tiers`` updates it. The fields
 of nodes are numpy arrays indexed by node, so that policies can score a hundred thousand nodes in one call. The arrays
@@ -288,7 +289,12 @@ class DependencyTree:
 
 
 def block_keys(
-    digest: AdapterDigest | None, token_ids: Sequence[int], block_size: int, known: Sequence[bytes] = ()
+    digest: AdapterDigest | None,
+    token_ids: Sequence[int],
+    block_size: int,
+    known: Sequence[bytes] = (),
+    *,
+    salt: str = "",
 ) -> list[bytes]:
     """Return the keys of all whole blocks of ``token_ids``.
 
@@ -297,9 +303,12 @@ def block_keys(
         token_ids: tokens of one sequence.
         block_size: tokens in a block.
         known: keys of its first blocks, which are not computed again.
+        salt: other salts give other keys.
     """
     keys = list(known)
     before = keys[-1] if keys else (digest or "").encode()
+    if salt and not keys:  # hashed, so that no salt looks like a digest
+        before = blake2b(before + b"\0" + salt.encode(), digest_size=_KEY_BYTES).digest()
     data, step = array("i", token_ids[len(keys) * block_size :]).tobytes(), 4 * block_size
     for begin in range(0, len(data) - step + 1, step):
         before = blake2b(before + data[begin : begin + step], digest_size=_KEY_BYTES).digest()

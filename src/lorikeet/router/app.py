@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.registry import check_name
 from lorikeet.api.errors import ApiError, bad_request, hide_paths, install_handlers, model_not_found
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.api.logs import log
 from lorikeet.api.middleware import add_middleware
 from lorikeet.router.adapters import describe_adapter
@@ -41,6 +42,7 @@ def create_app(
     api_keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     allowed_origins: Sequence[str] = (),
+    host: str = "",
 ) -> Starlette:
     """Return the ASGI application.
 
@@ -50,6 +52,7 @@ def create_app(
         api_keys: for all routes but health and metrics; empty for open access.
         admin_keys: for the routes that change adapters; empty means that the API keys do.
         allowed_origins: of web pages that may use the router; what the backends allow does not count.
+        host: address that it listens on.
     """
     app = Starlette()
     routes = _Routes(parts, preset)
@@ -71,10 +74,12 @@ def create_app(
     install_handlers(app)
     add_middleware(
         app,
-        max_body_bytes=MAX_BODY_BYTES,
+        max_body_bytes=SMALL_BODY_BYTES,
+        larger_bodies=dict.fromkeys((COMPLETIONS, CHAT), MAX_BODY_BYTES),
         api_keys=api_keys,
         admin_keys=admin_keys,
         allowed_origins=allowed_origins,
+        host=host,
     )
     return app
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lorikeet.api.errors import ApiError
+from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.logs import log
 from lorikeet.cluster.adapters.pool import Fetch
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher, Provision
@@ -25,7 +25,7 @@ from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backends import Backend, BackendRefused
-from lorikeet.router.connections import BackendConnectionError, ConnectFailed
+from lorikeet.router.connections import BackendConnectionError, ConnectFailed, plain_reason
 from lorikeet.router.proxied_request import ProxiedRequest, routing_request
 
 EXCLUDED_S = 60.0
@@ -278,8 +278,8 @@ class BackendRouter:
     # --- backends ------------------------------------------------------------------------------------
 
     def backend_errors(self) -> str:
-        """Return why backends are down, in brackets to follow a sentence; empty if nothing is known."""
-        known = [f"{backend.url}: {backend.last_error}" for backend in self.backends.values() if backend.last_error]
+        """Return why backends are not there, to follow a sentence that says so; empty where that is not known."""
+        known = [f"{backend.replica}: {backend.last_error}" for backend in self.backends.values() if backend.last_error]
         return f" ({'; '.join(known)})" if known else ""
 
     def on_backend_down(self, backend: Backend, why: str) -> None:
@@ -379,7 +379,8 @@ class BackendRouter:
         refusal = self._router.last_refusal(request.adapter.digest)
         status = 400 if refusal is not None and refusal.status < 500 else 502
         if not request.placed.done():
-            request.placed.set_exception(ApiError(status, str(refusal or "No backend could load the adapter.")))
+            why = hide_paths(str(refusal or "No backend could load the adapter."))
+            request.placed.set_exception(ApiError(status, why))
 
     async def _fetch(self, fetch: Fetch, adapter: RoutedAdapter) -> None:
         done = await self._load(adapter, fetch.destination)
@@ -400,8 +401,11 @@ class BackendRouter:
         try:
             await backend.load(adapter)
         except (BackendRefused, ConnectFailed) as error:
-            log.warning("adapter not loaded", backend=backend.url, reason=str(error))
-            refusal = error if isinstance(error, BackendRefused) else BackendRefused(503, f"{backend.url}: {error}")
+            if isinstance(error, BackendRefused):  # which has counted it
+                refusal = error
+            else:
+                backend.failed("unreachable", str(error))
+                refusal = BackendRefused(503, f"{replica}: {plain_reason(error)}")
             self._router.on_refused(adapter.digest, replica, refusal, time.monotonic())
             return False
         except BackendConnectionError as error:

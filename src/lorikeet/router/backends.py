@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import time
+from collections import Counter
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -11,10 +13,21 @@ from lorikeet.api.logs import log
 from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.router.adapters import RoutedAdapter
-from lorikeet.router.connections import BackendResponse, Connections, Headers
+from lorikeet.router.connections import STUCK_S, AnswerWatch, BackendResponse, Connections, Headers
 
 ANSWER_S = 10.0
-"""Seconds after which a backend that has not answered a health check is down."""
+"""A backend that takes longer to answer about its health is down."""
+LOAD_S = 120.0
+"""A backend that takes longer to load an adapter has refused it."""
+REST_S = 60.0
+"""A backend that hung gets no requests for so long, whatever it says of its health."""
+_LOG_EVERY_S = 10.0
+"""Failures of one kind at one backend are logged no more often."""
+
+_PROGRESS = re.compile(
+    r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_sum)?(?:\{.*\})? (\S+)", re.MULTILINE
+)
+"""Counters that rise while it computes, whoever asked."""
 _REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
@@ -63,10 +76,12 @@ class Backend:
         epoch: incremented each time it comes up.
         is_up: it answers.
         is_open: it takes new requests.
-        last_error: why the last health check failed; empty once it is up.
-        adapters: version by name, of what it has loaded for this router as far as is known.
-        base_cards: model cards of its base models.
-        loads, unloads, refusals: number of calls so far.
+        last_error: why it was not there when it was last asked; empty since it has come.
+        adapters: by name, the versions that it has loaded for this router, as far as is known.
+        base_cards: its base models, as it lists them.
+        loads, unloads, refusals: calls so far.
+        failures: by reason, so far.
+        watch: of its answers.
     """
 
     def __init__(self, replica: ReplicaId, url: str, api_key: str = "") -> None:
@@ -84,7 +99,12 @@ class Backend:
         self._last_versions: dict[str, AdapterDigest] = {}
         """Version by name that it was last known to have. Kept while it is down: its process may live on."""
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
-        """By name, while a load or unload of that name runs."""
+        """By name, as long as somebody loads or unloads under it."""
+        self.failures = Counter[str]()
+        self.watch = AnswerWatch()
+        self._logged_s: dict[str, float] = {}
+        self._rests_until_s = 0.0
+        self._progress: tuple[str, ...] = ()
         self._has_metrics = True
         self._key: Headers = [(b"authorization", f"Bearer {api_key}".encode())] if api_key else []
         self._connections = Connections(self.url)
@@ -94,15 +114,43 @@ class Backend:
         """Whether the router sends its own key, and not the client's."""
         return bool(self._key)
 
-    async def open(self, method: str, path: str, headers: Headers, content: bytes | None = None) -> BackendResponse:
-        """Send a request; return the response once its headers have arrived."""
-        return await self._connections.send(method, path, headers + self._key, content)
+    async def open(
+        self, method: str, path: str, headers: Headers, content: bytes | None = None, *, is_stream: bool = False
+    ) -> BackendResponse:
+        """Send a client's request; return the answer once its head has come."""
+        return await self._connections.send(method, path, headers + self._key, content, self.watch, is_stream=is_stream)
 
     async def close(self) -> None:
         """Close all connections."""
         await self._connections.close()
 
     # --- health --------------------------------------------------------------------------------------
+
+    def failed(self, reason: str, detail: str) -> None:
+        """Count a failure, and log it unless one for the same reason was logged a moment ago."""
+        self.failures[reason] += 1
+        now = time.monotonic()
+        if now >= self._logged_s.get(reason, now):
+            self._logged_s[reason] = now + _LOG_EVERY_S
+            log.warning("backend failed", backend=self.url, reason=reason, detail=detail, times=self.failures[reason])
+
+    def hangs(self, timeout_s: float) -> bool:
+        """Whether nothing of any answer has come for ``timeout_s`` seconds of waiting; never for 0.
+
+        While it computes tokens, by its metrics, it does not hang. One without such metrics may take longer for a whole
+        answer, of which nothing comes before its end.
+        """
+        limit_s = timeout_s if self._progress or self.watch.streams else max(timeout_s, STUCK_S)
+        return timeout_s > 0 and self.watch.silent_s >= limit_s
+
+    def rest(self) -> None:
+        """Leave it alone for a while."""
+        self._rests_until_s = time.monotonic() + REST_S
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether it is left alone."""
+        return time.monotonic() < self._rests_until_s
 
     async def check(self) -> BackendHealth:
         """Check its health and count its requests.
@@ -121,7 +169,11 @@ class Backend:
 
     async def _count_requests(self) -> int | None:
         status, text = await self._request("GET", "/metrics")
-        found = _REQUESTS.findall(text.decode(errors="replace")) if status == 200 else []
+        page = text.decode(errors="replace") if status == 200 else ""
+        found, progress = _REQUESTS.findall(page), tuple(_PROGRESS.findall(page))
+        if progress != self._progress:
+            self._progress = progress
+            self.watch.heard()
         self._has_metrics = bool(found)
         try:
             return round(sum(map(float, found))) if found else None
@@ -222,15 +274,23 @@ class Backend:
                 return
             if adapter.name in self.adapters or adapter.name in self._listed:
                 await self._unload(adapter.name)
-            status, text = await self._load(adapter)
-            if _is_already_loaded(status, text) and not self._may_hold(adapter):
-                await self._unload(adapter.name)
-                status, text = await self._load(adapter)
+            try:
+                async with asyncio.timeout(LOAD_S):
+                    status, text = await self._load(adapter)
+                    if _is_already_loaded(status, text) and not self._may_hold(adapter):
+                        await self._unload(adapter.name)
+                        status, text = await self._load(adapter)
+            except TimeoutError:
+                raise self._not_loaded(504, adapter, f"not within {LOAD_S:g} s") from None
             if status != 200 and not _is_already_loaded(status, text):
-                self.refusals += 1
-                raise BackendRefused(status, f"{self.url} cannot load adapter {adapter.name!r}: {error_text(text)}")
+                raise self._not_loaded(status, adapter, error_text(text))
             self._set_loaded(adapter)
         log.info("adapter loaded", backend=self.url, adapter=adapter.name)
+
+    def _not_loaded(self, status: int, adapter: RoutedAdapter, why: str) -> BackendRefused:
+        self.refusals += 1
+        self.failed("load", f"adapter {adapter.name!r}: {why}")
+        return BackendRefused(status, f"{self.replica} cannot load adapter {adapter.name!r}: {why}")
 
     async def _load(self, adapter: RoutedAdapter) -> tuple[int, bytes]:
         self.loads += 1
@@ -252,7 +312,7 @@ class Backend:
         status, text = await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         if status not in (200, 404):
             self.refusals += 1
-            raise BackendRefused(status, f"{self.url} does not unload adapter {name!r}: {error_text(text)}")
+            raise BackendRefused(status, f"{self.replica} does not unload adapter {name!r}: {error_text(text)}")
         self.adapters.pop(name, None)
         self._listed.pop(name, None)
         self._last_versions.pop(name, None)
@@ -269,11 +329,12 @@ class Backend:
         try:
             return msgspec.convert(msgspec.json.decode(answer)["tokens"], list[int])
         except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError) as error:
-            raise BackendRefused(status, f"{self.url} does not tokenize: {error_text(answer)}") from error
+            raise BackendRefused(status, f"{self.replica} does not tokenize: {error_text(answer)}") from error
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
         headers: Headers = [] if body is None else [(b"content-type", b"application/json")]
-        reply = await self.open(method, path, headers, None if body is None else msgspec.json.encode(body))
+        content = None if body is None else msgspec.json.encode(body)
+        reply = await self._connections.send(method, path, headers + self._key, content)
         try:
             return reply.status, await reply.read()
         finally:

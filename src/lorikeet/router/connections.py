@@ -4,6 +4,8 @@ Why aiohttp's client: docs/decisions/the-router-speaks-http.md.
 """
 
 import asyncio
+import os
+import time
 from errno import EADDRNOTAVAIL, ECONNREFUSED, EHOSTUNREACH, EMFILE, ENFILE, ENOBUFS, ENOMEM
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -20,8 +22,11 @@ _MAX_BUFFERED_BYTES = 2**18
 _SKIPPED_AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that aiohttp would add. The client's headers are passed on as they came."""
 
+STUCK_S = 600.0
+"""An answer of which nothing comes for so long is given up, whatever else its server does."""
+
 _STALE_WITHIN_S = 1.0
-"""If a reused connection breaks within so many seconds, the server had most likely closed it before the request."""
+"""A kept connection that broke so soon after a request was sent had most likely ended before."""
 _NO_LISTENER_ERRNOS = (ECONNREFUSED, EHOSTUNREACH)
 _LOCAL_ERRNOS = (EMFILE, ENFILE, ENOBUFS, ENOMEM, EADDRNOTAVAIL)
 
@@ -48,15 +53,76 @@ class ConnectionBroken(BackendConnectionError):
     """A connection ended, or sent invalid HTTP, before the response was whole."""
 
 
+def plain_reason(error: Exception) -> str:
+    """Return what went wrong with a server, in words for clients: without its address."""
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    if isinstance(error, LocalSocketError):
+        return f"no connection to it could be made: {error}"
+    if isinstance(error, BackendUnreachable | ConnectFailed):
+        return "it cannot be reached"
+    return "its connection broke" if isinstance(error, BackendConnectionError) else str(error) or type(error).__name__
+
+
+class AnswerWatch:
+    """How long answers of one server have been waited for since anything of any of them came.
+
+    A server with much to do answers one request after the other, so a request that waits long says little. A server of
+    which nothing comes at all, while something is asked of it, hangs.
+
+    Attributes:
+        streams: how many of the waits are for a piece of a stream.
+    """
+
+    def __init__(self) -> None:
+        self.streams = 0
+        self._waits = 0
+        self._began_s = self._before_s = 0.0
+
+    def begin(self, *, is_stream: bool) -> None:
+        """Something of an answer is waited for."""
+        if not self._waits:
+            self._began_s = time.monotonic()
+        self._waits += 1
+        self.streams += is_stream
+
+    def end(self, *, is_stream: bool, has_come: bool) -> None:
+        """It has come, or is not waited for any more."""
+        self._waits -= 1
+        self.streams -= is_stream
+        if has_come:
+            self.heard()
+        elif not self._waits:
+            self._before_s += time.monotonic() - self._began_s
+
+    def heard(self) -> None:
+        """The server has done something."""
+        self._before_s, self._began_s = 0.0, time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds of waiting since something came. Time in which nothing is asked of the server does not count."""
+        return self._before_s + (time.monotonic() - self._began_s if self._waits else 0.0)
+
+
 class BackendResponse:
-    """A response whose headers have arrived. It must be read to its end, or closed.
+    """An answer, from its head on. It must be read to its end, or closed.
+
+    Args:
+        response: whose head has come.
+        watch: is told of each wait.
+        is_stream: whether the answer comes in pieces.
 
     Attributes:
         status: HTTP status.
         headers: in the order received, names in lower case.
     """
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
+    def __init__(
+        self, response: aiohttp.ClientResponse, watch: AnswerWatch | None = None, *, is_stream: bool = False
+    ) -> None:
+        self._watch = watch
+        self._is_stream = is_stream
         self.status = response.status
         self.headers: Headers = [(name.lower(), value) for name, value in response.raw_headers]
         self._response = response
@@ -68,10 +134,18 @@ class BackendResponse:
         Raises:
             ConnectionBroken: the connection ended before the response; bytes that were not read are lost.
         """
+        watch, has_come = self._watch, False
+        if watch is not None:
+            watch.begin(is_stream=self._is_stream)
         try:
-            return await self._response.content.readany()
+            piece = await self._response.content.readany()
+            has_come = True
         except aiohttp.ClientError as error:
             raise ConnectionBroken(_why(error)) from error
+        finally:
+            if watch is not None:
+                watch.end(is_stream=self._is_stream, has_come=has_come)
+        return piece
 
     async def read(self) -> bytes:
         """Return the whole body; a second call returns it again.
@@ -108,8 +182,17 @@ class Connections:
         self._url = url.rstrip("/")
         self._opened: aiohttp.ClientSession | None = None
 
-    async def send(self, method: str, path: str, headers: Headers, content: bytes | None = None) -> BackendResponse:
-        """Send a request; return the response as soon as its headers have arrived.
+    async def send(
+        self,
+        method: str,
+        path: str,
+        headers: Headers,
+        content: bytes | None = None,
+        watch: AnswerWatch | None = None,
+        *,
+        is_stream: bool = False,
+    ) -> BackendResponse:
+        """Send a request; return the answer as soon as its head has come. ``watch`` is told of each wait for it.
 
         If a reused connection ends immediately, without a response, the request is sent once more: the server has most
         likely closed the idle connection and not seen the request. If it ends later, the request may be the cause.
@@ -123,13 +206,15 @@ class Connections:
         given = CIMultiDict((name.decode(), value.decode(errors="replace")) for name, value in headers)
         may_resend = True
         while True:
-            attempt = SimpleNamespace(reused_at_s=None)
+            attempt, has_come = SimpleNamespace(reused_at_s=None), False
+            if watch is not None:
+                watch.begin(is_stream=is_stream)
             try:
-                return BackendResponse(
-                    await self._session.request(
-                        method, url, headers=given, data=content, allow_redirects=False, trace_request_ctx=attempt
-                    )
+                response = await self._session.request(
+                    method, url, headers=given, data=content, allow_redirects=False, trace_request_ctx=attempt
                 )
+                has_come = True
+                return BackendResponse(response, watch, is_stream=is_stream)
             except aiohttp.ClientConnectorError as error:
                 raise _not_connected(error) from error
             except aiohttp.ConnectionTimeoutError as error:
@@ -138,6 +223,9 @@ class Connections:
                 if not (may_resend and _was_stale(attempt, error)):
                     raise ConnectionBroken(_why(error)) from error
                 may_resend = False
+            finally:
+                if watch is not None:
+                    watch.end(is_stream=is_stream, has_come=has_come)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -152,7 +240,7 @@ class Connections:
             tracing.on_connection_reuseconn.append(_note_reused)
             self._opened = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=STUCK_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=_SKIPPED_AUTO_HEADERS,
                 auto_decompress=False,
@@ -177,7 +265,7 @@ def _not_connected(error: aiohttp.ClientConnectorError) -> BackendConnectionErro
     number, why = error.os_error.errno, _why(error)
     if number in _NO_LISTENER_ERRNOS:
         return BackendUnreachable(why)
-    return LocalSocketError(why) if number in _LOCAL_ERRNOS else ConnectFailed(why)
+    return LocalSocketError(os.strerror(number)) if number in _LOCAL_ERRNOS else ConnectFailed(why)
 
 
 def _why(error: Exception) -> str:

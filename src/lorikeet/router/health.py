@@ -8,10 +8,12 @@ from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused
-from lorikeet.router.connections import BackendConnectionError, LocalSocketError
+from lorikeet.router.connections import BackendConnectionError, LocalSocketError, plain_reason
 
 HEALTH_S = 1.0
-"""Seconds between two health checks of a backend."""
+"""Backends are asked how they are so often."""
+TIMEOUT_S = 60.0
+"""A backend hangs if for so long nothing of any answer has come that is waited for."""
 MODELS_EVERY = 5
 """Every fifth health check also lists the backend's models."""
 
@@ -20,14 +22,20 @@ class HealthMonitor:
     """Polls backends and reports those that come up, go down or drain to the backend router.
 
     Args:
-        backend_router: has the backends.
-        adapters: by name, those that clients may name now.
-        health_s: seconds between two checks of a backend.
+        backend_router: of the backends.
+        adapters: those that clients may ask for now, by name.
+        health_s: time between two calls to a backend.
+        timeout_s: a backend of which no answer comes for so long hangs; 0 for never.
     """
 
     def __init__(
-        self, backend_router: BackendRouter, adapters: Mapping[str, RoutedAdapter], health_s: float = HEALTH_S
+        self,
+        backend_router: BackendRouter,
+        adapters: Mapping[str, RoutedAdapter],
+        health_s: float = HEALTH_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
+        self._timeout_s = timeout_s
         self._backend_router = backend_router
         self._adapters = adapters
         self._health_s = health_s
@@ -77,11 +85,20 @@ class HealthMonitor:
             log.warning("backend cannot be checked", backend=backend.url, reason=str(error))
             return
         except (BackendConnectionError, TimeoutError, BackendRefused) as error:
-            why = str(error) or type(error).__name__
-            if not backend.is_up and why != backend.last_error:
-                log.warning("backend not available", backend=backend.url, reason=why)
-            backend.last_error = why
+            why, told = str(error) or type(error).__name__, plain_reason(error)
+            if not backend.is_up and told != backend.last_error:
+                log.warning("backend not there", backend=backend.url, reason=why)
+            if backend.is_up:
+                backend.failed("health", why)
+            backend.last_error = told
             backend_router.on_backend_down(backend, why)
+            return
+        if backend.is_up and backend.hangs(self._timeout_s):
+            backend.last_error = f"nothing of its answers came for {self._timeout_s:g} s"
+            backend.failed("hangs", backend.last_error)
+            backend.rest()
+            backend_router.on_backend_down(backend, backend.last_error)
+        if backend.is_resting:
             return
         if health.is_open and not backend.is_up:
             backend_router.on_backend_up(backend, self._adapters.values())

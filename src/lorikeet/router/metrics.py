@@ -6,6 +6,8 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from lorikeet.api.connections import ConnectionStats
+from lorikeet.api.metrics import ConnectionCollector
 from lorikeet.client.state import ClusterState, CopyCounts, ReplicaState
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend
@@ -31,6 +33,7 @@ def router_state(backend_router: BackendRouter) -> ClusterState:
             held=len(backend.adapters),
             held_bytes=sum(backend_router.versions[digest].size_bytes for digest in backend.adapters.values()),
             memory_used=None,
+            trouble="" if backend.is_up else backend.last_error,
         )
 
     backends = backend_router.backends.values()
@@ -55,6 +58,9 @@ class RouterMetrics:
 
     Args:
         backend_router: has the backends.
+
+    Attributes:
+        connections: counts those that were closed for a limit.
     """
 
     def __init__(self, backend_router: BackendRouter) -> None:
@@ -68,6 +74,8 @@ class RouterMetrics:
             "lorikeet:route_continued", "Answers that went on at another backend.", registry=self.registry
         )
         self.registry.register(_Backends(backend_router))
+        self.connections = ConnectionStats()
+        self.registry.register(ConnectionCollector(self.connections.closed, {}))
 
     def ended(self, outcome: str) -> None:
         """Count a request that ended: ``complete``, ``failed``, or ``left`` if its client hung up."""
@@ -92,6 +100,9 @@ class _Backends(Collector):
         changes = CounterMetricFamily(
             "lorikeet:route_adapter_calls", "Calls to load and unload adapters.", labels=["backend", "call"]
         )
+        failures = CounterMetricFamily(
+            "lorikeet:backend_failures", "Failures of a backend.", labels=["backend", "reason"]
+        )
         for state in router_state(self._backend_router).replicas:
             up.add_metric([state.address], float(state.alive))
             requests.add_metric([state.address], float(state.running + state.waiting))
@@ -99,4 +110,6 @@ class _Backends(Collector):
         for backend in self._backend_router.backends.values():
             for call, count in (("load", backend.loads), ("unload", backend.unloads), ("refused", backend.refusals)):
                 changes.add_metric([backend.url, call], float(count))
-        yield from (up, requests, adapters, changes)
+            for reason, count in sorted(backend.failures.items()):
+                failures.add_metric([backend.url, reason], float(count))
+        yield from (up, requests, adapters, changes, failures)

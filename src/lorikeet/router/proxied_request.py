@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from lorikeet.api.body_structure import BodyStructure, check_structure
 from lorikeet.api.errors import ApiError, bad_request
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.cluster.routing.fleet import RequestAverages
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId, RequestId
@@ -26,6 +28,10 @@ _KEY_BYTES, _KEY_TOKENS = 64, 16
 """Size of a prompt block, in bytes of text or in token ids. Routing compares prompts by hashes of their blocks."""
 _MAX_KEYS = 1024
 """Most blocks that are hashed; of longer prompts only the start is compared."""
+
+
+_MAX = BodyStructure(depth=100, containers=2**16, keys=2**18, values=2**21)
+"""Of a large body, which would hold up every stream while it is decoded."""
 
 
 class RequestBody:
@@ -44,6 +50,8 @@ class RequestBody:
     """
 
     def __init__(self, path: str, content: bytes) -> None:
+        if len(content) > SMALL_BODY_BYTES:
+            check_structure(content, _MAX)
         try:
             fields = msgspec.json.decode(content)
         except msgspec.DecodeError as error:

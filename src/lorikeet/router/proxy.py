@@ -10,8 +10,10 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lorikeet.api.errors import ApiError
+from lorikeet.api.errors import ApiError, hide_paths
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
+from lorikeet.api.threads import off_the_loop
 from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import RequestId
 from lorikeet.router.adapters import RoutedAdapter
@@ -24,6 +26,8 @@ from lorikeet.router.connections import (
     BackendUnreachable,
     ConnectionBroken,
     Headers,
+    LocalSocketError,
+    plain_reason,
 )
 from lorikeet.router.health import HealthMonitor
 from lorikeet.router.metrics import RouterMetrics
@@ -59,7 +63,16 @@ _WITHHELD_RESPONSE_HEADERS = frozenset(
 
 
 class StreamCut(Exception):
-    """A stream ended before its end mark."""
+    """A backend has not given the answer, or the stream ended before its end mark.
+
+    Args:
+        message: what came instead; for clients.
+        reason: as it counts; empty to count nothing.
+    """
+
+    def __init__(self, message: str, reason: str = "broken") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class RouterParts(NamedTuple):
@@ -83,7 +96,8 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
     Raises:
         ApiError: its body is not valid, it names an unknown model, or no backend can answer it.
     """
-    body = RequestBody(path, await http.body())
+    content = await http.body()
+    body = await off_the_loop(partial(RequestBody, path, content), len(content) - SMALL_BODY_BYTES)
     adapter = parts.catalog.find(body.model)
     prompt_tokens = parts.lengths.tokens(body)
     request_id = RequestId(f"{http.state.request_id}-{next(parts.request_numbers)}")
@@ -146,9 +160,12 @@ class ProxyTask:
             return EventStream(self.events(reply))
         if streams:
             self.outcome = "failed"
-        self.close()  # now, so that a slow client does not hold the backend
-        answer = Response(await reply.read(), reply.status)  # already read, so this does not wait
-        answer.raw_headers += [each for each in reply.headers if not _is_withheld(each[0])]
+        self.close()  # before a client that reads slowly has read it
+        answer = Response(await reply.read(), reply.status)  # which has been read
+        headers = [each for each in reply.headers if not _is_withheld(each[0])]
+        if self._request.backend is not None:
+            headers = [_without_address(each, self._request.backend.url) for each in headers]
+        answer.raw_headers += headers
         return answer
 
     # --- one backend after the other -----------------------------------------------------------------
@@ -164,14 +181,14 @@ class ProxyTask:
             self._is_sent = False
             try:
                 reply = self._reply = await self._request.run_unless_lost(partial(self._ask, backend))
-                if reply.status >= 400:
+                if reply.status != 200:
                     await self._request.run_unless_lost(reply.read)
             except (BackendLost, BackendConnectionError) as error:
                 await self._give_up_backend(error)
                 continue
             if reply.status < 500 or reply.status in _NOT_RETRIED or self._failures == MAX_FAILURES:
                 return reply
-            await self._give_up_backend(StreamCut(f"{backend.url} answers {reply.status}"))
+            await self._give_up_backend(StreamCut(f"{backend.replica} answers {reply.status}", "status"))
 
     async def _ask(self, backend: Backend) -> BackendResponse:
         """Send the body. If the backend has lost the adapter, load it there and send the body again."""
@@ -188,7 +205,7 @@ class ProxyTask:
             await self._load(backend, adapter)
             return await self._send(backend)
         except BackendRefused as error:
-            raise ApiError(400 if error.status < 500 else 502, str(error)) from error
+            raise ApiError(400 if error.status < 500 else 502, hide_paths(str(error))) from error
 
     async def _load(self, backend: Backend, adapter: RoutedAdapter) -> None:
         """Load the request's adapter at a backend that should have it.
@@ -217,7 +234,7 @@ class ProxyTask:
         if backend.has_own_key:
             headers = [each for each in headers if each[0] != b"authorization"]
         self._is_sent = True
-        return await backend.open("POST", body.path, headers, content)
+        return await backend.open("POST", body.path, headers, content, is_stream=body.streams)
 
     async def _give_up_backend(self, error: Exception) -> None:
         """Take the request off its backend after ``error``, and mark that backend as down or to be avoided.
@@ -229,6 +246,8 @@ class ProxyTask:
         self._backend_router.release(self._request)
         if self._reply is not None:
             self._reply.close()
+        if backend is not None:
+            _count_failure(backend, error)
         if self._is_sent and isinstance(error, BackendLost | ConnectionBroken):
             self._request.count_loss()
         if isinstance(error, BackendUnreachable) and backend is not None:
@@ -239,7 +258,7 @@ class ProxyTask:
                 self._parts.monitor.check_soon(backend)
             self._failures += 1
             if self._failures > MAX_FAILURES:
-                raise ApiError(502, f"No backend could answer this request; at last: {error!r}")
+                raise ApiError(502, f"No backend could answer this request; at last: {plain_reason(error)}.")
             await asyncio.sleep(_PAUSE_S * (self._failures - 1))
         if not self._has_sent:
             self._parts.metrics.retried.inc()
@@ -336,7 +355,7 @@ class ProxyTask:
             said = error_text(await reply.read())
             if reply.status != _TOO_MANY_REQUESTS or self._failures == MAX_FAILURES:
                 raise ApiError(reply.status, said)
-            error, pause_s = StreamCut(said), _busy_pause_s(reply.headers)
+            error, pause_s = StreamCut(said, ""), _busy_pause_s(reply.headers)
         if self._has_sent:
             self._parts.metrics.continued.inc()
         return reply
@@ -344,6 +363,26 @@ class ProxyTask:
 
 def _is_withheld(header: bytes) -> bool:
     return header in _WITHHELD_RESPONSE_HEADERS or header.startswith(b"access-control-")
+
+
+def _without_address(header: tuple[bytes, bytes], url: str) -> tuple[bytes, bytes]:
+    """Return a header; a redirect to the backend itself loses its address, which is nothing for clients."""
+    name, value = header
+    return (name, value.removeprefix(url.encode()) or b"/") if name == b"location" else header
+
+
+def _count_failure(backend: Backend, error: Exception) -> None:
+    """Count what went wrong at a backend, unless that was done when it went down, or this machine is at fault."""
+    if isinstance(error, StreamCut):
+        reason = error.reason
+    elif isinstance(error, BackendFailed):
+        reason = "error"
+    elif isinstance(error, BackendLost | LocalSocketError):
+        reason = ""
+    else:
+        reason = "broken" if isinstance(error, ConnectionBroken) else "unreachable"
+    if reason:
+        backend.failed(reason, str(error))
 
 
 def _read_usage(content: bytes) -> TokenUsage | None:

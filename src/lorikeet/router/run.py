@@ -1,11 +1,10 @@
 """``lorikeet router``: builds a router from its options, serves, and drains at the end."""
 
 import asyncio
-import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from itertools import count
 from types import FrameType
 
@@ -13,6 +12,8 @@ import msgspec
 import uvicorn
 import uvloop
 
+from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
+from lorikeet.api.listening import BoundServer, bind
 from lorikeet.api.logs import log
 from lorikeet.api.terminal import fail, show_ready, shown_url
 from lorikeet.cluster.build import ClusterOptions, build_cluster_policies
@@ -33,7 +34,7 @@ from lorikeet.router.app import create_app
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend
 from lorikeet.router.catalog import ModelCatalog
-from lorikeet.router.health import HEALTH_S, HealthMonitor
+from lorikeet.router.health import HEALTH_S, TIMEOUT_S, HealthMonitor
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import PromptLengths
 from lorikeet.router.proxy import RouterParts
@@ -54,7 +55,9 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
         host, port: where to listen; port 0 picks a free one.
         api_keys, admin_keys, allowed_origins: as of ``lorikeet serve``.
         backend_key: sent to the backends instead of the client's key; empty for none.
+        connections: what one client may take.
         health_s: time between two health checks of a backend, in seconds.
+        backend_timeout_s: a backend of which no answer comes for so long is taken out for a minute; 0 for never.
         drain_timeout_s: how long requests may go on after SIGTERM, in seconds.
         log_level, log_json: of the router's own log.
     """
@@ -71,7 +74,9 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     backend_key: str = ""
+    connections: ConnectionLimits = ConnectionLimits()
     health_s: float = HEALTH_S
+    backend_timeout_s: float = TIMEOUT_S
     drain_timeout_s: float = 120.0
     log_level: str = "info"
     log_json: bool = False
@@ -89,7 +94,6 @@ def run_router(options: RouterOptions) -> None:
         configure_logs("info", as_json=options.log_json)
         fail(str(error), as_json=options.log_json)
     try:
-        raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(options))
     except (ConfigError, OSError, ProfileError, ValueError) as error:
@@ -98,43 +102,42 @@ def run_router(options: RouterOptions) -> None:
         fail("stopped before it was ready", as_json=options.log_json)
 
 
-def raise_file_limit() -> None:
-    """Raise the limit on open files as far as allowed: a request takes two sockets, and the usual limit is 1024."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # more than the system really allows: then the limit stays
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 async def _run(options: RouterOptions) -> None:
-    async with open_router(options) as parts:
-        preset, _ = resolve_preset(options.preset)
-        app = create_app(parts, preset, options.api_keys, options.admin_keys, options.allowed_origins)
-        config = uvicorn.Config(
-            app,
-            host=options.host,
-            port=options.port,
-            loop="none",
-            lifespan="off",
-            access_log=False,
-            proxy_headers=False,
-            log_config=None,
-            log_level="warning",
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=round(options.drain_timeout_s),
+    with bind(options.host, options.port) as listener:
+        async with open_router(options) as parts:
+            await _serve(options, listener, parts)
+
+
+async def _serve(options: RouterOptions, listener: socket.socket, parts: RouterParts) -> None:
+    preset, _ = resolve_preset(options.preset)
+    app = create_app(parts, preset, options.api_keys, options.admin_keys, options.allowed_origins, options.host)
+    files = raise_file_limit() // 2  # a request takes two sockets
+    limits = options.connections._replace(max_connections=min(options.connections.max_connections, files))
+    config = uvicorn.Config(
+        app,
+        http=limited_http(limits, parts.metrics.connections),  # type: ignore[arg-type]
+        loop="none",
+        lifespan="off",
+        access_log=False,
+        proxy_headers=False,
+        log_config=None,
+        log_level="warning",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=round(options.drain_timeout_s),
+    )
+
+    def on_ready(url: str) -> None:
+        names = [card["id"] for card in parts.catalog.base_cards()] or ["not known yet"]
+        show_ready(
+            url,
+            names[0],
+            list(parts.catalog.adapters),
+            needs_key=bool(options.api_keys),
+            as_json=options.log_json,
         )
 
-        def on_ready(url: str) -> None:
-            names = [card["id"] for card in parts.catalog.base_cards()] or ["not known yet"]
-            show_ready(
-                url,
-                names[0],
-                list(parts.catalog.adapters),
-                needs_key=bool(options.api_keys),
-                as_json=options.log_json,
-            )
-
-        with frozen_gc():
-            await _Server(config, on_ready).serve()
+    with frozen_gc():
+        await _Server(config, listener, on_ready).serve()
 
 
 @asynccontextmanager
@@ -164,7 +167,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     backend_router = BackendRouter(backends, Dispatcher(router, prefetch=preset.pool_prefetch))
     placements = LocalPlacementService(Orchestrator(placement, time.monotonic()))
     catalog = ModelCatalog(backend_router, options.adapters, placements, preset.placement_period_s)
-    monitor = HealthMonitor(backend_router, catalog.adapters, options.health_s)
+    monitor = HealthMonitor(backend_router, catalog.adapters, options.health_s, options.backend_timeout_s)
     try:
         await monitor.start()
         await catalog.start()
@@ -175,19 +178,18 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
         await backend_router.close()
 
 
-class _Server(uvicorn.Server):
+class _Server(BoundServer):
     """Uvicorn that reports when it is ready and when it drains, and whose process ends with code 0 after a signal."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[str], None]) -> None:
-        super().__init__(config)
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
+        super().__init__(config, listener)
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then call ``on_ready`` with the URL."""
         await super().startup(sockets)
         if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self._on_ready(shown_url(host, port))
+            self._on_ready(shown_url(*self._listener.getsockname()[:2]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running requests end, within the drain time."""

@@ -33,6 +33,9 @@ START_TIMEOUT_S, REPLY_TIMEOUT_S = 300.0, 60.0
 file system that does not answer, while other work waits for it.
 """
 
+CHECK_EVERY_S = 1.0
+"""Interval at which it is checked whether a reply is overdue."""
+
 SEND_TIMEOUT_S = 5.0
 """A process is killed if it does not read for so long while the send buffer is full."""
 
@@ -147,7 +150,10 @@ class Helper:
 
     Attributes:
         lost: number of processes that died.
+        silence_timeout_s: a ready process that has sent nothing for so long is killed; for helpers with heartbeats.
     """
+
+    silence_timeout_s = math.inf
 
     def __init__(self, process: HelperProcess, name: str, setup: msgspec.Struct, fds: Sequence[int]) -> None:
         self.lost = 0
@@ -241,12 +247,18 @@ class Helper:
         """Return the next message of a process; None if it has ended or is to be killed."""
         is_ready = process.ready_s < math.inf
         timeout_s = REPLY_TIMEOUT_S if is_ready else START_TIMEOUT_S
+        began_s, silent_s = time.monotonic(), 0.0
         while process.is_silent(0.0):  # nothing is left to read, so a reply that is due has not come
             since_s = time.monotonic() - timeout_s
             is_overdue = process.ready_s <= since_s and self._is_reply_overdue(process, since_s)
-            if is_overdue or (process.is_silent(timeout_s) and not is_ready):
+            if is_overdue or (not is_ready and began_s <= since_s):
                 _LOG.error("%s has not replied for %g s", self._name, timeout_s)
                 return None
+            if is_ready and silent_s >= self.silence_timeout_s:
+                _LOG.error("%s has sent no heartbeat for %g s", self._name, silent_s)
+                return None
+            process.is_silent(CHECK_EVERY_S)
+            silent_s += CHECK_EVERY_S  # in checks of this process, which may have stood still itself
         return process.receive()
 
     def _replace(self, process: HelperProcess) -> None:

@@ -3,9 +3,11 @@
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -23,12 +25,19 @@ from lorikeet.core.ids import AdapterDigest
 Files = dict[str, NDArray[np.uint8]]
 """Contents of an adapter's two files, by name. Arrays travel through shared memory without a copy."""
 
+TEMPORARY_PREFIX = "lorikeet-pool-"
+"""Of the names of pool folders that are deleted when their server ends."""
+
 _LOCK_FILE = ".lock"
 _INCOMING = ".incoming"
 
 
 class PoolFolderError(RuntimeError):
     """A copy cannot be read, written or trusted. The message names the adapter and the reason."""
+
+
+class PoolFolderUnwritableError(PoolFolderError):
+    """A copy cannot be written: the disk is full, for example. Other copies would fail as well."""
 
 
 def read_files(folder: Path) -> Files:
@@ -46,6 +55,59 @@ def read_files(folder: Path) -> Files:
 def bytes_of(files: Mapping[str, NDArray[np.uint8]]) -> int:
     """Return the total size of the files."""
     return sum(content.nbytes for content in files.values())
+
+
+def clear_abandoned_pools(pool: Path) -> None:
+    """Delete the temporary pools beside a temporary one whose servers were killed. Nothing that is in use is touched.
+
+    A pool is in use while a process holds the lock of one of its replicas. Those of other users, and what only looks
+    like a pool, are left alone.
+    """
+    if not pool.name.startswith(TEMPORARY_PREFIX):
+        return
+    with suppress(OSError):
+        for other in sorted(pool.parent.glob(f"{TEMPORARY_PREFIX}*")):
+            if other != pool and _is_own_folder(other):
+                _clear_abandoned_pool(other)
+
+
+def _clear_abandoned_pool(pool: Path) -> None:
+    with suppress(OSError):
+        for replica in filter(_is_own_folder, sorted(pool.iterdir())):
+            try:
+                lock = _locked(replica)
+            except (OSError, PoolFolderError):
+                continue
+            with lock:
+                shutil.rmtree(replica, ignore_errors=True)
+        pool.rmdir()  # fails if a replica is left; a server that has just made it makes it again
+
+
+def _is_own_folder(path: Path) -> bool:
+    about = path.lstat()
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+
+
+def _locked(folder: Path) -> TextIO:
+    """Create a replica's folder if it is missing, and return its lock file, locked.
+
+    Raises:
+        PoolFolderError: another process has it.
+        OSError: it cannot be created or opened.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / _LOCK_FILE).open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
+                return lock
+        except BlockingIOError:
+            lock.close()
+            raise PoolFolderError(f"the pool folder {folder} is in use by another process") from None
+        except FileNotFoundError:
+            pass  # it was deleted as abandoned between open and lock
+        lock.close()
 
 
 class PoolFolder:
@@ -72,13 +134,7 @@ class PoolFolder:
     def _make(self) -> TextIO:
         """Create the folder if it is missing, and return its lock file, locked."""
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            lock = (self._root / _LOCK_FILE).open("a")
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                raise PoolFolderError(f"the pool folder {self._root} is in use by another process") from None
+            lock = _locked(self._root)
             shutil.rmtree(self._incoming, ignore_errors=True)  # left over by an earlier owner
             self._incoming.mkdir()
         except OSError as error:
@@ -147,7 +203,8 @@ class PoolFolder:
             The version's folder, which a loader can read.
 
         Raises:
-            PoolFolderError: the content does not match the digest, or the folder cannot be written.
+            PoolFolderError: the content does not match the digest.
+            PoolFolderUnwritableError: the folder cannot be written.
         """
         place = self.folder(digest)
         if self._problem(digest) is None:
@@ -164,7 +221,7 @@ class PoolFolder:
                         self._remove(digest)
                         os.rename(staged, place)
         except OSError as error:
-            raise PoolFolderError(f"adapter {digest} cannot be stored in {self._root}: {error}") from error
+            raise PoolFolderUnwritableError(f"adapter {digest} cannot be stored in {self._root}: {error}") from error
         return place
 
     def delete(self, digest: AdapterDigest) -> None:

@@ -71,7 +71,8 @@ class AdapterPool:
     Args:
         routing: the desired placement.
         prefetch: fetch what a new table asks for immediately, instead of with the first request (not in the paper).
-        is_there: whether a replica exists; a table may name one that has left. Nothing is prefetched to others.
+        is_there: whether a replica exists and takes copies; a table may name one that has left. Nothing is
+            prefetched to others.
     """
 
     def __init__(
@@ -141,12 +142,17 @@ class AdapterPool:
         self.table.add(fetch.adapter, fetch.destination)
         return PoolActions(ready=tuple(inbound.waiting), deletes=self._collect([fetch.adapter]))
 
-    def fetch_failed(self, fetch: Fetch) -> PoolActions:
-        """Record that a fetch has failed. Try the next holder; if there is none, fail the waiting requests."""
+    def fetch_failed(self, fetch: Fetch, *, may_retry: bool = True) -> PoolActions:
+        """Record that a fetch has failed. Try the next holder; if there is none, fail the waiting requests.
+
+        Args:
+            fetch: which.
+            may_retry: false to try no other holder, because the destination is at fault.
+        """
         inbound = self._ended(fetch)
         if inbound is None:
             return NOTHING
-        fetches, failed = self._retry(inbound)
+        fetches, failed = self._retry(inbound) if may_retry else ((), self._give_up(inbound))
         return PoolActions(failed=failed, fetches=fetches, deletes=self._collect([fetch.adapter]))
 
     def swap(self, routing: RoutingTable) -> PoolActions:
@@ -215,13 +221,17 @@ class AdapterPool:
         _, adapter, _, destination = inbound.fetch
         source = self._source(adapter, inbound.tried)
         if source is None:
-            del self._inbound[adapter, destination]
-            for request in inbound.waiting:
-                self._forget(request)
-            return (), tuple(inbound.waiting)
+            return (), self._give_up(inbound)
         inbound.tried.add(source)
         inbound.fetch = self._fetch(adapter, source, destination)
         return (inbound.fetch,), ()
+
+    def _give_up(self, inbound: _Inbound) -> tuple[RequestId, ...]:
+        """End a fetch that has failed. Return the requests that waited for it."""
+        del self._inbound[inbound.fetch.adapter, inbound.fetch.destination]
+        for request in inbound.waiting:
+            self._forget(request)
+        return tuple(inbound.waiting)
 
     def _fetch(self, adapter: AdapterDigest, source: ReplicaId, destination: ReplicaId) -> Fetch:
         self._outbound[source] += 1

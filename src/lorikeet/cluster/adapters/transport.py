@@ -9,7 +9,13 @@ from typing import Protocol
 
 import msgspec
 
-from lorikeet.cluster.adapters.folder import Files, PoolFolder, PoolFolderError, read_files
+from lorikeet.cluster.adapters.folder import (
+    Files,
+    PoolFolder,
+    PoolFolderError,
+    PoolFolderUnwritableError,
+    read_files,
+)
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
@@ -20,6 +26,16 @@ class TransportError(RuntimeError):
 
 class DestinationLost(TransportError):
     """The destination of a copy has died or was removed. Its requests continue elsewhere and wait for no copy."""
+
+
+class CannotStore(TransportError):
+    """The destination of a copy cannot store it, nor others, as a rule: its disk is full, for example."""
+
+
+def copy_error(what: str, error: Exception, reason: str = "") -> TransportError:
+    """Return the error of a copy that failed; ``what`` names adapter and replicas, ``reason`` replaces the text."""
+    kind = CannotStore if isinstance(error, PoolFolderUnwritableError) else TransportError
+    return kind(f"{what}: {reason or error}")
 
 
 class Transport(Protocol):
@@ -33,8 +49,8 @@ class Transport(Protocol):
 
         Raises:
             DestinationLost: the destination has died or was removed.
-            TransportError: the source is gone or lacks the adapter, the destination cannot store it, or it arrived
-                damaged.
+            CannotStore: the destination cannot store it.
+            TransportError: the source is gone or lacks the adapter, or it arrived damaged.
         """
         ...
 
@@ -92,7 +108,7 @@ class LocalTransport:
             files = await asyncio.to_thread(self._of(source).read, adapter.digest)
             return await self._store(adapter, destination, files)
         except PoolFolderError as error:
-            raise TransportError(f"adapter {adapter.name!r} from {source} to {destination}: {error}") from error
+            raise copy_error(f"adapter {adapter.name!r} from {source} to {destination}", error) from error
 
     async def provide(self, adapter: AdapterRef, destination: ReplicaId) -> AdapterRef:
         """Copy the source files to the folder."""
@@ -100,7 +116,7 @@ class LocalTransport:
             files = await asyncio.to_thread(read_files, Path(adapter.folder))
             return await self._store(adapter, destination, files)
         except PoolFolderError as error:
-            raise TransportError(f"adapter {adapter.name!r} to {destination}: {error}") from error
+            raise copy_error(f"adapter {adapter.name!r} to {destination}", error) from error
 
     async def delete(self, adapter: AdapterRef, replica: ReplicaId) -> None:
         """Delete the version from the folder."""

@@ -20,8 +20,8 @@ from lorikeet.client.client import PendingDrops
 from lorikeet.client.state import CopyCounts
 from lorikeet.client.supervisor import EngineError
 from lorikeet.cluster.adapters.pool import Fetch
-from lorikeet.cluster.adapters.transport import DestinationLost, Transport, TransportError
-from lorikeet.cluster.controller.dispatcher import MAX_RETIRED, Actions, Dispatcher, Provision
+from lorikeet.cluster.adapters.transport import CannotStore, DestinationLost, Transport, TransportError
+from lorikeet.cluster.controller.dispatcher import MAX_RETIRED, REST_S, Actions, Dispatcher, Provision
 from lorikeet.cluster.controller.replica import LiveReplica
 from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.core.adapter import AdapterRef
@@ -151,12 +151,21 @@ class AdapterFiles:
             replica.supervisor.register_adapters([self.copier.placed(copy.adapter, replica_id)])
         self._apply(done, "")
 
-    def copy_failed(self, copy: Fetch | Provision, reason: str) -> None:
-        """Try another source, or fail the requests that waited."""
+    def copy_failed(self, copy: Fetch | Provision, reason: str, *, is_storable: bool = True) -> None:
+        """Try another source or another replica, or fail the requests that waited."""
+        now = time.monotonic()
+        if not is_storable:
+            replica_id = copy.destination if isinstance(copy, Fetch) else copy.replica
+            if self._dispatcher.rest(replica_id, now):
+                log.warning(
+                    f"a replica cannot store adapters and gets no new ones for {REST_S:g} s",
+                    replica=replica_id,
+                    reason=reason,
+                )
         if isinstance(copy, Fetch):
-            self._apply(self._dispatcher.fetch_failed(copy), reason)
+            self._apply(self._dispatcher.fetch_failed(copy, is_storable=is_storable), reason)
         else:
-            self._apply(self._dispatcher.provision_failed(copy, time.monotonic()), reason)
+            self._apply(self._dispatcher.provision_failed(copy, now, is_storable=is_storable), reason)
 
     def fail(self, failure: EngineError) -> None:
         """Fail all drops that are pending."""
@@ -178,8 +187,8 @@ class CopyListener(Protocol):
         """The copy has succeeded."""
         ...
 
-    def copy_failed(self, copy: Fetch | Provision, reason: str) -> None:
-        """The copy has failed."""
+    def copy_failed(self, copy: Fetch | Provision, reason: str, *, is_storable: bool = True) -> None:
+        """The copy has failed; ``is_storable`` is false if its destination can store nothing."""
         ...
 
 
@@ -291,6 +300,9 @@ class AdapterCopier:
         except DestinationLost as error:
             self.counts.failed += 1
             log.info("adapter copy ended: its destination is lost", digest=copy.adapter, reason=str(error))
+        except CannotStore as error:
+            self.counts.failed += 1
+            self._listener.copy_failed(copy, str(error), is_storable=False)
         except TransportError as error:
             self.counts.failed += 1
             log.warning("adapter copy failed", digest=copy.adapter, reason=str(error))

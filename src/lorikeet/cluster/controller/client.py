@@ -17,7 +17,7 @@ import zmq.asyncio
 
 from lorikeet.client.client import RequestHandle, Streams
 from lorikeet.client.state import ClusterState, ReplicaState, ReplicaView, replica_state
-from lorikeet.client.supervisor import EngineError, EngineHost, EngineSupervisor
+from lorikeet.client.supervisor import EngineError, EngineHost, EngineSupervisor, EngineTimeouts
 from lorikeet.cluster.adapters.transport import Transport, TransportError
 from lorikeet.cluster.controller.adapter_files import AdapterCopier, AdapterFiles
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher
@@ -30,11 +30,11 @@ from lorikeet.cluster.routing.fleet import Fleet, replica_gauges
 from lorikeet.cluster.routing.request import RoutingRequest, routing_request
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.cluster.tasks import BackgroundTasks
-from lorikeet.config import EngineSettings, Settings
+from lorikeet.config import EngineSettings, Settings, for_engines
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, FinishReason
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
-from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs
+from lorikeet.core.messages import Abort, EngineReady, Progress, StepOutputs
 from lorikeet.core.request import Request
 
 _RETRY_S = 1.0
@@ -90,7 +90,6 @@ class ClusterClient:
         self._moves = RequestMoves(self._streams, self._replicas, self._redispatch, kv_bandwidth or KvBandwidth())
         self._failure: EngineError | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
-        self._on_stats: list[Callable[[ReplicaId, EngineStats], None]] = []
         self._background: list[Callable[[], Coroutine[Any, Any, None]]] = [self._placement.run]
         self._tasks = BackgroundTasks()
 
@@ -157,10 +156,6 @@ class ClusterClient:
         """Call ``callback`` with every adapter event. See ``Engines``."""
         self._on_adapter_event.append(callback)
 
-    def on_stats(self, callback: Callable[[ReplicaId, EngineStats], None]) -> None:
-        """Call ``callback`` with the statistics of every replica. See ``Engines``."""
-        self._on_stats.append(callback)
-
     def describe(self) -> ClusterState:
         """Return a snapshot of the cluster. See ``Engines``."""
         table = self._placement.table
@@ -220,12 +215,17 @@ class ClusterClient:
 
     async def _start_replica(self, on_progress: Callable[[Progress], None]) -> ReplicaId:
         replica_id = ReplicaId(f"replica-{next(self._numbers)}")
-        encoded = msgspec.json.encode(self._settings)
-        supervisor = EngineSupervisor(replica_id, self._hosts(replica_id), self._context, encoded, self)
+        encoded = msgspec.json.encode(for_engines(self._settings))
+        supervisor = EngineSupervisor(
+            replica_id, self._hosts(replica_id), self._context, encoded, self, EngineTimeouts.of(self._settings.engine)
+        )
         replica = self._replicas[replica_id] = LiveReplica(supervisor)
         try:
             self._engine_info = await supervisor.start(on_progress)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, EngineError):
+                where = supervisor.address
+                log.warning("replica did not start", replica=replica_id, address=where, reason=str(error))
             self._replicas.pop(replica_id, None)
             self._files.lost(replica_id)
             supervisor.host.close()
@@ -312,9 +312,6 @@ class ClusterClient:
                 self._apply(self._dispatcher.gauges(gauges, now))
         for exported in outputs.exported_kv:
             self._moves.on_exported(exported)
-        if outputs.stats is not None:
-            for on_stats in self._on_stats:
-                on_stats(replica_id, outputs.stats)
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
         """Continue the replica's requests elsewhere; they wait if no other replica is open."""
@@ -369,14 +366,20 @@ class ClusterClient:
         return routing_request(request, self.engine_info.block_size if self._dispatcher.router.wants_keys else None)
 
     def _apply(self, actions: Actions, reason: str = "") -> None:
-        """Carry out the dispatcher's actions; ``reason`` says why requests failed, if any did."""
+        """Carry out the dispatcher's actions; ``reason`` says why requests failed, if any did.
+
+        It names folders and digests, and is not for clients.
+        """
         self._files.carry_out(actions)
         for send in actions.sends:
             self._send(self._streams[send.request_id], send.replica)
         for request_id in actions.failed:
+            log.warning("request failed: its adapter could not be loaded", engine_request=request_id, reason=reason)
             self._moves.forget(request_id)
             self._streams.finish(
-                self._streams[request_id], FinishReason.ERROR, f"its adapter could not be loaded: {reason}"
+                self._streams[request_id],
+                FinishReason.ERROR,
+                "its adapter could not be loaded by any replica; the server's log says why",
             )
         self._files.end_retired()
 
@@ -437,7 +440,7 @@ class ReplicaJoiner:
             try:
                 await self._try(replica)
             except TransportError as error:
-                if not replica.supervisor.alive:
+                if not replica.supervisor.is_connected:
                     return
                 log.warning(
                     "cannot list the adapters of a replica; trying again",
@@ -453,7 +456,7 @@ class ReplicaJoiner:
         replica.epoch += 1
         epoch = replica.epoch
         held = await copier.scan(supervisor.replica)
-        if not supervisor.alive or replica.epoch != epoch or replica.is_leaving:
+        if not supervisor.is_connected or replica.epoch != epoch or replica.is_leaving:
             return
         supervisor.register_adapters(copier.placed_at(supervisor.replica))
         replica.is_joined = True

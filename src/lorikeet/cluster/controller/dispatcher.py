@@ -5,13 +5,15 @@ or the simulator.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
+import numpy as np
+
 from lorikeet.cluster.adapters.pool import AdapterPool, Fetch, PoolActions
-from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.base import Router, least_loaded
 from lorikeet.cluster.routing.fleet import Fleet, ReplicaGauges, ReplicaInfo, RequestAverages, apply_outputs
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.cluster.tables import RoutingTable
@@ -82,6 +84,10 @@ replica that comes back or for a request that continues; it is deleted then.
 """
 
 
+REST_S = 60.0
+"""A replica that could not store an adapter gets no others for so long. Its disk is full, as a rule."""
+
+
 @dataclass
 class _RequestState:
     """A request from its arrival to its end. ``in_pool`` is true while the adapter pool counts it."""
@@ -118,13 +124,14 @@ class Dispatcher:
     def __init__(self, router: Router, *, prefetch: bool = False, averages: RequestAverages | None = None) -> None:
         self.router = router
         self.fleet = Fleet(averages)
-        self.pool = AdapterPool(RoutingTable(0, {}), prefetch, lambda replica: replica in self.fleet)
+        self.pool = AdapterPool(RoutingTable(0, {}), prefetch, self._may_get_copies)
         self._prefetch = prefetch
         self._requests: dict[RequestId, _RequestState] = {}
         self._requests_by_adapter = Counter[AdapterDigest | None]()  # requests by adapter
         self._waiting: dict[RequestId, None] = {}
         self._provisioning: dict[AdapterDigest, _Provisioning] = {}
         self._retired: dict[AdapterDigest, None] = {}  # in the order of their retirement
+        self._rests_until_s: dict[ReplicaId, float] = {}  # of replicas that could not store an adapter
         self._numbers = count()
 
     @property
@@ -167,6 +174,7 @@ class Dispatcher:
             KeyError: unknown replica.
         """
         collected = ActionsBuilder()
+        self._rests_until_s.pop(replica, None)
         orphaned = self.fleet.leave(replica)
         for each in orphaned:
             self._remove(each)
@@ -299,9 +307,14 @@ class Dispatcher:
         """Record that a fetch has succeeded."""
         return self._done(self.pool.fetched(fetch))
 
-    def fetch_failed(self, fetch: Fetch) -> Actions:
-        """Record that a fetch has failed. The next holder is tried, and in the end the adapter's source files."""
-        return self._done(self.pool.fetch_failed(fetch))
+    def fetch_failed(self, fetch: Fetch, *, is_storable: bool = True) -> Actions:
+        """Record that a fetch has failed. The next holder is tried, and in the end the adapter's source files.
+
+        Args:
+            fetch: which.
+            is_storable: false if the destination cannot store it, so that another source would not help.
+        """
+        return self._done(self.pool.fetch_failed(fetch, may_retry=is_storable))
 
     def provided(self, provision: Provision) -> Actions:
         """Record that a provision has succeeded. One to a replica that has left is ignored."""
@@ -316,12 +329,28 @@ class Dispatcher:
                 self._take(self.pool.retire(provision.adapter), collected)
         return collected.actions()
 
-    def provision_failed(self, provision: Provision, now: float) -> Actions:
+    def rest(self, replica: ReplicaId, now: float) -> bool:
+        """Record that a replica could not store an adapter. For ``REST_S`` it gets no others, while another can.
+
+        Returns:
+            Whether this is new: the replica did not rest already.
+        """
+        is_new = self._rests_until_s.get(replica, now) <= now
+        if replica in self.fleet:
+            self._rests_until_s[replica] = now + REST_S
+        return is_new
+
+    def provision_failed(self, provision: Provision, now: float, *, is_storable: bool = True) -> Actions:
         """Record that a provision has failed.
 
         If an open replica has the adapter by now, the waiting requests go there. Otherwise the provision is tried at
         another replica where a request waits for it. If all have failed, so have the requests, and others may take
         their places.
+
+        Args:
+            provision: which.
+            now: current time, seconds.
+            is_storable: false if the replica cannot store the adapter. Then every other open replica is tried, too.
         """
         provisioning = self._provisioning.get(provision.adapter)
         if provisioning is None or provisioning.provision != provision:
@@ -339,6 +368,12 @@ class Dispatcher:
         provisioning.tried.add(provision.replica)
         where = {request_id: self._where(request_id) for request_id in provisioning.waiting}
         elsewhere = next((each for each in where.values() if each not in provisioning.tried), None)
+        if not is_storable and where:
+            if elsewhere is None:
+                elsewhere = self._with_room(self._requests[next(iter(where))].request, provisioning.tried, now)
+            for request_id, replica in where.items():
+                if elsewhere is not None and replica in provisioning.tried:
+                    self.fleet.dispatched(self._requests[request_id].request, elsewhere)
         if elsewhere is not None:
             provisioning.provision = Provision(next(self._numbers), provision.adapter, elsewhere)
             return Actions(provisions=(provisioning.provision,))
@@ -382,9 +417,41 @@ class Dispatcher:
         replica = self.router.route(request, self.fleet, now) if len(self.fleet.open) else None
         if replica is None:
             return False
+        adapter = request.adapter
+        if self._rests(replica, now) and adapter is not None and not self.pool.table.holds(replica, adapter):
+            replica = self._with_room(request, (), now) or replica
         self.fleet.dispatched(request, replica)
         self._begin(self._requests[request.request_id], replica, collected)
         return True
+
+    def _rests(self, replica: ReplicaId, now: float) -> bool:
+        """Return whether a replica could not store an adapter a moment ago."""
+        if (until_s := self._rests_until_s.get(replica)) is not None and until_s <= now:
+            del self._rests_until_s[replica]
+        return replica in self._rests_until_s
+
+    def _may_get_copies(self, replica: ReplicaId) -> bool:
+        return replica in self.fleet and replica not in self._rests_until_s
+
+    def _with_room(self, request: RoutingRequest, tried: Collection[ReplicaId], now: float) -> ReplicaId | None:
+        """Return the open replica to send a request to whose adapter the router's choice cannot store.
+
+        Replicas that do not rest come first, then those that hold the adapter, then the least loaded.
+
+        Args:
+            request: which.
+            tried: replicas that are left out.
+            now: current time, seconds.
+        """
+        fleet, adapter = self.fleet, request.adapter
+        left = {replica: index for replica, index in fleet.open_index.items() if replica not in tried}
+        if not left or adapter is None:
+            return None
+        holders = self.pool.table.holders(adapter)
+        ready = [replica for replica in left if replica in holders or not self._rests(replica, now)] or list(left)
+        indices = np.array([left[replica] for replica in ready], np.intp)
+        lacking = np.array([info.replica not in holders for info in fleet.infos()])
+        return fleet.info(least_loaded(indices, fleet, lacking)).replica
 
     def _try_waiting(self, collected: ActionsBuilder, now: float) -> None:
         """Route waiting requests, first come first served, up to the first that must go on waiting."""

@@ -44,7 +44,7 @@ class LiveReplica:
 
     async def drop(self, adapter: AdapterDigest) -> int:
         """Drop an adapter that no request uses from the engine, and return the bytes freed; 0 if the engine is down."""
-        if not self.supervisor.alive:
+        if not self.supervisor.is_connected:
             return 0
         freed = self.drops.begin(adapter)
         self.supervisor.drop_adapter(adapter)

@@ -54,7 +54,7 @@ class RayProcess:
 
     def kill(self) -> None:
         """Kill the engine."""
-        self.actor.kill.remote()
+        self.actor.kill.remote(self.pid)
 
     async def wait(self) -> int | None:
         """Wait until the engine has ended. Return its exit code; None if its actor or machine was lost."""
@@ -166,10 +166,17 @@ def environment(threads: int) -> dict[str, str]:
     return {"RAY_worker_niceness": "0", "OMP_NUM_THREADS": str(threads)}
 
 
+def cause_of(error: Exception) -> Exception:
+    """Return the exception that an actor's method raised; any other error as it is."""
+    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+        return error.cause
+    return error
+
+
 def reason_of(error: Exception) -> str:
     """Return the reason of an error, without Ray's trace of the other process."""
-    if isinstance(error, ray.exceptions.RayTaskError) and error.cause is not None:
-        return str(error.cause) or type(error.cause).__name__
+    if (cause := cause_of(error)) is not error:
+        return str(cause) or type(cause).__name__
     lines = str(error).strip().splitlines() or [type(error).__name__]
     has_started = not (isinstance(error, ray.exceptions.RayActorError) and error.actor_init_failed)
     return lines[0] if has_started else lines[-1]  # the reason of a failed start is below a trace

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import ray
 import ray.util
 
-from lorikeet.cluster.adapters.folder import Files, PoolFolder, bytes_of
+from lorikeet.cluster.adapters.folder import Files, PoolFolder, bytes_of, clear_abandoned_pools
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 
@@ -51,6 +51,7 @@ class ReplicaActor:
 
     def __init__(self, replica: ReplicaId, pool_dir: str) -> None:
         self._replica = replica
+        clear_abandoned_pools(Path(pool_dir))
         self._folder = PoolFolder(Path(pool_dir) / replica)
         self._engine: _Engine | None = None
         self._replaced: tuple[int, int] | None = None  # process id and exit code of the previous engine
@@ -99,9 +100,9 @@ class ReplicaActor:
             return None
         return await asyncio.shield(engine.ended)
 
-    async def kill(self) -> None:
-        """Kill the engine, if one runs."""
-        if self._engine is not None:
+    async def kill(self, pid: int) -> None:
+        """Kill an engine, unless another runs by now: the call may have waited for a lost connection."""
+        if self._engine is not None and self._engine.process.pid == pid:
             self._engine.process.kill()
 
     async def describe(self) -> ActorLocation:

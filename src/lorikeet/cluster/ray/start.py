@@ -17,6 +17,7 @@ OBJECT_STORE_BYTES = 512 * 2**20
 _CONNECT_TIMEOUT_S = 10.0
 
 _EMBEDDED = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one machine: ports, which need no key, listen on loopback only
     "RAY_prestart_worker_first_driver": "0",  # every actor gets its own process and environment
     "RAY_memory_monitor_refresh_ms": "0",  # engines fill memory as planned, and must not be killed for it
 }
@@ -63,6 +64,7 @@ def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
     if not address:
         for name, value in _EMBEDDED.items():
             os.environ.setdefault(name, value)
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # this process has read that variable already
         # Ray warns that it requires a token, as it should.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     elif address != "auto":

@@ -12,8 +12,8 @@ import ray
 import ray.exceptions
 
 from lorikeet.cluster.adapters.folder import PoolFolderError, read_files
-from lorikeet.cluster.adapters.transport import DestinationLost, TransportError
-from lorikeet.cluster.ray.host import RayHost, reason_of
+from lorikeet.cluster.adapters.transport import DestinationLost, TransportError, copy_error
+from lorikeet.cluster.ray.host import RayHost, cause_of, reason_of
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
@@ -120,7 +120,7 @@ class RayTransport:
             except ray.exceptions.RayError as error:
                 left -= 1
                 if not (left and isinstance(error, ray.exceptions.ActorUnavailableError)):
-                    raise TransportError(f"{what}: {reason_of(error)}") from error
+                    raise copy_error(what, cause_of(error), reason_of(error)) from error
             await asyncio.sleep(_RETRY_S)
 
     @asynccontextmanager

@@ -41,7 +41,8 @@ def routing_request(request: Request, block_size: int | None = None) -> RoutingR
     adapter, known_tokens = request.adapter, len(request.prompt_token_ids) + len(request.output_token_ids)
     keys: tuple[bytes, ...] = ()
     if block_size is not None:
-        keys = tuple(block_keys(request.digest, request.prompt_token_ids + request.output_token_ids, block_size))
+        token_ids = request.prompt_token_ids + request.output_token_ids
+        keys = tuple(block_keys(request.digest, token_ids, block_size, salt=request.cache_salt))
     return RoutingRequest(
         request_id=request.request_id,
         adapter=request.digest,

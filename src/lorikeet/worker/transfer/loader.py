@@ -11,6 +11,7 @@ from lorikeet.worker.transfer.loader_process import (
     FROM_LOADER,
     BlocksFilled,
     BlocksFreed,
+    LoaderAlive,
     LoaderSetup,
     ReadAdapter,
     ReadEnded,
@@ -55,8 +56,8 @@ class _Reading:
 class Loader(Helper):
     """Sends reads to a loader process, and replaces the process when it dies.
 
-    The reads of a process that dies are reported as failed once it has ended and cannot write to blocks any more. A
-    process that makes no progress with one of its reads is killed.
+    The reads of a process that dies are reported as lost once it has ended and cannot write to blocks any more. A
+    process that makes no progress with one of its reads, or sends no heartbeats, is killed.
 
     Args:
         process: the first process; owned by this object.
@@ -64,7 +65,10 @@ class Loader(Helper):
         setup: sent to every process first.
         on_filled: called, on a thread of this object, when blocks have been filled.
         on_ended: called there when a read has ended or failed; not for reads in progress at :meth:`close`.
+        on_lost: called there with the number of a transfer whose read was lost with its process, and the reason.
     """
+
+    silence_timeout_s = 30.0
 
     def __init__(
         self,
@@ -73,9 +77,11 @@ class Loader(Helper):
         setup: LoaderSetup,
         on_filled: Callable[[BlocksFilled], None],
         on_ended: Callable[[ReadEnded], None],
+        on_lost: Callable[[int, str], None],
     ) -> None:
         self._on_filled = on_filled
         self._on_ended = on_ended
+        self._on_lost = on_lost
         self._reading: dict[int, _Reading] = {}
         super().__init__(process, _NAME, setup, (arena.fd,))
 
@@ -109,6 +115,8 @@ class Loader(Helper):
 
     def _on_message(self, content: bytes) -> None:
         match FROM_LOADER.decode(content):
+            case LoaderAlive():
+                pass
             case BlocksFilled() as filled:
                 with self._changed:
                     reading = self._reading[filled.transfer_id]
@@ -134,4 +142,4 @@ class Loader(Helper):
                 del self._reading[transfer_id]
         _LOG.error("%s while it read %d adapters", reason, len(lost))
         for transfer_id in lost:
-            self._on_ended(ReadEnded(transfer_id, reason, "", ()))
+            self._on_lost(transfer_id, reason)

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -27,6 +28,7 @@ from lorikeet.adapters.weights import ModuleWeights, load_weights
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
+from lorikeet.core.messages import HEARTBEAT_EVERY_S
 from lorikeet.core.process_tuning import NICE
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.memory.packing import packing_for, write_pieces
@@ -83,6 +85,10 @@ class LoaderReady(msgspec.Struct, frozen=True, tag=True):
     """From the loader: it is ready to read."""
 
 
+class LoaderAlive(msgspec.Struct, frozen=True, tag=True):
+    """From the loader: a heartbeat."""
+
+
 class BlocksFilled(msgspec.Struct, frozen=True, tag=True):
     """From the loader: the first ``blocks`` blocks of a transfer have been filled."""
 
@@ -107,7 +113,7 @@ class ReadEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 ToLoader = ReadAdapter | BlocksFreed
-FromLoader = LoaderReady | BlocksFilled | ReadEnded
+FromLoader = LoaderReady | LoaderAlive | BlocksFilled | ReadEnded
 FROM_LOADER = msgspec.msgpack.Decoder(FromLoader)
 _TO_LOADER = msgspec.msgpack.Decoder(ToLoader)
 
@@ -127,6 +133,7 @@ class _Loader:
         for reader in range(setup.readers):
             threading.Thread(target=self._read_all, args=(reader,), name=f"reader-{reader}", daemon=True).start()
         self._send(LoaderReady())
+        threading.Thread(target=self._send_heartbeats, name="heartbeats", daemon=True).start()
 
     def begin(self, read: ReadAdapter) -> None:
         self._free[read.reader] = threading.Semaphore(read.free_blocks)  # here, before any BlocksFreed
@@ -141,6 +148,11 @@ class _Loader:
                 self._connection.send_bytes(msgspec.msgpack.encode(message))
             except OSError:  # the rank has ended
                 os._exit(0)
+
+    def _send_heartbeats(self) -> None:
+        while True:
+            time.sleep(HEARTBEAT_EVERY_S)
+            self._send(LoaderAlive())
 
     def _read_all(self, reader: int) -> None:
         while True:

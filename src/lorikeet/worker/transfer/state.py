@@ -131,6 +131,8 @@ class TransferState:
         is_copying: whether some of its blocks are at the front of the copy stream.
         copied: blocks copied.
         reader: the reader that reads it; None before and after reading.
+        lost_reads: how often its read was lost with the loader process.
+        is_lost: whether its read was lost, and begins again once nothing is being copied.
         error: why it has failed, None if it has not.
         partial: for steps that use layers before the end of the transfer, None if it has no groups.
         weights: views of an adapter's weights on the device; None until computed, and for other transfers.
@@ -147,6 +149,8 @@ class TransferState:
     is_copying: bool = False
     copied: int = 0
     reader: int | None = None
+    lost_reads: int = 0
+    is_lost: bool = False
     error: str | None = None
     partial: PartialAdapter | None = None
     weights: LoraWeights | None = None
@@ -186,7 +190,7 @@ class TransferState:
     @property
     def is_ready(self) -> bool:
         """Whether a block can be copied now. After an error copying continues while the reader needs staging blocks."""
-        is_needed = self.error is None or self.reading
+        is_needed = (self.error is None or self.reading) and not self.is_lost
         return is_needed and self.copied + self.copying < min(self.filled, self.to_copy)
 
     def next_blocks(self, most: int) -> range:

@@ -31,6 +31,9 @@ from lorikeet.worker.transfer.state import STAGED_BLOCKS, LoadedAdapters, Partia
 
 _LOG = logging.getLogger(__name__)
 
+MAX_READS = 2
+"""A read that is lost with its loader process begins again in the next one, until it has been tried so often."""
+
 _REPORT_BYTES = 2 * 2**20
 """The loader reports progress after reading this much. It is less than a group, so that copying overlaps reading."""
 
@@ -106,7 +109,7 @@ class TransferManager:
         dtype = str(arena.dtype).removeprefix("torch.")
         report_blocks = max(1, min(self._group_blocks, _REPORT_BYTES // block_bytes))
         setup = LoaderSetup(geometry, rank, size, arena.shape[1], dtype, readers, report_blocks)
-        self.loader = Loader(process, self.host_arena, setup, self._filled, self._read_ended)
+        self.loader = Loader(process, self.host_arena, setup, self._filled, self._read_ended, self._read_lost)
         self._copiers = {
             target: Copier(
                 f"copy-to-{target}",
@@ -335,6 +338,33 @@ class TransferManager:
                 self._free_reader(state)
         self._advance(state)
 
+    def _read_lost(self, transfer_id: int, reason: str) -> None:
+        """Begin a read again, or fail it if it has been lost too often: the adapter may be the cause."""
+        with self._lock:
+            state = self._inflight[transfer_id]
+            state.lost_reads += 1
+            is_tried_again = state.lost_reads < MAX_READS and state.error is None
+            if is_tried_again:
+                state.is_lost = True
+                self._begin_again(state)
+        if is_tried_again:
+            name = "" if state.transfer.adapter is None else state.transfer.adapter.name
+            _LOG.warning("adapter %s is read again, since %s", name, reason)
+            self._start_reads()
+        else:
+            self._read_ended(ReadEnded(transfer_id, reason, "", ()))
+
+    def _begin_again(self, state: TransferState) -> None:
+        """Queue a lost read again from its first block, once no copy uses what it had read. Under the lock."""
+        if state.copying:
+            return
+        state.is_lost, state.reading = False, state.error is None
+        if state.reading:
+            state.filled = state.copied = 0
+            self._unread[state.transfer.transfer_id] = state
+        self._free_reader(state)
+        state.update_active_s()
+
     def _free_reader(self, state: TransferState) -> None:
         """Make the transfer's reader available. Under the lock."""
         if state.reader is not None:
@@ -379,9 +409,13 @@ class TransferManager:
                 is_failed = state.error is not None
                 state.partial.note(state.copied, failed=is_failed)
                 self.on_arrival(state.transfer.transfer_id, -1 if is_failed else state.copied)
-            if state.is_staged and state.reading and state.reader is not None:
+            was_lost = state.is_lost
+            if was_lost:
+                self._begin_again(state)
+            elif state.is_staged and state.reading and state.reader is not None:
                 self.loader.free_blocks(state.reader, blocks)
             has_ended = self._remove_if_ended(state)
         if has_ended:
             self._report(state)
+        if has_ended or was_lost:
             self._start_reads()

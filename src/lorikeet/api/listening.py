@@ -1,0 +1,70 @@
+"""The socket that a server listens on: bound at the start, so that a port in use is an error before anything heavy."""
+
+import socket
+from ipaddress import ip_address
+
+import uvicorn
+
+from lorikeet.config import ConfigError
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a port so that a second server that starts meanwhile cannot.
+
+    SO_REUSEADDR, which a restart needs while old connections linger, would let both bind. It is set only if the port
+    cannot be bound without it, and not kept; :class:`BoundServer` sets it again once it listens.
+
+    Raises:
+        ConfigError: the address or port cannot be bound.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        try:
+            listener.bind((host, port))
+        except OSError:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(host, port, error) from error
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches a server at that address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class BoundServer(uvicorn.Server):
+    """Uvicorn on a socket of :func:`bind`.
+
+    Args:
+        config: the socket's address is not taken from it.
+        listener: bound.
+    """
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(config)
+        self._listener = listener
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: another server listens on the port.
+        """
+        try:
+            await super().startup([self._listener])
+        except OSError as error:
+            host, port, *_ = self._listener.getsockname()
+            raise _cannot_listen(host, port, error) from error
+        # Connections inherit it, and a restart can bind while they linger.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}")
