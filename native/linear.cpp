@@ -15,8 +15,8 @@ constexpr int64_t kMostRowsAhead = 128;  // beyond, LoRA itself is bound by arit
 
 // The rows [begin, end) of one panel. Meanwhile `next`, the next panel if there is one, is fetched into the
 // second-level cache, and what LoRA will read.
-template <class T>
-void panel(const Product<T>& p, int64_t index, int64_t begin, int64_t end, const T* next, LoraAhead<T>& lora) {
+template <class T, class O>
+void panel(const Product<T, O>& p, int64_t index, int64_t begin, int64_t end, const T* next, LoraAhead<T>& lora) {
   const int64_t bytes = p.panel_elements() * int64_t(sizeof(T));
   const int64_t tiles = (end - begin + kTileRows - 1) / kTileRows, groups = groups_of(p.inputs, kGroup<T>);
   const int64_t step = (bytes / (tiles * groups * (kPanel<T> / kTileColumns)) + 63) & ~int64_t(63);
@@ -26,14 +26,14 @@ void panel(const Product<T>& p, int64_t index, int64_t begin, int64_t end, const
     Range rows = part_of(end - begin, i, tiles);
     for (int64_t column = index * kPanel<T>; column < limit; column += kTileColumns, at += groups * step) {
       const Lines ahead = next ? Lines{(const char*)next + std::min(at, bytes), step} : lora.take(groups, p.x);
-      tile_of<T>(rows.end - rows.begin, p, begin + rows.begin, column, ahead, lora.take(groups, p.x));
+      tile_of(rows.end - rows.begin, p, begin + rows.begin, column, ahead, lora.take(groups, p.x));
     }
   }
 }
 
 // A thread's share of a product.
-template <class T>
-void multiply(const Product<T>& p, int64_t rows, LoraAhead<T>& lora, int64_t thread, int64_t threads) {
+template <class T, class O>
+void multiply(const Product<T, O>& p, int64_t rows, LoraAhead<T>& lora, int64_t thread, int64_t threads) {
   const int64_t panels = (p.outputs + kPanel<T> - 1) / kPanel<T>, blocks = (rows + kRowBlock - 1) / kRowBlock;
   const Range items = part_of(panels * blocks, thread, threads);
   for (int64_t item = items.begin; item < items.end; ++item) {
@@ -45,7 +45,8 @@ void multiply(const Product<T>& p, int64_t rows, LoraAhead<T>& lora, int64_t thr
 
 #if defined(__AMX_BF16__)
 // The same by the tile unit. LoRA's reads are not prefetched: with few rows memory is the bottleneck.
-void multiply(const Product<bf16>& p, int64_t rows, LoraAhead<bf16>&, int64_t thread, int64_t threads) {
+template <class O>
+void multiply(const Product<bf16, O>& p, int64_t rows, LoraAhead<bf16>&, int64_t thread, int64_t threads) {
   multiply_by_tiles(p, rows, thread, threads);
 }
 #endif
@@ -63,6 +64,15 @@ void linear(const Product<T>& p, int64_t rows, const Adapters* adapters, int64_t
     LoraAhead<T> ahead(lora, thread, count, fetches ? kNextCacheBytes / 64 : 0);
     multiply(p, rows, ahead, thread, count);
     if (!lora.parts.empty()) add_lora(lora, thread, count);
+  });
+}
+
+template <class T>
+void logits(const Product<T, float>& p, int64_t rows, int64_t threads) {
+  const Lora<T> none{};
+  parallel(threads, [&](int64_t thread, int64_t count) {
+    LoraAhead<T> ahead(none, thread, count, 0);
+    multiply(p, rows, ahead, thread, count);
   });
 }
 
@@ -136,6 +146,18 @@ LORIKEET_EXPORT void lorikeet_linear(
   else
     linear<float>({(const float*)x, x_stride, (const float*)w.packed, (const float*)bias, (float*)out, w.outputs,
                    w.inputs, w.outputs}, rows, of, layer, to, threads);
+}
+
+// out[rows, outputs] = x @ weightᵀ as floats, whatever the elements of x and weight are.
+LORIKEET_EXPORT void lorikeet_logits(
+    const void* x, int64_t x_stride, const void* weight, float* out, int64_t rows, int64_t threads) {
+  const Weight& w = *(const Weight*)weight;
+  if (w.bytes == 2)
+    logits<bf16>({(const bf16*)x, x_stride, (const bf16*)w.packed, nullptr, out, w.outputs, w.inputs, w.outputs}, rows,
+                 threads);
+  else
+    logits<float>({(const float*)x, x_stride, (const float*)w.packed, nullptr, out, w.outputs, w.inputs, w.outputs},
+                  rows, threads);
 }
 
 // out[rows, outputs / 2] = SiLU(gate) * up, where [gate | up] = x @ weightᵀ + bias, to the same bits as the product and

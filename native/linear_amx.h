@@ -60,10 +60,15 @@ inline void add_last(const bf16* x, const bf16* y, int64_t stride, const bf16* g
 
 inline F32 rounded(F32 x) { return widen(narrow(x)); }
 inline void store_both(bf16* p, F32 low, F32 high) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(high, low)); }
+inline void store_both(float* p, F32 low, F32 high) {
+  store(p, low);
+  store(p + kLanes, high);
+}
 
 // Where a panel's columns of some rows go.
+template <class O>
 struct Place {
-  bf16* out;  // of the first row
+  O* out;  // of the first row
   int64_t stride;
   const bf16* bias;   // or null
   int64_t columns;
@@ -72,6 +77,7 @@ struct Place {
 
 // The sums of a block that are being written out while the unit computes the next block, so that stores and the unit work
 // in parallel.
+template <class O>
 class Writer {
  public:
   Writer() = default;
@@ -102,7 +108,7 @@ class Writer {
 
   // Takes the sums of a block of some rows out of the tiles.
   template <bool Two>
-  void take(const Place& to, int64_t rows, int64_t height) {
+  void take(const Place<O>& to, int64_t rows, int64_t height) {
     write(waiting_);
     constexpr int64_t kBytes = sizeof sums_[0];
     _tile_stored(0, sums_[0], kBytes);
@@ -123,16 +129,17 @@ class Writer {
   int lanes(int vector) const { return int(std::clamp<int64_t>(to_.columns - vector * kLanes, 0, kLanes)); }
 
   alignas(64) float sums_[kBlockRows][kWidth];
-  Place to_;
+  Place<O> to_;
   F32 bias_[2];
   const float* from_;
   int64_t waiting_ = 0;
 };
 
 // A thread's share of a product.
+template <class O>
 class TileProduct {
  public:
-  TileProduct(const Product<bf16>& p, int64_t rows)
+  TileProduct(const Product<bf16, O>& p, int64_t rows)
       : p_(p), rows_(rows), blocks_((rows + kBlockRows - 1) / kBlockRows),
         most_((rows + blocks_ - 1) / blocks_), height_(most_ > kTileHeight ? (most_ + 1) / 2 : most_) {
     tiles_.shape(height_);
@@ -158,7 +165,7 @@ class TileProduct {
   Range rows_of(int64_t block) const { return part_of(rows_, block, blocks_); }
 
   // A panel of some blocks of a run, whose first row goes to the place. Meanwhile their part of the next panel is fetched.
-  void multiply(int64_t panel, int64_t next, Range blocks, Range run, Place to) {
+  void multiply(int64_t panel, int64_t next, Range blocks, Range run, Place<O> to) {
     const int64_t count = run.end - run.begin, lines = count < kFewestToFetch ? 0 : (kStepLines + count - 1) / count;
     const char* ahead = (const char*)(p_.packed + next * p_.panel_elements());
     ahead += (blocks.begin - run.begin) * lines * kLine * (p_.inputs / kTileDepth);
@@ -175,7 +182,7 @@ class TileProduct {
   // A panel of the rows of a block, by one or two tiles. Fetches so many lines with every step, and leaves `ahead` behind
   // them.
   template <bool Two>
-  void multiply(int64_t panel, Range rows, const char*& ahead, int64_t lines, const Place& to) {
+  void multiply(int64_t panel, Range rows, const char*& ahead, int64_t lines, const Place<O>& to) {
     const bf16* groups = p_.packed + panel * p_.panel_elements();
     const bf16 *x = p_.x + rows.begin * p_.x_stride, *y = Two ? p_.x + (rows.end - height_) * p_.x_stride : x;
     const int64_t x_bytes = p_.x_stride * int64_t(sizeof(bf16)), group_bytes = 2 * kWidth * int64_t(sizeof(bf16));
@@ -188,24 +195,25 @@ class TileProduct {
       writer_.write(written);
     }
     if (const int64_t rest = p_.inputs % kTileDepth) add_last<Two>(x, y, p_.x_stride, groups, height_, rest);
-    writer_.take<Two>(to, rows.end - rows.begin, height_);
+    writer_.template take<Two>(to, rows.end - rows.begin, height_);
   }
 
-  const Product<bf16>& p_;
+  const Product<bf16, O>& p_;
   const int64_t rows_, blocks_;
   const int64_t most_, height_;  // rows of the largest block, and of a tile
   Tiles tiles_;
-  Writer writer_;
+  Writer<O> writer_;
 };
 
 // A thread's share of p.
-inline void multiply_by_tiles(const Product<bf16>& p, int64_t rows, int64_t thread, int64_t threads) {
+template <class O>
+void multiply_by_tiles(const Product<bf16, O>& p, int64_t rows, int64_t thread, int64_t threads) {
   if (rows == 0) return;
   const int64_t panels = (p.outputs + kWidth - 1) / kWidth;
   TileProduct product(p, rows);
   product.each(panels, thread, threads, [&](int64_t panel, Range blocks, Range run) {
     const int64_t column = panel * kWidth;
-    const Place to{p.out + product.rows_of(blocks.begin).begin * p.out_stride + column, p.out_stride,
+    const Place<O> to{p.out + product.rows_of(blocks.begin).begin * p.out_stride + column, p.out_stride,
                    p.bias ? p.bias + column : nullptr, std::min(kWidth, p.outputs - column), nullptr};
     product.multiply(panel, (panel + 1) % panels, blocks, run, to);
   });

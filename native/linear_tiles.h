@@ -27,21 +27,22 @@ struct Lines {
   int64_t step;
 };
 
-template <class T>
+// O is the element of the output: T, or float.
+template <class T, class O = T>
 struct Product {
   const T* x;
   int64_t x_stride;
   const T* packed;
   const T* bias;  // or null
-  T* out;
+  O* out;
   int64_t out_stride;
   int64_t inputs, outputs;
   int64_t panel_elements() const { return groups_of(inputs, kGroup<T>) * kGroup<T> * kPanel<T>; }
 };
 
 // Rows x kTileColumns of the product; `ahead` and `also` are memory to prefetch.
-template <class T, int Rows>
-inline void tile(const Product<T>& p, int64_t row, int64_t column, Lines ahead, Lines also) {
+template <int Rows, class T, class O>
+inline void tile(const Product<T, O>& p, int64_t row, int64_t column, Lines ahead, Lines also) {
   constexpr int G = kGroup<T>;
   F32 sums[Rows][kVectors];
   for (int r = 0; r < Rows; ++r)
@@ -86,7 +87,7 @@ inline void tile(const Product<T>& p, int64_t row, int64_t column, Lines ahead, 
     if (n <= 0) break;
     F32 bias = p.bias ? load_n(p.bias + first, n) : zero();
     for (int r = 0; r < Rows; ++r) {
-      T* out = p.out + (row + r) * p.out_stride + first;
+      O* out = p.out + (row + r) * p.out_stride + first;
       F32 y = add(sums[r][v], bias);
       if (n == kLanes)
         store(out, y);
@@ -96,18 +97,18 @@ inline void tile(const Product<T>& p, int64_t row, int64_t column, Lines ahead, 
   }
 }
 
-template <class T>
-void tile_of(int64_t rows, const Product<T>& p, int64_t row, int64_t column, Lines ahead, Lines also) {
+template <class T, class O>
+void tile_of(int64_t rows, const Product<T, O>& p, int64_t row, int64_t column, Lines ahead, Lines also) {
   switch (rows) {
-    case 1: return tile<T, 1>(p, row, column, ahead, also);
-    case 2: return tile<T, 2>(p, row, column, ahead, also);
-    case 3: return tile<T, 3>(p, row, column, ahead, also);
-    case 4: return tile<T, 4>(p, row, column, ahead, also);
+    case 1: return tile<1>(p, row, column, ahead, also);
+    case 2: return tile<2>(p, row, column, ahead, also);
+    case 3: return tile<3>(p, row, column, ahead, also);
+    case 4: return tile<4>(p, row, column, ahead, also);
 #if defined(__AVX512F__)
-    case 5: return tile<T, 5>(p, row, column, ahead, also);
-    case 6: return tile<T, 6>(p, row, column, ahead, also);
-    case 7: return tile<T, 7>(p, row, column, ahead, also);
-    case 8: return tile<T, 8>(p, row, column, ahead, also);
+    case 5: return tile<5>(p, row, column, ahead, also);
+    case 6: return tile<6>(p, row, column, ahead, also);
+    case 7: return tile<7>(p, row, column, ahead, also);
+    case 8: return tile<8>(p, row, column, ahead, also);
 #endif
   }
 }

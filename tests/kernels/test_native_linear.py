@@ -42,6 +42,20 @@ def test_the_error_is_at_most_twice_that_of_torch(
 
 
 @instruction_sets
+@given(sizes, sizes, sizes, st.sampled_from(DTYPES))
+@settings(max_examples=40)
+def test_logits_are_the_fp32_sums_of_which_a_product_is_the_rounding(
+    instruction_set: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    native, generator = kernels(instruction_set), torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(n, inputs, generator=generator).to(dtype) for n in (rows, outputs))
+    packed = native.pack(weight)
+    logits = native.logits(x, packed)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits.to(dtype), native.linear(x, packed, None))
+
+
+@instruction_sets
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_sums(instruction_set: str, dtype: torch.dtype) -> None:
     native = kernels(instruction_set)

@@ -97,4 +97,4 @@ def test_a_batch_without_adapters_makes_no_adapter_call(tmp_path: Path) -> None:
     names = [call[0] for call in kernels.calls]
     layer = ["add_norm", "linear", "rotary_store", "attention", "linear"]
     mlp = ["add_norm", "linear", "silu_mul", "linear"]
-    assert names == (layer + mlp) * config.layers + ["add_norm", "linear"]
+    assert names == (layer + mlp) * config.layers + ["add_norm", "logits"]

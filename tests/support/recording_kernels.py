@@ -64,6 +64,11 @@ class RecordingKernels:
         self.calls.append(call)
         return self._inner.linear(x, weight, bias, delta)
 
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        """Record the shapes."""
+        self.calls.append(("logits", _shape(x), tuple(weight.shape)))
+        return self._inner.logits(x, weight)
+
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Record the shape, and whether something is added."""
         self.calls.append(("add_norm", _shape(x), delta is not None, eps))

@@ -529,6 +529,14 @@ class Kernels(Protocol):
         """
         ...
 
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        """Return the output layer ``x [S, hidden] @ weight [vocab, hidden]ᵀ``, ``[S, vocab]``.
+
+        It is fp32 where that costs no more than the weights' dtype. bfloat16 has steps of 0.125 between 16 and 32,
+        where the best logits of many models lie, so it makes ties among tokens that differ.
+        """
+        ...
+
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add ``delta`` to ``x`` in place, if there is one; return the RMS norm of the sum times ``weight``.
 

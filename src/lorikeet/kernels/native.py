@@ -35,6 +35,7 @@ _SIGNATURES = {
     "lorikeet_packed_elements": (_INT,) * 3,
     "lorikeet_pack": (_ADDRESS,) * 2 + (_INT,) * 4,
     "lorikeet_linear": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT, _ADDRESS, _INT, _ADDRESS),
+    "lorikeet_logits": (_ADDRESS, _INT, *(_ADDRESS,) * 2, _INT, _INT),
     "lorikeet_linear_gated": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT),
     "lorikeet_add_norm": (_ADDRESS,) * 4 + (_INT, _INT, _FLOAT, _INT, _INT),
     "lorikeet_rotary_store": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 4, _FLOAT, _ADDRESS, _INT, _INT, *(_ADDRESS,) * 2)
@@ -71,7 +72,12 @@ def load_library(instruction_set: str) -> ctypes.CDLL:
     except OSError as error:
         raise NativeUnavailableError(f"the native module does not load: {error}") from error
     for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
+        try:
+            function = getattr(library, name)
+        except AttributeError:
+            raise NativeUnavailableError(
+                f"the native module for {instruction_set} is of another version: install Lorikeet again"
+            ) from None
         function.argtypes = arguments
         function.restype = _RESULTS.get(name)
     if not library.lorikeet_supported():
@@ -363,6 +369,13 @@ class NativeKernels:
         )
         if delta is not None and numbers is _NO_LORA:
             add_lora_einsum(out, x, delta)
+        return out
+
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        """In fp32: the sums are fp32 already."""
+        assert isinstance(weight, PanelWeight)
+        out = x.new_empty(len(x), weight.outputs, dtype=torch.float32)
+        self._library.lorikeet_logits(x.data_ptr(), x.stride(0), weight.address, out.data_ptr(), len(x), self._threads)
         return out
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

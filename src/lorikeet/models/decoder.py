@@ -140,7 +140,8 @@ class Decoder:
             logits: False skips the output layer, for ranks that do not sample.
 
         Returns:
-            Logits ``[S, vocab]`` of ``batch.sample_rows``, in the weights' dtype; ``[0, vocab]`` without ``logits``.
+            Logits ``[S, vocab]`` of ``batch.sample_rows``, in the dtype of ``Kernels.logits``; ``[0, vocab]`` without
+            ``logits``.
         """
         weights, kernels = self._weights, self._kernels
         x = weights.embedding[batch.token_ids]
@@ -148,7 +149,7 @@ class Decoder:
         in_one_call = self._in_one_call if fits_one_call(batch) else None
         x, delta = (in_one_call or self._by_kernels)(x, cos, sin, kv, batch)
         normed = kernels.add_norm(x, delta, weights.final_norm, self._shape.eps)
-        return kernels.linear(normed if logits else normed[:0], weights.lm_head, None)
+        return kernels.logits(normed if logits else normed[:0], weights.lm_head)
 
     def _by_kernels(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute all layers kernel by kernel; arguments and result are those of ``kernels.base.Layers``.

@@ -93,7 +93,8 @@ class Rank:
             logits: False skips the output layer, for ranks that do not sample.
 
         Returns:
-            Logits ``[S, vocab]`` of the sequences that sample, in the model's dtype; ``S`` is 0 without ``logits``.
+            Logits ``[S, vocab]`` of the sequences that sample, in the dtype of ``Kernels.logits``; ``S`` is 0 without
+            ``logits``.
 
         Raises:
             ExecutorError: an adapter, tokens or blocks that the plan needs are missing.

@@ -108,6 +108,10 @@ class TritonKernels:
             add(out, x, delta)
         return out
 
+    def logits(self, x: Tensor, weight: Weight) -> Tensor:
+        """In the weights' dtype."""
+        return self.linear(x, weight, None)
+
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add the residual, then norm."""
         out = torch.empty_like(x)
