@@ -15,12 +15,16 @@ from typer.testing import CliRunner
 
 from lorikeet.cli import compat, serve_flags
 from lorikeet.cli.chat import Conversation
-from lorikeet.cli.console import fail, format_size, parse_size, write_json
+from lorikeet.cli.console import fail, parse_size, write_json
 from lorikeet.cli.http_client import ServerClient
 from lorikeet.cli.main import app
+from lorikeet.cli.presets import about
 from lorikeet.cli.serve import build_settings
 from lorikeet.cli.serve_flags import name_settings
 from lorikeet.config import ConfigError, Settings
+from lorikeet.core.machine import memory_limit_bytes
+from lorikeet.core.sizes import format_size
+from lorikeet.presets import PRESETS, resolve_preset
 from tests.api.conftest import TEMPLATE, TOKENIZER
 from tests.models.checkpoints import make_checkpoint
 
@@ -32,6 +36,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment:
     """Return what ``lorikeet serve`` would run with."""
     seen: list[Settings] = []
     monkeypatch.setattr("lorikeet.api.run.serve", lambda settings, name_settings: seen.append(settings))
+    monkeypatch.setattr("lorikeet.cli.serve.check_settings", lambda settings: None)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     translated, _ = compat.translate(arguments)
@@ -164,6 +169,13 @@ def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: py
         ["--config", "/no/such.toml"],
         ["--adapter-dir", "/no/such/folder"],
         ["--profile", "nosuch"],
+        ["--preset", "elora,eviction=lur"],
+        ["--kernels", "nativ"],
+        ["--kernels", "native", "--device", "cuda"],
+        ["--device", "gpu"],
+        ["--lora-modules", "x=/no/such/folder"],
+        ["--host-memory", "900TiB"],
+        ["--memory", "900TiB"],
         ["--api-key", ""],
         ["--api-key", "key", "--admin-key", " "],
         ["--port", "http"],
@@ -188,11 +200,63 @@ def test_a_wrong_setting_ends_the_command_before_anything_starts(
         (["--memory", "10Q"], "Invalid value for '--memory': '10Q' is not a size"),
         (["--config", "/no/such.toml"], "error: /no/such.toml: No such file or directory\n"),
         (["--adapter-dir", "/no/such/folder"], "error: --adapter-dir: there is no folder '/no/such/folder'"),
+        (["--preset", "elora,eviction=lur"], "unknown eviction 'lur'; did you mean lru?"),
+        (["--preset", "elroa"], "did you mean elora or dlora? (`lorikeet presets` lists all)"),
+        (["--kernels", "nativ"], "error: unknown kernels 'nativ'; did you mean native?"),
+        (["--host-memory", "900TiB"], "error: --host-memory: 900.0 TiB is too much: this machine or container has "),
         (["--profile", "a100-80-llama-2-70"], "error: unknown profile 'a100-80-llama-2-70'; did you mean"),
     ],
 )
 def test_a_wrong_setting_is_reported_in_plain_words(arguments: list[str], message: str) -> None:
     assert message in runner.invoke(app, ["serve", *arguments]).output
+
+
+def test_triton_without_a_gpu_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = runner.invoke(app, ["serve", "--kernels", "triton"])
+    assert "error: kernels: triton runs on a GPU" in done.output
+    assert done.exit_code == 2
+
+
+def test_an_adapter_folder_with_a_similar_name_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "adapters" / "pirate").mkdir(parents=True)
+    for wrong in ("adapters/pirat", "adapter/pirate"):
+        shown = runner.invoke(app, ["serve", "--lora-modules", f"x={tmp_path / wrong}"]).output
+        assert f"there is no folder '{tmp_path / wrong}'; did you mean {tmp_path}/adapters/pirate?" in shown
+    shown = runner.invoke(app, ["serve", "--lora-modules", f"x={tmp_path}/adapters/pirate"]).output
+    assert "has no adapter_config.json" in shown
+
+
+def test_help_at_80_columns_cuts_no_option() -> None:
+    shown = runner.invoke(app, ["serve", "--help"], env={"COLUMNS": "80"}).output
+    for flag in serve_flags.FLAGS:
+        first, *others = flag.names.replace("/", " ").split()
+        assert re.search(rf"│ {first} ", shown), first
+        assert all(other in shown for other in others if len(other) < 29), others
+
+
+def test_every_preset_is_listed_with_a_line_and_that_of_a_variant_stands_for_it() -> None:
+    shown = runner.invoke(app, ["presets"]).output
+    for name, preset in PRESETS.items():
+        line = about(name)
+        assert re.search(rf"│ {name} +│ {re.escape(line)} +│", shown)
+        if "," in line and " " not in line:
+            assert resolve_preset(line)[1] == preset
+    assert json.loads(runner.invoke(app, ["presets", "--json", "-"]).output)["elora"]["eviction"] == "elora"
+
+
+def test_the_memory_limit_is_the_lowest_of_the_control_groups(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "memory.max").write_text("1000\n")
+    (tmp_path / "a" / "b" / "memory.max").write_text("max\n")
+    own.write_text("0::/a/b\n")
+    assert memory_limit_bytes(tmp_path, own) == 1000
+    (tmp_path / "memory" / "c").mkdir(parents=True)
+    (tmp_path / "memory" / "c" / "memory.limit_in_bytes").write_text("500\n")
+    own.write_text("9:cpu:/c\n8:memory:/c\n")
+    assert memory_limit_bytes(tmp_path, own) == 500
+    assert memory_limit_bytes(tmp_path, tmp_path / "nothing") > 1000
 
 
 def test_the_help_of_serve_shows_defaults_and_wraps_at_the_terminal() -> None:
@@ -428,7 +492,7 @@ class Answers(BaseHTTPRequestHandler):
     server: FakeServer
 
     def do_GET(self) -> None:
-        known = self.path == "/v1/models"
+        known = self.path in ("/v1/models", "/v1/models/alias")
         self.send(200, b'{"data": [{"id": "base"}, {"id": "formal"}]}') if known else self.send(404, b"not here")
 
     def do_POST(self) -> None:
@@ -476,6 +540,16 @@ def test_a_chat_changes_its_adapter_and_refuses_one_that_is_not_there(server: Fa
     chat.take("/adapter", written.append)
     assert server.bodies[-1]["model"] == "formal"
     assert chat.model == "base"
+
+
+def test_a_chat_with_a_model_that_is_not_served_ends_at_once(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        Conversation(ServerClient(server.url), "klingon")
+    assert ended.value.code == 1
+    assert "unknown model 'klingon'; choose one of: base, formal" in capsys.readouterr().err
+    assert Conversation(ServerClient(server.url), "alias").model == "alias"
 
 
 def test_a_chat_forgets_and_ends_on_command(server: FakeServer) -> None:

@@ -24,6 +24,11 @@ class ConfigError(ValueError):
     """A setting is unknown or has a wrong value; the message names the setting and its source."""
 
 
+DEVICES = ("cpu", "cuda")
+KERNELS = ("auto", "native", "triton", "reference")
+"""Values of ``engine.device`` and ``engine.kernels``."""
+
+
 class ExecutorKind(StrEnum):
     """The executor that runs the plans of an engine."""
 

@@ -340,7 +340,7 @@ def resolve_preset(name: str) -> tuple[str, Preset]:
     full = AUTO_PRESET if base == "auto" else base
     if full not in PRESETS:
         known = ["auto", AUTO_PRESET, *sorted(PRESETS.keys() - {AUTO_PRESET}, key=lambda each: (":" in each, each))]
-        raise ConfigError(unknown_name("preset", base, known))
+        raise ConfigError(f"{unknown_name('preset', base, known)} (`lorikeet presets` lists all)")
     if not changes:
         return full, PRESETS[full]
     options = msgspec.to_builtins(PRESETS[full])

@@ -299,8 +299,9 @@ async def test_hanging_download_does_not_keep_a_starting_server_from_stopping(mo
         process.terminate()
         async with asyncio.timeout(60):
             _, printed = await process.communicate()
-        assert process.returncode == 1
+        assert process.returncode == 0
         assert "stopped before it was ready" in printed.decode()
+        assert "critical" not in printed.decode()
 
 
 @asynccontextmanager
@@ -338,8 +339,9 @@ async def test_slow_model_download_does_not_keep_a_server_from_stopping(tmp_path
             await hangs.wait()
             process.terminate()
             _, printed = await process.communicate()
-        assert process.returncode == 1
+        assert process.returncode == 0
         assert "stopped before it was ready" in printed.decode()
+        assert "critical" not in printed.decode()
 
 
 async def _until_reply(
@@ -381,8 +383,8 @@ async def _killing(reply: httpx.Response, process_id: int) -> AsyncIterator[str]
     ("flags", "message"),
     [
         (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1:0"),
-        (("--lora-modules", "x=/nowhere/at/all"), "adapter 'x': /nowhere/at/all: there is no such folder"),
-        (("--memory", "100KiB"), "--memory 0.09766 MiB is too small for a sequence of 512 tokens"),
+        (("--lora-modules", "x=/nowhere/at/all"), "adapter 'x': there is no folder '/nowhere/at/all'"),
+        (("--memory", "100KiB"), "--memory 100.0 KiB is too small for a sequence of 512 tokens"),
         (("--max-model-len", "100000"), "--max-model-len: 100000 is more than the model's"),
         (("--block-size", "0"), "--block-size: Expected `int` >= 1"),
         (("--log-level", "loud"), "log level 'loud' is not one of"),

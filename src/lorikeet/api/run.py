@@ -29,7 +29,7 @@ from lorikeet.api.request_log import RequestLog
 from lorikeet.api.sampling import ModelLimits, SamplingDefaults
 from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
-from lorikeet.api.terminal import ProgressDisplay, fail, fail_at_once, show_ready, shown_url
+from lorikeet.api.terminal import ProgressDisplay, exit_at_once, fail, show_ready, shown_url
 from lorikeet.api.text_processor import TemplateError, TextProcessor, read_generation_config
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.client.client import EngineClient, Engines
@@ -47,7 +47,7 @@ _KEEP_ALIVE_S = 75
 
 
 def serve(settings: Settings, name_settings: Callable[[str], str] = str) -> None:
-    """Serve until SIGTERM or SIGINT; the first one drains, a second one stops immediately.
+    """Serve until SIGTERM or SIGINT; the first one drains, or ends a start; a second one stops immediately.
 
     Args:
         settings: of the whole server.
@@ -70,7 +70,8 @@ def serve(settings: Settings, name_settings: Callable[[str], str] = str) -> None
     except (AdapterError, ConfigError, EngineError, ModelConfigError, OSError, TemplateError, ValueError) as error:
         fail(name_settings(str(error)), as_json=as_json)
     except (asyncio.CancelledError, KeyboardInterrupt):
-        fail_at_once("stopped before it was ready", as_json=as_json)
+        log.info("stopped before it was ready")
+        exit_at_once()
 
 
 async def _serve(settings: Settings) -> None:

@@ -95,20 +95,15 @@ def shown_url(host: str, port: int) -> str:
 
 def fail(text: str, *, as_json: bool = False) -> NoReturn:
     """Report why the server cannot run and end the process with code 1."""
-    _report(text, as_json)
-    raise SystemExit(1)
-
-
-def fail_at_once(text: str, *, as_json: bool = False) -> NoReturn:
-    """The same without waiting for threads: those of libraries may be downloading for another hour."""
-    _report(text, as_json)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
-
-
-def _report(text: str, as_json: bool) -> None:
     if as_json:
         log.critical("the server cannot run", error=text)
     else:
         Console(stderr=True, highlight=False, emoji=False).print(f"[red]error:[/] {escape(text)}", soft_wrap=True)
+    raise SystemExit(1)
+
+
+def exit_at_once() -> NoReturn:
+    """End the process with code 0 and without waiting for threads: those of libraries may download for another hour."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

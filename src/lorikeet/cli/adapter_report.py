@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from lorikeet.adapters.description import AdapterDescription
-from lorikeet.cli.console import format_size
+from lorikeet.cli.console import output
 from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.core.sizes import format_size
 
 
 def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
 
 def show(description: dict[str, Any]) -> None:
     """Print a description as text and a table."""
-    console = Console(highlight=False, emoji=False)
+    console = output()
     size = format_size(description["weight_bytes"])
     console.print(f"{description['folder']}: {description['parameters']:,} parameters, {size}", markup=False)
     console.print(f"base model: {description['base_model'] or 'not named'}", markup=False)

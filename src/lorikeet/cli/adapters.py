@@ -6,11 +6,11 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from lorikeet.cli.console import JsonFile, check_json_file, fail, format_size, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
+from lorikeet.core.sizes import format_size
 
 app = typer.Typer(help="List, add, remove and inspect adapters.", no_args_is_help=True)
 
@@ -35,7 +35,7 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = None, json_file: Jso
         loaded = format_size(card["device_bytes"]) if card["device_bytes"] else "-"
         size = format_size(card["weight_bytes"])
         table.add_row(card["name"], str(card["rank"]), size, loaded, card["digest"][:12], card["source"])
-    Console(emoji=False).print(table)
+    output().print(table)
 
 
 @app.command("add")

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from lorikeet.bench.model_shapes import MODEL_SHAPES, write_model_shape
 from lorikeet.cli.bench_memory import bench_memory
 from lorikeet.cli.bench_offline import bench_offline
 from lorikeet.cli.bench_serve import bench_serve
-from lorikeet.cli.console import JsonFile, check_json_file, fail, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
 from lorikeet.config import ConfigError, ModelSettings
 
 
@@ -58,7 +57,7 @@ def bench_limits(
 
 
 def _print(report: dict[str, Any]) -> None:
-    console = Console(highlight=False, emoji=False)
+    console = output()
     console.print(f"{report['model']}, {report['dtype']}, {report['threads']} threads", soft_wrap=True)
     table = Table()
     for heading in ("rows", "GFLOP/s", "decode tok/s at most"):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lorikeet.cli.console import JsonFile, check_json_file, fail, format_size, parse_size, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, fail, output, parse_size, write_json
 from lorikeet.config import ModelSettings
+from lorikeet.core.sizes import format_size
 from lorikeet.presets import resolve_preset
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _title(work: "MemoryWork", setting: "MemorySetting", filled: "WorkingSet", p
 
 
 def _print(title: str, results: Sequence[dict[str, Any]]) -> None:
-    console = Console(highlight=False, emoji=False)
+    console = output()
     console.print(escape(title), soft_wrap=True)
     for name, columns in _TABLES.items():
         table = Table("preset", title=name, title_justify="left")

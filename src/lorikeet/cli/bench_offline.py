@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from lorikeet import SPIN_COUNT
-from lorikeet.cli.console import JsonFile, check_json_file, fail, note, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, fail, note, output, write_json
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.presets import resolve_preset
 
@@ -115,7 +114,7 @@ def _restart_with_default_spin_count() -> None:
 
 def _print(report: dict[str, Any]) -> None:
     """Print one line for each side, then Lorikeet's decode alone and the machine's limits."""
-    console = Console(highlight=False, emoji=False)
+    console = output()
     console.print(_title(report["setup"]), soft_wrap=True)
     table = Table("side")
     for heading in ("output tok/s", "total tok/s", "of the limit", "Lorikeet is faster by"):

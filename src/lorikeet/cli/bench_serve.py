@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from lorikeet import __version__
-from lorikeet.cli.console import JsonFile, check_json_file, fail, given_options, note, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, fail, given_options, note, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lorikeet.core.urls import server_root
 
@@ -159,7 +159,7 @@ def bench_serve(
     setup = {name: value for name, value in context.params.items() if name not in ("api_key", "json_file")}
     setup |= {"base": base, "adapters": names, "lorikeet": __version__, "unix_s": time.time()}
     if write_json(json_file, _report(setup, runs, peak)):
-        console = Console(highlight=False, emoji=False)
+        console = output()
         if peak is None:
             _print_run(console, runs[0], top)
         else:

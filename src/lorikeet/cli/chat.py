@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lorikeet.cli.console import fail
 from lorikeet.cli.http_client import DEFAULT_URL, AnswerError, ApiKey, ServerClient, Url
+from lorikeet.core.suggestions import unknown_name
 
 _HELP = (
     "/adapter NAME changes to that adapter (alone: back to the base), /adapters lists them, /new forgets, /quit ends"
@@ -20,11 +22,16 @@ class Conversation:
         api: the server.
         model: name of the base model or of an adapter.
         parameters: sent with every request.
+
+    Raises:
+        SystemExit: the server does not serve the model; its models have been printed.
     """
 
     def __init__(self, api: ServerClient, model: str | None = None, **parameters: float | int) -> None:
         self._api = api
         self._names = [card["id"] for card in api.get("/v1/models")["data"]]
+        if model is not None and model not in self._names and not api.has_model(model):
+            fail(unknown_name("model", model, self._names))
         self.model = model or self._names[0]
         self._parameters = parameters
         self._messages: list[dict[str, str]] = []

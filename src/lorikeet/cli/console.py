@@ -1,6 +1,7 @@
-"""What the commands share: notes and errors on stderr, JSON reports, and sizes as people write them."""
+"""What the commands share: tables, notes and errors on stderr, JSON reports, and sizes as people write them."""
 
 import json
+import os
 import re
 import sys
 from datetime import UTC, datetime
@@ -30,16 +31,6 @@ def parse_size(text: str) -> int:
     return round(float(number) * (_BINARY if binary else _UNITS)[unit.lower()])
 
 
-def format_size(size_bytes: int) -> str:
-    """Return ``size_bytes`` for people, in powers of 1024."""
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
 JsonFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write JSON there; - prints it, and nothing else.", show_default=False),
@@ -47,6 +38,8 @@ JsonFile = Annotated[
 """The option ``--json`` of every command that has one; :func:`write_json` writes what it asks for."""
 
 STANDARD_OUTPUT = "-"
+
+_NO_TERMINAL_COLUMNS = 1000
 
 
 def check_json_file(file: str | None) -> None:
@@ -72,6 +65,12 @@ def write_json(file: str | None, value: Any) -> bool:
     except OSError as error:
         fail(f"--json {file}: {error.strerror}")
     return True
+
+
+def output() -> Console:
+    """Return a console for tables on standard output; where that is no terminal, no cell is cut or wrapped."""
+    columns = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _NO_TERMINAL_COLUMNS
+    return Console(highlight=False, emoji=False, width=columns)
 
 
 def note(text: str, *, as_json: bool = False) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import aiohttp
 import typer
@@ -42,6 +43,11 @@ class ServerClient:
         """GET a JSON object."""
         return self._call("GET", path, params=parameters)
 
+    def has_model(self, name: str) -> bool:
+        """Return whether the server answers for a model, which may have names that it does not list."""
+        status, _ = self._exchange("GET", f"/v1/models/{quote(name)}")
+        return status < 400
+
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST ``body`` and return the JSON object that comes back."""
         return self._call("POST", path, json=body)
@@ -75,13 +81,17 @@ class ServerClient:
                 yield line
 
     def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
-        try:
-            status, content = asyncio.run(self._answer(method, path, **arguments))
-        except aiohttp.ClientError as error:
-            fail(f"{self._url}: {_reason(error)}; is a server running there? (--url or LORIKEET_URL names another)")
+        status, content = self._exchange(method, path, **arguments)
         if status >= 400:
             fail(_message(status, content))
         return dict(json.loads(content))
+
+    def _exchange(self, method: str, path: str, **arguments: Any) -> tuple[int, bytes]:
+        """Return the status and body of an answer of any status; a server that is not there ends the command."""
+        try:
+            return asyncio.run(self._answer(method, path, **arguments))
+        except aiohttp.ClientError as error:
+            fail(f"{self._url}: {_reason(error)}; is a server running there? (--url or LORIKEET_URL names another)")
 
     async def _answer(self, method: str, path: str, **arguments: Any) -> tuple[int, bytes]:
         async with self._request(method, path, **arguments) as response:

@@ -2,15 +2,17 @@
 
 import inspect
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from lorikeet import __version__
 from lorikeet.cli import adapters, bench, compat, profiles
 from lorikeet.cli.chat import chat
 from lorikeet.cli.console import fail, note
 from lorikeet.cli.generate import generate
+from lorikeet.cli.presets import presets
 from lorikeet.cli.profile import profile
 from lorikeet.cli.replay import replay
 from lorikeet.cli.router import router
@@ -31,6 +33,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.command()(chat)
+app.command()(presets)
 app.command()(profile)
 app.command()(simulate)
 app.command()(replay)
@@ -43,8 +46,23 @@ app.add_typer(adapters.app, name="adapters")
 app.add_typer(bench.app, name="bench")
 app.add_typer(profiles.app, name="profiles")
 
+
+class _Command(TyperCommand):
+    """A command whose help names each option once, since rich cuts names that do not fit into its table."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, with further names of an option behind its text."""
+        for parameter in self.params:
+            others = [*parameter.opts[1:], *parameter.secondary_opts]
+            if others and isinstance(parameter, TyperOption):
+                parameter.help = f"{parameter.help or ''} Or {', '.join(others)}."
+                parameter.opts, parameter.secondary_opts = parameter.opts[:1], []
+        super().format_help(ctx, formatter)
+
+
 for _group in (app, adapters.app, bench.app, profiles.app):
     for _command in _group.registered_commands:
+        _command.cls = _Command
         # Lines end where the terminal does, not where those of the docstring do.
         _paragraphs = inspect.cleandoc(getattr(_command.callback, "__doc__", None) or "").split("\n\n")
         _command.help = "\n\n".join(paragraph.replace("\n", " ") for paragraph in _paragraphs)

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import msgspec
-from rich.console import Console
 from rich.table import Column, Table
 
+from lorikeet.cli.console import output
 from lorikeet.core.request import format_slo
 from lorikeet.costs.profile import Constant, CostProfile, Curve, FitQuality, OperatingLoads
 
@@ -15,7 +15,7 @@ _PREFIXES = ((1, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"), (0, "p"))
 
 def print_profile(profile: CostProfile) -> None:
     """Print every constant with its unit and error, and how well the models fit the measurements."""
-    console = Console(highlight=False, emoji=False)
+    console = output()
     console.print(f"{profile.name}: {profile.model} on {profile.device}; {profile.made}", soft_wrap=True, markup=False)
     constants = Table(
         Column("constant", no_wrap=True),

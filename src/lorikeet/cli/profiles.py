@@ -3,10 +3,9 @@
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
-from lorikeet.cli.console import fail
+from lorikeet.cli.console import fail, output
 
 app = typer.Typer(help="List cost profiles of devices and models, or print one.")
 
@@ -23,7 +22,7 @@ def list_profiles(context: typer.Context) -> None:
         profile = load_profile(name)
         pool = f"{profile.pool_bytes / 1e9:.1f}"
         table.add_row(name, profile.device, profile.model, pool, profile.origin)
-    Console(emoji=False).print(table)
+    output().print(table)
 
 
 @app.command("show")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from lorikeet.cli.console import fail
+from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
 
 if TYPE_CHECKING:
     from lorikeet.engine.recording import Recording
@@ -24,11 +24,13 @@ def replay(
     profile: Annotated[
         str, typer.Option(help="Instead compare step times: name or file of a profile.", show_default="")
     ] = "",
+    json_file: JsonFile = None,
 ) -> None:
     """Run a recording again with its recorded times, and check that every plan is the same.
 
     With --profile nothing is run: the recorded times of steps and transfers are compared with modelled ones.
     """
+    check_json_file(json_file)
     from lorikeet.config import ConfigError
     from lorikeet.costs.profile import ProfileError
     from lorikeet.engine.recording import Recording, RecordingError
@@ -36,18 +38,22 @@ def replay(
     try:
         recording = Recording(file)
         if profile:
-            _compare(recording, profile)
+            _compare(recording, profile, json_file)
         else:
-            _replay(recording)
+            _replay(recording, json_file)
     except (ConfigError, ProfileError, RecordingError) as error:
         fail(str(error))
 
 
-def _replay(recording: "Recording") -> None:
+def _replay(recording: "Recording", json_file: str | None) -> None:
     from lorikeet.engine.replay import replay as run
 
     header, found = recording.header, run(recording)
-    console = Console(highlight=False, emoji=False)
+    identical = found.difference is None
+    shown = {"preset": header.engine.preset, "plans": found.plans, "steps": found.steps, "seconds": found.seconds}
+    if not write_json(json_file, {**shown, "identical": identical}):
+        raise typer.Exit(0 if identical else 1)
+    console = output()
     blocks = f"{header.sizes.total_blocks} device and {header.sizes.host_blocks} host blocks"
     console.print(f"preset {header.engine.preset}, {blocks}, Lorikeet {header.version}")
     seconds = f"{found.steps} steps, {found.seconds:.1f} s"
@@ -75,7 +81,7 @@ def _show(console: Console, difference: "Difference") -> None:
     console.print(table)
 
 
-def _compare(recording: "Recording", name: str) -> None:
+def _compare(recording: "Recording", name: str, json_file: str | None) -> None:
     from statistics import median
 
     import numpy as np
@@ -89,20 +95,25 @@ def _compare(recording: "Recording", name: str) -> None:
     if profile.geometry != recording.header.sizes.geometry:
         fail(f"profile {profile.name} is of {profile.model}; the recording is of another model")
     _, preset = resolve_preset(recording.header.engine.preset)
+    figures: dict[str, dict[str, float]] = {}
+    for kind, pairs in compare_times(
+        turns(recording), preset, transfer_model(recording.header.engine, profile)
+    ).items():
+        if pairs:
+            errors = [abs(modelled - recorded) / recorded for recorded, modelled in pairs]
+            recorded_s, modelled_s = (median(side) for side in zip(*pairs, strict=True))
+            figures[kind] = {
+                "count": len(pairs),
+                "recorded_s": recorded_s,
+                "modelled_s": modelled_s,
+                "error": median(errors),
+                "p95_error": float(np.quantile(errors, 0.95)),
+            }
+    if not write_json(json_file, {"profile": profile.name, "times": figures}):
+        return
     right = [Column(text, justify="right") for text in ("count", "recorded ms", "modelled ms", "error", "P95")]
     table = Table("kind", *right, caption=f"medians; errors relative to the recorded time; profile {profile.name}")
-    transfers = transfer_model(recording.header.engine, profile)
-    for kind, pairs in compare_times(turns(recording), preset, transfers).items():
-        if not pairs:
-            continue
-        errors = [abs(modelled - recorded) / recorded for recorded, modelled in pairs]
-        recorded_s, modelled_s = (median(side) for side in zip(*pairs, strict=True))
-        table.add_row(
-            kind,
-            str(len(pairs)),
-            f"{1e3 * recorded_s:.2f}",
-            f"{1e3 * modelled_s:.2f}",
-            f"{median(errors):.1%}",
-            f"{np.quantile(errors, 0.95):.1%}",
-        )
-    Console(emoji=False).print(table)
+    for kind_name, each in figures.items():
+        milliseconds = (f"{1e3 * each[side]:.2f}" for side in ("recorded_s", "modelled_s"))
+        table.add_row(kind_name, str(each["count"]), *milliseconds, f"{each['error']:.1%}", f"{each['p95_error']:.1%}")
+    output().print(table)

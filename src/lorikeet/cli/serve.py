@@ -12,8 +12,8 @@ import typer
 from lorikeet.api.slo_targets import read_targets
 from lorikeet.cli import serve_flags
 from lorikeet.cli.console import fail
+from lorikeet.cli.serve_checks import check_settings
 from lorikeet.config import ConfigError, EngineSettings, Settings, load_settings
-from lorikeet.presets import resolve_preset
 
 Model = Annotated[str | None, typer.Argument(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file, a table per section; flags win over it.")]
@@ -37,6 +37,7 @@ def serve(model: Model = None, config: ConfigFile = None, prefix_caching: Prefix
     name_settings = partial(serve_flags.name_settings, given=flags, file=config, environment=os.environ)
     try:
         settings = build_settings(model, config, prefix_caching, flags, os.environ)
+        check_settings(settings)
     except ConfigError as error:
         fail(name_settings(str(error)), code=2, as_json=bool(flags.get("server_log_json")))
     from lorikeet.api.run import serve as run_server
@@ -88,23 +89,5 @@ def build_settings(
         settings = load_settings(tables, config, environment)
     if settings.adapters.adapter_dir and not Path(settings.adapters.adapter_dir).expanduser().is_dir():
         raise ConfigError(f"adapter_dir: there is no folder {settings.adapters.adapter_dir!r}")
-    _check_profile(settings.engine.profile)
-    resolve_preset(settings.engine.preset)
     read_targets(settings.server, settings.cluster)
     return settings
-
-
-def _check_profile(name: str) -> None:
-    """Find a wrong name of a profile now, since many presets never look at it.
-
-    Raises:
-        ConfigError: there is none of this name, or it cannot be read.
-    """
-    if name:
-        from lorikeet.costs.catalog import load_profile  # takes time to import, and few servers need it
-        from lorikeet.costs.profile import ProfileError
-
-        try:
-            load_profile(name)
-        except ProfileError as error:
-            raise ConfigError(str(error)) from error

@@ -12,8 +12,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import typer
 
-from lorikeet.cli.console import format_size, parse_size
+from lorikeet.cli.console import parse_size
 from lorikeet.config import ENVIRONMENT_PREFIX, Settings
+from lorikeet.core.sizes import format_size
 
 _HALF_NAMES = {"half": "float16", "float": "float32"}
 _FORMAT_NAMES = {"safetensors": "auto"}
@@ -90,7 +91,12 @@ FLAGS = (
     Flag("--max-model-len --context-length", "model.max_model_len", int, "Longest sequence, in tokens."),
     Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
     Flag("--cache-dir", "model.cache_dir", str, "Where converted weights are kept."),
-    Flag("--preset", "engine.preset", str, "System to run as, such as elora; elora,eviction=lru changes an option."),
+    Flag(
+        "--preset",
+        "engine.preset",
+        str,
+        "System to run as; `lorikeet presets` lists them. elora,eviction=lru changes an option of elora.",
+    ),
     Flag("--executor", "engine.executor", str, "torch, or paced: no arithmetic, steps take as long as --profile says."),
     Flag("--profile", "engine.profile", str, "Name or file of a profile, for --executor paced, and for some clusters."),
     Flag("--memory", "engine.memory_bytes", int, "Pool for adapters and KV, such as 4GiB.", parse_size, "SIZE"),
@@ -213,9 +219,9 @@ FLAGS = (
         "--adapter-slo",
         "server.adapter_slos",
         list[str],
-        "Targets of an adapter, instead of the server's; repeatable.",
+        "Targets of an adapter, instead of the server's, as NAME=ttft=0.5,tpot=0.1; repeatable.",
         None,
-        "NAME=ttft=0.5,tpot=0.1",
+        "TARGETS",
     ),
     Flag("--shed", "server.shed", bool, "Answer 429 if the first token is predicted to miss its target."),
     Flag("--request-log", "server.request_log", str, "File for the request log, in the workload format."),

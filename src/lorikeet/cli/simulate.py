@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lorikeet.cli.console import JsonFile, check_json_file, fail, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
 
 if TYPE_CHECKING:
     from lorikeet.bench.peak import Peak
@@ -89,7 +89,7 @@ def simulate(
         fail(str(error), code=2)
     shown = outcomes[0] if peak is None else _at_peak(peak, outcomes)
     if write_json(json_file, _report(outcomes, peak)):
-        console = Console(highlight=False, emoji=False)
+        console = output()
         if peak is None:
             _print_outcome(console, shown, top)
         else:

@@ -3,11 +3,11 @@
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from lorikeet.cli.console import JsonFile, check_json_file, format_size, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
+from lorikeet.core.sizes import format_size
 
 
 def status(
@@ -22,7 +22,7 @@ def status(
     cluster = ServerClient(url, api_key).get("/v1/cluster")
     if not write_json(json_file, cluster):
         return
-    console = Console(emoji=False)
+    console = output()
     console.print(_replicas(cluster["replicas"]))
     if cluster["unrouted"]:
         console.print(f"{cluster['unrouted']} requests wait for a replica")

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from lorikeet.cli.console import fail
+from lorikeet.cli.console import fail, output
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.core.extras import install_command
 
@@ -65,7 +64,7 @@ def _print(about: "LengthModelInfo") -> None:
         table.add_column(name, justify="left" if name == "predicted by" else "right")
     for name, errors in (("the learned model", about.learned), ("history", about.history)):
         table.add_row(name, f"{errors.mean_tokens:.1f}", f"{errors.median_share:.0%}", f"{errors.in_quintile:.0%}")
-    console = Console(highlight=False, emoji=False)
+    console = output()
     console.print(table)
     better = "the learned model" if about.is_better else "history"
     console.print(f"--length-predictor auto uses {better}: its mean error is the smaller one")

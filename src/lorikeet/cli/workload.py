@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lorikeet.cli.console import fail, given_options, note
+from lorikeet.cli.console import JsonFile, check_json_file, fail, given_options, note, output, write_json
 
 if TYPE_CHECKING:
     from lorikeet.bench.recipe import Recipe
@@ -59,8 +59,10 @@ def workload(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of random choices.")] = 0,
     top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
+    json_file: JsonFile = None,
 ) -> None:
     """Write a workload and print a summary of it."""
+    check_json_file(json_file)
     from lorikeet.bench.arrivals import ARRIVALS, Rates
     from lorikeet.bench.function_trace import read_function_trace
     from lorikeet.bench.recipe import FUNCTION_ARRIVALS, SHAPE_NAMES, Recipe, without_effect
@@ -116,7 +118,9 @@ def workload(
     if not requests:
         fail("no request is left; nothing was written", code=2)
     write_workload(file, requests)
-    _print(Console(highlight=False, emoji=False), file, recipe, summarise_workload(requests), top)
+    summary = summarise_workload(requests)
+    if write_json(json_file, _as_json(summary)):
+        _print(output(), file, recipe, summary, top)
     if any(request.prefix_blocks for request in requests):
         note(f"prefix blocks of this file have {block_tokens_of(requests)} tokens; each line says so")
 
@@ -169,6 +173,12 @@ def _print(console: Console, file: Path, recipe: "Recipe", summary: "WorkloadSum
     console.print(table)
     if top and any(name is not None for name, _ in summary.shares):
         console.print(_adapters_table(recipe, summary, top))
+
+
+def _as_json(summary: "WorkloadSummary") -> dict[str, Any]:
+    shares = [{"adapter": adapter, "share": share} for adapter, share in summary.shares]
+    tokens = {name: getattr(summary, name)._asdict() for name in ("input_tokens", "output_tokens")}
+    return {**summary._asdict(), **tokens, "shares": shares}
 
 
 def _adapters_table(recipe: "Recipe", summary: "WorkloadSummary", top: int) -> Table:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from lorikeet.config import KERNELS
 from lorikeet.core.extras import install_command
 from lorikeet.kernels.base import Kernels
 from lorikeet.kernels.native import DTYPES, NativeKernels, NativeUnavailableError, best_library
 from lorikeet.kernels.reference import ReferenceKernels
 
-NAMES = ("auto", "native", "triton", "reference")
 _FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -21,15 +21,15 @@ def choose_kernels(name: str, dtype: torch.dtype, device: torch.device) -> Kerne
     """Return a backend.
 
     Args:
-        name: one of ``NAMES``; ``auto`` is native on a CPU and Triton on a GPU, with FlashInfer's attention if that is
-            installed. If that cannot be used it is the reference backend, whose name then includes the reason.
+        name: one of ``config.KERNELS``; ``auto`` is native on a CPU and Triton on a GPU, with FlashInfer's attention if
+            that is installed. If that cannot be used it is the reference backend, whose name then includes the reason.
         dtype, device: of weights, adapters and KV.
 
     Raises:
         ValueError: the name is unknown, the backend cannot be used here, or FlashInfer is installed but broken.
     """
-    if name not in NAMES:
-        raise ValueError(f"{name!r} is not one of {', '.join(NAMES)}")
+    if name not in KERNELS:
+        raise ValueError(f"{name!r} is not one of {', '.join(KERNELS)}")
     if name == "reference":
         return ReferenceKernels()
     try:

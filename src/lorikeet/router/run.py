@@ -99,7 +99,7 @@ def run_router(options: RouterOptions) -> None:
     except (ConfigError, OSError, ProfileError, ValueError) as error:
         fail(str(error), as_json=options.log_json)
     except (asyncio.CancelledError, KeyboardInterrupt):
-        fail("stopped before it was ready", as_json=options.log_json)
+        log.info("stopped before it was ready")
 
 
 async def _run(options: RouterOptions) -> None:

@@ -17,6 +17,7 @@ from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
+from lorikeet.core.sizes import format_size
 from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, SamplingTensors, kv_view
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import pack
@@ -242,11 +243,11 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
         blocks = min(free_bytes, useful_bytes) // block_bytes
     if blocks < least_blocks:
         given = "memory_bytes" if engine.memory_bytes else "free memory of"
-        given_mib = (engine.memory_bytes or blocks * block_bytes) / 2**20
+        given_bytes = engine.memory_bytes or blocks * block_bytes
         least_mib = -(-least_blocks * block_bytes // 2**20)
         raise ConfigError(
-            f"{given} {given_mib:.4g} MiB is too small for a sequence of {longest_tokens} tokens and an adapter; at "
-            f"least {least_mib} MiB, or lower max_model_len"
+            f"{given} {format_size(given_bytes)} is too small for a sequence of {longest_tokens} tokens and an "
+            f"adapter; at least {least_mib} MiB, or lower max_model_len"
         )
     return blocks
 

@@ -15,6 +15,7 @@ from lorikeet.core.clock import VirtualClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Tier, Token, Transfer, TransferDone
+from lorikeet.core.sizes import format_size
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.cold_prefill import ColdAdapter, assist_costs, layer_arrivals_s, prefill_s
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
@@ -390,7 +391,7 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
     total_blocks = (engine.memory_bytes or profile.pool_bytes) // block_bytes
     sequence_blocks = -(-longest_tokens // engine.block_size)
     if total_blocks <= sequence_blocks:
-        given = f"memory_bytes {engine.memory_bytes / 2**20:.4g} MiB" if engine.memory_bytes else "the profile's memory"
+        given = f"memory_bytes {format_size(engine.memory_bytes)}" if engine.memory_bytes else "the profile's memory"
         least_mib = -(-(sequence_blocks + 1) * block_bytes // 2**20)
         raise ConfigError(
             f"{given} is too small for a sequence of {longest_tokens} tokens and an adapter; at least {least_mib} MiB, "

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lorikeet.config import ConfigError, EngineSettings, Settings
+from lorikeet.config import DEVICES, ConfigError, EngineSettings, Settings
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.process_tuning import keep_freed_memory
 from lorikeet.kernels import huge_pages
@@ -22,7 +22,6 @@ from lorikeet.models.weights import DecoderWeights, pack_weights
 from lorikeet.presets import MERGING_MODES, MergeBy, resolve_preset
 from lorikeet.worker.merging import Merger, linear_bytes
 
-_DEVICES = ("cpu", "cuda")
 _MAX_PRISTINE_SHARE = 0.5
 """Pristine weights that would take more than this share of a CUDA device's free memory are kept on the host."""
 
@@ -100,8 +99,8 @@ def rank_device(settings: Settings, rank: int) -> torch.device:
         ConfigError: there is no such device.
     """
     name = settings.engine.device
-    if name not in _DEVICES:
-        raise ConfigError(f"device: {name!r} is not one of {', '.join(_DEVICES)}")
+    if name not in DEVICES:
+        raise ConfigError(f"device: {name!r} is not one of {', '.join(DEVICES)}")
     if name == "cuda" and torch.version.cuda is None:
         raise ConfigError(f"device: torch {torch.__version__} is built without CUDA; install a build with CUDA")
     if name == "cuda" and torch.cuda.device_count() <= rank:

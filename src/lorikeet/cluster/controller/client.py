@@ -112,11 +112,18 @@ class ClusterClient:
 
     async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
         """Start all replicas of the settings in parallel; ``on_progress`` gets the progress of the first."""
+        log.info("starting replicas", replicas=self._settings.cluster.replicas)
+        began_s = time.monotonic()
+
+        async def start_one(on_progress: Callable[[Progress], None]) -> None:
+            replica = await self._start_replica(on_progress)
+            log.info("replica started", replica=replica, seconds=round(time.monotonic() - began_s, 1))
+
         try:
             async with asyncio.TaskGroup() as starts:
-                starts.create_task(self._start_replica(on_progress))
+                starts.create_task(start_one(on_progress))
                 for _ in range(1, self._settings.cluster.replicas):
-                    starts.create_task(self._start_replica(lambda progress: None))
+                    starts.create_task(start_one(lambda progress: None))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         await (

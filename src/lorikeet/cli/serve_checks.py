@@ -1,0 +1,126 @@
+"""Finds settings that cannot work before anything is downloaded, converted or loaded."""
+
+import os
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+from lorikeet.adapters.description import CONFIG_FILE
+from lorikeet.config import DEVICES, KERNELS, ConfigError, EngineSettings, ExecutorKind, Settings
+from lorikeet.core.machine import memory_limit_bytes
+from lorikeet.core.sizes import format_size
+from lorikeet.core.suggestions import unknown_name
+from lorikeet.presets import resolve_preset
+
+
+def check_settings(settings: Settings) -> None:
+    """Check what needs neither the model nor its weights.
+
+    Raises:
+        ConfigError: an option names something that does not exist, or more memory than there is.
+    """
+    check_policies(settings.engine.preset)
+    _check_profile(settings.engine.profile)
+    _check_kernels(settings.engine)
+    _check_folders(settings.adapters.preload)
+    if settings.engine.executor is ExecutorKind.TORCH and not settings.cluster.ray_address:
+        _check_memory(settings, memory_limit_bytes())
+
+
+def check_policies(name: str) -> None:
+    """Check the policies that are named behind a preset, such as ``elora,eviction=lru``.
+
+    Raises:
+        ConfigError: the preset, an option or a policy does not exist.
+    """
+    _, preset = resolve_preset(name)
+    if "," not in name:
+        return
+    # The tables take time to import, and few servers need them here.
+    from lorikeet.cluster.placement import PLACEMENT
+    from lorikeet.cluster.routing import ROUTING
+    from lorikeet.memory.policies import EVICTION, PREFETCH
+    from lorikeet.scheduling.batching import BATCHING
+    from lorikeet.scheduling.policies import ADMISSION
+
+    tables: dict[str, Iterable[str]] = {
+        "eviction": EVICTION,
+        "prefetch": PREFETCH,
+        "admission": ADMISSION,
+        "batching_mode": BATCHING,
+        "placement": PLACEMENT,
+        "routing": ROUTING,
+    }
+    for option, table in tables.items():
+        if (value := getattr(preset, option)) not in table:
+            raise ConfigError(f"preset {name!r}: {unknown_name(option, value, list(table))}")
+
+
+def _check_profile(name: str) -> None:
+    """Find a wrong name of a profile now, since many presets never look at it."""
+    if name:
+        from lorikeet.costs.catalog import load_profile  # takes time to import, and few servers need it
+        from lorikeet.costs.profile import ProfileError
+
+        try:
+            load_profile(name)
+        except ProfileError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _check_kernels(engine: EngineSettings) -> None:
+    for kind, name, known in (("device", engine.device, DEVICES), ("kernels", engine.kernels, KERNELS)):
+        if name not in known:
+            raise ConfigError(unknown_name(kind, name, known))
+    if engine.kernels == "triton" and engine.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError("kernels: triton runs on a GPU: add --device cuda, or leave --kernels out")
+    if engine.kernels == "native" and engine.device == "cuda":
+        raise ConfigError("kernels: native runs on a CPU: add --device cpu, or leave --kernels out")
+
+
+def _check_folders(preload: Iterable[str]) -> None:
+    """Check that the local folders of adapters exist and hold one."""
+    for pair in preload:
+        name, _, source = pair.partition("=")
+        scheme, separator, rest = source.partition("://")
+        if separator and scheme.lower() not in ("file", "local"):
+            continue
+        try:
+            folder = Path(rest if separator else source).expanduser()
+            if not folder.is_dir():
+                similar = _similar_folder(folder)
+                hint = f"; did you mean {similar}?" if similar else ""
+                raise ConfigError(f"adapter {name!r}: there is no folder {source!r}{hint}")
+            if not (folder / CONFIG_FILE).is_file():
+                raise ConfigError(f"adapter {name!r}: folder {source!r} has no {CONFIG_FILE}")
+        except (OSError, RuntimeError) as error:  # not readable, or the home folder of an unknown user
+            raise ConfigError(f"adapter {name!r}: {source!r}: {error}") from error
+
+
+def _similar_folder(folder: Path) -> Path | None:
+    """Return an existing folder named like ``folder``, or like the first of its parents that is missing."""
+    parents = (folder, *folder.parents)
+    missing = next((part for part in parents if part.parent.is_dir()), None)
+    if missing is None:
+        return None
+    names = [each.name for each in missing.parent.iterdir() if each.is_dir()]
+    close = get_close_matches(missing.name, names, 1)
+    if not close:
+        return None
+    whole = missing.with_name(close[0]) / folder.relative_to(missing)
+    return whole if whole.is_dir() else missing.with_name(close[0])
+
+
+def _check_memory(settings: Settings, limit_bytes: int) -> None:
+    """Check that the sizes that are set fit into this machine's memory, for all ranks and replicas together."""
+    engine = settings.engine
+    wanted = {"host_memory_bytes": engine.host_memory_bytes}
+    if engine.device == "cpu":
+        wanted["memory_bytes"] = engine.memory_bytes
+    processes = engine.tensor_parallel * settings.cluster.replicas
+    if sum(wanted.values()) * processes <= limit_bytes:
+        return
+    key, size_bytes = max(wanted.items(), key=lambda item: item[1])
+    times = f" for each of {processes} ranks" if processes > 1 else ""
+    available = f"this machine or container has {format_size(limit_bytes)}"
+    raise ConfigError(f"{key}: {format_size(size_bytes)}{times} is too much: {available}")

@@ -1,0 +1,45 @@
+"""What this machine, or the container around the process, has."""
+
+from pathlib import Path
+
+import psutil
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def memory_limit_bytes(cgroups: Path = _CGROUPS, own_groups: Path = Path("/proc/self/cgroup")) -> int:
+    """Return the bytes of memory that this process can have: the machine's, or the lower limit of a control group.
+
+    Args:
+        cgroups: where control groups are mounted.
+        own_groups: file that names those of this process.
+    """
+    return min([int(psutil.virtual_memory().total), *_limits(cgroups, own_groups)])
+
+
+def _limits(cgroups: Path, own_groups: Path) -> list[int]:
+    """Return the limits of the process's control groups, from its own up to the root."""
+    try:
+        lines = own_groups.read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            root, file = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, file = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root):
+                break
+            try:
+                limit = (folder / file).read_text().strip()
+            except OSError:
+                continue
+            if limit.isdigit():  # not "max"
+                found.append(int(limit))
+    return found
