@@ -18,7 +18,7 @@ SAMPLES := $(patsubst examples/adapters/%/adapter_config.json,%,$(wildcard examp
 # few tests are not the short ones.
 PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup serve lint docs test test-fast test-all fuzz wheel check-wheel smoke-wheel constraints
+.PHONY: help setup serve lint types style docs test test-fast test-all fuzz wheel check-wheel smoke-wheel constraints
 
 help:
 	@echo "make serve [PORT=8000]   serve the default model with the sample adapters on 127.0.0.1"
@@ -58,10 +58,16 @@ serve: $(INSTALLED)
 	$(BIN)/lorikeet serve --host 127.0.0.1 --port $(PORT) --adapter-dir examples/adapters \
 	  $(foreach name,pirate $(filter-out pirate,$(SAMPLES)),--lora-modules $(name)=examples/adapters/$(name))
 
-lint: setup docs
+# The docs site and mypy take longest, so they run beside each other.
+lint: setup
+	$(MAKE) --no-print-directory -j 2 docs types style
+
+types: setup
+	$(BIN)/mypy
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
 

@@ -77,7 +77,8 @@ def fuzz(request: pytest.FixtureRequest) -> Iterator[fuzzing.Fuzzing]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin with nothing left out."""
+    """Begin with nothing left out, and tell property tests how many examples they have."""
+    sampling.runs_all = config.getoption("--all")
     config.stash[LEFT_OUT] = []
     if config.pluginmanager.hasplugin("xdist"):
         config.pluginmanager.register(_WorkersSamples(config))

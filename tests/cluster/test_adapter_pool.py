@@ -11,6 +11,7 @@ from lorikeet.cluster.adapters.pool import NOTHING, AdapterPool, Fetch, PoolActi
 from lorikeet.cluster.tables import AdapterTable, ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from tests.support.placement import digest
+from tests.support.step_counts import examples
 
 A3 = digest("A3")
 S1, S2, S3, S4 = (ReplicaId(name) for name in ("S1", "S2", "S3", "S4"))
@@ -337,4 +338,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestPoolMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

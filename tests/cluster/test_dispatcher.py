@@ -19,6 +19,7 @@ from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import StepOutputs
 from tests.support.placement import digest
+from tests.support.step_counts import examples
 
 A, B = digest("A"), digest("B")
 S1, S2, S3 = (ReplicaId(name) for name in ("S1", "S2", "S3"))
@@ -488,4 +489,4 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestCluster.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)

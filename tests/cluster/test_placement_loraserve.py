@@ -36,6 +36,7 @@ from tests.support.placement import (
     packing_of,
     replicas_of,
 )
+from tests.support.step_counts import examples
 
 NO_HYSTERESIS = LoRAServeParams(hysteresis=None)
 
@@ -286,7 +287,7 @@ def numbered(adapters: list[tuple[int, float]]) -> list[AdapterDemand]:
     return [demand_of(f"a{number:03}", *each) for number, each in enumerate(adapters)]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(ADAPTERS, min_size=1, max_size=2), st.integers(1, 9), st.integers(1, 9), PARAMS)
 def test_shares_add_up_to_one_and_every_adapter_has_a_home(
     periods: list[list[tuple[int, float]]], before: int, after: int, params: LoRAServeParams
@@ -302,7 +303,7 @@ def test_shares_add_up_to_one_and_every_adapter_has_a_home(
             assert sum(share for _, share in its_shares) == pytest.approx(1, abs=1e-9)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(st.tuples(RANKS, st.floats(1, 100)), min_size=1, max_size=40),
     st.integers(1, 20),

@@ -29,6 +29,7 @@ from lorikeet.worker.modelled import build_modelled_executor, transfer_model
 from tests.support.profiles import round_profile
 from tests.support.recorded import RecordedEngine, adapter
 from tests.support.scripted import request
+from tests.support.step_counts import examples
 
 NAMES = ("a", "b", "c", "bad")
 PREFIX = list(range(100, 140))
@@ -134,7 +135,9 @@ class RecordedTraffic(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-RecordedTraffic.TestCase.settings = hypothesis_settings(max_examples=100, stateful_step_count=40, deadline=None)
+RecordedTraffic.TestCase.settings = hypothesis_settings(
+    max_examples=examples(30), stateful_step_count=40, deadline=None
+)
 TestRecordedTraffic = pytest.mark.slow(RecordedTraffic.TestCase)
 
 

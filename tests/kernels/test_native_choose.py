@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lorikeet.kernels.base import SamplingTensors, choose, gumbel_noise
 from lorikeet.kernels.native import load_library, native_choose, supported_instruction_sets
 from tests.kernels.choices import check_chosen
+from tests.support.step_counts import examples
 
 pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="no native library can be used here")
 
@@ -52,7 +53,7 @@ def assert_as_reference(library: ctypes.CDLL, logits: torch.Tensor, asked: Sampl
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 @given(
     seed=st.integers(0, 2**32),
     vocab=st.sampled_from([1, 2, 7, 15, 16, 17, 63, 64, 65, 255, 257, 1000, 4099]),

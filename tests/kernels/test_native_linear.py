@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lorikeet.kernels.native import NativeKernels, PanelWeight, load_library, supported_instruction_sets
 from tests.kernels.exactness import check_error
+from tests.support.step_counts import examples
 
 DTYPES = (torch.bfloat16, torch.float32)
 instruction_sets = pytest.mark.parametrize("instruction_set", supported_instruction_sets())
@@ -25,7 +26,7 @@ def kernels(instruction_set: str, threads: int = 2) -> NativeKernels:
 
 @instruction_sets
 @given(sizes, sizes, sizes, st.booleans(), st.sampled_from(DTYPES))
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 def test_the_error_is_at_most_twice_that_of_torch(
     instruction_set: str, rows: int, inputs: int, outputs: int, biased: bool, dtype: torch.dtype
 ) -> None:
@@ -43,7 +44,7 @@ def test_the_error_is_at_most_twice_that_of_torch(
 
 @instruction_sets
 @given(sizes, sizes, sizes, st.sampled_from(DTYPES))
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 def test_logits_are_the_fp32_sums_of_which_a_product_is_the_rounding(
     instruction_set: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
@@ -88,7 +89,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_any_number_of_threads(
 
 @instruction_sets
 @given(sizes, sizes, st.one_of(sizes, st.sampled_from([32, 64, 128])), st.booleans(), st.integers(1, 3))
-@settings(max_examples=80)
+@settings(max_examples=examples(30))
 def test_gated_at_once_has_the_bits_of_one_after_the_other(
     instruction_set: str, rows: int, inputs: int, columns: int, biased: bool, threads: int
 ) -> None:

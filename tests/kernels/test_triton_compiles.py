@@ -6,8 +6,8 @@ and no memory (torch's meta device), so that tiles, warps and specialized number
 ends when its kernel has been compiled. The assembler, ptxas, comes with Triton; neither GPU nor driver is needed.
 
 A process for each target compiles: in pytest's own, kernels are the interpreter's. First all steps are launched, with
-nothing compiled, to find which kernels there are; then those are compiled, or a sample of them that has every value of
-every constant of every function, unless pytest is told ``--all``.
+nothing compiled, to find which kernels there are; then those are compiled, or a sample of them that has every tile and,
+for one target, every value of every constant of every function, unless pytest is told ``--all``.
 """
 
 import ast
@@ -193,9 +193,13 @@ class Launch(msgspec.Struct):
     steps: list[str] = []
 
     def features(self, target: int) -> list[tuple[str, str, object]]:
-        """Return what a sample must have: tiles, constants of functions, and all kernels of tiles known to spill."""
+        """Return what a sample must have: tiles, and all kernels of tiles known to spill.
+
+        On the target with the least shared memory, which refuses most, also every constant of a function.
+        """
         found: list[tuple[str, str, object]] = [("", "tile", self.tile)]
-        found += [(self.name, name, value) for name, value in self.constants.items()]
+        if target == min(SHARED_KIB):
+            found += [(self.name, name, value) for name, value in self.constants.items()]
         if self.tile in SPILLS[target]:
             found.append((self.tile, "all", str(self.constants)))
         return found

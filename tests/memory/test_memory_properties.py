@@ -223,5 +223,5 @@ class Traffic(RuleBasedStateMachine):
             assert asked.request_id in self.aborted
 
 
-Traffic.TestCase.settings = machine_settings(examples=100, steps=60)
+Traffic.TestCase.settings = machine_settings(40, steps=60)
 TestTraffic = Traffic.TestCase

@@ -44,6 +44,7 @@ def logits_of_ranks(folder: Path, size: int, scratch: Path) -> Tensor:
     return torch.load(scratch / "out")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("variant", "size"),
     [("llama-biases", 2), ("llama-biases", 4), ("qwen3-biases", 2), ("qwen2", 4)],

@@ -12,6 +12,7 @@ from lorikeet.scheduling.batching.dlora import CreditParams, DLora, default_cred
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchWork, LiveRequest
 from lorikeet.scheduling.batching.mode_times import ThresholdParams
 from tests.support.batching import A, B, C, batch_of, live_of, run, setup_of, work_of
+from tests.support.step_counts import examples
 
 ROUND = st.tuples(st.text("AAABC-", max_size=5), st.sets(st.integers(0, 11), max_size=4))
 """Who arrives, and at which places requests end."""
@@ -79,7 +80,7 @@ def step(mode: DLora, live: Sequence[LiveRequest], steps: int = 1) -> BatchingCh
     return choice
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(modes(is_known=False) | modes(is_known=True), TRAFFIC, st.sampled_from(("", "B", "AC")))
 def test_batches_credits_and_switches_keep_their_bounds(
     mode: DLora, traffic: list[tuple[str, set[int]]], illegal: str
@@ -121,7 +122,7 @@ def check_several_at_once(mode: DLora, traffic: Sequence[tuple[str, set[int]]], 
         assert mode.thresholds.steps_left == single.thresholds.steps_left
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(100))
 @given(modes(is_known=False), TRAFFIC, st.integers(1, 12))
 def test_several_steps_at_once_are_the_same_steps_one_by_one(
     mode: DLora, traffic: list[tuple[str, set[int]]], most: int

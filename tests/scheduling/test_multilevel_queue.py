@@ -24,10 +24,10 @@ from lorikeet.scheduling.multilevel.size_classes import RequestSize, SizeClasses
 from lorikeet.scheduling.policies.fifo import Fifo
 from lorikeet.scheduling.state import StepTimeEstimator
 from tests.support.scripted import adapter as make_adapter
-from tests.support.step_counts import STEPS_VARIABLE, count
+from tests.support.step_counts import STEPS_VARIABLE, count, examples
 
 RUN_STEPS = 150
-RUNS = max(6, 2 * int(os.environ.get(STEPS_VARIABLE, "0")) // RUN_STEPS)
+RUNS = max(examples(3), 2 * int(os.environ.get(STEPS_VARIABLE, "0")) // RUN_STEPS)
 BLOCK = 4
 """Tokens of a block of an adapter in the builders' measure."""
 

@@ -8,6 +8,9 @@ import pytest
 
 T = TypeVar("T")
 
+runs_all = False
+"""Whether pytest was told ``--all``; set before tests are collected."""
+
 SAMPLED = "sampled"
 """The marker of tests whose parameters make a large matrix: ``@pytest.mark.sampled(least)``."""
 

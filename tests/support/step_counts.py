@@ -11,10 +11,15 @@ from typing import ParamSpec, TypeVar
 
 import hypothesis
 
+from tests.support import sampling
+
 STEPS_VARIABLE = "LORIKEET_PROPERTY_STEPS"
 """Least number of steps to run; unset: as many as a suite has time for."""
 REPORT_VARIABLE = "LORIKEET_PROPERTY_REPORT"
 """File for the counts, as JSON: name → how often."""
+
+RUNS_WITH_ALL = 4
+"""Times as many examples with ``--all``."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,18 +27,23 @@ T = TypeVar("T")
 _COUNTS: Counter[str] = Counter()
 
 
-def machine_settings(examples: int, steps: int) -> hypothesis.settings:
+def examples(number: int) -> int:
+    """Return how many examples a property test runs: ``number``, and with ``--all`` several times as many."""
+    return number * (RUNS_WITH_ALL if sampling.runs_all else 1)
+
+
+def machine_settings(number: int, steps: int) -> hypothesis.settings:
     """Return the settings of a state machine's test.
 
     Args:
-        examples: runs of the machine in the suite.
+        number: runs of the machine without ``--all``.
         steps: most rules of one run.
     """
     least = int(os.environ.get(STEPS_VARIABLE, "0"))
     # Runs end early as often as not: twice as many as would do at full length.
     return hypothesis.settings(
         hypothesis.settings.get_profile("lorikeet"),
-        max_examples=max(examples, 2 * least // steps),
+        max_examples=max(examples(number), 2 * least // steps),
         stateful_step_count=steps,
         suppress_health_check=list(hypothesis.HealthCheck),
     )

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return make_models(tmp_path_factory.mktemp("models"), num_hidden_layers=2)  # the interpreter is slow
+    return make_models(tmp_path_factory.mktemp("models"), num_hidden_layers=1)  # the interpreter is slow
 
 
 @contextmanager
