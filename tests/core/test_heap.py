@@ -16,11 +16,11 @@ if {kept}:
     keep_freed_memory()
 for step in range(10):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(2**17) for _ in range(100)]
+    tensors = [torch.ones(2**17) for _ in range(20)]
     del tensors
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-PAGES = 100 * 2**19 // 4096
+PAGES = 20 * 2**19 // 4096
 
 
 @pytest.mark.parametrize("kept", [False, True])

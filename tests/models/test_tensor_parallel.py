@@ -44,6 +44,7 @@ def logits_of_ranks(folder: Path, size: int, scratch: Path) -> Tensor:
     return torch.load(scratch / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("variant", "size"),
