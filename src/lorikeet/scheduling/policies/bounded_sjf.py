@@ -14,7 +14,7 @@ from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionVi
 
 _Floats = npt.NDArray[np.float64]
 
-_DELAY_SHARE: Final = 0.35
+_DELAY_SHARE: Final = 0.3
 _DELAY_S: Final = 0.4
 """A request may be delayed by this share of its wait under FIFO and so many seconds. Both are below what the class
 promises, since delays are estimates."""
@@ -140,22 +140,28 @@ class BoundedShortestFirst(AdmissionQueue):
         resident = [self.view.is_resident(request.adapter) for request in requests]
         self._order = np.argsort(self._costs * np.where(resident, 1.0, _COLD_FACTOR), kind="stable")
         self._fresh_until_s = now + _REFRESH_S
-        if self.view.step_times.is_known:  # a request that arrives now would wait for all of them
-            self._note_fifo_wait(float(self._costs.mean()) * len(self._waiting), now)
+        delayed_s, waited_s, queued_s = self._times[0].tolist()
+        self._note_fifo_wait(waited_s + now - queued_s - delayed_s, now)
 
     def _costs_s(self, requests: Sequence[Request]) -> _Floats:
-        """Return the seconds by which each request delays others that are admitted after it; infinite if not known."""
+        """Return the seconds by which each request delays others that are admitted after it; infinite if not known.
+
+        If answers of running requests are longer than predicted, the others count as that much longer, too.
+        """
         times, view = self.view.step_times, self.view
         if not times.is_known:
             return np.full(len(requests), np.inf)
-        running = max(1, len(view.running()))
+        there = view.running()
+        running, kv_tokens = max(1, len(there)), view.free_tokens() + sum(each.kv_tokens for each in there)
+        expected = sum(each.request.expected_tokens for each in there)
+        overrun = sum(max(each.request.expected_tokens, each.output_tokens) for each in there) / max(1, expected)
         inputs = np.array([len(each.prompt_token_ids) + len(each.output_token_ids) for each in requests], np.float64)
         outputs = np.array([max(1, each.expected_tokens - len(each.output_token_ids)) for each in requests], np.float64)
         prefill_s = times.prefill_s(1) * inputs
         runs_s = prefill_s + outputs * times.step_s(0, running)
         steps_s = prefill_s + outputs * (times.step_s(0, 1) - times.step_s(0, 0))
-        memory_s = runs_s * (inputs + outputs) / view.total_tokens
-        costs: _Floats = np.maximum.reduce((steps_s, runs_s / running, memory_s))
+        memory_s = runs_s * (inputs + outputs) / max(1, kv_tokens)
+        costs: _Floats = np.maximum.reduce((steps_s, runs_s / running, memory_s)) * max(1.0, overrun)
         return costs
 
 
