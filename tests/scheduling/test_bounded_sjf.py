@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lorikeet.bench.in_process import RunObserver, run_workload
+from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.replicas import modelled_replica
 from lorikeet.bench.workload import WorkloadRequest
@@ -114,7 +115,7 @@ class Waits(RunObserver):
                     self.seconds[event.request_id] += event.at_s - self._since.pop(event.request_id)
 
 
-class Guess:
+class Guess(Predictor):
     """Predicts lengths: right, right for 60 %, or the opposite."""
 
     def __init__(self, kind: str) -> None:
