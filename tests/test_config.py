@@ -98,14 +98,14 @@ def test_scaling_limits_and_replica_count_may_come_from_different_sources(tmp_pa
 def test_a_row_is_found_by_name_and_auto_says_which_it_is() -> None:
     name, preset = resolve_preset("auto")
     assert PRESETS[name] == preset
-    with pytest.raises(ConfigError, match="choose one of: auto, lorikeet:plain"):
+    with pytest.raises(ConfigError, match="choose one of: auto, lorikeet:auto"):
         resolve_preset("plain")
 
 
 def test_start_log_names_preset_and_what_differs_from_it() -> None:
-    assert describe_preset("auto") == "preset auto = lorikeet:plain"
+    assert describe_preset("auto") == "preset auto = lorikeet:auto"
     assert describe_preset("elora") == "preset elora"
-    changed = describe_preset("vllm-static, adapter_share=0.35,host_kv=true")
+    changed = describe_preset("vllm-static, adapter_share=0.35,host_kv=evicted")
     assert changed == "preset vllm-static with adapter_share=0.35 (0.2)"
 
 

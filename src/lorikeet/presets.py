@@ -25,6 +25,17 @@ class KvAfterFinish(StrEnum):
     """It is freed."""
 
 
+class HostKv(StrEnum):
+    """Which KV is copied to the host tier."""
+
+    NONE = "none"
+    """None: evicted KV is dropped."""
+    EVICTED = "evicted"
+    """KV that is evicted. Its blocks are free when the copy has ended (ELORA)."""
+    AHEAD = "ahead"
+    """KV that is likely to be used again, before its blocks are needed. Eviction never waits for a copy."""
+
+
 class MemorySplit(StrEnum):
     """How device memory is divided between adapters and KV."""
 
@@ -93,7 +104,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         kernel_form: how LoRA is computed for a batch of mixed ranks.
         kv_after_finish: what happens to the KV of a finished request.
-        host_kv: whether evicted KV is copied to the host tier; else it is dropped.
+        host_kv: which KV is copied to the host tier.
         memory_split: whether adapters and KV share all blocks of the device, or each has a fixed part.
         adapter_share: share of the device for adapters if ``memory_split`` is ``static``.
         padded_slots: whether every adapter takes as many blocks as the largest registered one.
@@ -124,7 +135,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kernel_form: KernelForm = KernelForm.UNPADDED
     kv_after_finish: KvAfterFinish = KvAfterFinish.KEPT
-    host_kv: bool = True
+    host_kv: HostKv = HostKv.EVICTED
     memory_split: MemorySplit = MemorySplit.UNIFIED
     adapter_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.2
     padded_slots: bool = False
@@ -151,7 +162,15 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     comigration: bool = False
 
 
+def _but(preset: Preset, **options: Any) -> Preset:
+    """Return a copy of a preset with other values for some options."""
+    return msgspec.structs.replace(preset, **options)
+
+
 _PLAIN = Preset(routing="kv-affinity")
+_AUTO = _but(
+    _PLAIN, host_kv=HostKv.AHEAD, prefetch="newest-first", swap_interval_s=0.1, admission="bounded-sjf"
+)
 _ELORA = Preset(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
 _CHAMELEON = Preset(
     kv_after_finish=KvAfterFinish.DROPPED,
@@ -181,11 +200,6 @@ _ON_DEMAND = Preset(
 _VLLM = Preset(memory_split=MemorySplit.STATIC, padded_slots=True, dependency_tree=False)
 
 
-def _but(preset: Preset, **options: Any) -> Preset:
-    """Return a copy of a preset with other values for some options."""
-    return msgspec.structs.replace(preset, **options)
-
-
 _CACHE_ALONE = _but(_CHAMELEON, admission="fifo")
 _NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
 _S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
@@ -201,7 +215,11 @@ _UNMANAGED: dict[str, Any] = {
 }
 
 PRESETS: dict[str, Preset] = {
-    # The default: unified memory with LRU, prefix caching, first come first served, and routing to cached prefixes.
+    # The default: as lorikeet:plain, but KV that is likely to be used again is copied to the host before it is evicted,
+    # and the newest of it is prefetched, so that no request waits for a copy to the host.
+    "lorikeet:auto": _AUTO,
+    # Unified memory with LRU, prefix caching, first come first served, and routing to cached prefixes; KV is copied to
+    # the host when it is evicted, and nothing is prefetched.
     "lorikeet:plain": _PLAIN,
     # All requests wait while an adapter is loaded.
     "lorikeet:plain-block": _but(_PLAIN, cold_start=ColdStart.BLOCK),
@@ -212,23 +230,23 @@ PRESETS: dict[str, Preset] = {
     # LoRA as one einsum over all adapters of the batch.
     "lorikeet:plain-einsum": _but(_PLAIN, kernel_form=KernelForm.EINSUM),
     # Fair shares of served tokens between tenants.
-    "lorikeet:fair": _but(_PLAIN, admission="fair"),
+    "lorikeet:fair": _but(_AUTO, admission="fair"),
     # Fair shares of served tokens between adapters.
-    "lorikeet:fair-adapter": _but(_PLAIN, admission="fair:adapter"),
+    "lorikeet:fair-adapter": _but(_AUTO, admission="fair:adapter"),
     # Requests by their priority, as vLLM's priority scheduling.
-    "lorikeet:priority": _but(_PLAIN, admission="priority"),
+    "lorikeet:priority": _but(_AUTO, admission="priority"),
     # Requests by the deadline of their first token.
-    "lorikeet:deadline": _but(_PLAIN, admission="deadline"),
-    # Routing to the replica that has most of the prompt's KV; another name of lorikeet:plain.
-    "lorikeet:kv-affinity": _PLAIN,
+    "lorikeet:deadline": _but(_AUTO, admission="deadline"),
+    # Routing to the replica that has most of the prompt's KV; another name of lorikeet:auto.
+    "lorikeet:kv-affinity": _AUTO,
     # Routing to replicas that have the adapter loaded.
-    "lorikeet:adapter-affinity": _but(_PLAIN, routing="adapter-affinity"),
+    "lorikeet:adapter-affinity": _but(_AUTO, routing="adapter-affinity"),
     # Routing to the replica with the least load.
-    "lorikeet:least-loaded": _but(_PLAIN, routing="least-loaded"),
+    "lorikeet:least-loaded": _but(_AUTO, routing="least-loaded"),
     # Routing to each replica in turn.
-    "lorikeet:round-robin": _but(_PLAIN, routing="round-robin"),
+    "lorikeet:round-robin": _but(_AUTO, routing="round-robin"),
     # Routing to a random replica.
-    "lorikeet:random": _but(_PLAIN, routing="random"),
+    "lorikeet:random": _but(_AUTO, routing="random"),
     # ELORA: KV and adapters in one dependency tree, evicted and prefetched by its cost model; then its ablations.
     "elora": _ELORA,
     "elora:literal": _but(_ELORA, eviction="elora:literal"),
@@ -248,7 +266,7 @@ PRESETS: dict[str, Preset] = {
     "elora:s-lora": Preset(kv_after_finish=KvAfterFinish.DROPPED),
     # vLLM: a fixed number of adapter slots, the rest of the memory for KV.
     "vllm-static": _VLLM,
-    "vllm-static:discard": _but(_VLLM, host_kv=False),
+    "vllm-static:discard": _but(_VLLM, host_kv=HostKv.NONE),
     # Chameleon: an adapter cache, and a multi-level queue by request size; then its ablations and baselines.
     "chameleon": _CHAMELEON,
     "chameleon:literal": _but(_CHAMELEON, admission="chameleon:literal"),
@@ -324,7 +342,7 @@ MERGING_MODES = frozenset(
 )
 """Batching modes that may merge an adapter into the base weights; ranks keep unmerged copies only for them."""
 
-AUTO_PRESET = "lorikeet:plain"
+AUTO_PRESET = "lorikeet:auto"
 """The preset that ``auto`` selects."""
 
 

@@ -272,8 +272,8 @@ def test_a_memory_too_small_is_named(profile: str) -> None:
 
 
 def test_axes_belong_to_the_row_before_them() -> None:
-    assert split_presets("elora, vllm-static,adapter_share=0.35,host_kv=false ,x") == [
+    assert split_presets("elora, vllm-static,adapter_share=0.35,host_kv=none ,x") == [
         "elora",
-        "vllm-static,adapter_share=0.35,host_kv=false",
+        "vllm-static,adapter_share=0.35,host_kv=none",
         "x",
     ]

@@ -50,7 +50,7 @@ def test_the_header_says_which_engine_it_was(tmp_path: Path) -> None:
     made = record_two(tmp_path / "run")
     header = Recording(tmp_path / "run").header
     assert header.version == __version__
-    assert header.engine.preset == "lorikeet:plain"
+    assert header.engine.preset == "lorikeet:auto"
     assert header.engine.max_num_seqs == 5
     assert header.engine.record == ""
     assert header.sizes.total_blocks == 64
@@ -163,8 +163,8 @@ def test_a_folder_that_is_not_there_is_an_error_at_the_start(tmp_path: Path) -> 
 def test_a_row_that_this_version_does_not_know_is_named(tmp_path: Path) -> None:
     record_two(tmp_path / "run")
     content = (tmp_path / "run").read_bytes()
-    (tmp_path / "run").write_bytes(content.replace(b"lorikeet:plain", b"lorikeet:plane", 1))
-    with pytest.raises(ConfigError, match="lorikeet:plane"):
+    (tmp_path / "run").write_bytes(content.replace(b"lorikeet:auto", b"lorikeet:auta", 1))
+    with pytest.raises(ConfigError, match="lorikeet:auta"):
         replay(Recording(tmp_path / "run"))
 
 

@@ -15,7 +15,7 @@ from lorikeet.memory.policies import PREFETCH
 from lorikeet.memory.policies.base import PrefetchPolicy
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
-from lorikeet.presets import PRESETS, Preset
+from lorikeet.presets import PRESETS, HostKv, Preset
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
@@ -167,7 +167,7 @@ def test_adapter_on_the_device_does_not_wait_for_its_host_copy() -> None:
 
 
 def test_host_victims_are_childless_kv_first_and_then_other_adapters() -> None:
-    bench = Bench(blocks=20, host_blocks=8, preset=Preset(host_kv=True))
+    bench = Bench(blocks=20, host_blocks=8, preset=Preset(host_kv=HostKv.EVICTED))
     ask(bench, "kv", words(0, 6))
     for index in range(3):
         ask(bench, f"more{index}", words(1000 * (index + 1), 5))
@@ -199,7 +199,7 @@ def test_adapters_leave_the_host_by_the_scores_of_that_moment() -> None:
 
 
 def test_nothing_leaves_the_host_for_an_adapter_that_finds_no_room_all_the_same() -> None:
-    bench = Bench(blocks=20, host_blocks=10, preset=Preset(host_kv=True))
+    bench = Bench(blocks=20, host_blocks=10, preset=Preset(host_kv=HostKv.EVICTED))
     ask(bench, "kv", words(0, 6))
     for index in range(3):
         ask(bench, f"more{index}", words(1000 * (index + 1), 5))

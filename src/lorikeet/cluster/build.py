@@ -22,7 +22,7 @@ from lorikeet.core.request import Slo, format_slo
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, OperatingLoads, ProfileError
 from lorikeet.costs.transfers import LinkDirection, TransferModel
-from lorikeet.presets import Preset, resolve_preset
+from lorikeet.presets import HostKv, Preset, resolve_preset
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 """Lengths of a mean request where nothing better is known; from LoRAServe's motivation."""
@@ -150,7 +150,7 @@ def build_migration(
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
     reserves = _FOR_PLACEMENT.get(preset.placement) is _for_burst_tolerance
     is_one_rank = settings.tensor_parallel == profile.tensor_parallel == 1
-    can_export_kv = preset.host_kv and settings.host_memory_bytes > 0 and is_one_rank
+    can_export_kv = preset.host_kv is not HostKv.NONE and settings.host_memory_bytes > 0 and is_one_rank
     times = MoveTimes(
         prefill_s, link_bytes_per_s, profile.geometry.block_bytes(1), kv_bytes_per_s if can_export_kv else None
     )

@@ -17,10 +17,12 @@ from lorikeet.core.events import AdapterEvent, AdapterEvicted
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.memory.blocks import BlockError, WaitReason
 from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy
+from lorikeet.memory.reuse import KvReuse
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.tree import DependencyTree, NodeKind, Nodes, NodeTransfer
+from lorikeet.presets import HostKv
 
 _HEAP_NODES = 256
 """Number of lowest-scored nodes that are put into a heap at a time."""
@@ -236,6 +238,7 @@ class Evictor:
         prefetch: is notified of nodes that are removed from the tree.
         rules: of the preset.
         counters: count evictions.
+        reuse: is told which KV leaves the device, where KV is copied ahead of its eviction.
         block_bytes: bytes of a block, for events.
 
     Attributes:
@@ -251,6 +254,7 @@ class Evictor:
         prefetch: PrefetchPolicy,
         rules: MemoryRules,
         counters: MemoryCounters,
+        reuse: KvReuse,
         block_bytes: int,
     ) -> None:
         self._tiers = tiers
@@ -259,6 +263,7 @@ class Evictor:
         self._prefetch = prefetch
         self._rules = rules
         self._counters = counters
+        self._reuse = reuse
         self._block_bytes = block_bytes
         total = tiers.device.total
         if rules.adapter_share is None:
@@ -367,7 +372,10 @@ class Evictor:
             self.offer(node)
 
     def evict_kv(self, nodes: Sequence[int], now: float) -> None:
-        """Evict KV from the device. It is copied to the host as far as blocks can be freed there, earlier KV first.
+        """Evict KV from the device.
+
+        If the preset copies evicted KV to the host, it does so as far as blocks can be freed there, earlier KV first.
+        Otherwise KV that has no copy is lost, and its blocks are free immediately.
 
         Args:
             nodes: evictable KV, later KV first.
@@ -377,7 +385,11 @@ class Evictor:
         parents = set(tree.parent[nodes].tolist())
         self._eviction.removed(nodes, now)
         self._counters.removed(nodes)
-        uncopied = [n for n in nodes if not tree.on_host[n]] if self._rules.host_kv and tiers.host.total else []
+        if self._rules.host_kv is HostKv.AHEAD:
+            for node in nodes:
+                self._reuse.left(int(tree.top[node]), tree.key_of(node))
+        is_copied = self._rules.host_kv is HostKv.EVICTED and tiers.host.total
+        uncopied = [n for n in nodes if not tree.on_host[n]] if is_copied else []
         free = self.free_host_for_kv(len(uncopied), before=nodes[0]) if uncopied else 0
         stored = uncopied[len(uncopied) - free :]
         is_stored = set(stored)
@@ -456,6 +468,7 @@ class Evictor:
     def forget_adapter(self, node: int) -> None:
         """Remove an adapter from the tree."""
         self._tree.remove_adapter(node)
+        self._reuse.forget(node)
         self._eviction.forgotten([node])
         self._prefetch.forgotten([node])
 
@@ -498,10 +511,31 @@ class Evictor:
 
     def copy_to_host(self, nodes: Sequence[int], now: float) -> None:
         """Begin to copy pinned KV to the host as well: the first of ``nodes`` for which host blocks can be freed."""
-        stored = nodes[: self.free_host_for_kv(len(nodes))] if self._rules.host_kv else ()
+        stored = nodes[: self.free_host_for_kv(len(nodes))] if self._rules.host_kv is not HostKv.NONE else ()
         if stored:
             self._eviction.removed(stored, now)  # until the copy ends: then ``inserted`` reports them again
             self._tiers.store_kv(stored[::-1], self._tiers.host.lease(len(stored)), now)
+
+    def copy_ahead(self, most: int, pays: Callable[[int], bool], now: float) -> None:
+        """Begin to copy the KV to the host that will be evicted first and has no copy; it stays on the device.
+
+        Args:
+            most: largest number of blocks.
+            pays: whether it pays to copy KV of an adapter, given the adapter's node.
+            now: the time.
+        """
+        tree, end = self._tree, self._tree.end
+        top = tree.top[:end]
+        idle = (tree.kind[:end] == NodeKind.KV) & tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
+        nodes = np.flatnonzero(idle & ~tree.on_host[:end] & (tree.pins[:end] == 0) & tree.on_device[top])
+        paying = np.array([each for each in np.unique(top[nodes]).tolist() if pays(each)], np.int64)
+        nodes = nodes[np.isin(top[nodes], paying)]
+        if len(nodes) > most:
+            nodes = nodes[np.argpartition(tree.score[nodes], most)[:most]]
+        chosen: list[int] = nodes[np.lexsort((-tree.depth[nodes], tree.score[nodes]))].tolist()
+        if chosen:
+            chosen = chosen[: self.free_host_for_kv(len(chosen), before=chosen[0])]
+            self._tiers.store_kv(chosen, self._tiers.host.lease(len(chosen)), now, stays=True)
 
     def _evict_host_kv(self, blocks: int, before: int | None = None) -> bool:
         """Evict KV of one branch from the host towards ``blocks`` free blocks; return whether there was any."""

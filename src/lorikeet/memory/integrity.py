@@ -47,7 +47,7 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
             owners += mine
             used[kind] += len(mine)
             resident += not is_kv
-            if moving in (NodeTransfer.IN, NodeTransfer.OUT):
+            if moving in (NodeTransfer.IN, NodeTransfer.OUT, NodeTransfer.COPY):
                 found["inflight"] += len(mine)
             elif tree.pins[node]:
                 found["kv" if is_kv else "adapter"] += len(mine)

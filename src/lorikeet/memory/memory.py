@@ -21,12 +21,14 @@ from lorikeet.memory.integrity import check_accounts, check_tree
 from lorikeet.memory.kv_migration import KvMigration
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.policies.base import EvictionPolicy, MemoryView
+from lorikeet.memory.reuse import KvReuse
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.swapper import Swapper
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.transfers import BlockCounts, HostCounts, InflightTransfer
 from lorikeet.memory.tree import BASE, DependencyTree, NodeKind, Nodes, NodeTransfer, Scores, block_keys
+from lorikeet.presets import HostKv
 
 
 class AdapterSize(NamedTuple):
@@ -181,6 +183,8 @@ class ComputedTokens(NamedTuple):
 
 
 _PLAIN = MemoryRules()
+_GHOSTS_PER_BLOCK = 2
+"""Keys of evicted KV that are remembered for each block of both tiers."""
 
 Assist = Callable[[AdapterRef, int], LoadOrder]
 """Returns the order in which the blocks of an adapter are copied from the host when host cores assist a prefill of this
@@ -223,11 +227,17 @@ class Memory:
         self._eviction = EVICTION[eviction](self._view)
         self._prefetch = PREFETCH[prefetch](self._view, self._eviction)
         self.counters = MemoryCounters(self.tiers, rules)
-        self.evictor = Evictor(self.tiers, self._eviction, self._prefetch, rules, self.counters, block_bytes)
-        self.swapper = Swapper(self.tiers, self.evictor, self._eviction, self._prefetch, rules, self.counters)
+        self._reuse = KvReuse(_GHOSTS_PER_BLOCK * (device_blocks + host_blocks))
+        self.evictor = Evictor(
+            self.tiers, self._eviction, self._prefetch, rules, self.counters, self._reuse, block_bytes
+        )
+        self.swapper = Swapper(
+            self.tiers, self.evictor, self._eviction, self._prefetch, rules, self.counters, self._view, self._reuse
+        )
         self.adapters = KnownAdapters(self.tiers, self.evictor, rules, adapter_size, block_bytes)
         self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size)
         self._view.load_s = self.adapters.predicted_load_s
+        self._view.load_kv_s = self._predicted_load_kv_s
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
         self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases)
@@ -268,8 +278,8 @@ class Memory:
 
     @property
     def blocks_are_being_freed(self) -> bool:
-        """Whether a transfer in flight will free device blocks when it ends."""
-        return self.tiers.blocks_being_freed > 0
+        """Whether a transfer in flight will free device blocks when it ends, or will let them be evicted."""
+        return self.tiers.blocks_being_freed > 0 or self.tiers.blocks_being_copied > 0
 
     @property
     def transfers_will_unblock(self) -> bool:
@@ -375,6 +385,8 @@ class Memory:
         self._prefetch.arrived(adapter, now)
         self.evictor.rescore(np.asarray(nodes), now)
         self.counters.arrived(adapter, path, self.block_size, tokens)
+        on_device = int(np.count_nonzero(self.tree.on_device[path]))
+        self._reuse.asked(keys[on_device:])
 
     def keys_of(
         self, digest: AdapterDigest | None, token_ids: Sequence[int], known: Sequence[bytes] = (), *, salt: str = ""
@@ -412,6 +424,9 @@ class Memory:
             return WaitReason.SLOT
         path = tree.match(keys[: (tokens - 1) // self.block_size])
         away = [node for node in path if not tree.on_device[node] and tree.moving[node] != NodeTransfer.IN]
+        if away and self._rules.host_kv is HostKv.AHEAD and not self._view.loading_kv_pays(len(away)):
+            del path[path.index(away[0]) :]
+            away = []
         private = self.blocks_for(tokens) - len(path)
         pinned = [adapter, *path]
         tiers.pin(pinned)
@@ -520,7 +535,20 @@ class Memory:
         """Pass the policies the duration of the last step, in seconds."""
         self._view.iteration_s = step_s
 
+    def predict_prefill(self, prefill_s: Callable[[int], float]) -> None:
+        """Set the function that predicts by how many seconds so many prompt tokens lengthen a step."""
+        self._view.prefill_s = lambda blocks: prefill_s(blocks * self.block_size)
+
     # --- internals -----------------------------------------------------------------------------------
+
+    def _predicted_load_kv_s(self, blocks: int) -> float:
+        """Return the seconds until so many blocks of KV are copied to the device, behind what is being copied there."""
+        before = sum(
+            len(inflight.transfer.device_blocks) or len(inflight.nodes)
+            for inflight in self.tiers.transfers.values()
+            if inflight.transfer.target is Tier.DEVICE and inflight.demand
+        )
+        return self.tiers.copy_s(Tier.HOST, Tier.DEVICE, before + blocks)
 
     def _return_lease(self, lease: SequenceLease, now: float) -> None:
         if lease not in self._leases:

@@ -2,13 +2,15 @@
 
 import msgspec
 
+from lorikeet.presets import HostKv
+
 
 class MemoryRules(msgspec.Struct, frozen=True):
     """What the memory keeps, and when the swapper moves it.
 
     Attributes:
         keep_kv: KV stays cached after its request has finished.
-        host_kv: evicted KV is copied to the host while the host has free blocks; False drops it.
+        host_kv: which KV is copied to the host.
         dependent: only leaves of the tree are evicted, so KV is on the device only below its adapter and earlier KV
             (ELORA). False: any unneeded node may be evicted, and KV can stay without its adapter.
         adapter_share: share of the device reserved for adapters, the rest for KV; None: both use the whole device.
@@ -20,7 +22,7 @@ class MemoryRules(msgspec.Struct, frozen=True):
     """
 
     keep_kv: bool = True
-    host_kv: bool = True
+    host_kv: HostKv = HostKv.EVICTED
     dependent: bool = True
     adapter_share: float | None = None
     padded_slots: bool = False

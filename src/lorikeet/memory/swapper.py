@@ -12,12 +12,14 @@ from itertools import islice
 
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, Tier
 from lorikeet.memory.eviction import Evictor
-from lorikeet.memory.policies.base import EvictionPolicy, PrefetchPolicy, is_prefetchable
+from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, PrefetchPolicy, is_prefetchable
+from lorikeet.memory.reuse import KvReuse
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
 from lorikeet.memory.transfers import KV_BLOCKS_PER_TRANSFER, InflightTransfer
 from lorikeet.memory.tree import NodeKind
+from lorikeet.presets import HostKv
 
 _MAX_HOST_READS = 2
 """Most prefetching reads into the host tier in flight."""
@@ -26,6 +28,13 @@ _MAX_PREFETCH_LOADS = 8
 blocks long before they are filled, when other adapters may be wanted."""
 _HOST_PREFETCH_SHARE = 0.5
 """Share of the host tier that prefetched adapters may use; the rest is for KV, where the preset stores KV there."""
+_COPIES_IN_FLIGHT = 128
+"""Most blocks of KV that are copied to the host ahead of their eviction at a time, and as a divisor the largest part of
+the evictable blocks: they cannot be evicted until the copy ends."""
+_COPIED_PART = 8
+_LEAST_SHARE = 0.05
+"""KV is not copied ahead if a smaller share of its adapter's KV is asked for again: the copies would only take the host
+memory of others."""
 _EVICTIONS_PER_TICK = 64
 _PREFETCHES_PER_TICK = 256
 """Limits of one tick, which delays the next step; the next tick continues."""
@@ -43,6 +52,8 @@ class Swapper:
         eviction, prefetch: policies of the preset.
         rules: of the preset.
         counters: count prefetches and ticks.
+        view: expected times of steps and copies.
+        reuse: of KV, by adapter.
     """
 
     def __init__(
@@ -53,15 +64,19 @@ class Swapper:
         prefetch: PrefetchPolicy,
         rules: MemoryRules,
         counters: MemoryCounters,
+        view: MemoryView,
+        reuse: KvReuse,
     ) -> None:
         self._tiers = tiers
         self._tree = tiers.tree
         self._evictor = evictor
+        self._view = view
+        self._reuse = reuse
         self._eviction = eviction
         self._prefetch = prefetch
         self._rules = rules
         self._counters = counters
-        prefetch_share = _HOST_PREFETCH_SHARE if rules.host_kv and rules.keep_kv else 1.0
+        prefetch_share = _HOST_PREFETCH_SHARE if rules.host_kv is not HostKv.NONE and rules.keep_kv else 1.0
         self._max_prefetched_host_blocks = prefetch_share * tiers.host.total
         self._to_read: OrderedDict[int, None] = OrderedDict()
         self._reads = 0
@@ -96,10 +111,13 @@ class Swapper:
         self._evictor.rescore_all(now)
         in_flight = len(self._tiers.transfers)
         total, unused = self._tiers.device.total, self._evictor.unused()
+        if self._rules.host_kv is HostKv.AHEAD and total - unused >= self._rules.prefetch_below * total:
+            self._copy_ahead(now)
         wanted = round((1 - self._rules.evict_to) * total)
         is_full = unused == 0 or self._evictor.allocation_failed
         self._evictor.allocation_failed = False
-        self._is_evicting = (is_full or self._is_evicting) and unused < wanted
+        evicts_early = self._rules.host_kv is HostKv.EVICTED  # otherwise evicted blocks are free immediately
+        self._is_evicting = evicts_early and (is_full or self._is_evicting) and unused < wanted
         if self._is_evicting:
             self._evictor.evict_until_free(wanted, now, _EVICTIONS_PER_TICK)
         elif self._prefetch.below_watermark_only and total - unused < self._rules.prefetch_below * total:
@@ -167,6 +185,13 @@ class Swapper:
     def has_host_reads(self, now: float) -> bool:
         """Whether reads into the host tier are in flight, or can be started now."""
         return bool(self._reads or self._next_to_read(now) is not None)
+
+    def _copy_ahead(self, now: float) -> None:
+        """Copy KV to the host that will be evicted soon, where loading it again saves time."""
+        tiers, cached = self._tiers, self._tiers.cached_blocks[NodeKind.KV]
+        most = min(_COPIES_IN_FLIGHT, cached // _COPIED_PART) - tiers.blocks_being_copied
+        if tiers.host.total and most > 0 and self._view.loading_kv_pays(1):
+            self._evictor.copy_ahead(most, lambda top: self._reuse.share(top) >= _LEAST_SHARE, now)
 
     def _queue_host_read(self, node: int) -> None:
         """Queue an adapter to be read into the host tier, behind all others."""

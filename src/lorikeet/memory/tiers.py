@@ -38,6 +38,8 @@ class Tiers:
         used_blocks: leased device blocks by kind of node, those in flight included.
         cached_blocks: device blocks of nodes that are not pinned or in flight, by kind.
         blocks_being_freed: device blocks of KV that are free when its copy to the host ends, unless it is pinned again.
+        blocks_being_copied: device blocks of KV that stays and is being copied to the host; it cannot be evicted
+            meanwhile.
         resident_adapters: number of adapters on the device or in flight to it.
     """
 
@@ -47,7 +49,7 @@ class Tiers:
         self.host = host
         self.transfers: dict[int, InflightTransfer] = {}
         self.totals: dict[tuple[Tier, Tier], RouteTotals] = {}
-        self.blocks_being_freed = 0
+        self.blocks_being_freed = self.blocks_being_copied = 0
         self.used_blocks = {NodeKind.KV: 0, NodeKind.ADAPTER: 0}
         self.cached_blocks = {NodeKind.KV: 0, NodeKind.ADAPTER: 0}
         self.resident_adapters = 0
@@ -118,7 +120,8 @@ class Tiers:
         tree.pins[index] += change
         tree.touched[index] += 1
         turned = index[before == (0 if change > 0 else 1)]
-        still = turned[tree.on_device[turned] & (tree.moving[turned] != NodeTransfer.OUT)]
+        moving = tree.moving[turned]
+        still = turned[tree.on_device[turned] & (moving != NodeTransfer.OUT) & (moving != NodeTransfer.COPY)]
         others = still[tree.kind[still] != NodeKind.KV]
         kv, adapter = (len(still) - len(others)) * change, sum(tree.size[others].tolist()) * change
         self._kv += kv
@@ -187,7 +190,9 @@ class Tiers:
         self.used_blocks[NodeKind.KV] += len(nodes)
         return self._begin(Transfer(next(self._ids), Tier.HOST, Tier.DEVICE, demand=demand), nodes, now)
 
-    def store_kv(self, nodes: Sequence[int], host_blocks: Sequence[BlockId], now: float) -> None:
+    def store_kv(
+        self, nodes: Sequence[int], host_blocks: Sequence[BlockId], now: float, *, stays: bool = False
+    ) -> None:
         """Begin to copy KV to the host. When the copy ends its device blocks are freed, unless it was pinned again.
 
         Calls between two plans share transfers, of ``KV_BLOCKS_PER_TRANSFER`` blocks each.
@@ -196,15 +201,20 @@ class Tiers:
             nodes: on the device only, in no transfer; later KV first, so that a node which stays keeps its ancestors.
             host_blocks: leased for them, one each.
             now: the time.
+            stays: whether it keeps its device blocks when the copy ends.
         """
         tree, at, pinned = self.tree, np.asarray(nodes, np.int64), int(np.count_nonzero(self.tree.pins[nodes]))
         self._kv -= pinned
         self.cached_blocks[NodeKind.KV] -= len(nodes) - pinned
-        self.blocks_being_freed += len(nodes)
         self._inflight += len(nodes)
         self._host_inflight += len(nodes)
-        np.subtract.at(tree.children_on_device, tree.parent[at], 1)  # so that the parents are evictable immediately
-        tree.moving[at] = NodeTransfer.OUT
+        if stays:
+            self.blocks_being_copied += len(nodes)
+            tree.moving[at] = NodeTransfer.COPY
+        else:
+            self.blocks_being_freed += len(nodes)
+            np.subtract.at(tree.children_on_device, tree.parent[at], 1)  # so that the parents are evictable immediately
+            tree.moving[at] = NodeTransfer.OUT
         tree.host[at], tree.host_generation[at] = host_blocks, [self.host.generation(block) for block in host_blocks]
         while nodes:
             if self._storing is None or len(self._storing.nodes) == KV_BLOCKS_PER_TRANSFER:
@@ -312,6 +322,8 @@ class Tiers:
                     self._finish_in(node, result)
                 case NodeTransfer.OUT:
                     self._finish_out(node, result)
+                case NodeTransfer.COPY:
+                    self._finish_copy(node, result.error)
                 case NodeTransfer.READ:
                     self._finish_host_adapter(node, result.error)
                 case NodeTransfer.NO:
@@ -358,16 +370,8 @@ class Tiers:
 
     def _finish_out(self, node: int, result: TransferResult) -> None:
         tree = self.tree
-        self._inflight -= 1
         self.blocks_being_freed -= 1
-        self._host_inflight -= 1
-        self.used_blocks[NodeKind.KV] -= 1
-        if result.error is None:
-            tree.on_host[node] = True
-            self._host_kv += 1
-        else:
-            self.host.release(self.host_blocks([node]))
-            tree.host[node] = NO_BLOCK
+        self._finish_host_kv(node, result.error)
         if tree.pins[node] or (self._dependent and tree.children_on_device[node]):
             self._count(node, 1)  # it was pinned again meanwhile, or one of its children was
             result.arrived.append(node)
@@ -375,6 +379,23 @@ class Tiers:
         else:
             self._free_device(node)
             tree.on_device[node] = False
+
+    def _finish_copy(self, node: int, error: str | None) -> None:
+        self.blocks_being_copied -= 1
+        self._finish_host_kv(node, error)
+        self._count(node, 1)
+
+    def _finish_host_kv(self, node: int, error: str | None) -> None:
+        tree = self.tree
+        self._inflight -= 1
+        self._host_inflight -= 1
+        self.used_blocks[NodeKind.KV] -= 1
+        if error is None:
+            tree.on_host[node] = True
+            self._host_kv += 1
+        else:
+            self.host.release(self.host_blocks([node]))
+            tree.host[node] = NO_BLOCK
 
     def _finish_host_adapter(self, node: int, error: str | None) -> None:
         entry = self.tree.adapters[node]

@@ -54,6 +54,8 @@ class NodeTransfer:
     """From the device to the host; the device copy can still be read."""
     READ: Final = 3
     """From the source to the host."""
+    COPY: Final = 4
+    """From the device to the host as well: the device copy stays."""
 
 
 @dataclass(slots=True)

@@ -73,6 +73,7 @@ class Scheduler:
         self._sequences: dict[RequestId, Sequence] = {}
         self._running: list[Sequence] = []
         self._step_times = StepTimeEstimator()
+        memory.predict_prefill(self._step_times.prefill_s)
         self.selector = BatchSelector(
             batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist
         )

@@ -143,6 +143,10 @@ class StepTimeEstimator:
         base_s, prefill_s, decode_s = self._fit.parts().tolist()
         return float(base_s + prefill_s * prefill_tokens + decode_s * decodes)
 
+    def prefill_s(self, tokens: float) -> float:
+        """Return the expected seconds by which so many prompt tokens lengthen a step."""
+        return float(self._fit.parts().tolist()[1]) * tokens
+
     def alone_s(self, input_tokens: float, output_tokens: float) -> float:
         """Return the expected seconds of a request that runs alone."""
         return self.step_s(input_tokens, 0) + (output_tokens - 1) * self.step_s(0, 1)

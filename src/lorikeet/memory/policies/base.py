@@ -33,6 +33,9 @@ class MemoryView:
         resident_adapters: returns the present number of adapters on the device or in flight to it.
         load_s: returns the predicted seconds to load each of some adapters; 0 where not known.
         iteration_s: duration of the last step in seconds; 0 where not known.
+        load_kv_s: returns the predicted seconds until so many blocks of KV are copied from the host; 0 where not known.
+        prefill_s: returns the predicted seconds by which so many blocks of KV lengthen a step if they are computed; 0
+            where not known.
     """
 
     tree: DependencyTree
@@ -42,6 +45,13 @@ class MemoryView:
     resident_adapters: Callable[[], int] = lambda: 0
     load_s: Callable[[Nodes], Scores] = lambda nodes: np.zeros(len(nodes))
     iteration_s: float = 0.0
+    load_kv_s: Callable[[int], float] = lambda blocks: 0.0
+    prefill_s: Callable[[int], float] = lambda blocks: 0.0
+
+    def loading_kv_pays(self, blocks: int) -> bool:
+        """Whether so many blocks of KV are loaded from the host sooner than they are computed, as far as is known."""
+        prefill_s = self.prefill_s(blocks)
+        return prefill_s == 0 or self.load_kv_s(blocks) <= prefill_s
 
 
 class EvictionPolicy:

@@ -9,6 +9,7 @@ from lorikeet.scheduling.multilevel.options import AdapterCharge, ChameleonOptio
 from lorikeet.scheduling.multilevel.queue import ChameleonQueue
 from lorikeet.scheduling.multilevel.quotas import OverloadRule, SurplusShare
 from lorikeet.scheduling.multilevel.size_classes import OUTPUT_ONLY_WEIGHTS, KRule
+from lorikeet.scheduling.policies.bounded_sjf import BoundedShortestFirst
 from lorikeet.scheduling.policies.deadline import EarliestDeadline
 from lorikeet.scheduling.policies.fair import FairShares, by_adapter
 from lorikeet.scheduling.policies.fifo import Fifo
@@ -32,6 +33,7 @@ _CHAMELEON_VARIANTS: dict[str, dict[str, Any]] = {
 
 ADMISSION: dict[str, AdmissionPolicy] = {
     "fifo": Fifo,
+    "bounded-sjf": BoundedShortestFirst,
     "sjf": ShortestFirst,
     "sjf:aging": partial(ShortestFirst, gamma=AGING_TOKENS_PER_S),
     "fair": FairShares,

@@ -1,0 +1,54 @@
+"""How often KV that leaves the device is asked for again."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+
+_ASSUMED_LEFT, _ASSUMED_SHARE = 64.0, 0.3
+"""Blocks of an adapter that are assumed to have left at the start, and the share of them that was asked for again."""
+_REMEMBERED_LEFT = 4096.0
+"""Blocks after which the counts of an adapter are halved, so that they follow its traffic."""
+
+
+class KvReuse:
+    """Estimates, for each adapter, the share of its KV that is asked for again after it has left the device.
+
+    It remembers the keys of blocks that have left, whether they were copied to the host or not (ghost entries), so the
+    estimate does not depend on what is copied.
+
+    Args:
+        most_keys: keys to remember; the oldest are forgotten first.
+    """
+
+    def __init__(self, most_keys: int) -> None:
+        self._most_keys = most_keys
+        self._ghosts: OrderedDict[bytes, int] = OrderedDict()
+        self._left: defaultdict[int, float] = defaultdict(float)
+        self._asked: defaultdict[int, float] = defaultdict(float)
+
+    def left(self, top: int, key: bytes) -> None:
+        """Record that a block has left the device; ``top`` is the node of its adapter."""
+        self._ghosts[key] = top
+        if len(self._ghosts) > self._most_keys:
+            self._ghosts.popitem(last=False)
+        self._left[top] += 1
+        if self._left[top] > _REMEMBERED_LEFT:
+            self._left[top] /= 2
+            self._asked[top] /= 2
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        """Record that a request needs these blocks, which are not on the device; the first that never left ends it."""
+        for key in keys:
+            top = self._ghosts.pop(key, None)
+            if top is None:
+                return
+            self._asked[top] += 1
+
+    def share(self, top: int) -> float:
+        """Return the expected share of an adapter's KV that will be asked for again, between 0 and 1."""
+        asked, left = self._asked.get(top, 0.0), self._left.get(top, 0.0)
+        return min(1.0, (asked + _ASSUMED_LEFT * _ASSUMED_SHARE) / (left + _ASSUMED_LEFT))
+
+    def forget(self, top: int) -> None:
+        """Drop the counts of an adapter that was removed from the tree."""
+        self._left.pop(top, None)
+        self._asked.pop(top, None)
