@@ -26,6 +26,7 @@ from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import read_targets
+from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.client.client import Engines
 from lorikeet.config import Settings
@@ -75,6 +76,7 @@ def create_service(
         lengths=lengths,
         body_gate=BodyGate(settings.server.max_body_bytes),
         prompt_processes=PromptProcesses(text_processor, limits, settings.server.max_queued),
+        grammars=GrammarChecks(text_processor, limits),
         observer=RequestObserver(metrics, usage, request_log, lengths, forecast),
     )
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))

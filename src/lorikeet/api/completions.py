@@ -25,6 +25,7 @@ from lorikeet.api.protocol import (
 )
 from lorikeet.api.service import GenerationSpec, JsonBody, SenderDep, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
+from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor, content_text
 from lorikeet.api.threads import off_the_loop
 from lorikeet.core.plan import Token
@@ -341,6 +342,7 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         arrival_s=prepared.arrival_s if prepared else None,
+        grammar=grammar_spec(body),
     )
     generation = await service.start(body, target, spec, sender)
     try:
@@ -440,6 +442,7 @@ async def chat_completions(
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         arrival_s=prepared.arrival_s if prepared else None,
+        grammar=grammar_spec(body),
     )
     generation = await service.start(body, target, spec, sender)
     answer = ChatFormat(service.text_processor, logprobs=bool(body.logprobs), echo=_echo(body))

@@ -5,12 +5,11 @@ Bodies up to ``SMALL_BODY_BYTES`` take the ordinary way and pass none of this.
 
 import asyncio
 import os
-import sys
 import time
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,9 +17,10 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from lorikeet.api.errors import ApiError, unexpected_failure
+from lorikeet.api.errors import ApiError
+from lorikeet.api.helper_processes import HelperProcesses
 from lorikeet.api.logs import log
-from lorikeet.api.prompt_process import BODY, LENGTH, PATHS, BodyRead, BodyRefused, PromptSetup
+from lorikeet.api.prompt_process import PATHS, BodyRead, BodyRefused, PromptSetup
 from lorikeet.api.sampling import ModelLimits
 from lorikeet.api.text_processor import TextProcessor
 
@@ -31,7 +31,6 @@ _LARGEST_HELD = 4
 """As many bodies of the largest size may be held at once; smaller ones add up."""
 _WAIT_S = 30.0
 _READ_S = 60.0
-_START_S = 60.0
 _CORES_PER_PROCESS, _MAX_PROCESSES = 4, 4
 
 _PREPARED = "prepared_body"
@@ -95,7 +94,7 @@ class BodyGate:
 
 
 class PromptProcesses:
-    """Processes that read large bodies, started when they are needed and replaced when they end.
+    """Processes that read large bodies.
 
     Args:
         text_processor: of the model.
@@ -105,15 +104,13 @@ class PromptProcesses:
 
     def __init__(self, text_processor: TextProcessor, limits: ModelLimits, max_queued: int) -> None:
         self._text_processor, self._limits, self._max_queued = text_processor, limits, max_queued
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._all: set[asyncio.subprocess.Process] = set()
-        self._free = asyncio.Semaphore(max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS)))
-        self._setup = b""
+        most = max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS))
+        self._processes = HelperProcesses("lorikeet.api.prompt_process", self._setup, most)
 
     @property
     def pids(self) -> list[int]:
         """Process ids."""
-        return [process.pid for process in self._all]
+        return self._processes.pids
 
     async def read(self, path: str, body: bytes) -> BodyRead:
         """Return what a body says.
@@ -121,92 +118,35 @@ class PromptProcesses:
         Raises:
             ApiError: it is not valid, or takes too much memory or time.
         """
-        async with self._free:
-            process = await self._process()
-            answer: BodyRead | BodyRefused | None = None
-            try:
-                async with asyncio.timeout(_READ_S):
-                    assert process.stdin is not None
-                    process.stdin.writelines((BODY.pack(tuple(PATHS).index(path), len(body)), body))
-                    await process.stdin.drain()
-                    answer = _FROM_PROCESS.decode(await _message(process))
-            except (EOFError, OSError, TimeoutError) as error:
-                log.warning("a body was not read", path=path, bytes=len(body), reason=repr(error))
-                raise ApiError(413, "Reading the body takes too much memory or time.") from error
-            finally:
-                if answer is None:
-                    self._end(process)
-                else:
-                    self._idle.append(process)
+        route = bytes([tuple(PATHS).index(path)])
+        try:
+            answer: BodyRead | BodyRefused = _FROM_PROCESS.decode(
+                await self._processes.ask(route, body, timeout_s=_READ_S)
+            )
+        except (EOFError, OSError, TimeoutError) as error:
+            log.warning("a body was not read", path=path, bytes=len(body), reason=repr(error))
+            raise ApiError(413, "Reading the body takes too much memory or time.") from error
         if isinstance(answer, BodyRefused):
             raise ApiError(answer.status, answer.message, param=answer.param, type=answer.kind)
         return answer
 
     async def close(self) -> None:
         """End the processes."""
-        for process in tuple(self._all):
-            self._end(process)
-            await process.wait()
+        await self._processes.close()
 
-    async def _process(self) -> asyncio.subprocess.Process:
-        while self._idle:
-            process = self._idle.pop()
-            if process.returncode is None:
-                return process
-            self._end(process)
-        return await self._start()
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        began_s = time.monotonic()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "lorikeet.api.prompt_process"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            # Threads and their arenas would count as memory.
-            env={**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # a Ctrl-C at the terminal is for the API process
-        )
-        self._all.add(process)
-        try:
-            if not self._setup:
-                self._setup = msgspec.msgpack.encode(self._make_setup())
-            async with asyncio.timeout(_START_S):
-                assert process.stdin is not None
-                process.stdin.writelines((LENGTH.pack(len(self._setup)), self._setup))
-                await _message(process)
-        except (EOFError, OSError, TimeoutError) as error:
-            self._end(process)
-            log.error("the process that reads large bodies cannot be started", error=repr(error))
-            raise unexpected_failure() from error
-        except BaseException:
-            self._end(process)
-            raise
-        log.info("process for large bodies started", pid=process.pid, seconds=round(time.monotonic() - began_s, 1))
-        return process
-
-    def _make_setup(self) -> PromptSetup:
+    def _setup(self) -> bytes:
         texts, template = self._text_processor, self._text_processor.template
         if texts.origin is not None:
-            return PromptSetup(self._limits, self._max_queued, str(texts.origin[0]), texts.origin[1])
-        return PromptSetup(
-            self._limits,
-            self._max_queued,
-            tokenizer=texts.tokenizer.to_str(),
-            template="" if template is None else template.source,
-            special_tokens={} if template is None else template.special_tokens,
-        )
-
-    def _end(self, process: asyncio.subprocess.Process) -> None:
-        self._all.discard(process)
-        with suppress(ProcessLookupError):
-            process.kill()
-
-
-async def _message(process: asyncio.subprocess.Process) -> bytes:
-    assert process.stdout is not None
-    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    return await process.stdout.readexactly(length)
+            setup = PromptSetup(self._limits, self._max_queued, str(texts.origin[0]), texts.origin[1])
+        else:
+            setup = PromptSetup(
+                self._limits,
+                self._max_queued,
+                tokenizer=texts.tokenizer.to_str(),
+                template="" if template is None else template.source,
+                special_tokens={} if template is None else template.special_tokens,
+            )
+        return msgspec.msgpack.encode(setup)
 
 
 class PreparedBody(NamedTuple):

@@ -8,14 +8,11 @@ Its memory is limited. A body that takes more ends the process, and the API proc
 """
 
 import json
-import os
-import resource
-import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from pydantic import ValidationError
@@ -23,6 +20,7 @@ from tokenizers import Tokenizer
 
 from lorikeet.api.body_structure import BodyStructure, check_structure
 from lorikeet.api.errors import ApiError, bad_request, invalid_body, invalid_json, model_not_found, unexpected_failure
+from lorikeet.api.helper_main import run_helper
 from lorikeet.api.middleware import AdmissionGate
 from lorikeet.api.protocol import (
     Body,
@@ -38,8 +36,8 @@ from lorikeet.api.protocol import (
     refuse_unsupported,
 )
 from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs
+from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import ChatTemplate, TextProcessor, content_text
-from lorikeet.core.process_tuning import lower_priority, return_freed_memory
 
 PATHS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
@@ -47,11 +45,7 @@ PATHS: dict[str, type[Body]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-"""Routes whose bodies may be large."""
-BODY = struct.Struct("!BQ")
-"""Before a body: which of ``PATHS``, and its length."""
-LENGTH = struct.Struct("!Q")
-"""Before a message."""
+"""Routes whose bodies may be large. A message to the process is a body after the number of its route, one byte."""
 MAX_TOKENS = 2**20
 """Of all prompts of a request together, or of one that is as long as the context."""
 MAX_TOKENIZED = 2**18
@@ -185,6 +179,7 @@ class PromptReader:
         sequences = prompts * (body.n or 1)
         AdmissionGate(self._max_queued).enter(sequences)
         logit_bias_pairs(body, self._limits.vocabulary, sequences)
+        grammar_spec(body)  # else a large one would be sent back
 
     def _token_ids(self, prompt: str | list[int], param: str, *, special: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -262,20 +257,13 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 def main() -> None:
     """Read bodies from standard input until it ends."""
-    answers, bodies = os.fdopen(os.dup(1), "wb"), sys.stdin.buffer
-    os.dup2(2, 1)  # whatever a library prints is no message
-    setup = msgspec.msgpack.decode(_exactly(bodies, LENGTH.unpack(_exactly(bodies, LENGTH.size))[0]), type=PromptSetup)
-    reader = PromptReader(_texts(setup), setup.limits, setup.max_queued)
-    lower_priority()
-    _limit_memory()
-    paths = tuple(PATHS)
-    _send(answers, b"")
-    while head := bodies.read(BODY.size):
-        which, length = BODY.unpack(head)
-        answer = _answer(reader, paths[which], _exactly(bodies, length))
-        _send(answers, msgspec.msgpack.encode(answer))
-        del answer
-        return_freed_memory()
+    run_helper(_prepare, _MEMORY_BYTES)
+
+
+def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
+    setup = msgspec.msgpack.decode(setup_message, type=PromptSetup)
+    reader, paths = PromptReader(_texts(setup), setup.limits, setup.max_queued), tuple(PATHS)
+    return lambda message: msgspec.msgpack.encode(_answer(reader, paths[message[0]], message[1:]))
 
 
 def _answer(reader: PromptReader, path: str, body: bytes) -> BodyRead | BodyRefused:
@@ -296,27 +284,6 @@ def _texts(setup: PromptSetup) -> TextProcessor:
         return TextProcessor.read(Path(setup.folder), setup.chat_template)
     template = ChatTemplate(setup.template, setup.special_tokens) if setup.template else None
     return TextProcessor(Tokenizer.from_str(setup.tokenizer), template)
-
-
-def _limit_memory() -> None:
-    if sys.platform != "linux":
-        return
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        taken = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + _MEMORY_BYTES, taken + _MEMORY_BYTES))
-
-
-def _exactly(stream: BinaryIO, length: int) -> bytes:
-    content = stream.read(length)
-    if len(content) < length:
-        raise SystemExit  # the API process is gone
-    return content
-
-
-def _send(stream: BinaryIO, content: bytes) -> None:
-    stream.write(LENGTH.pack(len(content)))
-    stream.write(content)
-    stream.flush()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from lorikeet.adapters.errors import UnknownAdapter
 from lorikeet.api.connections import ConnectionStats
 from lorikeet.api.errors import ApiError, engine_unavailable, model_not_found
 from lorikeet.api.generation import Generation, TextOptions
+from lorikeet.api.grammar_process import GrammarSpec
 from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_type
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.load_places import LoadPlaces
@@ -30,6 +31,7 @@ from lorikeet.api.protocol import GenerationBody, may_hold_surrogates, refuse_lo
 from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
 from lorikeet.api.served_models import ResolvedModel, ServedModels
 from lorikeet.api.slo_targets import SloTargets
+from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.client.client import Engines
 from lorikeet.client.supervisor import EngineError
@@ -51,6 +53,7 @@ class GenerationSpec:
             that space.
         logprobs: alternatives to report with each token; None for no log probabilities.
         arrival_s: monotonic time at which the body had been received; None for now.
+        grammar: that the answers follow; None for none.
     """
 
     prompts: int
@@ -59,6 +62,7 @@ class GenerationSpec:
     default_max_tokens: int | None
     logprobs: int | None
     arrival_s: float | None = None
+    grammar: GrammarSpec | None = None
 
 
 class Sender(NamedTuple):
@@ -89,6 +93,7 @@ class Service:
     lengths: AnswerLengthPredictor
     body_gate: BodyGate
     prompt_processes: PromptProcesses
+    grammars: GrammarChecks
     observer: RequestObserver
     connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
@@ -123,9 +128,10 @@ class Service:
         adapter: AdapterRef | None = None
         try:
             prompts = await spec.encode()
+            grammar = await self.grammars.check(spec.grammar, sequences) if spec.grammar is not None else ""
             predicted = await self.lengths.predict(prompts, None if target.adapter is None else target.adapter.name)
             adapter = self._acquire_adapter(target)
-            requests = self._requests(body, adapter, spec, prompts, predicted, slo, sender, arrival_s)
+            requests = self._requests(body, adapter, spec, prompts, predicted, slo, sender, arrival_s, grammar)
             self._shed(requests)
 
             generation = Generation(
@@ -177,6 +183,7 @@ class Service:
         slo: Slo | None,
         sender: Sender,
         arrival_s: float,
+        grammar: str,
     ) -> list[Request]:
         requests: list[Request] = []
         cache_salt = self._cache_salt(body, sender)
@@ -190,6 +197,7 @@ class Service:
                 default_max_tokens=spec.default_max_tokens,
                 logprobs=spec.logprobs,
                 logit_bias=logit_bias,
+                grammar=grammar,
             )
             for choice in range(body.n or 1):
                 requests.append(
