@@ -12,6 +12,7 @@ import uvicorn
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.api.app import create_app, create_service
+from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.sampling import ModelLimits
@@ -61,18 +62,21 @@ def start(tmp_path: Path, sources: Path) -> Start:
         request_log: RequestLog | None = None,
         lora: bool = True,
         lengths: AnswerLengthPredictor | None = None,
+        max_model_len: int = 256,
         **server: object,
     ) -> AsyncIterator[Running]:
         settings = Settings(
             adapters=AdapterSettings(enabled=lora, adapter_dir=str(sources), store_dir=str(tmp_path / "store")),
             server=msgspec.structs.replace(ServerSettings(), **server),
         )
-        engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END])
+        engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END], max_model_len=max_model_len)
         catalog = AdapterCatalog(settings.adapters, "base", GEOMETRY, reserved_names=("base",))
         limits = ModelLimits(engine.engine_info.max_model_len, TOKENIZER.get_vocab_size(), (END,))
         models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)
         texts = TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {}))
-        service = create_service(settings, engine.as_client(), catalog, texts, models, limits, request_log, lengths)
+        service = create_service(
+            settings, engine.as_client(), catalog, ChatSettings(texts, limits), models, request_log, lengths
+        )
         config = uvicorn.Config(create_app(service), lifespan="off", log_level="error", access_log=False)
         try:
             async with (

@@ -20,6 +20,7 @@ import uvicorn
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.api.app import create_app, create_service
+from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.sampling import ModelLimits
 from lorikeet.api.served_models import ServedModels
 from lorikeet.api.text_processor import ChatTemplate, TextProcessor
@@ -130,7 +131,9 @@ async def world(
         catalog = AdapterCatalog(adapters, "base", client.engine_info.geometry, reserved_names=("base",))
         models = ServedModels(("base",), (), "base", catalog, CONTEXT_TOKENS)
         texts = TextProcessor(byte_level_tokenizer(), ChatTemplate("", {}))
-        service = create_service(settings, client, catalog, texts, models, ModelLimits(CONTEXT_TOKENS, VOCAB))
+        service = create_service(
+            settings, client, catalog, ChatSettings(texts, ModelLimits(CONTEXT_TOKENS, VOCAB)), models
+        )
         config = uvicorn.Config(create_app(service), lifespan="off", log_level="error")
         async with serving(config) as url, httpx.AsyncClient(base_url=url, timeout=120) as http:
             made = World(http, client, catalog, tmp_path, alone, digests)

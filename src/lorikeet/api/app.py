@@ -5,6 +5,7 @@ from fastapi import FastAPI
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.api import adapters, cluster, completions, info
+from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.errors import install_handlers
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate, PromptProcesses
 from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
@@ -21,12 +22,10 @@ from lorikeet.api.middleware import AdmissionGate, add_middleware
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.prompt_process import PATHS
 from lorikeet.api.request_log import RequestLog
-from lorikeet.api.sampling import ModelLimits
 from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import read_targets
-from lorikeet.api.text_processor import TextProcessor
 from lorikeet.client.client import Engines
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
@@ -37,9 +36,8 @@ def create_service(
     settings: Settings,
     client: Engines,
     catalog: AdapterCatalog,
-    text_processor: TextProcessor,
+    chat: ChatSettings,
     models: ServedModels,
-    limits: ModelLimits,
     request_log: RequestLog | None = None,
     lengths: AnswerLengthPredictor | None = None,
 ) -> Service:
@@ -49,16 +47,15 @@ def create_service(
         settings: of the whole server.
         client: started.
         catalog: the adapters.
-        text_processor: tokenizer and chat template.
+        chat: tokenizer, chat template, limits and defaults of the base model.
         models: names of the base model and the adapters.
-        limits: of the model.
         request_log: None for none.
         lengths: predicts the lengths of answers; None for no predictions.
 
     Raises:
         ConfigError: the SLO targets in the settings cannot be read.
     """
-    metrics = RequestMetrics(models.base, limits.max_model_len)
+    metrics = RequestMetrics(models.base, chat.limits.max_model_len)
     usage = AdapterUsage(settings.server.metrics_adapters)
     lengths = lengths or AnswerLengthPredictor()
     forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
@@ -67,14 +64,13 @@ def create_service(
         adapter_settings=settings.adapters,
         client=client,
         catalog=catalog,
-        text_processor=text_processor,
+        chat=chat,
         models=models,
-        limits=limits,
         targets=read_targets(settings.server, settings.cluster),
         gate=AdmissionGate(settings.server.max_queued),
         lengths=lengths,
         body_gate=BodyGate(settings.server.max_body_bytes),
-        prompt_processes=PromptProcesses(text_processor, limits, settings.server.max_queued),
+        prompt_processes=PromptProcesses(chat, settings.server.max_queued),
         observer=RequestObserver(metrics, usage, request_log, lengths, forecast),
     )
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))

@@ -99,12 +99,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) ->
     if prepared := prepared_body(http):
         return Response(prepared.answer, media_type="application/json")
     if body.messages is not None:
-        tokens = await service.text_processor.encode_chat(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            extra=body.chat_template_kwargs or {},
-            continue_final_message=bool(body.continue_final_message),
-        )
+        tokens = await service.text_processor.encode_chat(body.messages, service.chat.style(body))
     else:
         special = body.add_special_tokens is not False
         (tokens,) = await service.text_processor.encode([body.prompt or ""], add_special_tokens=special)

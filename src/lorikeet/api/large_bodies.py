@@ -18,11 +18,10 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.errors import ApiError, unexpected_failure
 from lorikeet.api.logs import log
 from lorikeet.api.prompt_process import BODY, LENGTH, PATHS, BodyRead, BodyRefused, PromptSetup
-from lorikeet.api.sampling import ModelLimits
-from lorikeet.api.text_processor import TextProcessor
 
 SMALL_BODY_BYTES = 64 * 1024
 """A larger body would hold up the event loop, and every stream, for more than some hundredths of a second."""
@@ -98,13 +97,12 @@ class PromptProcesses:
     """Processes that read large bodies, started when they are needed and replaced when they end.
 
     Args:
-        text_processor: of the model.
-        limits: of the model.
+        chat: settings of the base model.
         max_queued: most sequences of a request.
     """
 
-    def __init__(self, text_processor: TextProcessor, limits: ModelLimits, max_queued: int) -> None:
-        self._text_processor, self._limits, self._max_queued = text_processor, limits, max_queued
+    def __init__(self, chat: ChatSettings, max_queued: int) -> None:
+        self._chat, self._max_queued = chat, max_queued
         self._idle: list[asyncio.subprocess.Process] = []
         self._all: set[asyncio.subprocess.Process] = set()
         self._free = asyncio.Semaphore(max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS)))
@@ -186,12 +184,14 @@ class PromptProcesses:
         return process
 
     def _make_setup(self) -> PromptSetup:
-        texts, template = self._text_processor, self._text_processor.template
+        chat, texts, template = self._chat, self._chat.text_processor, self._chat.text_processor.template
         if texts.origin is not None:
-            return PromptSetup(self._limits, self._max_queued, str(texts.origin[0]), texts.origin[1])
+            folder, file = texts.origin
+            return PromptSetup(chat.limits, self._max_queued, str(folder), file, tool_parser=chat.tool_parser)
         return PromptSetup(
-            self._limits,
+            chat.limits,
             self._max_queued,
+            tool_parser=chat.tool_parser,
             tokenizer=texts.tokenizer.to_str(),
             template="" if template is None else template.source,
             special_tokens={} if template is None else template.special_tokens,

@@ -22,6 +22,8 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from lorikeet.api.body_structure import BodyStructure, check_structure
+from lorikeet.api.chat_settings import prompt_style
+from lorikeet.api.conversation import content_text
 from lorikeet.api.errors import ApiError, bad_request, invalid_body, invalid_json, model_not_found, unexpected_failure
 from lorikeet.api.middleware import AdmissionGate
 from lorikeet.api.protocol import (
@@ -38,7 +40,7 @@ from lorikeet.api.protocol import (
     refuse_unsupported,
 )
 from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs
-from lorikeet.api.text_processor import ChatTemplate, TextProcessor, content_text
+from lorikeet.api.text_processor import ChatTemplate, TextProcessor
 from lorikeet.core.process_tuning import lower_priority, return_freed_memory
 
 PATHS: dict[str, type[Body]] = {
@@ -75,6 +77,7 @@ class PromptSetup(msgspec.Struct, frozen=True):
         tokenizer: ``tokenizer.json``'s content.
         template: Jinja source; empty for none.
         special_tokens: of the template.
+        tool_parser: name of the format of tool calls; empty for the template's.
         limits: of the model.
         max_queued: most sequences of a request.
     """
@@ -86,6 +89,7 @@ class PromptSetup(msgspec.Struct, frozen=True):
     tokenizer: str = ""
     template: str = ""
     special_tokens: dict[str, str] = {}
+    tool_parser: str = ""
 
 
 class BodyRead(msgspec.Struct, frozen=True, tag=True):
@@ -120,10 +124,14 @@ class PromptReader:
         text_processor: of the model.
         limits: of the model.
         max_queued: most sequences of a request.
+        tool_parser: name of the format of tool calls; empty for the template's.
     """
 
-    def __init__(self, text_processor: TextProcessor, limits: ModelLimits, max_queued: int) -> None:
+    def __init__(
+        self, text_processor: TextProcessor, limits: ModelLimits, max_queued: int, tool_parser: str = ""
+    ) -> None:
         self._text_processor = text_processor
+        self._tool_parser = tool_parser
         self._limits = limits
         self._max_queued = max_queued
         self._max_tokens = max(MAX_TOKENS, limits.max_model_len)
@@ -174,12 +182,7 @@ class PromptReader:
         return BodyRead(_fields(body, messages=[last]), (_packed(ids),))
 
     def _chat_prompt(self, body: ChatOptions, messages: Sequence[ChatMessage]) -> str:
-        return self._text_processor.chat_prompt(
-            messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            extra=body.chat_template_kwargs or {},
-            continue_final_message=bool(body.continue_final_message),
-        )
+        return self._text_processor.chat_prompt(messages, prompt_style(body, "", self._tool_parser))
 
     def _check(self, body: GenerationBody, prompts: int) -> None:
         sequences = prompts * (body.n or 1)
@@ -265,7 +268,7 @@ def main() -> None:
     answers, bodies = os.fdopen(os.dup(1), "wb"), sys.stdin.buffer
     os.dup2(2, 1)  # whatever a library prints is no message
     setup = msgspec.msgpack.decode(_exactly(bodies, LENGTH.unpack(_exactly(bodies, LENGTH.size))[0]), type=PromptSetup)
-    reader = PromptReader(_texts(setup), setup.limits, setup.max_queued)
+    reader = PromptReader(_texts(setup), setup.limits, setup.max_queued, setup.tool_parser)
     lower_priority()
     _limit_memory()
     paths = tuple(PATHS)

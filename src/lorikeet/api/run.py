@@ -19,6 +19,7 @@ from anyio import to_thread
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.app import create_app, create_service
+from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
 from lorikeet.api.length_prediction import open_length_predictor
 from lorikeet.api.listening import BoundServer, bind, is_loopback
@@ -108,9 +109,13 @@ async def _serve(settings: Settings) -> None:
             settings,
             client,
             catalog,
-            text_processor,
+            ChatSettings(
+                text_processor,
+                _limits(model.path, config, engine_info),
+                tool_parser=settings.model.tool_call_parser,
+                reasoning_parser=settings.model.reasoning_parser,
+            ),
             names,
-            _limits(model.path, config, engine_info),
             request_log,
             lengths,
         )

@@ -18,6 +18,7 @@ from fastapi import Request as HttpRequest
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import UnknownAdapter
+from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionStats
 from lorikeet.api.errors import ApiError, engine_unavailable, model_not_found
 from lorikeet.api.generation import Generation, TextOptions
@@ -51,6 +52,7 @@ class GenerationSpec:
             that space.
         logprobs: alternatives to report with each token; None for no log probabilities.
         arrival_s: monotonic time at which the body had been received; None for now.
+        kept_tokens: special tokens that stay in the text of an answer.
     """
 
     prompts: int
@@ -59,6 +61,7 @@ class GenerationSpec:
     default_max_tokens: int | None
     logprobs: int | None
     arrival_s: float | None = None
+    kept_tokens: frozenset[int] = frozenset()
 
 
 class Sender(NamedTuple):
@@ -81,9 +84,9 @@ class Service:
     adapter_settings: AdapterSettings
     client: Engines
     catalog: AdapterCatalog
-    text_processor: TextProcessor
+    chat: ChatSettings
+    """Of the base model."""
     models: ServedModels
-    limits: ModelLimits
     targets: SloTargets
     gate: AdmissionGate
     lengths: AnswerLengthPredictor
@@ -101,6 +104,16 @@ class Service:
     """Limits adapter loads by host. Apart from the threads that tokenize, so that slow downloads delay no request."""
     removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     """Limits adapter removals to one at a time, as the catalog does. They never wait for a download."""
+
+    @property
+    def text_processor(self) -> TextProcessor:
+        """Tokenizer and chat template of the base model."""
+        return self.chat.text_processor
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Limits and defaults of the base model."""
+        return self.chat.limits
 
     async def start(
         self, body: GenerationBody, target: ResolvedModel, spec: GenerationSpec, sender: Sender
@@ -132,7 +145,7 @@ class Service:
                 self.client,
                 requests,
                 self.text_processor,
-                self._text_options(body),
+                self._text_options(body, spec),
                 self.observer,
                 self.settings.request_timeout_s,
                 on_close=lambda: self._ended(generation, ticket, adapter),
@@ -258,13 +271,14 @@ class Service:
                 self.used_adapters[adapter.digest] = adapter
                 return adapter
 
-    def _text_options(self, body: GenerationBody) -> TextOptions:
+    def _text_options(self, body: GenerationBody, spec: GenerationSpec) -> TextOptions:
         named = frozenset(body.stop_token_ids or ())
         return TextOptions(
             stops=body.stops,
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             named_stop_tokens=named if body.ignore_eos else named - set(self.limits.eos_token_ids),
+            kept_tokens=spec.kept_tokens,
         )
 
 
