@@ -9,7 +9,7 @@ import pytest
 
 from lorikeet.api import errors
 from lorikeet.api.errors import ApiError
-from lorikeet.api.text_processor import ChatTemplate
+from lorikeet.core.chat_template import ChatTemplate
 from tests.api.conftest import END, TOKENIZER, Running, Start, count_calls_off_the_loop
 
 CHAT = "/v1/chat/completions"

@@ -8,7 +8,8 @@ import pytest
 
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.sampling import ModelLimits
-from lorikeet.api.text_processor import ChatTemplate, TextProcessor
+from lorikeet.api.text_processor import TextProcessor
+from lorikeet.core.chat_template import ChatTemplate
 from tests.api.conftest import END, TEMPLATE, TOKENIZER, Running, Start
 from tests.api.fakes import byte_level_tokenizer
 from tests.api.test_chat import CHAT, MESSAGES, body, events
@@ -225,7 +226,7 @@ async def test_large_bodies_have_tools_too(start: Start) -> None:
 
 
 def set_reasoning(server: Running, parser: str) -> None:
-    server.service.chat = dataclasses.replace(server.service.chat, reasoning_parser=parser)
+    server.service.chats.base = dataclasses.replace(server.service.chats.base, reasoning_parser=parser)
 
 
 async def test_thoughts_are_reported_apart(start: Start) -> None:
@@ -254,7 +255,7 @@ async def test_marks_that_are_special_tokens_are_found(start: Start) -> None:
     tokenizer.add_special_tokens(["<tool_call>", "</tool_call>"])
     async with start(max_model_len=LONG) as server:
         limits = ModelLimits(LONG, tokenizer.get_vocab_size(), (END,))
-        server.service.chat = ChatSettings(TextProcessor(tokenizer, ChatTemplate(TEMPLATE, {})), limits)
+        server.service.chats.base = ChatSettings(TextProcessor(tokenizer, ChatTemplate(TEMPLATE, {})), limits)
         server.engine.script = lambda request: [*tokenizer.encode(CALL).ids, END]
         assert tokenizer.token_to_id("<tool_call>") in tokenizer.encode(CALL).ids
         message = (await server.http.post(CHAT, json=body(tools=TOOLS))).json()["choices"][0]["message"]

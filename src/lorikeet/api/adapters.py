@@ -110,6 +110,7 @@ def _forget_counts(service: Service, name: str) -> None:
 
 async def _drop_version(service: Service, record: AdapterRecord) -> int:
     """Free a version on every tier unless another name still points to it; return the bytes freed."""
+    await service.versions.all_sent(record.digest)
     if service.catalog.has(record.digest):
         return 0
     try:

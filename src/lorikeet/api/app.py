@@ -5,7 +5,7 @@ from fastapi import FastAPI
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.api import adapters, cluster, completions, info
-from lorikeet.api.chat_settings import ChatSettings
+from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.errors import install_handlers
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate, PromptProcesses
 from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
@@ -26,6 +26,7 @@ from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import read_targets
+from lorikeet.api.versions import HeldVersions
 from lorikeet.client.client import Engines
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
@@ -36,7 +37,7 @@ def create_service(
     settings: Settings,
     client: Engines,
     catalog: AdapterCatalog,
-    chat: ChatSettings,
+    chats: AdapterChats,
     models: ServedModels,
     request_log: RequestLog | None = None,
     lengths: AnswerLengthPredictor | None = None,
@@ -47,7 +48,7 @@ def create_service(
         settings: of the whole server.
         client: started.
         catalog: the adapters.
-        chat: tokenizer, chat template, limits and defaults of the base model.
+        chats: chat settings of the base model and of the adapters.
         models: names of the base model and the adapters.
         request_log: None for none.
         lengths: predicts the lengths of answers; None for no predictions.
@@ -55,7 +56,7 @@ def create_service(
     Raises:
         ConfigError: the SLO targets in the settings cannot be read.
     """
-    metrics = RequestMetrics(models.base, chat.limits.max_model_len)
+    metrics = RequestMetrics(models.base, chats.base.limits.max_model_len)
     usage = AdapterUsage(settings.server.metrics_adapters)
     lengths = lengths or AnswerLengthPredictor()
     forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
@@ -64,13 +65,14 @@ def create_service(
         adapter_settings=settings.adapters,
         client=client,
         catalog=catalog,
-        chat=chat,
+        chats=chats,
+        versions=HeldVersions(catalog),
         models=models,
         targets=read_targets(settings.server, settings.cluster),
         gate=AdmissionGate(settings.server.max_queued),
         lengths=lengths,
         body_gate=BodyGate(settings.server.max_body_bytes),
-        prompt_processes=PromptProcesses(chat, settings.server.max_queued),
+        prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
         observer=RequestObserver(metrics, usage, request_log, lengths, forecast),
     )
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))

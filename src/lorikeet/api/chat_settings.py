@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
+from lorikeet.adapters.chat import AdapterChat
 from lorikeet.api.chat_output import AnswerReader, ToolUse
 from lorikeet.api.errors import bad_request
 from lorikeet.api.protocol import ChatOptions
 from lorikeet.api.reasoning import REASONING_FORMATS, ReasoningFormat
 from lorikeet.api.sampling import ModelLimits
-from lorikeet.api.text_processor import PromptStyle, TextProcessor
+from lorikeet.api.text_processor import PromptStyle, TextProcessor, tool_format_of
 from lorikeet.api.tool_parsers.base import ToolFormat
 
 _PROMPT_END_TOKENS = 16
@@ -24,6 +25,8 @@ class ChatSettings:
         system_prompt: for conversations without one.
         tool_parser: name of the format of tool calls; empty for the template's.
         reasoning_parser: name of the format of what it thinks; empty if that stays in the content.
+        own: what an adapter has of its own, if that includes a chat template or tokens; else None. Its prompts are then
+            rendered in another process, since its template comes from somebody who is not trusted.
     """
 
     text_processor: TextProcessor
@@ -31,10 +34,13 @@ class ChatSettings:
     system_prompt: str = ""
     tool_parser: str = ""
     reasoning_parser: str = ""
+    own: AdapterChat | None = None
 
     @property
     def tool_format(self) -> ToolFormat | None:
         """How it writes tool calls; None if its template uses tools in a way that is not known."""
+        if self.own is not None and self.own.chat_template:
+            return tool_format_of(self.own.chat_template, self.own.knows_tools, self.tool_parser)
         return self.text_processor.tool_format(self.tool_parser)
 
     @property

@@ -338,13 +338,14 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
     refuse_unsupported(body)
     if body.echo and body.logprobs is not None:
         raise not_supported("echo together with logprobs is not supported yet.", "echo")
-    target = service.models.resolve(body.model, body.lora_path)
     prepared = prepared_body(http)
+    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path)
+    chat = await service.chat_of(target)
     prompts = prepared.prompts if prepared else prompts_of(body)
 
     async def encode() -> list[list[int]]:
         special = body.add_special_tokens is not False
-        return await service.text_processor.encode(prompts, add_special_tokens=special, limits=service.limits)
+        return await chat.text_processor.encode(prompts, add_special_tokens=special, limits=chat.limits)
 
     spec = GenerationSpec(
         prompts=len(prompts),
@@ -357,13 +358,13 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
     generation = await service.start(body, target, spec, sender)
     try:
         echoes = (
-            list(prepared.texts) if prepared else await service.text_processor.decode_all(prompts) if body.echo else []
+            list(prepared.texts) if prepared else await chat.text_processor.decode_all(prompts) if body.echo else []
         )
     except BaseException:
         generation.close()
         raise
     answer = CompletionFormat(
-        service.text_processor,
+        chat.text_processor,
         logprobs=body.logprobs is not None,
         echoes=echoes,
         choices=body.n or 1,
@@ -474,15 +475,15 @@ async def chat_completions(
     refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
-    target = service.models.resolve(body.model, body.lora_path)
-    chat, use = service.chat, tool_use(body)
-    chat.check_tools(use)
     prepared = prepared_body(http)
+    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path)
+    chat, use = await service.chat_of(target), tool_use(body)
+    chat.check_tools(use)
 
     async def encode() -> list[list[int]]:
         if prepared:
             return prepared.prompts
-        return [await chat.text_processor.encode_chat(body.messages, chat.style(body), limits=chat.limits)]
+        return [await service.encode_chat(body, chat)]
 
     spec = GenerationSpec(
         prompts=1,

@@ -9,8 +9,8 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,10 +18,12 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from lorikeet.adapters.chat import AdapterChat
 from lorikeet.api.chat_settings import ChatSettings
-from lorikeet.api.errors import ApiError, unexpected_failure
+from lorikeet.api.errors import ApiError, bad_request, unexpected_failure
 from lorikeet.api.logs import log
-from lorikeet.api.prompt_process import BODY, LENGTH, PATHS, BodyRead, BodyRefused, PromptSetup
+from lorikeet.api.prompt_process import BODY, LENGTH, PATHS, BodyRead, BodyRefused, PromptSetup, WhichModel
+from lorikeet.api.served_models import ResolvedModel
 
 SMALL_BODY_BYTES = 64 * 1024
 """A larger body would hold up the event loop, and every stream, for more than some hundredths of a second."""
@@ -34,7 +36,12 @@ _START_S = 60.0
 _CORES_PER_PROCESS, _MAX_PROCESSES = 4, 4
 
 _PREPARED = "prepared_body"
-_FROM_PROCESS = msgspec.msgpack.Decoder(BodyRead | BodyRefused)
+_FROM_PROCESS: msgspec.msgpack.Decoder[WhichModel | BodyRead | BodyRefused] = msgspec.msgpack.Decoder(
+    WhichModel | BodyRead | BodyRefused
+)
+
+Resolve = Callable[[str | None, str | None], Awaitable[AdapterChat]]
+"""Returns what a model has of its own, given the fields ``model`` and ``lora_path`` of a body."""
 
 
 class BodyGate:
@@ -113,29 +120,49 @@ class PromptProcesses:
         """Process ids."""
         return [process.pid for process in self._all]
 
-    async def read(self, path: str, body: bytes) -> BodyRead:
+    async def read(self, path: str, body: bytes, resolve: Resolve, *, is_large: bool = True) -> BodyRead:
         """Return what a body says.
 
+        Args:
+            path: its route.
+            body: as it came.
+            resolve: returns what the model of the body has of its own.
+            is_large: whether the body itself may be why it takes too much; else an adapter's chat template is.
+
         Raises:
-            ApiError: it is not valid, or takes too much memory or time.
+            ApiError: it is not valid, or takes too much memory or time; or what ``resolve`` raises.
         """
         async with self._free:
             process = await self._process()
-            answer: BodyRead | BodyRefused | None = None
+            is_idle = False
             try:
                 async with asyncio.timeout(_READ_S):
                     assert process.stdin is not None
                     process.stdin.writelines((BODY.pack(tuple(PATHS).index(path), len(body)), body))
                     await process.stdin.drain()
                     answer = _FROM_PROCESS.decode(await _message(process))
+                if isinstance(answer, WhichModel):
+                    chat = b""
+                    try:
+                        chat = msgspec.msgpack.encode(await resolve(answer.model, answer.lora_path))
+                    finally:
+                        process.stdin.writelines((LENGTH.pack(len(chat)), chat))
+                        is_idle = not chat
+                    async with asyncio.timeout(_READ_S):
+                        await process.stdin.drain()
+                        answer = _FROM_PROCESS.decode(await _message(process))
+                is_idle = True
             except (EOFError, OSError, TimeoutError) as error:
                 log.warning("a body was not read", path=path, bytes=len(body), reason=repr(error))
+                if not is_large:
+                    raise bad_request("The chat template of this adapter takes too much memory or time.") from error
                 raise ApiError(413, "Reading the body takes too much memory or time.") from error
             finally:
-                if answer is None:
-                    self._end(process)
-                else:
+                if is_idle:
                     self._idle.append(process)
+                else:
+                    self._end(process)
+        assert not isinstance(answer, WhichModel)
         if isinstance(answer, BodyRefused):
             raise ApiError(answer.status, answer.message, param=answer.param, type=answer.kind)
         return answer
@@ -217,12 +244,14 @@ class PreparedBody(NamedTuple):
         texts: texts that answers open with, for ``echo``.
         answer: of a route of the tokenizer, the whole answer.
         arrival_s: monotonic time at which it had been received.
+        target: the model that it was read for.
     """
 
     prompts: list[list[int]]
     texts: tuple[str, ...]
     answer: bytes
     arrival_s: float
+    target: ResolvedModel
 
 
 def prepared_body(request: Request) -> PreparedBody | None:
@@ -261,7 +290,7 @@ class PromptRoute(APIRoute):
         """Return what answers a request."""
         handle = super().get_route_handler()
 
-        async def handle_any(request: Request) -> Response:
+        async def handle_any(request: Request, holding: ExitStack) -> Response:
             announced = request.headers.get("content-length", "")
             if announced.isdigit() and int(announced) <= SMALL_BODY_BYTES:
                 return await handle(request)
@@ -274,10 +303,29 @@ class PromptRoute(APIRoute):
                 if len(body) > SMALL_BODY_BYTES:
                     arrival_s = time.monotonic()
                     service.gate.enter(1).release()  # else nothing need be read
-                    read = await service.prompt_processes.read(self.path, body)
-                    prompts = [array("i", prompt).tolist() for prompt in read.prompts]
-                    request.scope["state"][_PREPARED] = PreparedBody(prompts, read.texts, read.answer, arrival_s)
+                    targets: list[ResolvedModel] = []
+
+                    async def resolve(model: str | None, lora_path: str | None) -> AdapterChat:
+                        target: ResolvedModel = await service.resolve(model, lora_path)
+                        targets.append(target)
+                        holding.enter_context(service.versions.hold(target.adapter))
+                        return target.chat
+
+                    read = await service.prompt_processes.read(self.path, body, resolve)
+                    prompts = unpacked(read)
+                    request.scope["state"][_PREPARED] = PreparedBody(
+                        prompts, read.texts, read.answer, arrival_s, targets[0]
+                    )
                     body = read.fields
             return await handle(_SmallRequest(request, body))
 
-        return handle_any
+        async def handle_held(request: Request) -> Response:
+            with ExitStack() as holding:
+                return await handle_any(request, holding)
+
+        return handle_held
+
+
+def unpacked(read: BodyRead) -> list[list[int]]:
+    """Return the token ids of the prompts of a body."""
+    return [array("i", prompt).tolist() for prompt in read.prompts]

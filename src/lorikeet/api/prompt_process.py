@@ -10,10 +10,12 @@ Its memory is limited. A body that takes more ends the process, and the API proc
 import json
 import os
 import resource
+import signal
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,8 +23,10 @@ import msgspec
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from lorikeet.adapters.chat import AdapterChat
+from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.body_structure import BodyStructure, check_structure
-from lorikeet.api.chat_settings import prompt_style
+from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.conversation import content_text
 from lorikeet.api.errors import ApiError, bad_request, invalid_body, invalid_json, model_not_found, unexpected_failure
 from lorikeet.api.middleware import AdmissionGate
@@ -40,13 +44,15 @@ from lorikeet.api.protocol import (
     refuse_unsupported,
 )
 from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs
-from lorikeet.api.text_processor import ChatTemplate, TextProcessor
+from lorikeet.api.text_processor import TextProcessor
+from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.core.process_tuning import lower_priority, return_freed_memory
 
+CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
 PATHS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatCompletionRequest,
-    "/tokenize": TokenizeRequest,
+    CHAT_PATH: ChatCompletionRequest,
+    TOKENIZE_PATH: TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 """Routes whose bodies may be large."""
@@ -62,6 +68,10 @@ MAX_TOKENIZED = 2**18
 _MAX_DEPTH = 100
 _MAX_CONTAINERS = 2**16
 _LONGEST_NAME = 512
+_MAX_TEMPLATES = 64
+"""Compiled templates of adapters that are kept."""
+_TEMPLATE_CPU_S = 2.0
+"""CPU time for one prompt from an adapter's template."""
 _MEMORY_BYTES = 2**30
 """Address space that a body may take."""
 _APART = {"prompt", "messages", "tokens", "chat_template_kwargs", "user"}
@@ -92,6 +102,13 @@ class PromptSetup(msgspec.Struct, frozen=True):
     tool_parser: str = ""
 
 
+class WhichModel(msgspec.Struct, frozen=True, tag=True):
+    """Asks what the model of a body has of its own. The answer is an ``AdapterChat``, or empty to give up."""
+
+    model: str | None
+    lora_path: str | None
+
+
 class BodyRead(msgspec.Struct, frozen=True, tag=True):
     """What a body says.
 
@@ -117,21 +134,25 @@ class BodyRefused(msgspec.Struct, frozen=True, tag=True):
     kind: str
 
 
+class GivenUp(Exception):
+    """The API process has answered the request meanwhile."""
+
+
 class PromptReader:
     """Reads bodies one after the other.
 
     Args:
-        text_processor: of the model.
-        limits: of the model.
+        base: settings of the base model.
         max_queued: most sequences of a request.
-        tool_parser: name of the format of tool calls; empty for the template's.
+        ask: returns what an adapter has of its own; called once for each body that is well-formed.
     """
 
-    def __init__(
-        self, text_processor: TextProcessor, limits: ModelLimits, max_queued: int, tool_parser: str = ""
-    ) -> None:
-        self._text_processor = text_processor
-        self._tool_parser = tool_parser
+    def __init__(self, base: ChatSettings, max_queued: int, ask: Callable[["WhichModel"], AdapterChat]) -> None:
+        self._chats = AdapterChats(base)
+        self._ask = ask
+        self._template = lru_cache(_MAX_TEMPLATES)(_template)
+        self._set_model(AdapterChat())
+        limits = base.limits
         self._limits = limits
         self._max_queued = max_queued
         self._max_tokens = max(MAX_TOKENS, limits.max_model_len)
@@ -150,6 +171,7 @@ class PromptReader:
         check_structure(content, self._max)
         body = _validated(PATHS[path], content)
         refuse_unsupported(body)
+        self._set_model(self._ask(WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None))))
         match body:
             case CompletionRequest():
                 return self._completion(body)
@@ -160,6 +182,16 @@ class PromptReader:
             case _:
                 assert isinstance(body, DetokenizeRequest)
                 return self._detokenized(body)
+
+    def _set_model(self, chat: AdapterChat) -> None:
+        """Read the next body as one for this adapter."""
+        settings = self._chats.settings(chat)
+        texts, self._is_own = settings.text_processor, bool(chat.chat_template)
+        if chat.chat_template:
+            inherited = {} if texts.template is None else texts.template.special_tokens
+            tokens = tuple(sorted((inherited | chat.special_tokens).items()))
+            texts = texts.with_template(self._template(chat.chat_template, tokens))
+        self._settings, self._text_processor = settings, texts
 
     def _completion(self, body: CompletionRequest) -> BodyRead:
         prompts = prompts_of(body)
@@ -182,7 +214,14 @@ class PromptReader:
         return BodyRead(_fields(body, messages=[last]), (_packed(ids),))
 
     def _chat_prompt(self, body: ChatOptions, messages: Sequence[ChatMessage]) -> str:
-        return self._text_processor.chat_prompt(messages, prompt_style(body, "", self._tool_parser))
+        if not self._is_own:
+            return self._text_processor.chat_prompt(messages, self._settings.style(body))
+        # The signal ends the process: a template can run for ever, and nothing else would interrupt it.
+        signal.setitimer(signal.ITIMER_PROF, _TEMPLATE_CPU_S)
+        try:
+            return self._text_processor.chat_prompt(messages, self._settings.style(body))
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
 
     def _check(self, body: GenerationBody, prompts: int) -> None:
         sequences = prompts * (body.n or 1)
@@ -230,6 +269,10 @@ class PromptReader:
         return BodyRead(_fields(body, tokens=[]), answer=answer)
 
 
+def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))
+
+
 def _validated(kind: type[Body], content: bytes) -> Body:
     try:
         value = json.loads(content)
@@ -268,14 +311,26 @@ def main() -> None:
     answers, bodies = os.fdopen(os.dup(1), "wb"), sys.stdin.buffer
     os.dup2(2, 1)  # whatever a library prints is no message
     setup = msgspec.msgpack.decode(_exactly(bodies, LENGTH.unpack(_exactly(bodies, LENGTH.size))[0]), type=PromptSetup)
-    reader = PromptReader(_texts(setup), setup.limits, setup.max_queued, setup.tool_parser)
+
+    def ask(which: WhichModel) -> AdapterChat:
+        _send(answers, msgspec.msgpack.encode(which))
+        answer = _exactly(bodies, LENGTH.unpack(_exactly(bodies, LENGTH.size))[0])
+        if not answer:
+            raise GivenUp
+        return msgspec.msgpack.decode(answer, type=AdapterChat)
+
+    base = ChatSettings(_texts(setup), setup.limits, tool_parser=setup.tool_parser)
+    reader = PromptReader(base, setup.max_queued, ask)
     lower_priority()
     _limit_memory()
     paths = tuple(PATHS)
     _send(answers, b"")
     while head := bodies.read(BODY.size):
         which, length = BODY.unpack(head)
-        answer = _answer(reader, paths[which], _exactly(bodies, length))
+        try:
+            answer = _answer(reader, paths[which], _exactly(bodies, length))
+        except GivenUp:
+            continue
         _send(answers, msgspec.msgpack.encode(answer))
         del answer
         return_freed_memory()
@@ -284,6 +339,8 @@ def main() -> None:
 def _answer(reader: PromptReader, path: str, body: bytes) -> BodyRead | BodyRefused:
     try:
         return reader.read(path, body)
+    except GivenUp:
+        raise
     except ApiError as error:
         refusal = error
     except MemoryError:

@@ -1,26 +1,17 @@
 """Tokenizer and chat template of a model: messages and prompts to token ids, and token ids to text as they arrive.
 
-The chat template is the checkpoint's Jinja template, rendered as transformers does, without importing transformers
-(https://huggingface.co/docs/transformers/chat_templating). Text that is far too long is refused by a lower bound on its
-tokens, before it is tokenized. The bound is known for byte-level BPE and for BPE with byte fallback; for other
-tokenizers it is 0.
+Text that is far too long is refused by a lower bound on its tokens, before it is tokenized. The bound is known for
+byte-level BPE and for BPE with byte fallback; for other tokenizers it is 0.
 """
 
+import copy
 import json
 import math
 import re
-import secrets
 from collections.abc import Container, Mapping, Sequence, Set
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-import jinja2.meta
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from tokenizers.pre_tokenizers import ByteLevel
@@ -32,98 +23,8 @@ from lorikeet.api.sampling import ModelLimits, check_text_length
 from lorikeet.api.threads import THREAD_LENGTH, off_the_loop
 from lorikeet.api.tool_parsers import TOOL_FORMATS, format_of_template
 from lorikeet.api.tool_parsers.base import ToolFormat
+from lorikeet.core.chat_template import ChatTemplate, TemplateError, special_tokens, template_in
 from lorikeet.models.config import ModelConfigError, read_json_object
-
-_END_MARK, _END_SPACE = str(secrets.randbits(128)), "  "
-"""Mark the end of a message that is to be continued. The mark has digits only, which no filter of a template changes.
-The spaces behind it are missing if the template strips the message; a template may add one.
-"""
-
-
-_FAILURES_OF_TEMPLATES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What templates raise on messages that they do not expect, beside their own errors."""
-
-
-class TemplateError(ValueError):
-    """The template is missing or broken, or it refused the messages; the error text says which."""
-
-
-class _GenerationBlocks(Extension):
-    """Accepts ``{% generation %}``, which marks answers for training, and renders its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - the name and the type are jinja's
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class ChatTemplate:
-    """One compiled template.
-
-    Args:
-        source: the Jinja text.
-        special_tokens: variables such as ``bos_token``.
-
-    Attributes:
-        knows_tools: whether it explains tools to the model.
-        knows_calls: whether it writes the calls in earlier answers.
-    """
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-            self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template does not compile: {error}") from error
-        self.source = source
-        self.special_tokens = dict(special_tokens)
-        self.knows_calls = "tool_calls" in source
-        self._knows_developer = "developer" in source
-
-    def render_open(self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> str:
-        """Return the prompt that ends with the text of the last message, for an answer that continues it.
-
-        Args:
-            messages: at least one.
-            extra: as in :meth:`render`.
-
-        Raises:
-            TemplateError: as :meth:`render`, or the template leaves out the last message.
-        """
-        *before, last = messages
-        marked = [*before, {**last, "content": last["content"] + _END_MARK + _END_SPACE}]
-        text, mark, rest = self.render(marked, add_generation_prompt=False, extra=extra).rpartition(_END_MARK)
-        if not mark:
-            raise TemplateError("the chat template leaves out the last message, so it cannot be continued")
-        if not rest.startswith(_END_SPACE):
-            text = text.rstrip()
-        # A template may write the message twice.
-        return text.replace(_END_MARK + _END_SPACE, "").replace(_END_MARK, "")
-
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, extra: Mapping[str, Any]
-    ) -> str:
-        """Return the prompt for ``messages``; ``extra`` holds further variables of the template.
-
-        OpenAI's role ``developer`` is ``system`` to a template that does not know it.
-
-        Raises:
-            TemplateError: the template refuses the messages or fails on them.
-        """
-        variables = {**self.special_tokens, "tools": None, "documents": None, **extra}
-        known = messages if self._knows_developer else map(_as_system, messages)
-        variables |= {"messages": list(known), "add_generation_prompt": add_generation_prompt}
-        try:
-            return self._template.render(variables)
-        except (jinja2.TemplateError, *_FAILURES_OF_TEMPLATES) as error:
-            raise TemplateError(f"the chat template refuses these messages: {error}") from error
 
 
 def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
@@ -142,7 +43,6 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
     """
     config_file = folder / "tokenizer_config.json"
     config = read_json_object(config_file) if config_file.is_file() else {}
-    source: Any
     if override:
         if not Path(override).is_file():
             raise TemplateError(f"chat template {override}: no such file")
@@ -150,44 +50,8 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
     elif (folder / "chat_template.jinja").is_file():
         source = (folder / "chat_template.jinja").read_text()
     else:
-        source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    return ChatTemplate(source, _special_tokens(config)) if source else None
-
-
-def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**message, "role": "system"} if message["role"] == "developer" else message
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tokens under keys that end in ``_token``; each is a string or an object with ``content``."""
-    tokens = {}
-    for key, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            tokens[key] = content
-    return tokens
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
+        source = template_in(config)
+    return ChatTemplate(source, special_tokens(config)) if source else None
 
 
 _MAX_COMPOSED = 4
@@ -479,6 +343,12 @@ class TextProcessor:
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._tokens: dict[int, TokenText] = {}
 
+    def with_template(self, template: ChatTemplate | None) -> "TextProcessor":
+        """Return one with the same tokenizer and another template."""
+        other = copy.copy(self)
+        other.template, other.origin = template, None
+        return other
+
     @classmethod
     def read(cls, folder: Path, chat_template: str = "") -> "TextProcessor":
         """Read ``tokenizer.json`` and the chat template of a model folder.
@@ -662,11 +532,17 @@ class TextProcessor:
 
         A template that knows no tools is given them, and the default format, as a system prompt.
         """
-        if parser:
-            return TOOL_FORMATS[parser]
-        if self.template is None or not self.template.knows_tools:
-            return DEFAULT_TOOL_FORMAT
-        return format_of_template(self.template.source)
+        template = self.template
+        if template is None:
+            return tool_format_of("", False, parser)
+        return tool_format_of(template.source, template.knows_tools, parser)
+
+
+def tool_format_of(template: str, knows_tools: bool, parser: str) -> ToolFormat | None:
+    """Return the format of tool calls of a model; arguments and result as of :meth:`TextProcessor.tool_format`."""
+    if parser:
+        return TOOL_FORMATS[parser]
+    return format_of_template(template) if knows_tools else DEFAULT_TOOL_FORMAT
 
 
 def _letters_of_bytes() -> dict[str, int]:
