@@ -311,11 +311,16 @@ class UnloadAdapter(Body):
 
 
 class NewAdapter(Body):
-    """Body of ``POST /v1/adapters``."""
+    """Body of ``POST /v1/adapters``. The last five count more than the adapter's files; None for what those say."""
 
     name: Annotated[str, Field(min_length=1)]
     source: Annotated[str, Field(min_length=1)]
     replace: bool = False
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    generation_config: dict[str, Any] | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 class AdapterSource(Body):
