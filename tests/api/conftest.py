@@ -86,6 +86,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
                 yield Running(http, engine, service, sources)
         finally:
             await service.prompt_processes.close()
+            await service.grammars.close()
             catalog.close()
 
     return start_one

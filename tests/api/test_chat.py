@@ -282,7 +282,6 @@ async def test_a_request_that_takes_too_long_ends_with_504(start: Start) -> None
     [
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"best_of": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),

@@ -26,6 +26,7 @@ from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import read_targets
+from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.versions import HeldVersions
 from lorikeet.client.client import Engines
 from lorikeet.config import Settings
@@ -73,6 +74,7 @@ def create_service(
         lengths=lengths,
         body_gate=BodyGate(settings.server.max_body_bytes),
         prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
+        grammars=GrammarChecks(chats.base.text_processor, chats.base.limits),
         observer=RequestObserver(metrics, usage, request_log, lengths, forecast),
     )
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))

@@ -27,6 +27,7 @@ from lorikeet.api.protocol import (
 )
 from lorikeet.api.service import GenerationSpec, JsonBody, SenderDep, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
+from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.api.threads import off_the_loop
 from lorikeet.core.plan import Token
@@ -354,6 +355,7 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
         default_max_tokens=_DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         arrival_s=prepared.arrival_s if prepared else None,
+        grammar=grammar_spec(body),
     )
     generation = await service.start(body, target, spec, sender)
     try:
@@ -493,6 +495,7 @@ async def chat_completions(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         arrival_s=prepared.arrival_s if prepared else None,
         kept_tokens=chat.kept_tokens(use),
+        grammar=grammar_spec(body),
     )
     generation = await service.start(body, target, spec, sender)
     readers = [

@@ -5,12 +5,11 @@ Bodies up to ``SMALL_BODY_BYTES`` take the ordinary way and pass none of this.
 
 import asyncio
 import os
-import sys
 import time
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,9 +19,10 @@ from starlette.responses import Response
 
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.api.chat_settings import ChatSettings
-from lorikeet.api.errors import ApiError, bad_request, unexpected_failure
+from lorikeet.api.errors import ApiError, bad_request
+from lorikeet.api.helper_processes import HelperProcesses
 from lorikeet.api.logs import log
-from lorikeet.api.prompt_process import BODY, LENGTH, PATHS, BodyRead, BodyRefused, PromptSetup, WhichModel
+from lorikeet.api.prompt_process import MODEL, PATHS, BodyRead, BodyRefused, PromptSetup, WhichModel
 from lorikeet.api.served_models import ResolvedModel
 
 SMALL_BODY_BYTES = 64 * 1024
@@ -32,7 +32,6 @@ _LARGEST_HELD = 4
 """As many bodies of the largest size may be held at once; smaller ones add up."""
 _WAIT_S = 30.0
 _READ_S = 60.0
-_START_S = 60.0
 _CORES_PER_PROCESS, _MAX_PROCESSES = 4, 4
 
 _PREPARED = "prepared_body"
@@ -101,7 +100,7 @@ class BodyGate:
 
 
 class PromptProcesses:
-    """Processes that read large bodies, started when they are needed and replaced when they end.
+    """Processes that read large bodies, and conversations with adapters that have a chat template of their own.
 
     Args:
         chat: settings of the base model.
@@ -110,15 +109,13 @@ class PromptProcesses:
 
     def __init__(self, chat: ChatSettings, max_queued: int) -> None:
         self._chat, self._max_queued = chat, max_queued
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._all: set[asyncio.subprocess.Process] = set()
-        self._free = asyncio.Semaphore(max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS)))
-        self._setup = b""
+        most = max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS))
+        self._processes = HelperProcesses("lorikeet.api.prompt_process", self._setup, most)
 
     @property
     def pids(self) -> list[int]:
         """Process ids."""
-        return [process.pid for process in self._all]
+        return self._processes.pids
 
     async def read(self, path: str, body: bytes, resolve: Resolve, *, is_large: bool = True) -> BodyRead:
         """Return what a body says.
@@ -132,108 +129,47 @@ class PromptProcesses:
         Raises:
             ApiError: it is not valid, or takes too much memory or time; or what ``resolve`` raises.
         """
-        async with self._free:
-            process = await self._process()
-            is_idle = False
-            try:
-                async with asyncio.timeout(_READ_S):
-                    assert process.stdin is not None
-                    process.stdin.writelines((BODY.pack(tuple(PATHS).index(path), len(body)), body))
-                    await process.stdin.drain()
-                    answer = _FROM_PROCESS.decode(await _message(process))
-                if isinstance(answer, WhichModel):
-                    chat = b""
-                    try:
-                        chat = msgspec.msgpack.encode(await resolve(answer.model, answer.lora_path))
-                    finally:
-                        process.stdin.writelines((LENGTH.pack(len(chat)), chat))
-                        is_idle = not chat
-                    async with asyncio.timeout(_READ_S):
-                        await process.stdin.drain()
-                        answer = _FROM_PROCESS.decode(await _message(process))
-                is_idle = True
-            except (EOFError, OSError, TimeoutError) as error:
-                log.warning("a body was not read", path=path, bytes=len(body), reason=repr(error))
-                if not is_large:
-                    raise bad_request("The chat template of this adapter takes too much memory or time.") from error
-                raise ApiError(413, "Reading the body takes too much memory or time.") from error
-            finally:
-                if is_idle:
-                    self._idle.append(process)
-                else:
-                    self._end(process)
-        assert not isinstance(answer, WhichModel)
+
+        async def name_model(answer: bytes) -> bytes | None:
+            which = _FROM_PROCESS.decode(answer)
+            if not isinstance(which, WhichModel):
+                return None
+            return MODEL + msgspec.msgpack.encode(await resolve(which.model, which.lora_path))
+
+        route = bytes([tuple(PATHS).index(path)])
+        try:
+            answer = _FROM_PROCESS.decode(
+                await self._processes.ask(route, body, timeout_s=_READ_S, go_on=name_model)
+            )
+        except (EOFError, OSError, TimeoutError) as error:
+            log.warning("a body was not read", path=path, bytes=len(body), reason=repr(error))
+            if not is_large:
+                raise bad_request("The chat template of this adapter takes too much memory or time.") from error
+            raise ApiError(413, "Reading the body takes too much memory or time.") from error
         if isinstance(answer, BodyRefused):
             raise ApiError(answer.status, answer.message, param=answer.param, type=answer.kind)
+        assert isinstance(answer, BodyRead)
         return answer
 
     async def close(self) -> None:
         """End the processes."""
-        for process in tuple(self._all):
-            self._end(process)
-            await process.wait()
+        await self._processes.close()
 
-    async def _process(self) -> asyncio.subprocess.Process:
-        while self._idle:
-            process = self._idle.pop()
-            if process.returncode is None:
-                return process
-            self._end(process)
-        return await self._start()
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        began_s = time.monotonic()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "lorikeet.api.prompt_process"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            # Threads and their arenas would count as memory.
-            env={**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # a Ctrl-C at the terminal is for the API process
-        )
-        self._all.add(process)
-        try:
-            if not self._setup:
-                self._setup = msgspec.msgpack.encode(self._make_setup())
-            async with asyncio.timeout(_START_S):
-                assert process.stdin is not None
-                process.stdin.writelines((LENGTH.pack(len(self._setup)), self._setup))
-                await _message(process)
-        except (EOFError, OSError, TimeoutError) as error:
-            self._end(process)
-            log.error("the process that reads large bodies cannot be started", error=repr(error))
-            raise unexpected_failure() from error
-        except BaseException:
-            self._end(process)
-            raise
-        log.info("process for large bodies started", pid=process.pid, seconds=round(time.monotonic() - began_s, 1))
-        return process
-
-    def _make_setup(self) -> PromptSetup:
+    def _setup(self) -> bytes:
         chat, texts, template = self._chat, self._chat.text_processor, self._chat.text_processor.template
         if texts.origin is not None:
             folder, file = texts.origin
-            return PromptSetup(chat.limits, self._max_queued, str(folder), file, tool_parser=chat.tool_parser)
-        return PromptSetup(
-            chat.limits,
-            self._max_queued,
-            tool_parser=chat.tool_parser,
-            tokenizer=texts.tokenizer.to_str(),
-            template="" if template is None else template.source,
-            special_tokens={} if template is None else template.special_tokens,
-        )
-
-    def _end(self, process: asyncio.subprocess.Process) -> None:
-        self._all.discard(process)
-        with suppress(ProcessLookupError):
-            process.kill()
-
-
-async def _message(process: asyncio.subprocess.Process) -> bytes:
-    assert process.stdout is not None
-    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    return await process.stdout.readexactly(length)
+            setup = PromptSetup(chat.limits, self._max_queued, str(folder), file, tool_parser=chat.tool_parser)
+        else:
+            setup = PromptSetup(
+                chat.limits,
+                self._max_queued,
+                tool_parser=chat.tool_parser,
+                tokenizer=texts.tokenizer.to_str(),
+                template="" if template is None else template.source,
+                special_tokens={} if template is None else template.special_tokens,
+            )
+        return msgspec.msgpack.encode(setup)
 
 
 class PreparedBody(NamedTuple):
@@ -312,9 +248,8 @@ class PromptRoute(APIRoute):
                         return target.chat
 
                     read = await service.prompt_processes.read(self.path, body, resolve)
-                    prompts = unpacked(read)
                     request.scope["state"][_PREPARED] = PreparedBody(
-                        prompts, read.texts, read.answer, arrival_s, targets[0]
+                        unpacked(read), read.texts, read.answer, arrival_s, targets[0]
                     )
                     body = read.fields
             return await handle(_SmallRequest(request, body))

@@ -8,16 +8,13 @@ Its memory is limited. A body that takes more ends the process, and the API proc
 """
 
 import json
-import os
-import resource
 import signal
-import struct
 import sys
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from pydantic import ValidationError
@@ -29,6 +26,7 @@ from lorikeet.api.body_structure import BodyStructure, check_structure
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.conversation import content_text
 from lorikeet.api.errors import ApiError, bad_request, invalid_body, invalid_json, model_not_found, unexpected_failure
+from lorikeet.api.helper_main import run_helper
 from lorikeet.api.middleware import AdmissionGate
 from lorikeet.api.protocol import (
     Body,
@@ -44,9 +42,9 @@ from lorikeet.api.protocol import (
     refuse_unsupported,
 )
 from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs
+from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
-from lorikeet.core.process_tuning import lower_priority, return_freed_memory
 
 CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
 PATHS: dict[str, type[Body]] = {
@@ -55,11 +53,9 @@ PATHS: dict[str, type[Body]] = {
     TOKENIZE_PATH: TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-"""Routes whose bodies may be large."""
-BODY = struct.Struct("!BQ")
-"""Before a body: which of ``PATHS``, and its length."""
-LENGTH = struct.Struct("!Q")
-"""Before a message."""
+"""Routes whose bodies may be large. A message to the process is a body after the number of its route, one byte."""
+MODEL = b"\xff"
+"""Begins a message that says what the model of the last body has of its own."""
 MAX_TOKENS = 2**20
 """Of all prompts of a request together, or of one that is as long as the context."""
 MAX_TOKENIZED = 2**18
@@ -103,7 +99,7 @@ class PromptSetup(msgspec.Struct, frozen=True):
 
 
 class WhichModel(msgspec.Struct, frozen=True, tag=True):
-    """Asks what the model of a body has of its own. The answer is an ``AdapterChat``, or empty to give up."""
+    """Asks what the model of a body has of its own. The next message is ``MODEL`` with an ``AdapterChat``."""
 
     model: str | None
     lora_path: str | None
@@ -134,23 +130,18 @@ class BodyRefused(msgspec.Struct, frozen=True, tag=True):
     kind: str
 
 
-class GivenUp(Exception):
-    """The API process has answered the request meanwhile."""
-
-
 class PromptReader:
-    """Reads bodies one after the other.
+    """Reads bodies one after the other, each in two steps, since its model may have a chat template of its own.
 
     Args:
         base: settings of the base model.
         max_queued: most sequences of a request.
-        ask: returns what an adapter has of its own; called once for each body that is well-formed.
     """
 
-    def __init__(self, base: ChatSettings, max_queued: int, ask: Callable[["WhichModel"], AdapterChat]) -> None:
+    def __init__(self, base: ChatSettings, max_queued: int) -> None:
         self._chats = AdapterChats(base)
-        self._ask = ask
         self._template = lru_cache(_MAX_TEMPLATES)(_template)
+        self._body: Body | None = None
         self._set_model(AdapterChat())
         limits = base.limits
         self._limits = limits
@@ -162,16 +153,29 @@ class PromptReader:
         keys = 2 * containers + MAX_BIASES
         self._max = BodyStructure(_MAX_DEPTH, containers, keys, self._max_tokens + containers + keys)
 
-    def read(self, path: str, content: bytes) -> BodyRead:
-        """Return what a body says.
+    def begin(self, path: str, content: bytes) -> WhichModel:
+        """Check a body, and return its model; :meth:`read` reads it.
 
         Raises:
-            ApiError: it is not valid, or asks for more than can be served.
+            ApiError: it is not valid.
         """
+        self._body = None
         check_structure(content, self._max)
-        body = _validated(PATHS[path], content)
+        body = self._body = _validated(PATHS[path], content)
         refuse_unsupported(body)
-        self._set_model(self._ask(WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None))))
+        return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None))
+
+    def read(self, chat: AdapterChat) -> BodyRead:
+        """Return what a body says.
+
+        Args:
+            chat: what its model has of its own.
+
+        Raises:
+            ApiError: it asks for more than can be served.
+        """
+        body, self._body = self._body, None
+        self._set_model(chat)
         match body:
             case CompletionRequest():
                 return self._completion(body)
@@ -184,7 +188,6 @@ class PromptReader:
                 return self._detokenized(body)
 
     def _set_model(self, chat: AdapterChat) -> None:
-        """Read the next body as one for this adapter."""
         settings = self._chats.settings(chat)
         texts, self._is_own = settings.text_processor, bool(chat.chat_template)
         if chat.chat_template:
@@ -227,6 +230,7 @@ class PromptReader:
         sequences = prompts * (body.n or 1)
         AdmissionGate(self._max_queued).enter(sequences)
         logit_bias_pairs(body, self._limits.vocabulary, sequences)
+        grammar_spec(body)  # else a large one would be sent back
 
     def _token_ids(self, prompt: str | list[int], param: str, *, special: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -308,39 +312,26 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 def main() -> None:
     """Read bodies from standard input until it ends."""
-    answers, bodies = os.fdopen(os.dup(1), "wb"), sys.stdin.buffer
-    os.dup2(2, 1)  # whatever a library prints is no message
-    setup = msgspec.msgpack.decode(_exactly(bodies, LENGTH.unpack(_exactly(bodies, LENGTH.size))[0]), type=PromptSetup)
+    run_helper(_prepare, _MEMORY_BYTES)
 
-    def ask(which: WhichModel) -> AdapterChat:
-        _send(answers, msgspec.msgpack.encode(which))
-        answer = _exactly(bodies, LENGTH.unpack(_exactly(bodies, LENGTH.size))[0])
-        if not answer:
-            raise GivenUp
-        return msgspec.msgpack.decode(answer, type=AdapterChat)
 
+def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
+    setup = msgspec.msgpack.decode(setup_message, type=PromptSetup)
     base = ChatSettings(_texts(setup), setup.limits, tool_parser=setup.tool_parser)
-    reader = PromptReader(base, setup.max_queued, ask)
-    lower_priority()
-    _limit_memory()
-    paths = tuple(PATHS)
-    _send(answers, b"")
-    while head := bodies.read(BODY.size):
-        which, length = BODY.unpack(head)
-        try:
-            answer = _answer(reader, paths[which], _exactly(bodies, length))
-        except GivenUp:
-            continue
-        _send(answers, msgspec.msgpack.encode(answer))
-        del answer
-        return_freed_memory()
+    reader, paths = PromptReader(base, setup.max_queued), tuple(PATHS)
+
+    def answer(message: bytes) -> bytes:
+        if message[:1] == MODEL:
+            chat = msgspec.msgpack.decode(message[1:], type=AdapterChat)
+            return msgspec.msgpack.encode(_answer(lambda: reader.read(chat)))
+        return msgspec.msgpack.encode(_answer(lambda: reader.begin(paths[message[0]], message[1:])))
+
+    return answer
 
 
-def _answer(reader: PromptReader, path: str, body: bytes) -> BodyRead | BodyRefused:
+def _answer(read: Callable[[], WhichModel | BodyRead]) -> WhichModel | BodyRead | BodyRefused:
     try:
-        return reader.read(path, body)
-    except GivenUp:
-        raise
+        return read()
     except ApiError as error:
         refusal = error
     except MemoryError:
@@ -356,27 +347,6 @@ def _texts(setup: PromptSetup) -> TextProcessor:
         return TextProcessor.read(Path(setup.folder), setup.chat_template)
     template = ChatTemplate(setup.template, setup.special_tokens) if setup.template else None
     return TextProcessor(Tokenizer.from_str(setup.tokenizer), template)
-
-
-def _limit_memory() -> None:
-    if sys.platform != "linux":
-        return
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        taken = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + _MEMORY_BYTES, taken + _MEMORY_BYTES))
-
-
-def _exactly(stream: BinaryIO, length: int) -> bytes:
-    content = stream.read(length)
-    if len(content) < length:
-        raise SystemExit  # the API process is gone
-    return content
-
-
-def _send(stream: BinaryIO, content: bytes) -> None:
-    stream.write(LENGTH.pack(len(content)))
-    stream.write(content)
-    stream.flush()
 
 
 if __name__ == "__main__":

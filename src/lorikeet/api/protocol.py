@@ -73,6 +73,16 @@ class GenerationBody(Body):
     max_completion_tokens: Count | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
     user: str | None = None
 
     @field_validator("stream_options")
@@ -339,7 +349,6 @@ class DynamoAdapter(Body):
 SPECIAL_TOKENS = "The chat template writes the special tokens; adding more is not supported."
 _TOOLS = "Tools are for chat completions."
 _FUNCTIONS = "functions and function_call are not supported; use tools and tool_choice."
-_GRAMMAR = "Structured output is not supported yet; ask for the format in the prompt."
 _BEAM = "Beam search is not supported."
 _ADAPTER = "is not supported; name the adapter in model."
 
@@ -348,15 +357,6 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tool_choice": (("none", "auto"), _TOOLS),
     "functions": (([],), _FUNCTIONS),
     "function_call": (("none", "auto"), _FUNCTIONS),
-    "response_format": (({"type": "text"},), _GRAMMAR),
-    "structured_outputs": (({},), _GRAMMAR),
-    "guided_json": ((), _GRAMMAR),
-    "guided_regex": ((), _GRAMMAR),
-    "guided_choice": ((), _GRAMMAR),
-    "guided_grammar": ((), _GRAMMAR),
-    "regex": ((), _GRAMMAR),
-    "json_schema": ((), _GRAMMAR),
-    "ebnf": ((), _GRAMMAR),
     "use_beam_search": ((False,), _BEAM),
     "best_of": ((1,), "best_of above 1 is not supported; ask for n answers and choose."),
     "suffix": (("",), "Completing before a suffix is not supported."),

@@ -125,6 +125,7 @@ async def _serve(settings: Settings) -> None:
             lengths,
         )
         stack.push_async_callback(service.prompt_processes.close)
+        stack.push_async_callback(service.grammars.close)
         for note in (*catalog.notes, lengths_note):
             log.info(note)
         needs_key = bool(settings.server.api_keys)

@@ -94,6 +94,7 @@ def sampling_params(
     default_max_tokens: int | None,
     logprobs: int | None,
     logit_bias: tuple[tuple[int, float], ...],
+    grammar: str = "",
 ) -> SamplingParams:
     """Check the fields of ``body`` against each other and the model.
 
@@ -104,6 +105,7 @@ def sampling_params(
         default_max_tokens: limit if the body sets none, as far as the context has space; None for all of that space.
         logprobs: alternatives to report with each token; None for no log probabilities.
         logit_bias: from :func:`logit_bias_pairs`; the same object for all prompts of the body.
+        grammar: that the answers follow; empty for none. Such an answer always ends with an end token.
 
     Returns:
         Parameters of the first choice; :func:`params_for_choice` returns those of the others.
@@ -125,7 +127,7 @@ def sampling_params(
     stop_token_ids = set(body.stop_token_ids or ())
     if outside := [token for token in stop_token_ids if token >= limits.vocabulary]:
         raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "stop_token_ids")
-    if not body.ignore_eos:  # a checkpoint may list EOS ids beyond its vocabulary, which are never generated
+    if grammar or not body.ignore_eos:  # a checkpoint may list EOS ids beyond its vocabulary, which are never generated
         stop_token_ids |= {token for token in limits.eos_token_ids if token < limits.vocabulary}
     defaults = limits.defaults
     top_k = _given(body.top_k, defaults.top_k)
@@ -143,6 +145,7 @@ def sampling_params(
         logit_bias=logit_bias,
         stop_token_ids=tuple(sorted(stop_token_ids)),
         logprobs=logprobs,
+        grammar=grammar,
     )
 
 

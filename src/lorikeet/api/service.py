@@ -24,6 +24,7 @@ from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionStats
 from lorikeet.api.errors import ApiError, engine_unavailable
 from lorikeet.api.generation import Generation, TextOptions
+from lorikeet.api.grammar_process import GrammarSpec
 from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_type, unpacked
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.load_places import LoadPlaces
@@ -34,6 +35,7 @@ from lorikeet.api.protocol import Body, ChatFields, GenerationBody, may_hold_sur
 from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
 from lorikeet.api.served_models import ResolvedModel, ServedModels
 from lorikeet.api.slo_targets import SloTargets
+from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.api.versions import HeldVersions
@@ -58,6 +60,7 @@ class GenerationSpec:
         logprobs: alternatives to report with each token; None for no log probabilities.
         arrival_s: monotonic time at which the body had been received; None for now.
         kept_tokens: special tokens that stay in the text of an answer.
+        grammar: that the answers follow; None for none.
     """
 
     prompts: int
@@ -67,6 +70,7 @@ class GenerationSpec:
     logprobs: int | None
     arrival_s: float | None = None
     kept_tokens: frozenset[int] = frozenset()
+    grammar: GrammarSpec | None = None
 
 
 class Sender(NamedTuple):
@@ -96,6 +100,7 @@ class Service:
     lengths: AnswerLengthPredictor
     body_gate: BodyGate
     prompt_processes: PromptProcesses
+    grammars: GrammarChecks
     observer: RequestObserver
     versions: HeldVersions
     connections: ConnectionStats = field(default_factory=ConnectionStats)
@@ -172,9 +177,12 @@ class Service:
         try:
             with self.versions.hold(adapter):
                 prompts = await spec.encode()
+                grammar = await self.grammars.check(spec.grammar, sequences) if spec.grammar is not None else ""
                 predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
                 chat = await self.chat_of(target)
-                requests = self._requests(body, adapter, chat.limits, spec, prompts, predicted, slo, sender, arrival_s)
+                requests = self._requests(
+                    body, adapter, chat.limits, spec, prompts, predicted, slo, sender, arrival_s, grammar
+                )
                 self._shed(requests)
                 if adapter is not None:
                     self.used_adapters[adapter.digest] = adapter
@@ -232,6 +240,7 @@ class Service:
         slo: Slo | None,
         sender: Sender,
         arrival_s: float,
+        grammar: str,
     ) -> list[Request]:
         requests: list[Request] = []
         cache_salt = self._cache_salt(body, sender)
@@ -245,6 +254,7 @@ class Service:
                 default_max_tokens=spec.default_max_tokens,
                 logprobs=spec.logprobs,
                 logit_bias=logit_bias,
+                grammar=grammar,
             )
             for choice in range(body.n or 1):
                 requests.append(

@@ -53,7 +53,7 @@ def stream_answer(
             # No longer than needed: many machines lack memory for the model's whole context.
             longest_tokens = len(token_ids) + sampling.max_tokens
             model = msgspec.structs.replace(settings.model, model=str(folder), max_model_len=longest_tokens)
-            engine, sizes, _ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
+            engine, sizes, _, _ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
             ref = reference(adapter.name, adapter, sizes.geometry) if adapter is not None else None
         except ApiError as error:
             raise GenerationError(error.message) from error

@@ -208,7 +208,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         tokens: for each sequence of the plan, the tokens sampled, oldest first.
         steps_run: how many of ``repeat`` steps ran.
         duration_s: seconds that the executor took; of a plan that continues, since the previous step ended.
-        failed: requests whose logits were not finite, so that no token could be sampled. The others are valid.
+        failed: requests for which no token could be sampled, and why. The others are valid.
         switch_s: the part of ``duration_s`` spent merging or unmerging an adapter.
         next_runs: whether the next step of the plan runs already (async scheduling).
     """
@@ -217,6 +217,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[tuple[Token, ...], ...]
     steps_run: int
     duration_s: float
-    failed: tuple[RequestId, ...] = ()
+    failed: dict[RequestId, str] = {}
     switch_s: float = 0.0
     next_runs: bool = False

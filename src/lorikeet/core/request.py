@@ -66,6 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
         logit_bias: (token id, addend) pairs.
         stop_token_ids: tokens that end the request (end of text included unless ignored).
         logprobs: how many alternatives to report with each token's log probability; None for no logprobs.
+        grammar: that the answer follows, in llguidance's notation (see ``api.structured_output``); empty for none.
     """
 
     max_tokens: int
@@ -81,6 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    grammar: str = ""
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -348,7 +348,7 @@ class Scheduler:
             sequence = self._sequences[step.request_id]
             assert sequence.lease is not None
             if step.request_id in result.failed:  # its KV is not committed
-                self._finish(sequence, now, FinishReason.ERROR, error="the model's output is not finite")
+                self._finish(sequence, now, FinishReason.ERROR, error=result.failed[step.request_id])
                 continue
             finish = self._outputs.accept(sequence, tokens, now)
             # A plan of several steps may have run past a stop token; KV beyond that is not counted as computed.

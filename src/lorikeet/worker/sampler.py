@@ -1,11 +1,12 @@
 """Samples tokens from logits: edits logits on the host where a request needs it, and calls ``Kernels.choose``.
 
-The order is: log probabilities to report (of the unmodified distribution), bias, penalties, ``min_tokens``, and
-then, in ``kernels.choose``, temperature, min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there
-``min_tokens`` comes before the penalties.
+The order is: log probabilities to report (of the unmodified distribution), bias, penalties, ``min_tokens``, grammar,
+and then, in ``kernels.choose``, temperature, min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there
+``min_tokens`` and the grammar come before the penalties.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import islice
 from operator import is_
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,7 @@ from lorikeet.core.plan import Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.base import SamplingTensors, to_device
 from lorikeet.worker.batch import GrowingInts, Ints
+from lorikeet.worker.grammars import GrammarMasks, Masks
 
 Choose = Callable[[Tensor, SamplingTensors], Tensor]
 """``Kernels.choose``."""
@@ -55,6 +57,7 @@ class _Prepared(NamedTuple):
         chosen_edited: parameters of the edited rows, None if there are none.
         biases: of the edited rows.
         held: edited rows that need no edit once they have ``min_tokens``.
+        masked: sequences of the edited rows whose answers follow a grammar.
         reported: rows that report log probabilities.
     """
 
@@ -64,6 +67,7 @@ class _Prepared(NamedTuple):
     chosen_edited: SamplingTensors | None
     biases: tuple[Bias, ...]
     held: tuple[int, ...]
+    masked: tuple[Sampled, ...]
     reported: tuple[int, ...]
 
 
@@ -75,11 +79,26 @@ class Sampler:
 
     Args:
         choose: ``Kernels.choose``.
+        grammars: computes masks for sequences with a grammar; None if there are none.
     """
 
-    def __init__(self, choose: Choose) -> None:
+    def __init__(self, choose: Choose, grammars: GrammarMasks | None = None) -> None:
         self._choose = choose
+        self._grammars = grammars
+        self._masks: Future[Masks] | None = None
         self._rows = _prepare(())
+
+    def begin(self, sequences: Sequence[Sampled], device: torch.device) -> None:
+        """Begin to compute the masks for the next :meth:`sample`, so that they are ready when the logits are.
+
+        Args:
+            sequences: as for :meth:`sample`; their tokens may not change until then.
+            device: of the logits.
+        """
+        masked = self._rows_of(sequences).masked
+        if masked:
+            assert self._grammars is not None, "a request has a grammar, and this executor has no masks"
+            self._masks = self._grammars.begin(masked, device)
 
     def sample(
         self, logits: Tensor, sequences: Sequence[Sampled], chosen: list[int] | None = None
@@ -88,7 +107,7 @@ class Sampler:
 
         Args:
             logits: ``[S, vocab]`` of any floating dtype; not changed.
-            sequences: in the order of the logits.
+            sequences: in the order of the logits. :meth:`begin` was called with them if one has a grammar.
             chosen: the result of ``choose`` with :meth:`parameters`, if it was called already.
         """
         if not sequences:
@@ -102,8 +121,12 @@ class Sampler:
         if rows.chosen_edited is not None:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
             edited = logits[to_device(torch.tensor(rows.edited), logits.device)].float()
+            masks = self._take_masks()
             for edited_row, i, bias in zip(edited, rows.edited, rows.biases, strict=True):
-                edit_logits(edited_row, sequences[i], bias)
+                addends, is_end = next(masks) if sequences[i].sampling.grammar else (None, False)
+                edit_logits(edited_row, sequences[i], bias, is_end=is_end)
+                if addends is not None:
+                    edited_row += addends
             chosen_edited = self._choose(edited, rows.chosen_edited.on(logits.device))
             for i, token_id in zip(rows.edited, chosen_edited.tolist(), strict=True):
                 token_ids[i] = -1 if token_ids[i] < 0 else token_id
@@ -114,6 +137,11 @@ class Sampler:
             tokens[i] = token
         return tokens
 
+    def why_failed(self, sequence: Sampled) -> str:
+        """Return why :meth:`sample` has returned None for a sequence."""
+        error = self._grammars.error(sequence) if self._grammars is not None else ""
+        return error or "the model's output is not finite"
+
     def parameters(self, sequences: Sequence[Sampled]) -> SamplingTensors:
         """Return the sampling parameters without positions. Rows whose logits are edited are greedy in it."""
         return self._rows_of(sequences).chosen
@@ -122,6 +150,11 @@ class Sampler:
         """Whether these sequences need no edits and no log probabilities, so that ``choose`` alone samples them."""
         rows = self._rows_of(sequences)
         return not rows.edited and not rows.reported
+
+    def _take_masks(self) -> Iterator[tuple[Tensor, bool]]:
+        """Return addends and ``Masks.end`` of each sequence that has a grammar."""
+        pending, self._masks = self._masks, None
+        return zip(*pending.result(), strict=True) if pending is not None else iter(())
 
     def _rows_of(self, sequences: Sequence[Sampled]) -> _Prepared:
         last = self._rows
@@ -137,10 +170,11 @@ def bias_of(params: SamplingParams) -> Bias:
     return Bias(token_ids, np.array([addend for _, addend in params.logit_bias], dtype=np.float32))
 
 
-def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias) -> None:
+def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias, *, is_end: bool = False) -> None:
     """Apply bias, penalties and ``min_tokens`` to one row's fp32 ``logits [vocab]``, in place.
 
-    Token ids outside the vocabulary have no effect.
+    Token ids outside the vocabulary have no effect. With ``is_end`` the grammar allows nothing but stop tokens, so
+    ``min_tokens`` has no effect.
     """
     params = sequence.sampling
     token_ids = sequence.token_ids.values
@@ -156,7 +190,7 @@ def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias) -> None:
         ids, counts = np.unique(outputs, return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * counts[_is_within(ids, logits)]
         logits[_indices(ids, logits)] -= _values(penalty, logits)
-    if _is_held(sequence):  # last, since a penalty of 0 would make NaN of -inf
+    if _is_held(sequence) and not is_end:  # last, since a penalty of 0 would make NaN of -inf
         logits[_indices(np.array(params.stop_token_ids, dtype=np.int64), logits)] = -torch.inf
 
 
@@ -171,7 +205,8 @@ def _prepare(sequences: Sequence[Sampled]) -> _Prepared:
         chosen.temperature[list(edited)] = 0.0
     reported = tuple(i for i, params in enumerate(all_params) if params.logprobs is not None)
     biases = tuple(bias_of(all_params[i]) for i in edited)
-    return _Prepared(tuple(sequences), chosen, edited, chosen_edited, biases, tuple(held), reported)
+    masked = tuple(sequences[i] for i in edited if all_params[i].grammar)
+    return _Prepared(tuple(sequences), chosen, edited, chosen_edited, biases, tuple(held), masked, reported)
 
 
 def _parameters(all_params: Sequence[SamplingParams]) -> SamplingTensors:
@@ -193,6 +228,7 @@ def _edits(params: SamplingParams) -> bool:
         or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
+        or params.grammar
     )
 
 

@@ -19,6 +19,7 @@ from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.presets import resolve_preset
 from lorikeet.worker.batch import SequenceState as RankSequence
 from lorikeet.worker.decode_graphs import DecodeGraphs, build_graphs
+from lorikeet.worker.grammars import GrammarCompiler, GrammarMasks
 from lorikeet.worker.host_lora.assisted_step import HostLoraLeader
 from lorikeet.worker.host_lora.start import build_host_lora, start_worker_processes
 from lorikeet.worker.memory_profiling import arena_blocks, host_arena_blocks
@@ -76,6 +77,7 @@ class EagerRunner:
 
     def launch(self) -> None:
         """Compute the logits of the next step."""
+        self._sampler.begin(self._sequences, self._rank.device)
         self._logits = self._rank.forward(self._plan, self._ran)
         self._ran += 1
 
@@ -128,6 +130,8 @@ class GraphRunner:
             rows, lora = self._rank.decode_rows(self._plan, self._ran)
             self._graphs.start(rows, lora, self._sampler.parameters(self._sequences))
         self._graphs.launch()
+        if not self._runs_ahead:
+            self._sampler.begin(self._sequences, self._rank.device)
         self._ran += 1
 
     def take(self) -> list[Token | None]:
@@ -201,6 +205,7 @@ class TorchExecutor:
         host_lora: computes LoRA on the host for adapters in flight; also an attribute, for its counters. None if no
             plan has assisted prefills.
         graphs: runs decode steps as CUDA graphs; None if all steps run eagerly.
+        grammars: compiles the grammars of requests; also an attribute. None if no request has one.
     """
 
     def __init__(
@@ -214,15 +219,18 @@ class TorchExecutor:
         others: OtherRanks | None = None,
         host_lora: HostLoraLeader | None = None,
         graphs: DecodeGraphs | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._graphs = graphs
+        self.grammars = grammars
+        self._masks = None if grammars is None else GrammarMasks(grammars)
         self._others: OtherRanks = others or NoOtherRanks()
         self._finished = finished
         self.transfers = transfers
         self._cores = cores
         self.host_lora = host_lora
         self._rank = Rank(model, arena, block_size, transfers, cores, host_lora)
-        self._sampler = Sampler(model.kernels.choose)
+        self._sampler = Sampler(model.kernels.choose, self._masks)
         self._running: GraphRunner | None = None
         self._returned_s = 0.0
 
@@ -238,7 +246,7 @@ class TorchExecutor:
             self._others.send(plan)
             switch_s = self._rank.apply(plan)
             with self._rank.pin_threads(plan):
-                tokens, failed, steps_run = self._run(plan, started_s) if plan.sequences else ([], (), plan.repeat)
+                tokens, failed, steps_run = self._run(plan, started_s) if plan.sequences else ([], {}, plan.repeat)
         except ExecutorError:
             raise
         except (RuntimeError, OSError) as error:
@@ -293,21 +301,24 @@ class TorchExecutor:
         if self.host_lora is not None:
             self.host_lora.close()
         self.transfers.close()
+        for part in (self._masks, self.grammars):
+            if part is not None:
+                part.close()
         if self._graphs is not None:
             self._graphs.close()
         self._cores.close()
 
-    def _run(self, plan: StepPlan, started_s: float) -> tuple[list[list[Token]], tuple[RequestId, ...], int]:
+    def _run(self, plan: StepPlan, started_s: float) -> tuple[list[list[Token]], dict[RequestId, str], int]:
         """Run the steps of a plan.
 
         Returns:
-            Tokens of each sequence that samples, the requests whose logits were not finite, and the number of steps.
+            Tokens of each sequence that samples, the requests that got none and why, and the number of steps.
         """
         steps = sampling_steps(plan)
         sequences = [self._rank.sequence(step.request_id) for step in steps]
         runner, launched = self._start(plan, sequences)
         tokens: list[list[Token]] = [[] for _ in steps]
-        failed: set[RequestId] = set()
+        failed: dict[RequestId, str] = {}
         ended: set[RequestId] = set()
         wanted, taken = plan.repeat, 0
         while taken < wanted:
@@ -320,7 +331,7 @@ class TorchExecutor:
                 if sequence.request_id in ended:
                     continue  # the step was launched before the end was known
                 if token is None:
-                    failed.add(sequence.request_id)
+                    failed[sequence.request_id] = self._sampler.why_failed(sequence)
                 else:
                     collected.append(token)
                 if token is None or token.token_id in sequence.sampling.stop_token_ids:
@@ -334,7 +345,7 @@ class TorchExecutor:
             self._others.broadcast(chosen, has_more=taken < wanted)
             self._rank.append(steps, chosen)
         self._running = runner if isinstance(runner, GraphRunner) and launched > taken else None
-        return tokens, tuple(step.request_id for step in steps if step.request_id in failed), taken
+        return tokens, failed, taken
 
     def _start(self, plan: StepPlan, sequences: Sequence[RankSequence]) -> tuple[StepRunner, int]:
         """Return the runner of a plan's steps, and how many of them have been launched already."""
@@ -418,7 +429,10 @@ def build_torch_executor(
             others.watch()
         graphs = build_graphs(engine, model, arena, transfers.device, longest_tokens)
         undo.pop_all()
-    executor = TorchExecutor(model, arena, engine.block_size, cores, finished, transfers, others, host_lora, graphs)
+    grammars = GrammarCompiler(model_folder / "tokenizer.json", config.vocab_size, config.eos_token_ids)
+    executor = TorchExecutor(
+        model, arena, engine.block_size, cores, finished, transfers, others, host_lora, graphs, grammars
+    )
     sizes = EngineSizes(
         geometry=config.geometry(model.dtype.itemsize),
         local_geometry=model.geometry,
