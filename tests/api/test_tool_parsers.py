@@ -167,13 +167,22 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far() -> None:
 
 @each_format
 @pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("special", [True, False])
-def test_grammars_of_all_formats_compile(tool_format: ToolFormat, parallel: bool, special: bool) -> None:
-    ids = {marker: 1000 + at for at, marker in enumerate(tool_format.markers)} if special else {}
-    text = tool_format.grammar(CallGrammar(FUNCTIONS, parallel, ids.get))
-    assert ("*" in text.partition("\n")[0]) == parallel
-    if not special:  # a token's id needs its tokenizer
-        assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text)) == ""
+@pytest.mark.parametrize("content", [None, {"type": "object"}])
+@pytest.mark.parametrize("thoughts_end", ["", "</think>"])
+def test_grammars_of_all_formats_compile(
+    tool_format: ToolFormat, parallel: bool, content: object, thoughts_end: str
+) -> None:
+    text = tool_format.grammar(CallGrammar(FUNCTIONS, parallel, {}.get, content, thoughts_end))
+    start = next(line for line in text.splitlines() if line.startswith("start:"))
+    assert ("*" in start) == parallel
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text)) == ""
+
+
+def test_markers_that_are_special_tokens_are_tokens_in_a_grammar() -> None:
+    mistral = TOOL_FORMATS["mistral"]
+    text = mistral.grammar(CallGrammar(FUNCTIONS, True, {"[TOOL_CALLS]": 9, "[/THINK]": 7}.get, None, "[/THINK]"))
+    assert "<[9]>" in text
+    assert "thoughts: TEXT <[7]>" in text
 
 
 @pytest.mark.parametrize(

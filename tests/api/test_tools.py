@@ -262,3 +262,37 @@ async def test_marks_that_are_special_tokens_are_found(start: Start) -> None:
         assert message["tool_calls"][0]["function"]["name"] == "get_weather"
         plain = (await server.http.post(CHAT, json=body())).json()["choices"][0]["message"]
         assert plain["content"].startswith('\n{"name"')
+
+
+NAMED = {"type": "function", "function": {"name": "now"}}
+AS_JSON = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "title": "plain"}}}
+
+
+async def test_a_call_that_must_be_made_is_enforced_by_a_grammar(start: Start) -> None:
+    async with start(answer=CALL, max_model_len=LONG) as server:
+
+        async def grammar(**fields: Any) -> str:
+            reply = await server.http.post(CHAT, json=body(tools=TOOLS, **fields))
+            assert reply.status_code == 200, reply.text
+            return server.engine.submitted[-1].sampling.grammar
+
+        assert await grammar() == ""
+        required, one = await grammar(tool_choice="required"), await grammar(tool_choice=NAMED)
+        assert "get_weather" in required
+        assert '("\\n"' in required, "several calls"
+        assert "get_weather" not in one
+        assert '("\\n"' not in one
+        assert await grammar(tool_choice="required", response_format=AS_JSON) == required
+        either = await grammar(response_format=AS_JSON)
+        assert '"title": "plain"' in either
+        assert "get_weather" in either
+        by_name = {"type": "function", "function": {"name": "get_weather"}}
+        named = await server.http.post(CHAT, json=body(tools=[WEATHER], tool_choice=by_name))
+        assert named.json()["choices"][0]["finish_reason"] == "stop"
+
+        refused = await server.http.post(CHAT, json=body(tools=TOOLS, regex="a+"))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "regex")
+        schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}}
+        bad = {"type": "function", "function": {"name": "bad", "parameters": schema}}
+        refused = await server.http.post(CHAT, json=body(tools=[bad], tool_choice="required"))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")

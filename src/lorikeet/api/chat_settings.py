@@ -1,15 +1,18 @@
 """How conversations with one model are written and read."""
 
+import json
 from dataclasses import dataclass
 
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.api.chat_output import AnswerReader, ToolUse
 from lorikeet.api.errors import bad_request
+from lorikeet.api.grammar_process import GrammarKind, GrammarSpec
 from lorikeet.api.protocol import ChatOptions
 from lorikeet.api.reasoning import REASONING_FORMATS, ReasoningFormat
 from lorikeet.api.sampling import ModelLimits
+from lorikeet.api.structured_output import MAX_GRAMMAR_BYTES
 from lorikeet.api.text_processor import PromptStyle, TextProcessor, tool_format_of
-from lorikeet.api.tool_parsers.base import ToolFormat
+from lorikeet.api.tool_parsers.base import CallGrammar, ToolFormat
 
 _PROMPT_END_TOKENS = 16
 """Tokens of a prompt in which thoughts may be opened; a marker may be several tokens."""
@@ -64,6 +67,39 @@ class ChatSettings:
                 "--tool-call-parser.",
                 "tools",
             )
+
+    def grammar(self, use: ToolUse | None, content: GrammarSpec | None) -> GrammarSpec | None:
+        """Return the grammar of an answer.
+
+        Args:
+            use: which functions it may call.
+            content: the grammar that the body asks for; with functions, an answer follows it or calls one. An answer
+                that must call one does not.
+
+        Raises:
+            ApiError: 400, ``content`` is no JSON schema and functions may be called, or the functions are too many.
+        """
+        tool_format = self.tool_format
+        if use is None or tool_format is None or (content is None and not use.is_forced):
+            return content
+        schema = None
+        if content is not None and not use.is_forced:
+            if content.kind is not GrammarKind.JSON_SCHEMA:
+                only = "with tools an answer can follow a JSON schema only"
+                raise bad_request(f"{content.param}: {only}.", content.param)
+            schema = json.loads(content.text)
+        builder = CallGrammar(
+            use.functions,
+            use.parallel,
+            self.text_processor.special_token_id,
+            schema,
+            "" if self.reasoning is None else self.reasoning.end,
+        )
+        text = tool_format.grammar(builder)
+        if len(text) > MAX_GRAMMAR_BYTES:
+            most = f"at most {MAX_GRAMMAR_BYTES} are allowed for an answer that must follow them"
+            raise bad_request(f"tools: {len(text)} characters; {most}.", "tools")
+        return GrammarSpec(GrammarKind.LARK, text, "tools")
 
     def kept_tokens(self, use: ToolUse | None) -> frozenset[int]:
         """Return the special tokens that must stay in the text of an answer, since parsers look for them."""

@@ -495,7 +495,7 @@ async def chat_completions(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         arrival_s=prepared.arrival_s if prepared else None,
         kept_tokens=chat.kept_tokens(use),
-        grammar=grammar_spec(body),
+        grammar=chat.grammar(use, grammar_spec(body)),
     )
     generation = await service.start(body, target, spec, sender)
     readers = [

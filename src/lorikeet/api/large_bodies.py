@@ -138,9 +138,7 @@ class PromptProcesses:
 
         route = bytes([tuple(PATHS).index(path)])
         try:
-            answer = _FROM_PROCESS.decode(
-                await self._processes.ask(route, body, timeout_s=_READ_S, go_on=name_model)
-            )
+            answer = _FROM_PROCESS.decode(await self._processes.ask(route, body, timeout_s=_READ_S, go_on=name_model))
         except (EOFError, OSError, TimeoutError) as error:
             log.warning("a body was not read", path=path, bytes=len(body), reason=repr(error))
             if not is_large:

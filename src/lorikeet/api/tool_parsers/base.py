@@ -196,20 +196,29 @@ class ToolFormat:
 
 
 class CallGrammar:
-    """Builds a grammar in llguidance's form of Lark.
+    """Builds a grammar in llguidance's dialect of Lark.
 
     Args:
         functions: those that may be called, with their schemas.
         parallel: whether there may be several calls.
         token_id: returns the id of a special token, None of other text.
+        content: JSON schema that an answer without calls follows; None if it must call.
+        thoughts_end: text that ends what the model may think before; empty if it may not.
     """
 
     def __init__(
-        self, functions: Mapping[str, Parameters], parallel: bool, token_id: Callable[[str], int | None]
+        self,
+        functions: Mapping[str, Parameters],
+        parallel: bool,
+        token_id: Callable[[str], int | None],
+        content: Any = None,
+        thoughts_end: str = "",
     ) -> None:
         self.functions = functions
         self.parallel = parallel
         self._token_id = token_id
+        self._content = content
+        self._thoughts_end = thoughts_end
         self._rules: list[str] = []
 
     def marker(self, text: str) -> str:
@@ -226,7 +235,8 @@ class CallGrammar:
     def json(self, schema: Any) -> str:
         """Return a symbol for a JSON value, written with one space after each comma and colon."""
         style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        return self.rule("%json " + json.dumps({**schema, "x-guidance": style}))
+        described = {} if schema is True else schema
+        return self.rule("%json " + json.dumps({**described, "x-guidance": style}))
 
     def json_property(self, schema: Parameters, name: str) -> str:
         """Return a symbol for the JSON value of a property, which may refer to definitions in ``schema``."""
@@ -248,8 +258,17 @@ class CallGrammar:
         return f"{call} ({between}{call})*" if self.parallel else call
 
     def build(self, start: str) -> str:
-        """Return the grammar."""
-        return "\n".join([f"start: {start}", *self._rules])
+        """Return the grammar, given the calls."""
+        if self._content is not None:
+            start = f"({start}) | {self.json(self._content)}"
+        lines = [f"start: {start}"]
+        if self._thoughts_end:
+            token_id = self._token_id(self._thoughts_end)
+            end = literal(self._thoughts_end) if token_id is None else f"<[{token_id}]>"
+            # A lazy lexeme ends as soon as it can, so that thoughts do not run on through their end.
+            thoughts = f"thoughts[lazy]: TEXT {end}" if token_id is None else f"thoughts: TEXT {end}"
+            lines = [f"start: (thoughts SPACE?)? ({start})", r"TEXT: /(.|\n)*/", r"SPACE: /\s+/", thoughts]
+        return "\n".join(["%llguidance {}", *lines, *self._rules])
 
 
 def literal(text: str) -> str:
