@@ -64,6 +64,10 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         load_format: ``auto`` (safetensors) or ``dummy`` (random weights of the right shapes).
         max_model_len: most tokens of a sequence, prompt and output; 0 for the model's own limit.
         chat_template: file with a Jinja template that replaces the tokenizer's.
+        tool_call_parser: how the model writes tool calls (``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``,
+            ``pythonic`` or ``granite``); empty: as its chat template asks for them.
+        reasoning_parser: how it marks what it thinks (``deepseek_r1``, ``qwen3``, ``mistral`` or ``granite``); empty:
+            that stays in the text of an answer.
         cache_dir: folder for converted weights; empty for the user's cache folder.
     """
 
@@ -73,6 +77,8 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_format: str = "auto"
     max_model_len: Count = 0
     chat_template: str = ""
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
     cache_dir: str = ""
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from lorikeet.api.completions import TextOffsets, completion_logprobs
-from lorikeet.api.text_processor import ChatTemplate, TextProcessor
+from lorikeet.api.text_processor import TextProcessor
+from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.core.plan import Token
 from lorikeet.models.config import ModelConfigError
 from tests.api.conftest import TEMPLATE, TOKENIZER, Running, count_calls_off_the_loop

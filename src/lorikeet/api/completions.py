@@ -13,6 +13,8 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from lorikeet.api.chat_output import AnswerPart, AnswerReader, tool_use, whole_calls
+from lorikeet.api.conversation import content_text
 from lorikeet.api.errors import ApiError, bad_request, not_supported
 from lorikeet.api.generation import Generation, OutputDelta
 from lorikeet.api.large_bodies import PromptRoute, prepared_body
@@ -26,7 +28,7 @@ from lorikeet.api.protocol import (
 from lorikeet.api.service import GenerationSpec, JsonBody, SenderDep, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
 from lorikeet.api.structured_output import grammar_spec
-from lorikeet.api.text_processor import TextProcessor, content_text
+from lorikeet.api.text_processor import TextProcessor
 from lorikeet.api.threads import off_the_loop
 from lorikeet.core.plan import Token
 
@@ -54,6 +56,10 @@ class AnswerFormat(Protocol):
 
     def chunk(self, delta: OutputDelta) -> dict[str, Any]:
         """Return the choice of one chunk of a stream."""
+        ...
+
+    def adds(self, choice: dict[str, Any]) -> bool:
+        """Return whether the choice of a chunk adds anything to the answer."""
         ...
 
     def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
@@ -129,8 +135,10 @@ async def _events(
                 opened.add(delta.index)
                 opening = answer.first(delta.index)
                 event = b"" if opening is None else chunk(opening, 0)
-            if delta.text or delta.finish_reason or answer.needs_every_token or body.wants_continuous_usage:
-                event += chunk(answer.chunk(delta), delta.completion_tokens)
+            choice = answer.chunk(delta)
+            is_wanted = answer.needs_every_token or body.wants_continuous_usage
+            if is_wanted or delta.finish_reason or answer.adds(choice):
+                event += chunk(choice, delta.completion_tokens)
             if event:
                 yield event
     except ApiError as error:
@@ -286,6 +294,10 @@ class CompletionFormat:
         logprobs = self._logprobs(delta.index, delta.tokens)
         return _choice(delta.index, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
+    def adds(self, choice: dict[str, Any]) -> bool:
+        """Return whether a chunk adds text."""
+        return bool(choice["text"])
+
     def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
         """Return a complete choice; ``last`` says how it ended."""
         text = self._echo(index) + text
@@ -327,13 +339,14 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
     refuse_unsupported(body)
     if body.echo and body.logprobs is not None:
         raise not_supported("echo together with logprobs is not supported yet.", "echo")
-    target = service.models.resolve(body.model, body.lora_path)
     prepared = prepared_body(http)
+    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path)
+    chat = await service.chat_of(target)
     prompts = prepared.prompts if prepared else prompts_of(body)
 
     async def encode() -> list[list[int]]:
         special = body.add_special_tokens is not False
-        return await service.text_processor.encode(prompts, add_special_tokens=special, limits=service.limits)
+        return await chat.text_processor.encode(prompts, add_special_tokens=special, limits=chat.limits)
 
     spec = GenerationSpec(
         prompts=len(prompts),
@@ -347,13 +360,13 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
     generation = await service.start(body, target, spec, sender)
     try:
         echoes = (
-            list(prepared.texts) if prepared else await service.text_processor.decode_all(prompts) if body.echo else []
+            list(prepared.texts) if prepared else await chat.text_processor.decode_all(prompts) if body.echo else []
         )
     except BaseException:
         generation.close()
         raise
     answer = CompletionFormat(
-        service.text_processor,
+        chat.text_processor,
         logprobs=body.logprobs is not None,
         echoes=echoes,
         choices=body.n or 1,
@@ -369,15 +382,27 @@ class ChatFormat:
         text_processor: of the model.
         logprobs: report log probabilities.
         echo: text that opens every choice.
+        readers: what reads each choice, by its index; none if their texts are the content as they are.
+        is_named: whether the request names the function to call.
     """
 
     id_prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, text_processor: TextProcessor, *, logprobs: bool, echo: str = "") -> None:
+    def __init__(
+        self,
+        text_processor: TextProcessor,
+        *,
+        logprobs: bool,
+        echo: str = "",
+        readers: Sequence[AnswerReader] = (),
+        is_named: bool = False,
+    ) -> None:
         self._text_processor = text_processor
         self._echo = echo
+        self._readers = readers
+        self._is_named = is_named
         self.needs_every_token = logprobs
 
     def first(self, index: int) -> dict[str, Any]:
@@ -387,29 +412,61 @@ class ChatFormat:
 
     def chunk(self, delta: OutputDelta) -> dict[str, Any]:
         """Return the choice of one chunk of a stream."""
-        content = {"content": delta.text} if delta.text else {}
+        content: dict[str, Any] = {}
+        for part in self._parts(delta.index, delta.text, is_last=delta.finish_reason is not None):
+            content = _added(content, part)
         choice = self._choice(delta.index, "delta", content, delta.finish_reason, delta.stop_reason)
         return choice | {"logprobs": self._logprobs(delta.tokens)}
 
+    def adds(self, choice: dict[str, Any]) -> bool:
+        """Return whether a chunk adds content, thoughts or calls."""
+        return bool(choice["delta"])
+
     def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
         """Return a complete choice; ``last`` says how it ended."""
-        message = {"role": "assistant", "content": self._echo + text}
+        parts = self._parts(index, text, is_last=True)
+        content = self._echo + "".join(part.content for part in parts)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if thoughts := "".join(part.reasoning for part in parts):
+            message |= {"reasoning": thoughts, "reasoning_content": thoughts}
+        if calls := [call for part in parts for call in part.calls]:
+            message |= {"content": content or None, "tool_calls": whole_calls(calls)}
         choice = self._choice(index, "message", message, last.finish_reason, last.stop_reason)
         return choice | {"logprobs": self._logprobs(tokens)}
+
+    def _parts(self, index: int, text: str, *, is_last: bool) -> list[AnswerPart]:
+        if not self._readers:
+            return [AnswerPart(text)]
+        reader = self._readers[index]
+        return [reader.push(text), *([reader.finish()] if is_last else [])]
 
     def _choice(
         self,
         index: int,
         key: str,
-        content: dict[str, str],
+        content: dict[str, Any],
         finish_reason: str | None,
         stop_reason: str | int | None,
     ) -> dict[str, Any]:
+        if finish_reason == "stop" and self._readers and self._readers[index].has_calls and not self._is_named:
+            finish_reason = "tool_calls"  # as at OpenAI not for a function that the request names
         choice: dict[str, Any] = {"index": index, key: content, "finish_reason": finish_reason}
         return choice if finish_reason is None else choice | {"stop_reason": stop_reason}
 
     def _logprobs(self, tokens: tuple[Token, ...] | list[Token]) -> dict[str, Any] | None:
         return chat_logprobs(self._text_processor, tokens) if self.needs_every_token else None
+
+
+def _added(content: dict[str, Any], part: AnswerPart) -> dict[str, Any]:
+    """Return the delta of a chunk with a further part of the answer."""
+    content = {**content}
+    if part.reasoning:
+        content["reasoning"] = content["reasoning_content"] = content.get("reasoning", "") + part.reasoning
+    if part.content:
+        content["content"] = content.get("content", "") + part.content
+    if part.calls:
+        content["tool_calls"] = [*content.get("tool_calls", ()), *(call.as_json() for call in part.calls)]
+    return content
 
 
 @router.post("/v1/chat/completions")
@@ -420,20 +477,15 @@ async def chat_completions(
     refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
-    target = service.models.resolve(body.model, body.lora_path)
     prepared = prepared_body(http)
+    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path)
+    chat, use = await service.chat_of(target), tool_use(body)
+    chat.check_tools(use)
 
     async def encode() -> list[list[int]]:
         if prepared:
             return prepared.prompts
-        token_ids = await service.text_processor.encode_chat(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            extra=body.chat_template_kwargs or {},
-            continue_final_message=bool(body.continue_final_message),
-            limits=service.limits,
-        )
-        return [token_ids]
+        return [await service.encode_chat(body, chat)]
 
     spec = GenerationSpec(
         prompts=1,
@@ -442,10 +494,21 @@ async def chat_completions(
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         arrival_s=prepared.arrival_s if prepared else None,
-        grammar=grammar_spec(body),
+        kept_tokens=chat.kept_tokens(use),
+        grammar=chat.grammar(use, grammar_spec(body)),
     )
     generation = await service.start(body, target, spec, sender)
-    answer = ChatFormat(service.text_processor, logprobs=bool(body.logprobs), echo=_echo(body))
+    readers = [
+        chat.reader(use, choice.handle.request.prompt_token_ids, include_reasoning=body.include_reasoning is not False)
+        for choice in generation.choices
+    ]
+    answer = ChatFormat(
+        chat.text_processor,
+        logprobs=bool(body.logprobs),
+        echo=_echo(body),
+        readers=[reader for reader in readers if reader is not None],
+        is_named=use is not None and use.is_named,
+    )
     return await respond(http, body, generation, answer, target.name)
 
 

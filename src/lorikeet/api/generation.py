@@ -27,12 +27,14 @@ class TextOptions:
         include_stop: whether the stop string or stop token stays in the text.
         skip_special_tokens: leave out tokens such as end of text.
         named_stop_tokens: stop tokens that the request names, as opposed to the model's own.
+        kept_tokens: special tokens that are never left out.
     """
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     named_stop_tokens: frozenset[int] = frozenset()
+    kept_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,9 @@ class ActiveChoice:
         self._sampling = handle.request.sampling
         self._stop_tokens = frozenset(self._sampling.stop_token_ids)
         prompt = handle.request.prompt_token_ids
-        self._stream = text_processor.stream(prompt, skip_special_tokens=options.skip_special_tokens)
+        self._stream = text_processor.stream(
+            prompt, skip_special_tokens=options.skip_special_tokens, kept=options.kept_tokens
+        )
         self._scanner = StopScanner(options.stops, include=options.include_stop)
 
     def add_output(self, output: RequestOutput) -> OutputDelta:

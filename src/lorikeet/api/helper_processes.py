@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from lorikeet.api.errors import unexpected_failure
@@ -41,8 +41,16 @@ class HelperProcesses:
         """Process ids."""
         return [process.pid for process in self._all]
 
-    async def ask(self, *message: bytes, timeout_s: float) -> bytes:
+    async def ask(
+        self, *message: bytes, timeout_s: float, go_on: Callable[[bytes], Awaitable[bytes | None]] | None = None
+    ) -> bytes:
         """Send a message, given in parts, and return the answer. A process that does not answer in time is killed.
+
+        Args:
+            message: its parts.
+            timeout_s: time for an answer.
+            go_on: called with the answer; what it returns is sent to the same process, whose answer is then returned.
+                None, or if it returns None: the first answer is returned.
 
         Raises:
             EOFError, OSError: the process has ended.
@@ -53,11 +61,11 @@ class HelperProcesses:
             process = await self._process()
             answer = None
             try:
-                async with asyncio.timeout(timeout_s):
-                    assert process.stdin is not None
-                    process.stdin.writelines((LENGTH.pack(sum(map(len, message))), *message))
-                    await process.stdin.drain()
-                    answer = await _message(process)
+                answer = await _exchange(process, message, timeout_s)
+                more = None if go_on is None else await go_on(answer)
+                if more is not None:
+                    answer = None
+                    answer = await _exchange(process, (more,), timeout_s)
             finally:
                 if answer is None:
                     self._end(process)
@@ -112,6 +120,14 @@ class HelperProcesses:
         self._all.discard(process)
         with suppress(ProcessLookupError):
             process.kill()
+
+
+async def _exchange(process: asyncio.subprocess.Process, message: Sequence[bytes], timeout_s: float) -> bytes:
+    async with asyncio.timeout(timeout_s):
+        assert process.stdin is not None
+        process.stdin.writelines((LENGTH.pack(sum(map(len, message))), *message))
+        await process.stdin.drain()
+        return await _message(process)
 
 
 async def _message(process: asyncio.subprocess.Process) -> bytes:

@@ -8,8 +8,8 @@ import os
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,12 +17,13 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from lorikeet.api.errors import ApiError
+from lorikeet.adapters.chat import AdapterChat
+from lorikeet.api.chat_settings import ChatSettings
+from lorikeet.api.errors import ApiError, bad_request
 from lorikeet.api.helper_processes import HelperProcesses
 from lorikeet.api.logs import log
-from lorikeet.api.prompt_process import PATHS, BodyRead, BodyRefused, PromptSetup
-from lorikeet.api.sampling import ModelLimits
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.api.prompt_process import MODEL, PATHS, BodyRead, BodyRefused, PromptSetup, WhichModel
+from lorikeet.api.served_models import ResolvedModel
 
 SMALL_BODY_BYTES = 64 * 1024
 """A larger body would hold up the event loop, and every stream, for more than some hundredths of a second."""
@@ -34,7 +35,12 @@ _READ_S = 60.0
 _CORES_PER_PROCESS, _MAX_PROCESSES = 4, 4
 
 _PREPARED = "prepared_body"
-_FROM_PROCESS = msgspec.msgpack.Decoder(BodyRead | BodyRefused)
+_FROM_PROCESS: msgspec.msgpack.Decoder[WhichModel | BodyRead | BodyRefused] = msgspec.msgpack.Decoder(
+    WhichModel | BodyRead | BodyRefused
+)
+
+Resolve = Callable[[str | None, str | None], Awaitable[AdapterChat]]
+"""Returns what a model has of its own, given the fields ``model`` and ``lora_path`` of a body."""
 
 
 class BodyGate:
@@ -94,16 +100,15 @@ class BodyGate:
 
 
 class PromptProcesses:
-    """Processes that read large bodies.
+    """Processes that read large bodies, and conversations with adapters that have a chat template of their own.
 
     Args:
-        text_processor: of the model.
-        limits: of the model.
+        chat: settings of the base model.
         max_queued: most sequences of a request.
     """
 
-    def __init__(self, text_processor: TextProcessor, limits: ModelLimits, max_queued: int) -> None:
-        self._text_processor, self._limits, self._max_queued = text_processor, limits, max_queued
+    def __init__(self, chat: ChatSettings, max_queued: int) -> None:
+        self._chat, self._max_queued = chat, max_queued
         most = max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS))
         self._processes = HelperProcesses("lorikeet.api.prompt_process", self._setup, most)
 
@@ -112,22 +117,36 @@ class PromptProcesses:
         """Process ids."""
         return self._processes.pids
 
-    async def read(self, path: str, body: bytes) -> BodyRead:
+    async def read(self, path: str, body: bytes, resolve: Resolve, *, is_large: bool = True) -> BodyRead:
         """Return what a body says.
 
+        Args:
+            path: its route.
+            body: as it came.
+            resolve: returns what the model of the body has of its own.
+            is_large: whether the body itself may be why it takes too much; else an adapter's chat template is.
+
         Raises:
-            ApiError: it is not valid, or takes too much memory or time.
+            ApiError: it is not valid, or takes too much memory or time; or what ``resolve`` raises.
         """
+
+        async def name_model(answer: bytes) -> bytes | None:
+            which = _FROM_PROCESS.decode(answer)
+            if not isinstance(which, WhichModel):
+                return None
+            return MODEL + msgspec.msgpack.encode(await resolve(which.model, which.lora_path))
+
         route = bytes([tuple(PATHS).index(path)])
         try:
-            answer: BodyRead | BodyRefused = _FROM_PROCESS.decode(
-                await self._processes.ask(route, body, timeout_s=_READ_S)
-            )
+            answer = _FROM_PROCESS.decode(await self._processes.ask(route, body, timeout_s=_READ_S, go_on=name_model))
         except (EOFError, OSError, TimeoutError) as error:
             log.warning("a body was not read", path=path, bytes=len(body), reason=repr(error))
+            if not is_large:
+                raise bad_request("The chat template of this adapter takes too much memory or time.") from error
             raise ApiError(413, "Reading the body takes too much memory or time.") from error
         if isinstance(answer, BodyRefused):
             raise ApiError(answer.status, answer.message, param=answer.param, type=answer.kind)
+        assert isinstance(answer, BodyRead)
         return answer
 
     async def close(self) -> None:
@@ -135,13 +154,15 @@ class PromptProcesses:
         await self._processes.close()
 
     def _setup(self) -> bytes:
-        texts, template = self._text_processor, self._text_processor.template
+        chat, texts, template = self._chat, self._chat.text_processor, self._chat.text_processor.template
         if texts.origin is not None:
-            setup = PromptSetup(self._limits, self._max_queued, str(texts.origin[0]), texts.origin[1])
+            folder, file = texts.origin
+            setup = PromptSetup(chat.limits, self._max_queued, str(folder), file, tool_parser=chat.tool_parser)
         else:
             setup = PromptSetup(
-                self._limits,
+                chat.limits,
                 self._max_queued,
+                tool_parser=chat.tool_parser,
                 tokenizer=texts.tokenizer.to_str(),
                 template="" if template is None else template.source,
                 special_tokens={} if template is None else template.special_tokens,
@@ -157,12 +178,14 @@ class PreparedBody(NamedTuple):
         texts: texts that answers open with, for ``echo``.
         answer: of a route of the tokenizer, the whole answer.
         arrival_s: monotonic time at which it had been received.
+        target: the model that it was read for.
     """
 
     prompts: list[list[int]]
     texts: tuple[str, ...]
     answer: bytes
     arrival_s: float
+    target: ResolvedModel
 
 
 def prepared_body(request: Request) -> PreparedBody | None:
@@ -201,7 +224,7 @@ class PromptRoute(APIRoute):
         """Return what answers a request."""
         handle = super().get_route_handler()
 
-        async def handle_any(request: Request) -> Response:
+        async def handle_any(request: Request, holding: ExitStack) -> Response:
             announced = request.headers.get("content-length", "")
             if announced.isdigit() and int(announced) <= SMALL_BODY_BYTES:
                 return await handle(request)
@@ -214,10 +237,28 @@ class PromptRoute(APIRoute):
                 if len(body) > SMALL_BODY_BYTES:
                     arrival_s = time.monotonic()
                     service.gate.enter(1).release()  # else nothing need be read
-                    read = await service.prompt_processes.read(self.path, body)
-                    prompts = [array("i", prompt).tolist() for prompt in read.prompts]
-                    request.scope["state"][_PREPARED] = PreparedBody(prompts, read.texts, read.answer, arrival_s)
+                    targets: list[ResolvedModel] = []
+
+                    async def resolve(model: str | None, lora_path: str | None) -> AdapterChat:
+                        target: ResolvedModel = await service.resolve(model, lora_path)
+                        targets.append(target)
+                        holding.enter_context(service.versions.hold(target.adapter))
+                        return target.chat
+
+                    read = await service.prompt_processes.read(self.path, body, resolve)
+                    request.scope["state"][_PREPARED] = PreparedBody(
+                        unpacked(read), read.texts, read.answer, arrival_s, targets[0]
+                    )
                     body = read.fields
             return await handle(_SmallRequest(request, body))
 
-        return handle_any
+        async def handle_held(request: Request) -> Response:
+            with ExitStack() as holding:
+                return await handle_any(request, holding)
+
+        return handle_held
+
+
+def unpacked(read: BodyRead) -> list[list[int]]:
+    """Return the token ids of the prompts of a body."""
+    return [array("i", prompt).tolist() for prompt in read.prompts]

@@ -8,9 +8,11 @@ Its memory is limited. A body that takes more ends the process, and the API proc
 """
 
 import json
+import signal
 import sys
 from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,11 @@ import msgspec
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from lorikeet.adapters.chat import AdapterChat
+from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.body_structure import BodyStructure, check_structure
+from lorikeet.api.chat_settings import ChatSettings
+from lorikeet.api.conversation import content_text
 from lorikeet.api.errors import ApiError, bad_request, invalid_body, invalid_json, model_not_found, unexpected_failure
 from lorikeet.api.helper_main import run_helper
 from lorikeet.api.middleware import AdmissionGate
@@ -37,15 +43,19 @@ from lorikeet.api.protocol import (
 )
 from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs
 from lorikeet.api.structured_output import grammar_spec
-from lorikeet.api.text_processor import ChatTemplate, TextProcessor, content_text
+from lorikeet.api.text_processor import TextProcessor
+from lorikeet.core.chat_template import ChatTemplate
 
+CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
 PATHS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatCompletionRequest,
-    "/tokenize": TokenizeRequest,
+    CHAT_PATH: ChatCompletionRequest,
+    TOKENIZE_PATH: TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 """Routes whose bodies may be large. A message to the process is a body after the number of its route, one byte."""
+MODEL = b"\xff"
+"""Begins a message that says what the model of the last body has of its own."""
 MAX_TOKENS = 2**20
 """Of all prompts of a request together, or of one that is as long as the context."""
 MAX_TOKENIZED = 2**18
@@ -54,6 +64,10 @@ MAX_TOKENIZED = 2**18
 _MAX_DEPTH = 100
 _MAX_CONTAINERS = 2**16
 _LONGEST_NAME = 512
+_MAX_TEMPLATES = 64
+"""Compiled templates of adapters that are kept."""
+_TEMPLATE_CPU_S = 2.0
+"""CPU time for one prompt from an adapter's template."""
 _MEMORY_BYTES = 2**30
 """Address space that a body may take."""
 _APART = {"prompt", "messages", "tokens", "chat_template_kwargs", "user"}
@@ -69,6 +83,7 @@ class PromptSetup(msgspec.Struct, frozen=True):
         tokenizer: ``tokenizer.json``'s content.
         template: Jinja source; empty for none.
         special_tokens: of the template.
+        tool_parser: name of the format of tool calls; empty for the template's.
         limits: of the model.
         max_queued: most sequences of a request.
     """
@@ -80,6 +95,14 @@ class PromptSetup(msgspec.Struct, frozen=True):
     tokenizer: str = ""
     template: str = ""
     special_tokens: dict[str, str] = {}
+    tool_parser: str = ""
+
+
+class WhichModel(msgspec.Struct, frozen=True, tag=True):
+    """Asks what the model of a body has of its own. The next message is ``MODEL`` with an ``AdapterChat``."""
+
+    model: str | None
+    lora_path: str | None
 
 
 class BodyRead(msgspec.Struct, frozen=True, tag=True):
@@ -108,16 +131,19 @@ class BodyRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class PromptReader:
-    """Reads bodies one after the other.
+    """Reads bodies one after the other, each in two steps, since its model may have a chat template of its own.
 
     Args:
-        text_processor: of the model.
-        limits: of the model.
+        base: settings of the base model.
         max_queued: most sequences of a request.
     """
 
-    def __init__(self, text_processor: TextProcessor, limits: ModelLimits, max_queued: int) -> None:
-        self._text_processor = text_processor
+    def __init__(self, base: ChatSettings, max_queued: int) -> None:
+        self._chats = AdapterChats(base)
+        self._template = lru_cache(_MAX_TEMPLATES)(_template)
+        self._body: Body | None = None
+        self._set_model(AdapterChat())
+        limits = base.limits
         self._limits = limits
         self._max_queued = max_queued
         self._max_tokens = max(MAX_TOKENS, limits.max_model_len)
@@ -127,15 +153,29 @@ class PromptReader:
         keys = 2 * containers + MAX_BIASES
         self._max = BodyStructure(_MAX_DEPTH, containers, keys, self._max_tokens + containers + keys)
 
-    def read(self, path: str, content: bytes) -> BodyRead:
-        """Return what a body says.
+    def begin(self, path: str, content: bytes) -> WhichModel:
+        """Check a body, and return its model; :meth:`read` reads it.
 
         Raises:
-            ApiError: it is not valid, or asks for more than can be served.
+            ApiError: it is not valid.
         """
+        self._body = None
         check_structure(content, self._max)
-        body = _validated(PATHS[path], content)
+        body = self._body = _validated(PATHS[path], content)
         refuse_unsupported(body)
+        return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None))
+
+    def read(self, chat: AdapterChat) -> BodyRead:
+        """Return what a body says.
+
+        Args:
+            chat: what its model has of its own.
+
+        Raises:
+            ApiError: it asks for more than can be served.
+        """
+        body, self._body = self._body, None
+        self._set_model(chat)
         match body:
             case CompletionRequest():
                 return self._completion(body)
@@ -146,6 +186,15 @@ class PromptReader:
             case _:
                 assert isinstance(body, DetokenizeRequest)
                 return self._detokenized(body)
+
+    def _set_model(self, chat: AdapterChat) -> None:
+        settings = self._chats.settings(chat)
+        texts, self._is_own = settings.text_processor, bool(chat.chat_template)
+        if chat.chat_template:
+            inherited = {} if texts.template is None else texts.template.special_tokens
+            tokens = tuple(sorted((inherited | chat.special_tokens).items()))
+            texts = texts.with_template(self._template(chat.chat_template, tokens))
+        self._settings, self._text_processor = settings, texts
 
     def _completion(self, body: CompletionRequest) -> BodyRead:
         prompts = prompts_of(body)
@@ -168,12 +217,14 @@ class PromptReader:
         return BodyRead(_fields(body, messages=[last]), (_packed(ids),))
 
     def _chat_prompt(self, body: ChatOptions, messages: Sequence[ChatMessage]) -> str:
-        return self._text_processor.chat_prompt(
-            messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            extra=body.chat_template_kwargs or {},
-            continue_final_message=bool(body.continue_final_message),
-        )
+        if not self._is_own:
+            return self._text_processor.chat_prompt(messages, self._settings.style(body))
+        # The signal ends the process: a template can run for ever, and nothing else would interrupt it.
+        signal.setitimer(signal.ITIMER_PROF, _TEMPLATE_CPU_S)
+        try:
+            return self._text_processor.chat_prompt(messages, self._settings.style(body))
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
 
     def _check(self, body: GenerationBody, prompts: int) -> None:
         sequences = prompts * (body.n or 1)
@@ -222,6 +273,10 @@ class PromptReader:
         return BodyRead(_fields(body, tokens=[]), answer=answer)
 
 
+def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))
+
+
 def _validated(kind: type[Body], content: bytes) -> Body:
     try:
         value = json.loads(content)
@@ -262,13 +317,21 @@ def main() -> None:
 
 def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
     setup = msgspec.msgpack.decode(setup_message, type=PromptSetup)
-    reader, paths = PromptReader(_texts(setup), setup.limits, setup.max_queued), tuple(PATHS)
-    return lambda message: msgspec.msgpack.encode(_answer(reader, paths[message[0]], message[1:]))
+    base = ChatSettings(_texts(setup), setup.limits, tool_parser=setup.tool_parser)
+    reader, paths = PromptReader(base, setup.max_queued), tuple(PATHS)
+
+    def answer(message: bytes) -> bytes:
+        if message[:1] == MODEL:
+            chat = msgspec.msgpack.decode(message[1:], type=AdapterChat)
+            return msgspec.msgpack.encode(_answer(lambda: reader.read(chat)))
+        return msgspec.msgpack.encode(_answer(lambda: reader.begin(paths[message[0]], message[1:])))
+
+    return answer
 
 
-def _answer(reader: PromptReader, path: str, body: bytes) -> BodyRead | BodyRefused:
+def _answer(read: Callable[[], WhichModel | BodyRead]) -> WhichModel | BodyRead | BodyRefused:
     try:
-        return reader.read(path, body)
+        return read()
     except ApiError as error:
         refusal = error
     except MemoryError:

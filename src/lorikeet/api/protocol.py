@@ -7,7 +7,7 @@ entry is reported: to report millions of them would block the event loop, and ev
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -156,14 +156,67 @@ class TextPart(Body):
     text: str | None = None
 
 
+class CalledFunction(Body):
+    """Name and arguments of a call; arguments are JSON text, or what it stands for."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Body):
+    """A call in an earlier answer."""
+
+    id: str | None = None
+    function: CalledFunction
+
+
 class ChatMessage(Body):
     """One message. Further fields (``name``, ``tool_call_id``) are passed to the template."""
 
     role: Annotated[str, Field(min_length=1)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class Function(Body):
+    """A function that a model may call; ``parameters`` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    parameters: dict[str, Any] | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _describes_an_object(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value and (
+            value.get("type", "object") != "object"
+            or not isinstance(value.get("properties", {}), dict)
+            or not isinstance(value.get("required", []), list)
+        ):
+            raise PydanticCustomError("parameters", "must be the JSON schema of an object")
+        return value
+
+
+class Tool(Body):
+    """A tool that a model may use. Only functions are supported."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ToolName(Body):
+    """The name in a ``tool_choice``."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A ``tool_choice`` that names a function."""
+
+    type: Literal["function"] = "function"
+    function: ToolName
 
 
 class ChatOptions(Body):
@@ -171,6 +224,8 @@ class ChatOptions(Body):
 
     ``chat_template_kwargs`` may also hold the two fields about its end; they override the fields, as in vLLM.
     """
+
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=1024)] | None = None
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -205,6 +260,30 @@ class ChatCompletionRequest(GenerationBody, ChatFields):
     echo: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _is_a_choice(cls, value: Any) -> Any:
+        if isinstance(value, str) and value not in ("none", "auto", "required"):
+            raise PydanticCustomError("tool_choice", "must be none, auto, required or an object that names a function")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_among_the_tools(cls, value: str | NamedTool | None, info: ValidationInfo) -> str | NamedTool | None:
+        tools = info.data.get("tools", ...)  # missing if they are not valid, which is reported by itself
+        if value in (None, "none", "auto") or tools is ...:
+            return value
+        if not tools:
+            raise PydanticCustomError("tool_choice", "needs tools")
+        if isinstance(value, NamedTool) and value.function.name not in {tool.function.name for tool in tools}:
+            raise PydanticCustomError(
+                "tool_choice", "no tool is called {name}", {"name": repr(value.function.name[:128])}
+            )
+        return value
 
 
 class TokenizeRequest(ChatOptions):
@@ -242,11 +321,16 @@ class UnloadAdapter(Body):
 
 
 class NewAdapter(Body):
-    """Body of ``POST /v1/adapters``."""
+    """Body of ``POST /v1/adapters``. The last five count more than the adapter's files; None for what those say."""
 
     name: Annotated[str, Field(min_length=1)]
     source: Annotated[str, Field(min_length=1)]
     replace: bool = False
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    generation_config: dict[str, Any] | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 class AdapterSource(Body):
@@ -263,15 +347,16 @@ class DynamoAdapter(Body):
 
 
 SPECIAL_TOKENS = "The chat template writes the special tokens; adding more is not supported."
-_TOOLS = "Tool calls are not supported yet."
+_TOOLS = "Tools are for chat completions."
+_FUNCTIONS = "functions and function_call are not supported; use tools and tool_choice."
 _BEAM = "Beam search is not supported."
 _ADAPTER = "is not supported; name the adapter in model."
 
 _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _TOOLS),
     "tool_choice": (("none", "auto"), _TOOLS),
-    "functions": (([],), _TOOLS),
-    "function_call": (("none", "auto"), _TOOLS),
+    "functions": (([],), _FUNCTIONS),
+    "function_call": (("none", "auto"), _FUNCTIONS),
     "use_beam_search": ((False,), _BEAM),
     "best_of": ((1,), "best_of above 1 is not supported; ask for n answers and choose."),
     "suffix": (("",), "Completing before a suffix is not supported."),

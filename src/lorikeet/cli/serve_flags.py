@@ -89,6 +89,8 @@ FLAGS = (
     ),
     Flag("--max-model-len --context-length", "model.max_model_len", int, "Longest sequence, in tokens."),
     Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
+    Flag("--tool-call-parser", "model.tool_call_parser", str, "How the model writes tool calls; else by its template."),
+    Flag("--reasoning-parser", "model.reasoning_parser", str, "How the model marks what it thinks, such as qwen3."),
     Flag("--cache-dir", "model.cache_dir", str, "Where converted weights are kept."),
     Flag("--preset", "engine.preset", str, "System to run as, such as elora; elora,eviction=lru changes an option."),
     Flag("--executor", "engine.executor", str, "torch, or paced: no arithmetic, steps take as long as --profile says."),
