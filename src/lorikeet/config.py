@@ -69,6 +69,10 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         load_format: ``auto`` (safetensors) or ``dummy`` (random weights of the right shapes).
         max_model_len: most tokens of a sequence, prompt and output; 0 for the model's own limit.
         chat_template: file with a Jinja template that replaces the tokenizer's.
+        tool_call_parser: how the model writes tool calls (``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``,
+            ``pythonic`` or ``granite``); empty: as its chat template asks for them.
+        reasoning_parser: how it marks what it thinks (``deepseek_r1``, ``qwen3``, ``mistral`` or ``granite``); empty:
+            that stays in the text of an answer.
         cache_dir: folder for converted weights; empty for the user's cache folder.
     """
 
@@ -78,6 +82,8 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_format: str = "auto"
     max_model_len: Count = 0
     chat_template: str = ""
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
     cache_dir: str = ""
 
 
@@ -202,6 +208,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             none.
         max_queued: most accepted and unfinished sequences; beyond that the answer is 429. A request counts as one
             sequence for each prompt and choice.
+        max_logprobs: most alternatives that a request may ask for with each token; -1 for the whole vocabulary.
+        return_tokens_as_token_ids: name tokens ``token_id:ID`` in log probabilities, unless a request says otherwise.
         max_body_bytes: larger request bodies are answered with 413.
         max_connections: most connections open at once; beyond that the answer is 503. Fewer if the limit on open files
             does not allow as many.
@@ -242,6 +250,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admin_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_queued: Positive = 1024
+    max_logprobs: Annotated[int, msgspec.Meta(ge=-1)] = 20
+    return_tokens_as_token_ids: bool = False
     max_body_bytes: Positive = 8 * 2**20
     max_connections: Positive = 4096
     max_head_bytes: Positive = 64 * 1024

@@ -11,14 +11,17 @@ import pytest
 import uvicorn
 
 from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.app import create_app, create_service
+from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.sampling import ModelLimits
 from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
-from lorikeet.api.text_processor import ChatTemplate, TextProcessor
+from lorikeet.api.text_processor import TextProcessor
 from lorikeet.config import AdapterSettings, ServerSettings, Settings
+from lorikeet.core.chat_template import ChatTemplate
 from tests.api.fakes import GEOMETRY, FakeEngine, byte_level_tokenizer, write_adapter
 from tests.support.quick_server import serving
 
@@ -61,18 +64,19 @@ def start(tmp_path: Path, sources: Path) -> Start:
         request_log: RequestLog | None = None,
         lora: bool = True,
         lengths: AnswerLengthPredictor | None = None,
+        max_model_len: int = 256,
         **server: object,
     ) -> AsyncIterator[Running]:
         settings = Settings(
             adapters=AdapterSettings(enabled=lora, adapter_dir=str(sources), store_dir=str(tmp_path / "store")),
             server=msgspec.structs.replace(ServerSettings(), **server),
         )
-        engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END])
-        catalog = AdapterCatalog(settings.adapters, "base", GEOMETRY, reserved_names=("base",))
+        engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END], max_model_len=max_model_len)
         limits = ModelLimits(engine.engine_info.max_model_len, TOKENIZER.get_vocab_size(), (END,))
+        chats = AdapterChats(ChatSettings(TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {})), limits))
+        catalog = AdapterCatalog(settings.adapters, "base", GEOMETRY, reserved_names=("base",), fit_chat=chats.fit)
         models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)
-        texts = TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {}))
-        service = create_service(settings, engine.as_client(), catalog, texts, models, limits, request_log, lengths)
+        service = create_service(settings, engine.as_client(), catalog, chats, models, request_log, lengths)
         config = uvicorn.Config(create_app(service), lifespan="off", log_level="error", access_log=False)
         try:
             async with (
@@ -82,6 +86,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
                 yield Running(http, engine, service, sources)
         finally:
             await service.prompt_processes.close()
+            await service.grammars.close()
             catalog.close()
 
     return start_one

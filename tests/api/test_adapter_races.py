@@ -19,12 +19,15 @@ import pytest
 import uvicorn
 
 from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.app import create_app, create_service
+from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.sampling import ModelLimits
 from lorikeet.api.served_models import ServedModels
-from lorikeet.api.text_processor import ChatTemplate, TextProcessor
+from lorikeet.api.text_processor import TextProcessor
 from lorikeet.client.client import EngineClient, RequestHandle
 from lorikeet.config import AdapterSettings
+from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.request import Request
 from tests.api.fakes import byte_level_tokenizer
@@ -130,7 +133,8 @@ async def world(
         catalog = AdapterCatalog(adapters, "base", client.engine_info.geometry, reserved_names=("base",))
         models = ServedModels(("base",), (), "base", catalog, CONTEXT_TOKENS)
         texts = TextProcessor(byte_level_tokenizer(), ChatTemplate("", {}))
-        service = create_service(settings, client, catalog, texts, models, ModelLimits(CONTEXT_TOKENS, VOCAB))
+        chats = AdapterChats(ChatSettings(texts, ModelLimits(CONTEXT_TOKENS, VOCAB)))
+        service = create_service(settings, client, catalog, chats, models)
         config = uvicorn.Config(create_app(service), lifespan="off", log_level="error")
         async with serving(config) as url, httpx.AsyncClient(base_url=url, timeout=120) as http:
             made = World(http, client, catalog, tmp_path, alone, digests)

@@ -155,8 +155,9 @@ async def test_loading_in_place_serves_the_new_version_and_frees_the_old(server:
     await until(lambda: server.engine.dropped == [old], "the old version is dropped")
 
 
-async def test_request_uses_an_adapter_version_replaced_while_its_prompt_is_read(
-    server: Running, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("change", ["replace", "remove"])
+async def test_request_keeps_the_version_that_it_named_while_its_prompt_is_read(
+    server: Running, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     reading, go_on = asyncio.Event(), asyncio.Event()
     encode_chat = server.service.text_processor.encode_chat
@@ -167,22 +168,24 @@ async def test_request_uses_an_adapter_version_replaced_while_its_prompt_is_read
         return await encode_chat(*arguments, **options)
 
     monkeypatch.setattr(server.service.text_processor, "encode_chat", encode_late)
+    old = server.service.catalog.get("formal")
+    assert old is not None
     asking = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
     await reading.wait()
-    assert (await load(server, "formal", "pirate", load_inplace=True))[0] == 200
+    if change == "replace":
+        assert (await load(server, "formal", "pirate", load_inplace=True))[0] == 200
+        removing = None
+    else:
+        removing = asyncio.create_task(server.http.delete("/v1/adapters/formal"))
+        await until(lambda: server.service.catalog.get("formal") is None, "the name is removed")
+    assert server.engine.dropped == [], "a version is dropped after the requests that use it were sent"
     go_on.set()
     assert (await asking).status_code == 200
-    new = server.service.catalog.get("formal")
-    assert new is not None
-    assert [request.digest for request in server.engine.submitted] == [new.digest]
-
-    reading.clear()
-    go_on.clear()
-    asking = asyncio.create_task(server.http.post(CHAT, json=body(model="formal")))
-    await reading.wait()
-    assert (await server.http.delete("/v1/adapters/formal")).status_code == 200
-    go_on.set()
-    assert (await asking).status_code == 404
+    assert [request.digest for request in server.engine.submitted] == [old.digest]
+    await until(lambda: server.engine.dropped == [old.digest], "the old version is dropped")
+    if removing is not None:
+        assert (await removing).status_code == 200
+    await until(lambda: not Path(old.folder).exists(), "its files are deleted")
     assert server.service.gate.active == 0
 
 

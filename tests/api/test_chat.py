@@ -9,7 +9,7 @@ import pytest
 
 from lorikeet.api import errors
 from lorikeet.api.errors import ApiError
-from lorikeet.api.text_processor import ChatTemplate
+from lorikeet.core.chat_template import ChatTemplate
 from tests.api.conftest import END, TOKENIZER, Running, Start, count_calls_off_the_loop
 
 CHAT = "/v1/chat/completions"
@@ -280,24 +280,25 @@ async def test_a_request_that_takes_too_long_ends_with_504(start: Start) -> None
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
         ({"best_of": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"stop_regex": "a+"}, "stop_regex"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
         ({"adapter_id": "someone/adapter"}, "adapter_id"),
         ({"adapter_source": "hub"}, "adapter_source"),
         ({"add_special_tokens": True}, "add_special_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]}, "messages"),
     ],
 )
 async def test_what_is_not_implemented_is_refused_by_name(server: Running, fields: dict[str, Any], param: str) -> None:
     reply = await server.http.post(CHAT, json=body(**fields))
     assert reply.status_code == 501
     assert reply.json()["error"]["param"] == param
+    assert reply.headers["x-should-retry"] == "false"
 
 
 async def test_fields_that_change_nothing_are_accepted(server: Running) -> None:

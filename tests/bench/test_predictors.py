@@ -34,7 +34,7 @@ class Arrived(RunObserver):
 
 def run(predictor: str) -> Arrived:
     profile, watch = round_profile(), Arrived()
-    (engine, _, _), clock, coalesced = modelled_replica(Settings(engine=EngineSettings(num_scheduler_steps=1)), profile)
+    (engine, *_), clock, coalesced = modelled_replica(Settings(engine=EngineSettings(num_scheduler_steps=1)), profile)
     refs = synthetic_adapters(2, [1], profile.geometry)
     workload = [
         WorkloadRequest(

@@ -24,7 +24,7 @@ from lorikeet.core.messages import (
     ToEngine,
 )
 from lorikeet.engine import process
-from lorikeet.engine.process import Channel, serve
+from lorikeet.engine.process import Channel, Compiling, serve
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import Bench, adapter, request
 
@@ -102,7 +102,7 @@ def bench(peer: Peer, channel: Channel, host_blocks: int) -> Iterator[Bench]:
     """An engine that is served on a thread until the test's end."""
     limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=40_000)
     made = Bench(blocks=BLOCKS, host_blocks=host_blocks, limits=limits)
-    serving = threading.Thread(target=serve, args=(channel, made.engine))
+    serving = threading.Thread(target=serve, args=(channel, made.engine, Compiling(None, lambda: None)))
     serving.start()
     yield made
     peer.send(Shutdown())

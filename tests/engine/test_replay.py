@@ -226,7 +226,7 @@ def test_another_output_that_is_not_finite_makes_another_plan(recording: Path) -
     def change(record: Record) -> Record:
         if isinstance(record, PlanRan) and record.result.step == 6:
             tokens = tuple((Token(5),) if tokens else () for tokens in record.result.tokens)
-            failed = (RequestId("r0"),)
+            failed = {RequestId("r0"): "the model's output is not finite"}
             return PlanRan(record.at_s, msgspec.structs.replace(record.result, tokens=tokens, failed=failed))
         return record
 

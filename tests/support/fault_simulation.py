@@ -63,7 +63,7 @@ from lorikeet.core.messages import (
 )
 from lorikeet.core.plan import SequenceStart, Tier, Transfer
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.engine.process import STATS_EVERY_S, handle
+from lorikeet.engine.process import STATS_EVERY_S, Compiling, handle
 from lorikeet.presets import PRESETS
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter
@@ -326,7 +326,7 @@ class SimulatedEngine:
                 if isinstance(message, Shutdown):
                     return
                 if message is not None and not isinstance(message, Heartbeat):
-                    handle(message, engine)
+                    handle(message, engine, Compiling(None, lambda: None))
             outputs = engine.step()
             self.bench.memory.check_integrity()
             await asyncio.sleep(max(0.0, clock.now() - self._offset_s - self._world.now()))

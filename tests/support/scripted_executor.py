@@ -266,7 +266,8 @@ class ScriptedExecutor:
         tokens = tuple(self._run(step, steps_run, plan) for step in plan.sequences)
         if plan.sequences:
             self._clock.advance(self._step_s * steps_run + switch_s)
-        failed = tuple(step.request_id for step in plan.sequences if step.samples and step.request_id in self._sick)
+        sick = [step.request_id for step in plan.sequences if step.samples and step.request_id in self._sick]
+        failed = dict.fromkeys(sick, "the model's output is not finite")
         next_runs = plan.overlapped and plan.repeat > 1
         self._running = {step.request_id: step.start + 1 for step in plan.sequences} if next_runs else {}
         return StepResult(plan.step, tokens, steps_run, self._clock.now() - started_s, failed, switch_s, next_runs)

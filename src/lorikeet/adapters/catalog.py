@@ -11,8 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from lorikeet.adapters.chat import NO_OVERRIDES, AdapterChat, ChatOverrides, as_text
 from lorikeet.adapters.errors import (
     AdapterBusy,
+    AdapterError,
     AdapterExists,
     AdapterFilesMissing,
     AdapterStoreError,
@@ -65,6 +67,8 @@ class AdapterCatalog:
         reserved_names: names that adapters may not have, besides ``base_name``.
         dtype: dtype in which adapters will be served; weights that overflow it are refused. "" for any.
         accept: called with every new adapter before it is registered; raises AdapterError to refuse it.
+        fit_chat: called with what a new adapter's folder says about conversations; returns what differs from the base
+            model, or raises AdapterError.
         now: returns Unix seconds.
 
     Attributes:
@@ -83,12 +87,13 @@ class AdapterCatalog:
         reserved_names: Sequence[str] = (),
         dtype: str = "",
         accept: Callable[[AdapterRef], None] = lambda _: None,
+        fit_chat: Callable[[AdapterChat], AdapterChat] = lambda chat: chat,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype)
         self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
         self._reserved = {base_name, *reserved_names}
-        self._accept, self._now = accept, now
+        self._accept, self._fit_chat, self._now = accept, fit_chat, now
         self._changes = threading.Lock()  # held while store and registry are written
         self._state = threading.Lock()  # guards the fields below; never held during input or output
         self._is_closed = False  # under ``_changes``
@@ -100,7 +105,15 @@ class AdapterCatalog:
         self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="adapter-cleaner")
         self.notes = self._load() if settings.enabled else ("adapters are disabled: the base model is served alone",)
 
-    def register(self, name: str, source: str, *, replace: bool = False, trusted: bool = False) -> RegisteredAdapter:
+    def register(
+        self,
+        name: str,
+        source: str,
+        *,
+        replace: bool = False,
+        trusted: bool = False,
+        overrides: ChatOverrides = NO_OVERRIDES,
+    ) -> RegisteredAdapter:
         """Fetch an adapter from ``source``, check it, and register it under ``name``.
 
         Args:
@@ -109,6 +122,7 @@ class AdapterCatalog:
             replace: whether an existing name may be replaced; the same content changes nothing.
             trusted: whether the source is given on the command line. It may then be anywhere, and the name is not
                 written to the registry, since the next start names it again.
+            overrides: what counts instead of what its files say about conversations.
 
         Returns:
             The adapter to which the name points, the one that it replaced, and warnings about keys that are ignored.
@@ -123,7 +137,7 @@ class AdapterCatalog:
         with self._reserve(name):
             if name in self._records and not replace:
                 raise AdapterExists(f"adapter {name!r} is registered already; unload it first, or replace it")
-            with self._store.stage(source, trusted) as staged, self._changes:
+            with self._store.stage(source, trusted, overrides) as staged, self._changes:
                 self._check_open()
                 return self._register_staged(name, source, staged, replace, persistent=not trusted)
 
@@ -281,11 +295,13 @@ class AdapterCatalog:
             ranks=msgspec.json.encode(staged.ranks).decode(),
             max_rank=max_rank,
             weight_bytes=staged.description.weight_bytes,
+            chat=self._chat_of(source, staged),
         )
         record = AdapterRecord(row, str(self._store.folder(staged.digest)), persistent)
         self._accept(record.ref)
         self._store.publish(staged)
-        if old is not None and old.digest == staged.digest and (old.persistent or not persistent):
+        is_same = old is not None and old.digest == staged.digest and old.row.chat == row.chat
+        if old is not None and is_same and (old.persistent or not persistent):
             self._missing.discard(staged.digest)
             return RegisteredAdapter(old, None, warnings)
         try:
@@ -304,6 +320,12 @@ class AdapterCatalog:
             self._drop_if_unused(old.digest)
         replaced = old if old is not None and old.digest != record.digest else None
         return RegisteredAdapter(record, replaced, warnings)
+
+    def _chat_of(self, source: str, staged: StagedVersion) -> str:
+        try:
+            return as_text(self._fit_chat(staged.description.chat))
+        except AdapterError as error:
+            raise AdapterError(f"{source}: {error}") from error
 
     def _clean(self, digest: AdapterDigest) -> None:
         with self._changes:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from lorikeet.adapters.chat import NO_OVERRIDES, AdapterChat, ChatOverrides
+from lorikeet.adapters.chat_files import read_chat
 from lorikeet.adapters.description import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -70,6 +72,8 @@ class DescribeOptions(msgspec.Struct, frozen=True):
         max_bytes: larger weights are refused; 0 for no limit.
         read_weights: whether to read the weights: to compute the digest, and to refuse NaN, infinity and overflow.
         merge: whether to write the weights file of a sharded adapter, and to delete its shards.
+        read_chat: whether to read what the folder says about conversations.
+        overrides: what counts instead of that.
     """
 
     geometry: ModelGeometry | None = None
@@ -78,6 +82,8 @@ class DescribeOptions(msgspec.Struct, frozen=True):
     max_bytes: int = 0
     read_weights: bool = False
     merge: bool = False
+    read_chat: bool = False
+    overrides: ChatOverrides = NO_OVERRIDES
 
 
 def describe_folder(
@@ -105,6 +111,10 @@ def describe_folder(
     _check_present(folder)
     on_stage(CONFIG_FILE)
     config, base_model, warnings = read_config(folder / CONFIG_FILE)
+    chat = AdapterChat()
+    if options.read_chat:
+        on_stage("the chat template and the tokenizer's settings")
+        chat = read_chat(folder, options.overrides)
     on_stage(f"the header of {WEIGHTS_FILE}")
     weights = _Weights(folder)
     if options.max_bytes and weights.size > options.max_bytes:
@@ -126,7 +136,7 @@ def describe_folder(
     if options.merge and shards:
         weights.merge(on_chunk)
         shards = ()
-    return AdapterDescription(base_model[:500], modules, weights.size, shards, digest, tuple(warnings))
+    return AdapterDescription(base_model[:500], modules, weights.size, shards, digest, tuple(warnings), chat)
 
 
 def shard_names(folder: Path) -> list[str]:

@@ -1,7 +1,8 @@
-"""What is known of an adapter once its files have been read and checked; no text of a user's config is in it."""
+"""What is known of an adapter once its files have been read and checked."""
 
 import msgspec
 
+from lorikeet.adapters.chat import AdapterChat
 from lorikeet.core.geometry import LORA_MODULES
 
 CONFIG_FILE = "adapter_config.json"
@@ -57,6 +58,7 @@ class AdapterDescription(msgspec.Struct, frozen=True):
             its tensors are then those of the merged file, and so is ``weight_bytes``.
         digest: its version; "" if the weights were not read.
         warnings: sentences about keys that are ignored.
+        chat: how conversations with it differ from those with the base model.
     """
 
     base_model: str
@@ -65,6 +67,7 @@ class AdapterDescription(msgspec.Struct, frozen=True):
     shards: tuple[str, ...] = ()
     digest: str = ""
     warnings: tuple[str, ...] = ()
+    chat: AdapterChat = AdapterChat()
 
     @property
     def parameters(self) -> int:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import BigInteger, ForeignKey, MetaData, create_engine, delete, event, func, select
+from sqlalchemy import BigInteger, Delete, ForeignKey, MetaData, create_engine, delete, event, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
 from lorikeet.adapters.url_reader import without_credentials
 from lorikeet.core.adapter import AdapterRef
@@ -141,8 +142,20 @@ class AdapterNameRow(_Base):
     created_at: Mapped[float]
 
 
+class AdapterChatRow(_Base):
+    """How conversations under a name differ from those with the base model, as JSON; most names have no row."""
+
+    __tablename__ = "adapter_chats"
+    base: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    chat: Mapped[str]
+
+
 class RegistryRow(NamedTuple):
-    """A name joined with its version; ``ranks`` is the JSON of ``AdapterRef.ranks``."""
+    """A name joined with its version.
+
+    ``ranks`` is the JSON of ``AdapterRef.ranks``, ``chat`` that of an ``AdapterChat``, empty if it says nothing.
+    """
 
     name: str
     digest: str
@@ -151,6 +164,7 @@ class RegistryRow(NamedTuple):
     ranks: str
     max_rank: int
     weight_bytes: int
+    chat: str = ""
 
 
 class Registry:
@@ -188,8 +202,13 @@ class Registry:
                 VersionRow.ranks,
                 VersionRow.max_rank,
                 VersionRow.weight_bytes,
+                func.coalesce(AdapterChatRow.chat, ""),
             )
             .join(VersionRow, VersionRow.digest == AdapterNameRow.digest)
+            .outerjoin(
+                AdapterChatRow,
+                (AdapterChatRow.base == AdapterNameRow.base) & (AdapterChatRow.name == AdapterNameRow.name),
+            )
             .where(AdapterNameRow.base == self._base)
             .order_by(AdapterNameRow.created_at, AdapterNameRow.name)
         )
@@ -221,6 +240,9 @@ class Registry:
         with self._writing(row.name) as connection:
             connection.execute(insert_version)
             connection.execute(insert_name)
+            connection.execute(self._delete(AdapterChatRow, row.name))
+            if row.chat:
+                connection.execute(self._insert(AdapterChatRow).values(base=self._base, name=row.name, chat=row.chat))
 
     def remove(self, name: str) -> None:
         """Delete a name; an unknown one is ignored.
@@ -229,8 +251,8 @@ class Registry:
             AdapterStoreError: the database cannot be written.
         """
         with self._writing() as connection:
-            where = (AdapterNameRow.base == self._base, AdapterNameRow.name == name)
-            connection.execute(delete(AdapterNameRow).where(*where))
+            connection.execute(self._delete(AdapterNameRow, name))
+            connection.execute(self._delete(AdapterChatRow, name))
 
     def remove_version_if_unnamed(self, digest: str) -> bool:
         """Delete a version if no name of any base model points to it; return whether none did.
@@ -276,6 +298,9 @@ class Registry:
             if adding and isinstance(error, IntegrityError):
                 raise AdapterExists(f"adapter {adding!r} is registered already") from error
             raise AdapterStoreError(f"the adapter registry cannot be written: {_reason(error)}") from error
+
+    def _delete(self, table: type[AdapterNameRow] | type[AdapterChatRow], name: str) -> Delete:
+        return delete(table).where(table.base == self._base, table.name == name)
 
     def _name(self, row: RegistryRow) -> dict[str, Any]:
         columns = ("name", "digest", "source", "created_at")
@@ -334,6 +359,11 @@ class AdapterRecord:
         """Largest rank of the adapter."""
         return self.row.max_rank
 
+    @property
+    def chat(self) -> AdapterChat:
+        """How conversations with it differ from those with the base model."""
+        return _decode_chat(self.row.chat)
+
     @cached_property
     def ref(self) -> AdapterRef:
         """Reference that requests carry, created on first use."""
@@ -352,6 +382,11 @@ class RegisteredAdapter(NamedTuple):
     record: AdapterRecord
     replaced: AdapterRecord | None
     warnings: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=256)
+def _decode_chat(text: str) -> AdapterChat:
+    return msgspec.json.decode(text, type=AdapterChat) if text else AdapterChat()
 
 
 @lru_cache(maxsize=256)

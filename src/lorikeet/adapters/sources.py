@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 
+from lorikeet.adapters.chat_files import CHAT_FILES
 from lorikeet.adapters.description import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
 from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES
@@ -40,7 +41,7 @@ _LOCAL_SCHEMES = ("file", "local")
 
 
 def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = False) -> None:
-    """Copy ``adapter_config.json`` and ``adapter_model.safetensors`` from ``source`` into the folder ``into``.
+    """Copy config and weights from ``source`` into the folder ``into``, and what it says about conversations.
 
     Args:
         source: a folder (relative to ``adapter_dir``, or to the working directory if trusted) or a URL
@@ -61,8 +62,10 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
         folder = _local_folder(rest if separator else source, settings, trusted)
         allowed_folder = None if trusted else _allowed_folder(settings)
 
-        def copy(max_bytes: dict[str, int]) -> None:
+        def copy(max_bytes: dict[str, int], optional: tuple[str, ...] = ()) -> None:
             for name, limit in max_bytes.items():
+                if name in optional and not (folder / name).is_file():
+                    continue
                 with _open_local(folder, name, allowed_folder) as stream:
                     copy_stream(stream, into / name, limit, source)
 
@@ -73,22 +76,28 @@ def fetch(source: str, settings: AdapterSettings, into: Path, trusted: bool = Fa
         limit_s = settings.source_timeout_s or math.inf
         until_s = time.monotonic() + limit_s
 
-        def copy(max_bytes: dict[str, int]) -> None:
-            _fetch_url(UrlRead(source, str(into), max_bytes, allowed), until_s, limit_s)
+        def copy(max_bytes: dict[str, int], optional: tuple[str, ...] = ()) -> None:
+            _fetch_url(UrlRead(source, str(into), max_bytes, allowed, optional), until_s, limit_s)
 
     _copy_all(copy, into, source, settings.max_bytes)
 
 
-def _copy_all(copy: Callable[[dict[str, int]], None], into: Path, source: str, max_bytes: int) -> None:
+class _Copy(Protocol):
+    """Copies files, given the limit of each, and the names of those that may be missing."""
+
+    def __call__(self, max_bytes: dict[str, int], optional: tuple[str, ...] = (), /) -> None: ...
+
+
+def _copy_all(copy: _Copy, into: Path, source: str, max_bytes: int) -> None:
     """Copy config and weights, or the shards of the weights where an index lists them.
 
     Args:
-        copy: copies files into ``into``, given the limit of each.
+        copy: copies files into ``into``.
         into, source: see ``fetch``.
         max_bytes: limit of all weights files together.
     """
     try:
-        copy({CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: max_bytes})
+        copy({CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHTS_FILE: max_bytes, **CHAT_FILES}, tuple(CHAT_FILES))
     except AdapterNotFound as missing:
         if not (into / CONFIG_FILE).exists():
             raise
@@ -97,9 +106,10 @@ def _copy_all(copy: Callable[[dict[str, int]], None], into: Path, source: str, m
         except AdapterNotFound:
             raise missing from None
         _copy_shards(copy, into, source, max_bytes)
+        copy(CHAT_FILES, tuple(CHAT_FILES))
 
 
-def _copy_shards(copy: Callable[[dict[str, int]], None], into: Path, source: str, max_bytes: int) -> None:
+def _copy_shards(copy: _Copy, into: Path, source: str, max_bytes: int) -> None:
     try:
         names = list_shards(into)
     except AdapterStoreError:

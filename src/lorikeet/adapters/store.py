@@ -9,6 +9,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
+from lorikeet.adapters.chat import NO_OVERRIDES, ChatOverrides
+from lorikeet.adapters.chat_files import CHAT_FILES
 from lorikeet.adapters.checkpoint import DescribeOptions
 from lorikeet.adapters.description import AdapterDescription
 from lorikeet.adapters.errors import AdapterError, AdapterStoreError
@@ -76,7 +80,7 @@ class AdapterStore:
         self._settings = settings
         self._geometry = geometry
         self._checks = DescribeOptions(
-            geometry, dtype, settings.max_rank, settings.max_bytes, read_weights=True, merge=True
+            geometry, dtype, settings.max_rank, settings.max_bytes, read_weights=True, merge=True, read_chat=True
         )
         for folder in (self._versions, self._incoming):
             folder.mkdir(parents=True, exist_ok=True)
@@ -129,8 +133,15 @@ class AdapterStore:
         return {AdapterDigest(entry.name) for entry in os.scandir(self._versions)}
 
     @contextmanager
-    def stage(self, source: str, trusted: bool = False) -> Iterator[StagedVersion]:
+    def stage(
+        self, source: str, trusted: bool = False, overrides: ChatOverrides = NO_OVERRIDES
+    ) -> Iterator[StagedVersion]:
         """Fetch an adapter, validate it and compute its digest. Unless published, it is deleted when the block ends.
+
+        Args:
+            source: a folder or URL.
+            trusted: whether the source is given on the command line.
+            overrides: what counts instead of what its files say about conversations.
 
         Raises:
             AdapterStoreError: the store cannot be written, for example because the disk is full.
@@ -142,11 +153,14 @@ class AdapterStore:
                 folder.mkdir()
             fetch(source, self._settings, folder, trusted)
             try:
-                found = describe(folder, self._checks)
+                found = describe(folder, msgspec.structs.replace(self._checks, overrides=overrides))
             except AdapterStoreError:
                 raise
             except AdapterError as error:
                 raise AdapterError(f"{source}: {error}") from error
+            with _writing():
+                for name in CHAT_FILES:  # what they say belongs to a name, a stored version to its weights
+                    (folder / name).unlink(missing_ok=True)
             yield StagedVersion(folder, found, found.ranks(self._geometry.layers))
 
     def publish(self, staged: StagedVersion) -> Path:

@@ -43,12 +43,14 @@ class UrlRead(msgspec.Struct, frozen=True):
         into: an existing folder for the files.
         max_bytes: of each file, by name.
         allowed: URL prefixes below which redirects may lead; None for anywhere.
+        optional: names of those that may be missing.
     """
 
     source: str
     into: str
     max_bytes: dict[str, int]
     allowed: tuple[str, ...] | None
+    optional: tuple[str, ...] = ()
 
 
 class ReadOutcome(msgspec.Struct, frozen=True):
@@ -185,6 +187,8 @@ def _read_files(read: UrlRead, until_s: float) -> None:
     for name, max_bytes in read.max_bytes.items():
         path = f"{root.rstrip('/')}/{name}"
         if not files.exists(path):
+            if name in read.optional:
+                continue
             listing = [Path(str(found)).name for found in files.ls(root, detail=False)]
             raise AdapterNotFound(f"{source}: {name} is not there{other_formats(listing)}")
         _check_size(source, name, cast("int | None", files.info(path).get("size")), max_bytes)
@@ -194,9 +198,14 @@ def _read_files(read: UrlRead, until_s: float) -> None:
 
 def _read_http(read: UrlRead, until_s: float) -> None:
     for name, max_bytes in read.max_bytes.items():
-        with _open_http(read, name) as (stream, size):
-            _check_size(read.source, name, size, max_bytes)
-            copied = copy_stream(stream, Path(read.into) / name, max_bytes, read.source, until_s)
+        try:
+            with _open_http(read, name) as (stream, size):
+                _check_size(read.source, name, size, max_bytes)
+                copied = copy_stream(stream, Path(read.into) / name, max_bytes, read.source, until_s)
+        except AdapterNotFound:
+            if name not in read.optional:
+                raise
+            continue
         if size is not None and copied != size:
             raise AdapterError(f"{read.source}: {name} ended after {copied} of {size} bytes")
 

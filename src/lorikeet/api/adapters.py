@@ -5,10 +5,12 @@ import bisect
 from collections.abc import Coroutine, Sequence
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Query
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
+from lorikeet.adapters.chat import NO_OVERRIDES, ChatOverrides, GenerationDefaults
 from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterError,
@@ -21,6 +23,7 @@ from lorikeet.adapters.sources import MAX_SOURCE_CHARS
 from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.logs import log
 from lorikeet.api.protocol import DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
+from lorikeet.api.served_models import describe_chat
 from lorikeet.api.service import JsonBody, Service, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.client.supervisor import EngineError
@@ -30,7 +33,13 @@ DRAIN_S = 30.0
 
 
 async def load_adapter(
-    service: Service, name: str, source: str, *, replace: bool, replaced_by: str = "load_inplace"
+    service: Service,
+    name: str,
+    source: str,
+    *,
+    replace: bool,
+    replaced_by: str = "load_inplace",
+    overrides: ChatOverrides = NO_OVERRIDES,
 ) -> RegisteredAdapter:
     """Register an adapter.
 
@@ -40,6 +49,7 @@ async def load_adapter(
         source: where its files are.
         replace: whether an existing name may get the new content.
         replaced_by: the field of the body that says so.
+        overrides: what counts instead of what its files say about conversations.
 
     Raises:
         ApiError: 400 for a name, source or adapter that is not valid, 404 for a source that does not exist, 409 if
@@ -50,7 +60,9 @@ async def load_adapter(
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
     try:
         async with service.loads.of(source):
-            loaded = await in_daemon_thread(lambda: service.catalog.register(name, source, replace=replace))
+            loaded = await in_daemon_thread(
+                lambda: service.catalog.register(name, source, replace=replace, overrides=overrides)
+            )
     except AdapterExists:
         raise invalid_input(
             f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
@@ -110,6 +122,7 @@ def _forget_counts(service: Service, name: str) -> None:
 
 async def _drop_version(service: Service, record: AdapterRecord) -> int:
     """Free a version on every tier unless another name still points to it; return the bytes freed."""
+    await service.versions.all_sent(record.digest)
     if service.catalog.has(record.digest):
         return 0
     try:
@@ -174,8 +187,25 @@ async def list_adapters(
 @router.post("/v1/adapters", dependencies=[JsonBody], status_code=201)
 async def add_adapter(body: NewAdapter, service: ServiceDep) -> dict[str, Any]:
     """Register an adapter, or replace it."""
-    loaded = await load_adapter(service, body.name, body.source, replace=body.replace, replaced_by="replace")
+    loaded = await load_adapter(
+        service, body.name, body.source, replace=body.replace, replaced_by="replace", overrides=_overrides(body)
+    )
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
+
+
+def _overrides(body: NewAdapter) -> ChatOverrides:
+    """Return what a body says about conversations.
+
+    Raises:
+        ApiError: 400, the defaults of sampling fields are not valid.
+    """
+    try:
+        generation = msgspec.convert(body.generation_config or {}, GenerationDefaults)
+    except msgspec.ValidationError as error:
+        raise ApiError(400, f"generation_config: {error}", param="generation_config") from error
+    return ChatOverrides(
+        body.chat_template, body.system_prompt, generation, body.tool_call_parser, body.reasoning_parser
+    )
 
 
 def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
@@ -238,6 +268,7 @@ def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
         "rank": record.max_rank,
         "weight_bytes": record.row.weight_bytes,
         **_residency(service, record),
+        **({"chat": describe_chat(record.chat)} if record.row.chat else {}),
     }
 
 

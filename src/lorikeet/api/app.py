@@ -5,6 +5,7 @@ from fastapi import FastAPI
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.api import adapters, cluster, completions, info
+from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.errors import install_handlers
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate, PromptProcesses
 from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
@@ -21,12 +22,12 @@ from lorikeet.api.middleware import AdmissionGate, add_middleware
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.prompt_process import PATHS
 from lorikeet.api.request_log import RequestLog
-from lorikeet.api.sampling import ModelLimits
 from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import read_targets
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.api.structured_output import GrammarChecks
+from lorikeet.api.versions import HeldVersions
 from lorikeet.client.client import Engines
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
@@ -37,9 +38,8 @@ def create_service(
     settings: Settings,
     client: Engines,
     catalog: AdapterCatalog,
-    text_processor: TextProcessor,
+    chats: AdapterChats,
     models: ServedModels,
-    limits: ModelLimits,
     request_log: RequestLog | None = None,
     lengths: AnswerLengthPredictor | None = None,
 ) -> Service:
@@ -49,16 +49,15 @@ def create_service(
         settings: of the whole server.
         client: started.
         catalog: the adapters.
-        text_processor: tokenizer and chat template.
+        chats: chat settings of the base model and of the adapters.
         models: names of the base model and the adapters.
-        limits: of the model.
         request_log: None for none.
         lengths: predicts the lengths of answers; None for no predictions.
 
     Raises:
         ConfigError: the SLO targets in the settings cannot be read.
     """
-    metrics = RequestMetrics(models.base, limits.max_model_len)
+    metrics = RequestMetrics(models.base, chats.base.limits.max_model_len)
     usage = AdapterUsage(settings.server.metrics_adapters)
     lengths = lengths or AnswerLengthPredictor()
     forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
@@ -67,14 +66,15 @@ def create_service(
         adapter_settings=settings.adapters,
         client=client,
         catalog=catalog,
-        text_processor=text_processor,
+        chats=chats,
+        versions=HeldVersions(catalog),
         models=models,
-        limits=limits,
         targets=read_targets(settings.server, settings.cluster),
         gate=AdmissionGate(settings.server.max_queued),
         lengths=lengths,
         body_gate=BodyGate(settings.server.max_body_bytes),
-        prompt_processes=PromptProcesses(text_processor, limits, settings.server.max_queued),
+        prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
+        grammars=GrammarChecks(chats.base.text_processor, chats.base.limits),
         observer=RequestObserver(metrics, usage, request_log, lengths, forecast),
     )
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from lorikeet import __version__
 from lorikeet.api.errors import bad_request, not_supported
 from lorikeet.api.large_bodies import PromptRoute, prepared_body
+from lorikeet.api.prompt_process import TOKENIZE_PATH
 from lorikeet.api.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
 from lorikeet.api.service import JsonBody, ServiceDep
 
@@ -91,23 +92,24 @@ async def model(name: str, service: ServiceDep) -> dict[str, Any]:
 async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) -> Any:
     """Return the token ids of a prompt, or of messages with the chat template as in chat completions."""
     refuse_unsupported(body)
-    service.models.resolve(body.model)
+    prepared = prepared_body(http)
+    target = prepared.target if prepared else await service.resolve(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")
     if body.messages is not None and body.add_special_tokens:
         raise not_supported(SPECIAL_TOKENS, "add_special_tokens")
-    if prepared := prepared_body(http):
+    if prepared:
         return Response(prepared.answer, media_type="application/json")
+    chat = await service.chat_of(target)
+    texts = chat.text_processor
+    if body.messages is not None and chat.own is not None:
+        read = await service.read_in_process(TOKENIZE_PATH, body, chat.own)
+        return Response(read.answer, media_type="application/json")
     if body.messages is not None:
-        tokens = await service.text_processor.encode_chat(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            extra=body.chat_template_kwargs or {},
-            continue_final_message=bool(body.continue_final_message),
-        )
+        tokens = await texts.encode_chat(body.messages, chat.style(body))
     else:
         special = body.add_special_tokens is not False
-        (tokens,) = await service.text_processor.encode([body.prompt or ""], add_special_tokens=special)
+        (tokens,) = await texts.encode([body.prompt or ""], add_special_tokens=special)
     answer: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": service.limits.max_model_len,
@@ -115,19 +117,20 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) ->
         "token_strs": None,
     }
     if body.return_token_strs:
-        answer["token_strs"] = await service.text_processor.token_strings(tokens)
+        answer["token_strs"] = await texts.token_strings(tokens)
     return answer
 
 
 @prompts.post("/detokenize")
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Any:
     """Return the text of token ids."""
-    service.models.resolve(body.model)
-    if prepared := prepared_body(http):
+    prepared = prepared_body(http)
+    target = prepared.target if prepared else await service.resolve(body.model)
+    if prepared:
         return Response(prepared.answer, media_type="application/json")
     if outside := [token for token in body.tokens if token >= service.limits.vocabulary]:
         raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "tokens")
-    (text,) = await service.text_processor.decode_all([body.tokens])
+    (text,) = await (await service.chat_of(target)).text_processor.decode_all([body.tokens])
     return {"prompt": text}
 
 

@@ -5,12 +5,11 @@ Bodies up to ``SMALL_BODY_BYTES`` take the ordinary way and pass none of this.
 
 import asyncio
 import os
-import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,11 +17,13 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from lorikeet.api.errors import ApiError, unexpected_failure
+from lorikeet.adapters.chat import AdapterChat
+from lorikeet.api.chat_settings import ChatSettings
+from lorikeet.api.errors import ApiError, bad_request
+from lorikeet.api.helper_processes import HelperProcesses
 from lorikeet.api.logs import log
-from lorikeet.api.prompt_process import BODY, LENGTH, PATHS, BodyRead, BodyRefused, PromptSetup
-from lorikeet.api.sampling import ModelLimits
-from lorikeet.api.text_processor import TextProcessor
+from lorikeet.api.prompt_process import MODEL, PATHS, BodyRead, BodyRefused, PromptSetup, WhichModel
+from lorikeet.api.served_models import ResolvedModel
 
 SMALL_BODY_BYTES = 64 * 1024
 """A larger body would hold up the event loop, and every stream, for more than some hundredths of a second."""
@@ -31,11 +32,15 @@ _LARGEST_HELD = 4
 """As many bodies of the largest size may be held at once; smaller ones add up."""
 _WAIT_S = 30.0
 _READ_S = 60.0
-_START_S = 60.0
 _CORES_PER_PROCESS, _MAX_PROCESSES = 4, 4
 
 _PREPARED = "prepared_body"
-_FROM_PROCESS = msgspec.msgpack.Decoder(BodyRead | BodyRefused)
+_FROM_PROCESS: msgspec.msgpack.Decoder[WhichModel | BodyRead | BodyRefused] = msgspec.msgpack.Decoder(
+    WhichModel | BodyRead | BodyRefused
+)
+
+Resolve = Callable[[str | None, str | None], Awaitable[AdapterChat]]
+"""Returns what a model has of its own, given the fields ``model`` and ``lora_path`` of a body."""
 
 
 class BodyGate:
@@ -95,118 +100,74 @@ class BodyGate:
 
 
 class PromptProcesses:
-    """Processes that read large bodies, started when they are needed and replaced when they end.
+    """Processes that read large bodies, and conversations with adapters that have a chat template of their own.
 
     Args:
-        text_processor: of the model.
-        limits: of the model.
+        chat: settings of the base model.
         max_queued: most sequences of a request.
     """
 
-    def __init__(self, text_processor: TextProcessor, limits: ModelLimits, max_queued: int) -> None:
-        self._text_processor, self._limits, self._max_queued = text_processor, limits, max_queued
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._all: set[asyncio.subprocess.Process] = set()
-        self._free = asyncio.Semaphore(max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS)))
-        self._setup = b""
+    def __init__(self, chat: ChatSettings, max_queued: int) -> None:
+        self._chat, self._max_queued = chat, max_queued
+        most = max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) // _CORES_PER_PROCESS))
+        self._processes = HelperProcesses("lorikeet.api.prompt_process", self._setup, most)
 
     @property
     def pids(self) -> list[int]:
         """Process ids."""
-        return [process.pid for process in self._all]
+        return self._processes.pids
 
-    async def read(self, path: str, body: bytes) -> BodyRead:
+    async def read(self, path: str, body: bytes, resolve: Resolve, *, is_large: bool = True) -> BodyRead:
         """Return what a body says.
 
+        Args:
+            path: its route.
+            body: as it came.
+            resolve: returns what the model of the body has of its own.
+            is_large: whether the body itself may be why it takes too much; else an adapter's chat template is.
+
         Raises:
-            ApiError: it is not valid, or takes too much memory or time.
+            ApiError: it is not valid, or takes too much memory or time; or what ``resolve`` raises.
         """
-        async with self._free:
-            process = await self._process()
-            answer: BodyRead | BodyRefused | None = None
-            try:
-                async with asyncio.timeout(_READ_S):
-                    assert process.stdin is not None
-                    process.stdin.writelines((BODY.pack(tuple(PATHS).index(path), len(body)), body))
-                    await process.stdin.drain()
-                    answer = _FROM_PROCESS.decode(await _message(process))
-            except (EOFError, OSError, TimeoutError) as error:
-                log.warning("a body was not read", path=path, bytes=len(body), reason=repr(error))
-                raise ApiError(413, "Reading the body takes too much memory or time.") from error
-            finally:
-                if answer is None:
-                    self._end(process)
-                else:
-                    self._idle.append(process)
+
+        async def name_model(answer: bytes) -> bytes | None:
+            which = _FROM_PROCESS.decode(answer)
+            if not isinstance(which, WhichModel):
+                return None
+            return MODEL + msgspec.msgpack.encode(await resolve(which.model, which.lora_path))
+
+        route = bytes([tuple(PATHS).index(path)])
+        try:
+            answer = _FROM_PROCESS.decode(await self._processes.ask(route, body, timeout_s=_READ_S, go_on=name_model))
+        except (EOFError, OSError, TimeoutError) as error:
+            log.warning("a body was not read", path=path, bytes=len(body), reason=repr(error))
+            if not is_large:
+                raise bad_request("The chat template of this adapter takes too much memory or time.") from error
+            raise ApiError(413, "Reading the body takes too much memory or time.") from error
         if isinstance(answer, BodyRefused):
             raise ApiError(answer.status, answer.message, param=answer.param, type=answer.kind)
+        assert isinstance(answer, BodyRead)
         return answer
 
     async def close(self) -> None:
         """End the processes."""
-        for process in tuple(self._all):
-            self._end(process)
-            await process.wait()
+        await self._processes.close()
 
-    async def _process(self) -> asyncio.subprocess.Process:
-        while self._idle:
-            process = self._idle.pop()
-            if process.returncode is None:
-                return process
-            self._end(process)
-        return await self._start()
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        began_s = time.monotonic()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "lorikeet.api.prompt_process"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            # Threads and their arenas would count as memory.
-            env={**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-            start_new_session=True,  # a Ctrl-C at the terminal is for the API process
-        )
-        self._all.add(process)
-        try:
-            if not self._setup:
-                self._setup = msgspec.msgpack.encode(self._make_setup())
-            async with asyncio.timeout(_START_S):
-                assert process.stdin is not None
-                process.stdin.writelines((LENGTH.pack(len(self._setup)), self._setup))
-                await _message(process)
-        except (EOFError, OSError, TimeoutError) as error:
-            self._end(process)
-            log.error("the process that reads large bodies cannot be started", error=repr(error))
-            raise unexpected_failure() from error
-        except BaseException:
-            self._end(process)
-            raise
-        log.info("process for large bodies started", pid=process.pid, seconds=round(time.monotonic() - began_s, 1))
-        return process
-
-    def _make_setup(self) -> PromptSetup:
-        texts, template = self._text_processor, self._text_processor.template
+    def _setup(self) -> bytes:
+        chat, texts, template = self._chat, self._chat.text_processor, self._chat.text_processor.template
         if texts.origin is not None:
-            return PromptSetup(self._limits, self._max_queued, str(texts.origin[0]), texts.origin[1])
-        return PromptSetup(
-            self._limits,
-            self._max_queued,
-            tokenizer=texts.tokenizer.to_str(),
-            template="" if template is None else template.source,
-            special_tokens={} if template is None else template.special_tokens,
-        )
-
-    def _end(self, process: asyncio.subprocess.Process) -> None:
-        self._all.discard(process)
-        with suppress(ProcessLookupError):
-            process.kill()
-
-
-async def _message(process: asyncio.subprocess.Process) -> bytes:
-    assert process.stdout is not None
-    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    return await process.stdout.readexactly(length)
+            folder, file = texts.origin
+            setup = PromptSetup(chat.limits, self._max_queued, str(folder), file, tool_parser=chat.tool_parser)
+        else:
+            setup = PromptSetup(
+                chat.limits,
+                self._max_queued,
+                tool_parser=chat.tool_parser,
+                tokenizer=texts.tokenizer.to_str(),
+                template="" if template is None else template.source,
+                special_tokens={} if template is None else template.special_tokens,
+            )
+        return msgspec.msgpack.encode(setup)
 
 
 class PreparedBody(NamedTuple):
@@ -217,12 +178,14 @@ class PreparedBody(NamedTuple):
         texts: texts that answers open with, for ``echo``.
         answer: of a route of the tokenizer, the whole answer.
         arrival_s: monotonic time at which it had been received.
+        target: the model that it was read for.
     """
 
     prompts: list[list[int]]
     texts: tuple[str, ...]
     answer: bytes
     arrival_s: float
+    target: ResolvedModel
 
 
 def prepared_body(request: Request) -> PreparedBody | None:
@@ -261,7 +224,7 @@ class PromptRoute(APIRoute):
         """Return what answers a request."""
         handle = super().get_route_handler()
 
-        async def handle_any(request: Request) -> Response:
+        async def handle_any(request: Request, holding: ExitStack) -> Response:
             announced = request.headers.get("content-length", "")
             if announced.isdigit() and int(announced) <= SMALL_BODY_BYTES:
                 return await handle(request)
@@ -274,10 +237,28 @@ class PromptRoute(APIRoute):
                 if len(body) > SMALL_BODY_BYTES:
                     arrival_s = time.monotonic()
                     service.gate.enter(1).release()  # else nothing need be read
-                    read = await service.prompt_processes.read(self.path, body)
-                    prompts = [array("i", prompt).tolist() for prompt in read.prompts]
-                    request.scope["state"][_PREPARED] = PreparedBody(prompts, read.texts, read.answer, arrival_s)
+                    targets: list[ResolvedModel] = []
+
+                    async def resolve(model: str | None, lora_path: str | None) -> AdapterChat:
+                        target: ResolvedModel = await service.resolve(model, lora_path)
+                        targets.append(target)
+                        holding.enter_context(service.versions.hold(target.adapter))
+                        return target.chat
+
+                    read = await service.prompt_processes.read(self.path, body, resolve)
+                    request.scope["state"][_PREPARED] = PreparedBody(
+                        unpacked(read), read.texts, read.answer, arrival_s, targets[0]
+                    )
                     body = read.fields
             return await handle(_SmallRequest(request, body))
 
-        return handle_any
+        async def handle_held(request: Request) -> Response:
+            with ExitStack() as holding:
+                return await handle_any(request, holding)
+
+        return handle_held
+
+
+def unpacked(read: BodyRead) -> list[list[int]]:
+    """Return the token ids of the prompts of a body."""
+    return [array("i", prompt).tolist() for prompt in read.prompts]

@@ -8,21 +8,25 @@ Its memory is limited. A body that takes more ends the process, and the API proc
 """
 
 import json
-import os
-import resource
-import struct
+import signal
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from pydantic import ValidationError
 from tokenizers import Tokenizer
 
+from lorikeet.adapters.chat import AdapterChat
+from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.body_structure import BodyStructure, check_structure
+from lorikeet.api.chat_settings import ChatSettings
+from lorikeet.api.conversation import content_text
 from lorikeet.api.errors import ApiError, bad_request, invalid_body, invalid_json, model_not_found, unexpected_failure
+from lorikeet.api.helper_main import run_helper
 from lorikeet.api.middleware import AdmissionGate
 from lorikeet.api.protocol import (
     Body,
@@ -37,21 +41,21 @@ from lorikeet.api.protocol import (
     refuse_lone_surrogates,
     refuse_unsupported,
 )
-from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs
-from lorikeet.api.text_processor import ChatTemplate, TextProcessor, content_text
-from lorikeet.core.process_tuning import lower_priority, return_freed_memory
+from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs, truncated
+from lorikeet.api.structured_output import grammar_spec
+from lorikeet.api.text_processor import TextProcessor
+from lorikeet.core.chat_template import ChatTemplate
 
+CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
 PATHS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatCompletionRequest,
-    "/tokenize": TokenizeRequest,
+    CHAT_PATH: ChatCompletionRequest,
+    TOKENIZE_PATH: TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-"""Routes whose bodies may be large."""
-BODY = struct.Struct("!BQ")
-"""Before a body: which of ``PATHS``, and its length."""
-LENGTH = struct.Struct("!Q")
-"""Before a message."""
+"""Routes whose bodies may be large. A message to the process is a body after the number of its route, one byte."""
+MODEL = b"\xff"
+"""Begins a message that says what the model of the last body has of its own."""
 MAX_TOKENS = 2**20
 """Of all prompts of a request together, or of one that is as long as the context."""
 MAX_TOKENIZED = 2**18
@@ -60,6 +64,10 @@ MAX_TOKENIZED = 2**18
 _MAX_DEPTH = 100
 _MAX_CONTAINERS = 2**16
 _LONGEST_NAME = 512
+_MAX_TEMPLATES = 64
+"""Compiled templates of adapters that are kept."""
+_TEMPLATE_CPU_S = 2.0
+"""CPU time for one prompt from an adapter's template."""
 _MEMORY_BYTES = 2**30
 """Address space that a body may take."""
 _APART = {"prompt", "messages", "tokens", "chat_template_kwargs", "user"}
@@ -75,6 +83,7 @@ class PromptSetup(msgspec.Struct, frozen=True):
         tokenizer: ``tokenizer.json``'s content.
         template: Jinja source; empty for none.
         special_tokens: of the template.
+        tool_parser: name of the format of tool calls; empty for the template's.
         limits: of the model.
         max_queued: most sequences of a request.
     """
@@ -86,6 +95,14 @@ class PromptSetup(msgspec.Struct, frozen=True):
     tokenizer: str = ""
     template: str = ""
     special_tokens: dict[str, str] = {}
+    tool_parser: str = ""
+
+
+class WhichModel(msgspec.Struct, frozen=True, tag=True):
+    """Asks what the model of a body has of its own. The next message is ``MODEL`` with an ``AdapterChat``."""
+
+    model: str | None
+    lora_path: str | None
 
 
 class BodyRead(msgspec.Struct, frozen=True, tag=True):
@@ -114,16 +131,19 @@ class BodyRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class PromptReader:
-    """Reads bodies one after the other.
+    """Reads bodies one after the other, each in two steps, since its model may have a chat template of its own.
 
     Args:
-        text_processor: of the model.
-        limits: of the model.
+        base: settings of the base model.
         max_queued: most sequences of a request.
     """
 
-    def __init__(self, text_processor: TextProcessor, limits: ModelLimits, max_queued: int) -> None:
-        self._text_processor = text_processor
+    def __init__(self, base: ChatSettings, max_queued: int) -> None:
+        self._chats = AdapterChats(base)
+        self._template = lru_cache(_MAX_TEMPLATES)(_template)
+        self._body: Body | None = None
+        self._set_model(AdapterChat())
+        limits = base.limits
         self._limits = limits
         self._max_queued = max_queued
         self._max_tokens = max(MAX_TOKENS, limits.max_model_len)
@@ -133,15 +153,29 @@ class PromptReader:
         keys = 2 * containers + MAX_BIASES
         self._max = BodyStructure(_MAX_DEPTH, containers, keys, self._max_tokens + containers + keys)
 
-    def read(self, path: str, content: bytes) -> BodyRead:
-        """Return what a body says.
+    def begin(self, path: str, content: bytes) -> WhichModel:
+        """Check a body, and return its model; :meth:`read` reads it.
 
         Raises:
-            ApiError: it is not valid, or asks for more than can be served.
+            ApiError: it is not valid.
         """
+        self._body = None
         check_structure(content, self._max)
-        body = _validated(PATHS[path], content)
+        body = self._body = _validated(PATHS[path], content)
         refuse_unsupported(body)
+        return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None))
+
+    def read(self, chat: AdapterChat) -> BodyRead:
+        """Return what a body says.
+
+        Args:
+            chat: what its model has of its own.
+
+        Raises:
+            ApiError: it asks for more than can be served.
+        """
+        body, self._body = self._body, None
+        self._set_model(chat)
         match body:
             case CompletionRequest():
                 return self._completion(body)
@@ -153,44 +187,61 @@ class PromptReader:
                 assert isinstance(body, DetokenizeRequest)
                 return self._detokenized(body)
 
+    def _set_model(self, chat: AdapterChat) -> None:
+        settings = self._chats.settings(chat)
+        texts, self._is_own = settings.text_processor, bool(chat.chat_template)
+        if chat.chat_template:
+            inherited = {} if texts.template is None else texts.template.special_tokens
+            tokens = tuple(sorted((inherited | chat.special_tokens).items()))
+            texts = texts.with_template(self._template(chat.chat_template, tokens))
+        self._settings, self._text_processor = settings, texts
+
     def _completion(self, body: CompletionRequest) -> BodyRead:
         prompts = prompts_of(body)
         self._check(body, len(prompts))
         token_ids, total = [], 0
         for prompt in prompts:
-            ids = self._token_ids(prompt, "prompt", special=body.add_special_tokens is not False)
+            ids = self._token_ids(body, prompt, "prompt", special=body.add_special_tokens is not False)
             total += len(ids)
             if total > self._max_tokens:
                 raise bad_request(f"The prompts have more than {self._max_tokens} tokens together.", "prompt")
             token_ids.append(_packed(ids))
-        texts = (each if isinstance(each, str) else self._text_processor.decode(each) for each in prompts if body.echo)
+        unpacked = (array("i", ids).tolist() for ids in token_ids)
+        texts = (
+            each if isinstance(each, str) and not body.truncates else self._text_processor.decode(ids)
+            for each, ids in zip(prompts, unpacked, strict=True)
+            if body.echo
+        )
         return BodyRead(_fields(body, prompt=""), tuple(token_ids), tuple(texts))
 
     def _chat(self, body: ChatCompletionRequest) -> BodyRead:
         self._check(body, 1)
         prompt = self._chat_prompt(body, body.messages)
-        ids = self._token_ids(prompt, "messages", special=False)
+        ids = self._token_ids(body, prompt, "messages", special=False)
         last = {"role": body.messages[-1].role, "content": content_text(body.messages[-1]) if body.echo else ""}
         return BodyRead(_fields(body, messages=[last]), (_packed(ids),))
 
     def _chat_prompt(self, body: ChatOptions, messages: Sequence[ChatMessage]) -> str:
-        return self._text_processor.chat_prompt(
-            messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            extra=body.chat_template_kwargs or {},
-            continue_final_message=bool(body.continue_final_message),
-        )
+        if not self._is_own:
+            return self._text_processor.chat_prompt(messages, self._settings.style(body))
+        # The signal ends the process: a template can run for ever, and nothing else would interrupt it.
+        signal.setitimer(signal.ITIMER_PROF, _TEMPLATE_CPU_S)
+        try:
+            return self._text_processor.chat_prompt(messages, self._settings.style(body))
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
 
     def _check(self, body: GenerationBody, prompts: int) -> None:
-        sequences = prompts * (body.n or 1)
+        sequences = prompts * body.choices_per_prompt
         AdmissionGate(self._max_queued).enter(sequences)
         logit_bias_pairs(body, self._limits.vocabulary, sequences)
+        grammar_spec(body)  # else a large one would be sent back
 
-    def _token_ids(self, prompt: str | list[int], param: str, *, special: bool) -> list[int]:
+    def _token_ids(self, body: GenerationBody, prompt: str | list[int], param: str, *, special: bool) -> list[int]:
         if isinstance(prompt, str):
-            prompt = self._text_processor.token_ids(
-                prompt, add_special_tokens=special, limits=self._limits, param=param
-            )
+            limits = None if body.truncates else self._limits
+            prompt = self._text_processor.token_ids(prompt, add_special_tokens=special, limits=limits, param=param)
+        prompt = truncated(prompt, body, self._limits)
         check_prompt(prompt, self._limits, param)
         return prompt
 
@@ -225,6 +276,10 @@ class PromptReader:
             raise bad_request(f"Token id {outside} is outside the vocabulary.", "tokens")
         answer = msgspec.json.encode({"prompt": self._text_processor.decode(body.tokens)})
         return BodyRead(_fields(body, tokens=[]), answer=answer)
+
+
+def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(special_tokens))
 
 
 def _validated(kind: type[Body], content: bytes) -> Body:
@@ -262,25 +317,26 @@ def _packed(token_ids: Sequence[int]) -> bytes:
 
 def main() -> None:
     """Read bodies from standard input until it ends."""
-    answers, bodies = os.fdopen(os.dup(1), "wb"), sys.stdin.buffer
-    os.dup2(2, 1)  # whatever a library prints is no message
-    setup = msgspec.msgpack.decode(_exactly(bodies, LENGTH.unpack(_exactly(bodies, LENGTH.size))[0]), type=PromptSetup)
-    reader = PromptReader(_texts(setup), setup.limits, setup.max_queued)
-    lower_priority()
-    _limit_memory()
-    paths = tuple(PATHS)
-    _send(answers, b"")
-    while head := bodies.read(BODY.size):
-        which, length = BODY.unpack(head)
-        answer = _answer(reader, paths[which], _exactly(bodies, length))
-        _send(answers, msgspec.msgpack.encode(answer))
-        del answer
-        return_freed_memory()
+    run_helper(_prepare, _MEMORY_BYTES)
 
 
-def _answer(reader: PromptReader, path: str, body: bytes) -> BodyRead | BodyRefused:
+def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
+    setup = msgspec.msgpack.decode(setup_message, type=PromptSetup)
+    base = ChatSettings(_texts(setup), setup.limits, tool_parser=setup.tool_parser)
+    reader, paths = PromptReader(base, setup.max_queued), tuple(PATHS)
+
+    def answer(message: bytes) -> bytes:
+        if message[:1] == MODEL:
+            chat = msgspec.msgpack.decode(message[1:], type=AdapterChat)
+            return msgspec.msgpack.encode(_answer(lambda: reader.read(chat)))
+        return msgspec.msgpack.encode(_answer(lambda: reader.begin(paths[message[0]], message[1:])))
+
+    return answer
+
+
+def _answer(read: Callable[[], WhichModel | BodyRead]) -> WhichModel | BodyRead | BodyRefused:
     try:
-        return reader.read(path, body)
+        return read()
     except ApiError as error:
         refusal = error
     except MemoryError:
@@ -296,27 +352,6 @@ def _texts(setup: PromptSetup) -> TextProcessor:
         return TextProcessor.read(Path(setup.folder), setup.chat_template)
     template = ChatTemplate(setup.template, setup.special_tokens) if setup.template else None
     return TextProcessor(Tokenizer.from_str(setup.tokenizer), template)
-
-
-def _limit_memory() -> None:
-    if sys.platform != "linux":
-        return
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        taken = int(statm.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + _MEMORY_BYTES, taken + _MEMORY_BYTES))
-
-
-def _exactly(stream: BinaryIO, length: int) -> bytes:
-    content = stream.read(length)
-    if len(content) < length:
-        raise SystemExit  # the API process is gone
-    return content
-
-
-def _send(stream: BinaryIO, content: bytes) -> None:
-    stream.write(LENGTH.pack(len(content)))
-    stream.write(content)
-    stream.flush()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ entry is reported: to report millions of them would block the event loop, and ev
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -73,6 +73,24 @@ class GenerationBody(Body):
     max_completion_tokens: Count | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    logprob_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=256)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
 
     @field_validator("stream_options")
@@ -87,6 +105,16 @@ class GenerationBody(Body):
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """Sequences that are generated for each prompt."""
+        return self.n or 1
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a prompt may be cut to a length."""
+        return self.truncate_prompt_tokens is not None
 
     @property
     def most_tokens(self) -> tuple[int | None, str]:
@@ -118,8 +146,15 @@ class CompletionRequest(GenerationBody):
         str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=-1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """Sequences that are generated for each prompt, of which the best ``n`` are returned."""
+        return self.best_of or self.n or 1
 
 
 def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
@@ -146,14 +181,67 @@ class TextPart(Body):
     text: str | None = None
 
 
+class CalledFunction(Body):
+    """Name and arguments of a call; arguments are JSON text, or what it stands for."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Body):
+    """A call in an earlier answer."""
+
+    id: str | None = None
+    function: CalledFunction
+
+
 class ChatMessage(Body):
     """One message. Further fields (``name``, ``tool_call_id``) are passed to the template."""
 
     role: Annotated[str, Field(min_length=1)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class Function(Body):
+    """A function that a model may call; ``parameters`` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+    parameters: dict[str, Any] | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _describes_an_object(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value and (
+            value.get("type", "object") != "object"
+            or not isinstance(value.get("properties", {}), dict)
+            or not isinstance(value.get("required", []), list)
+        ):
+            raise PydanticCustomError("parameters", "must be the JSON schema of an object")
+        return value
+
+
+class Tool(Body):
+    """A tool that a model may use. Only functions are supported."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class ToolName(Body):
+    """The name in a ``tool_choice``."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """A ``tool_choice`` that names a function."""
+
+    type: Literal["function"] = "function"
+    function: ToolName
 
 
 class ChatOptions(Body):
@@ -161,6 +249,8 @@ class ChatOptions(Body):
 
     ``chat_template_kwargs`` may also hold the two fields about its end; they override the fields, as in vLLM.
     """
+
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=1024)] | None = None
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -194,7 +284,31 @@ class ChatCompletionRequest(GenerationBody, ChatFields):
 
     echo: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _is_a_choice(cls, value: Any) -> Any:
+        if isinstance(value, str) and value not in ("none", "auto", "required"):
+            raise PydanticCustomError("tool_choice", "must be none, auto, required or an object that names a function")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_among_the_tools(cls, value: str | NamedTool | None, info: ValidationInfo) -> str | NamedTool | None:
+        tools = info.data.get("tools", ...)  # missing if they are not valid, which is reported by itself
+        if value in (None, "none", "auto") or tools is ...:
+            return value
+        if not tools:
+            raise PydanticCustomError("tool_choice", "needs tools")
+        if isinstance(value, NamedTool) and value.function.name not in {tool.function.name for tool in tools}:
+            raise PydanticCustomError(
+                "tool_choice", "no tool is called {name}", {"name": repr(value.function.name[:128])}
+            )
+        return value
 
 
 class TokenizeRequest(ChatOptions):
@@ -232,11 +346,16 @@ class UnloadAdapter(Body):
 
 
 class NewAdapter(Body):
-    """Body of ``POST /v1/adapters``."""
+    """Body of ``POST /v1/adapters``. The last five count more than the adapter's files; None for what those say."""
 
     name: Annotated[str, Field(min_length=1)]
     source: Annotated[str, Field(min_length=1)]
     replace: bool = False
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    generation_config: dict[str, Any] | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
 
 class AdapterSource(Body):
@@ -253,40 +372,25 @@ class DynamoAdapter(Body):
 
 
 SPECIAL_TOKENS = "The chat template writes the special tokens; adding more is not supported."
-_TOOLS = "Tool calls are not supported yet."
-_GRAMMAR = "Structured output is not supported yet; ask for the format in the prompt."
+_TOOLS = "Tools are for chat completions."
+_FUNCTIONS = "functions and function_call are not supported; use tools and tool_choice."
 _BEAM = "Beam search is not supported."
 _ADAPTER = "is not supported; name the adapter in model."
 
 _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _TOOLS),
     "tool_choice": (("none", "auto"), _TOOLS),
-    "functions": (([],), _TOOLS),
-    "function_call": (("none", "auto"), _TOOLS),
-    "response_format": (({"type": "text"},), _GRAMMAR),
-    "structured_outputs": (({},), _GRAMMAR),
-    "guided_json": ((), _GRAMMAR),
-    "guided_regex": ((), _GRAMMAR),
-    "guided_choice": ((), _GRAMMAR),
-    "guided_grammar": ((), _GRAMMAR),
-    "regex": ((), _GRAMMAR),
-    "json_schema": ((), _GRAMMAR),
-    "ebnf": ((), _GRAMMAR),
+    "functions": (([],), _FUNCTIONS),
+    "function_call": (("none", "auto"), _FUNCTIONS),
     "use_beam_search": ((False,), _BEAM),
-    "best_of": ((1,), "best_of above 1 is not supported; ask for n answers and choose."),
+    "best_of": ((1,), "best_of above 1 is not supported in chat; ask for n answers and choose."),
     "suffix": (("",), "Completing before a suffix is not supported."),
-    "prompt_logprobs": ((), "Log probabilities of the prompt are not supported yet."),
     "prompt_embeds": ((), "Prompts as embeddings are not supported."),
-    "truncate_prompt_tokens": ((), "Truncating prompts is not supported; shorten the prompt."),
-    "allowed_token_ids": (([],), "allowed_token_ids is not supported yet; use logit_bias."),
-    "bad_words": (([],), "bad_words is not supported yet; use logit_bias."),
     "logits_processors": (([],), "Logits processors are not supported."),
     "modalities": ((["text"],), "Only text is supported."),
     "audio": ((), "Audio is not supported."),
     "chat_template": ((), "A template per request is not supported; start the server with --chat-template."),
     "documents": (([],), "documents is not supported yet; put them into a message."),
-    "return_token_ids": ((False,), "return_token_ids is not supported yet; see /tokenize."),
-    "return_tokens_as_token_ids": ((False,), "return_tokens_as_token_ids is not supported yet."),
     "spaces_between_special_tokens": ((True,), "spaces_between_special_tokens=false is not supported."),
     # If these three were ignored, the base would answer instead of the adapter.
     "lora": (([],), f"llama.cpp's lora {_ADAPTER}"),
@@ -294,6 +398,16 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "adapter_source": (("",), f"LoRAX's adapter_source {_ADAPTER}"),
     "add_special_tokens": ((False,), SPECIAL_TOKENS),
     "session_params": ((), "Sessions are not supported."),
+    "stop_regex": (([], ""), "Stopping at a regular expression is not supported; use stop."),
+    "thinking_token_budget": ((-1,), "A budget for thoughts is not supported; use max_tokens."),
+    "kv_transfer_params": (({},), "Moving KV by a request is not supported."),
+    "ec_transfer_params": (({},), "Moving embeddings by a request is not supported."),
+    "custom_logit_processor": (("",), "Logits processors are not supported."),
+    "repetition_detection": ((), "Ending repetitive answers early is not supported; use frequency_penalty."),
+    "watermarking": ((False,), "Watermarks are not supported."),
+    "return_hidden_states": ((False,), "Hidden states are not returned."),
+    "return_weight_versions": ((False,), "weight_versions is not supported; model names the adapter."),
+    "input_embeds": ((), "Prompts as embeddings are not supported."),
 }
 """By field: the values that change nothing, as null does for all fields, and the error message for other values."""
 

@@ -18,7 +18,9 @@ from anyio import to_thread
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.app import create_app, create_service
+from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
 from lorikeet.api.length_prediction import open_length_predictor
 from lorikeet.api.listening import BoundServer, bind, is_loopback
@@ -30,12 +32,13 @@ from lorikeet.api.sampling import ModelLimits, SamplingDefaults
 from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
 from lorikeet.api.terminal import ProgressDisplay, exit_at_once, fail, show_ready, shown_url
-from lorikeet.api.text_processor import TemplateError, TextProcessor, read_generation_config
+from lorikeet.api.text_processor import TextProcessor, read_generation_config
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.client.client import EngineClient, Engines
 from lorikeet.client.supervisor import EngineError
 from lorikeet.config import ConfigError, ServerSettings, Settings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.chat_template import TemplateError
 from lorikeet.core.extras import install_command
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
@@ -98,7 +101,15 @@ async def _serve(settings: Settings) -> None:
         engine_info = await client.start(progress.on_engine_progress)
         for note in engine_info.notes:
             log.info(note)
-        catalog = await to_thread.run_sync(_open_catalog, settings, config, engine_info, model)
+        chats = AdapterChats(
+            ChatSettings(
+                text_processor,
+                _limits(model.path, config, engine_info, settings.server.max_logprobs),
+                tool_parser=settings.model.tool_call_parser,
+                reasoning_parser=settings.model.reasoning_parser,
+            )
+        )
+        catalog = await to_thread.run_sync(_open_catalog, settings, config, engine_info, model, chats)
         stack.callback(catalog.close)
         await preload_adapters(catalog, settings.adapters.preload, partial(progress.display.show, "adapters"))
         client.register_adapters(await to_thread.run_sync(catalog.versions))
@@ -109,13 +120,13 @@ async def _serve(settings: Settings) -> None:
             settings,
             client,
             catalog,
-            text_processor,
+            chats,
             names,
-            _limits(model.path, config, engine_info),
             request_log,
             lengths,
         )
         stack.push_async_callback(service.prompt_processes.close)
+        stack.push_async_callback(service.grammars.close)
         for note in (*catalog.notes, lengths_note):
             log.info(note)
         needs_key = bool(settings.server.api_keys)
@@ -252,16 +263,16 @@ def _with_folder(settings: Settings, folder: Path) -> Settings:
     return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, model=str(folder)))
 
 
-def _limits(folder: Path, config: ModelConfig, engine_info: EngineReady) -> ModelLimits:
+def _limits(folder: Path, config: ModelConfig, engine_info: EngineReady, max_logprobs: int) -> ModelLimits:
     try:
         defaults = SamplingDefaults.from_generation_config(read_generation_config(folder))
     except msgspec.ValidationError as error:
         raise ModelConfigError(f"{folder / 'generation_config.json'}: {error}") from error
-    return ModelLimits(engine_info.max_model_len, config.vocab_size, config.eos_token_ids, defaults)
+    return ModelLimits(engine_info.max_model_len, config.vocab_size, config.eos_token_ids, defaults, max_logprobs)
 
 
 def _open_catalog(
-    settings: Settings, config: ModelConfig, engine_info: EngineReady, model: ModelFolder
+    settings: Settings, config: ModelConfig, engine_info: EngineReady, model: ModelFolder, chats: AdapterChats
 ) -> AdapterCatalog:
     dtype_bytes = engine_info.geometry.dtype_bytes
     share = config.geometry(dtype_bytes, settings.engine.tensor_parallel)
@@ -282,6 +293,7 @@ def _open_catalog(
         reserved_names=reserved,
         dtype=config.dtype if settings.model.dtype == "auto" else settings.model.dtype,
         accept=accept,
+        fit_chat=chats.fit,
     )
 
 

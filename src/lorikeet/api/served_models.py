@@ -4,7 +4,10 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import msgspec
+
 from lorikeet.adapters.catalog import AdapterCatalog, AdapterRecord
+from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterFilesMissing
 from lorikeet.api.errors import bad_request, hide_paths, model_not_found
 from lorikeet.core.adapter import AdapterRef
@@ -16,10 +19,12 @@ class ResolvedModel(NamedTuple):
     Attributes:
         name: the served name, for answers and metrics.
         adapter: the adapter version; None for the base model.
+        chat: how conversations with it differ from those with the base model.
     """
 
     name: str
     adapter: AdapterRef | None
+    chat: AdapterChat = AdapterChat()
 
 
 class ServedModels:
@@ -89,7 +94,7 @@ class ServedModels:
         record = self.record(name)
         if record is None:
             raise model_not_found(asked)
-        return ResolvedModel(name, record.ref)
+        return ResolvedModel(name, record.ref, record.chat)
 
     def record(self, name: str) -> AdapterRecord | None:
         """Return an adapter's record, None if no adapter has that name.
@@ -119,7 +124,8 @@ class ServedModels:
 
     def adapter_card(self, record: AdapterRecord) -> dict[str, Any]:
         """Return an adapter's card."""
-        return self._card(record.name, int(record.created_at), record.source, self.base)
+        card = self._card(record.name, int(record.created_at), record.source, self.base)
+        return card | {"chat": describe_chat(record.chat)} if record.row.chat else card
 
     def _card(self, name: str, created: int, root: str, parent: str | None) -> dict[str, Any]:
         return {
@@ -132,6 +138,20 @@ class ServedModels:
             "max_model_len": self._max_model_tokens,
             "permission": [_permission(name, created)],
         }
+
+
+def describe_chat(chat: AdapterChat) -> dict[str, Any]:
+    """Return how conversations with an adapter differ from those with the base model; what does not is left out."""
+    said: dict[str, Any] = {
+        "chat_template": "its own" if chat.chat_template else None,
+        "added_tokens": {token.content: token.id for token in chat.added_tokens},
+        "generation_config": msgspec.to_builtins(chat.generation),
+        "eos_token_ids": chat.eos_token_ids,
+        "system_prompt": chat.system_prompt,
+        "tool_call_parser": chat.tool_call_parser,
+        "reasoning_parser": chat.reasoning_parser,
+    }
+    return {key: value for key, value in said.items() if value}
 
 
 def _permission(name: str, created: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import structlog
@@ -17,20 +18,27 @@ from fastapi import Depends
 from fastapi import Request as HttpRequest
 
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.adapters.errors import UnknownAdapter
+from lorikeet.adapters.chat import AdapterChat
+from lorikeet.api.adapter_chat import AdapterChats
+from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionStats
-from lorikeet.api.errors import ApiError, engine_unavailable, model_not_found
+from lorikeet.api.errors import ApiError, engine_unavailable
 from lorikeet.api.generation import Generation, TextOptions
-from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_type
+from lorikeet.api.grammar_process import GrammarSpec
+from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_type, unpacked
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
 from lorikeet.api.observer import RequestObserver
-from lorikeet.api.protocol import GenerationBody, may_hold_surrogates, refuse_lone_surrogates
+from lorikeet.api.prompt_process import CHAT_PATH, BodyRead
+from lorikeet.api.protocol import Body, ChatFields, GenerationBody, may_hold_surrogates, refuse_lone_surrogates
 from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
 from lorikeet.api.served_models import ResolvedModel, ServedModels
 from lorikeet.api.slo_targets import SloTargets
+from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.text_processor import TextProcessor
+from lorikeet.api.threads import in_daemon_thread
+from lorikeet.api.versions import HeldVersions
 from lorikeet.client.client import Engines
 from lorikeet.client.supervisor import EngineError
 from lorikeet.config import AdapterSettings, ServerSettings
@@ -49,8 +57,11 @@ class GenerationSpec:
         prompt_param: field that holds them, for errors.
         default_max_tokens: limit on an answer if the body sets none, as far as the context has space; None for all of
             that space.
-        logprobs: alternatives to report with each token; None for no log probabilities.
+        logprobs: alternatives to report with each token; -1 for all, None for no log probabilities.
+        prompt_logprobs: the same for the prompt.
         arrival_s: monotonic time at which the body had been received; None for now.
+        kept_tokens: special tokens that stay in the text of an answer.
+        grammar: that the answers follow; None for none.
     """
 
     prompts: int
@@ -58,7 +69,10 @@ class GenerationSpec:
     prompt_param: str
     default_max_tokens: int | None
     logprobs: int | None
+    prompt_logprobs: int | None = None
     arrival_s: float | None = None
+    kept_tokens: frozenset[int] = frozenset()
+    grammar: GrammarSpec | None = None
 
 
 class Sender(NamedTuple):
@@ -81,15 +95,16 @@ class Service:
     adapter_settings: AdapterSettings
     client: Engines
     catalog: AdapterCatalog
-    text_processor: TextProcessor
+    chats: AdapterChats
     models: ServedModels
-    limits: ModelLimits
     targets: SloTargets
     gate: AdmissionGate
     lengths: AnswerLengthPredictor
     body_gate: BodyGate
     prompt_processes: PromptProcesses
+    grammars: GrammarChecks
     observer: RequestObserver
+    versions: HeldVersions
     connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
     """Versions that requests used, so that metrics can name those whose name was removed."""
@@ -102,6 +117,47 @@ class Service:
     removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     """Limits adapter removals to one at a time, as the catalog does. They never wait for a download."""
 
+    @property
+    def text_processor(self) -> TextProcessor:
+        """Tokenizer and chat template of the base model."""
+        return self.chats.base.text_processor
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Limits and defaults of the base model."""
+        return self.chats.base.limits
+
+    async def resolve(self, model: str | None, lora_path: str | None = None) -> ResolvedModel:
+        """Return the model that a request names; raises as ``ServedModels.resolve``."""
+        return self.models.resolve(model, lora_path)
+
+    async def chat_of(self, target: ResolvedModel) -> ChatSettings:
+        """Return the chat settings of a model."""
+        if not target.chat.added_tokens:
+            return self.chats.settings(target.chat)
+        # To make a tokenizer takes up to a second; it is kept.
+        return await in_daemon_thread(partial(self.chats.settings, target.chat))
+
+    async def encode_chat(self, body: ChatFields, chat: ChatSettings) -> list[int]:
+        """Return the token ids of a conversation; raises as ``TextProcessor.encode_chat``.
+
+        An adapter's own template is rendered in another process.
+        """
+        if chat.own is None:
+            limits = None if isinstance(body, GenerationBody) and body.truncates else chat.limits
+            return await chat.text_processor.encode_chat(body.messages, chat.style(body), limits=limits)
+        (prompt,) = unpacked(await self.read_in_process(CHAT_PATH, body, chat.own))
+        return prompt
+
+    async def read_in_process(self, path: str, body: Body, own: AdapterChat) -> BodyRead:
+        """Read a body of an adapter that has a chat template or tokens of its own."""
+
+        async def resolve(model: str | None, lora_path: str | None) -> AdapterChat:
+            return own
+
+        content = body.model_dump_json(exclude_unset=True).encode()
+        return await self.prompt_processes.read(path, content, resolve, is_large=False)
+
     async def start(
         self, body: GenerationBody, target: ResolvedModel, spec: GenerationSpec, sender: Sender
     ) -> Generation:
@@ -111,7 +167,7 @@ class Service:
             ApiError: it cannot be accepted, or its prompt or sampling parameters are not valid.
         """
         arrival_s = time.monotonic() if spec.arrival_s is None else spec.arrival_s
-        sequences = spec.prompts * (body.n or 1)
+        sequences = spec.prompts * body.choices_per_prompt
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
         slo = self.targets.of(None if target.adapter is None else target.adapter.name)
         try:
@@ -120,27 +176,45 @@ class Service:
             if error.status == 429:
                 self.observer.refused(target.adapter, slo, sequences, shed=False)
             raise
-        adapter: AdapterRef | None = None
+        adapter = target.adapter
         try:
-            prompts = await spec.encode()
-            predicted = await self.lengths.predict(prompts, None if target.adapter is None else target.adapter.name)
-            adapter = self._acquire_adapter(target)
-            requests = self._requests(body, adapter, spec, prompts, predicted, slo, sender, arrival_s)
-            self._shed(requests)
-
-            generation = Generation(
-                self.client,
-                requests,
-                self.text_processor,
-                self._text_options(body),
-                self.observer,
-                self.settings.request_timeout_s,
-                on_close=lambda: self._ended(generation, ticket, adapter),
-            )
+            with self.versions.hold(adapter):
+                prompts = await spec.encode()
+                grammar = await self.grammars.check(spec.grammar, sequences) if spec.grammar is not None else ""
+                predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
+                chat = await self.chat_of(target)
+                requests = self._requests(
+                    body,
+                    adapter,
+                    chat,
+                    spec,
+                    prompts,
+                    predicted,
+                    slo,
+                    sender,
+                    arrival_s,
+                    grammar,
+                )
+                self._shed(requests)
+                if adapter is not None:
+                    self.used_adapters[adapter.digest] = adapter
+                    self.catalog.acquire(adapter.digest)
+                try:
+                    generation = Generation(
+                        self.client,
+                        requests,
+                        chat.text_processor,
+                        self._text_options(body, chat.limits, spec),
+                        self.observer,
+                        self.settings.request_timeout_s,
+                        on_close=lambda: self._ended(generation, ticket, adapter),
+                    )
+                except BaseException:
+                    if adapter is not None:
+                        self.catalog.release(adapter.digest)
+                    raise
         except BaseException as error:
             ticket.release()
-            if adapter is not None:
-                self.catalog.release(adapter.digest)
             if isinstance(error, EngineError):
                 raise engine_unavailable(error) from error
             raise
@@ -171,27 +245,34 @@ class Service:
         self,
         body: GenerationBody,
         adapter: AdapterRef | None,
+        chat: ChatSettings,
         spec: GenerationSpec,
         prompts: list[list[int]],
         predicted: list[int | None],
         slo: Slo | None,
         sender: Sender,
         arrival_s: float,
+        grammar: str,
     ) -> list[Request]:
         requests: list[Request] = []
+        limits = chat.limits
         cache_salt = self._cache_salt(body, sender)
-        logit_bias = logit_bias_pairs(body, self.limits.vocabulary, len(prompts) * (body.n or 1))
+        logit_bias = logit_bias_pairs(body, limits.vocabulary, len(prompts) * body.choices_per_prompt)
+        bad_words = chat.text_processor.bad_words(body.bad_words or ())
         for token_ids, tokens in zip(prompts, predicted, strict=True):
-            check_prompt(token_ids, self.limits, spec.prompt_param)
+            check_prompt(token_ids, limits, spec.prompt_param)
             params = sampling_params(
                 body,
-                self.limits,
+                limits,
                 prompt_tokens=len(token_ids),
                 default_max_tokens=spec.default_max_tokens,
                 logprobs=spec.logprobs,
                 logit_bias=logit_bias,
+                grammar=grammar,
+                prompt_logprobs=spec.prompt_logprobs,
+                bad_words=bad_words,
             )
-            for choice in range(body.n or 1):
+            for choice in range(body.choices_per_prompt):
                 requests.append(
                     Request(
                         # The client's id may be in use, so a suffix makes it unique.
@@ -234,37 +315,15 @@ class Service:
                 headers={"Retry-After": str(math.ceil(predicted_s - target_s))},
             )
 
-    def _acquire_adapter(self, target: ResolvedModel) -> AdapterRef | None:
-        """Keep the adapter's files until the request has ended.
-
-        Returns:
-            The version: the newest one, if the name was replaced while the prompt was tokenized.
-
-        Raises:
-            ApiError: 404, the name was removed meanwhile.
-        """
-        adapter = target.adapter
-        if adapter is None:
-            return None
-        while True:
-            try:
-                self.catalog.acquire(adapter.digest)
-            except UnknownAdapter:
-                record = self.models.record(target.name)
-                if record is None:
-                    raise model_not_found(target.name) from None
-                adapter = record.ref
-            else:
-                self.used_adapters[adapter.digest] = adapter
-                return adapter
-
-    def _text_options(self, body: GenerationBody) -> TextOptions:
+    def _text_options(self, body: GenerationBody, limits: ModelLimits, spec: GenerationSpec) -> TextOptions:
         named = frozenset(body.stop_token_ids or ())
         return TextOptions(
             stops=body.stops,
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
-            named_stop_tokens=named if body.ignore_eos else named - set(self.limits.eos_token_ids),
+            named_stop_tokens=named if body.ignore_eos else named - set(limits.eos_token_ids),
+            kept_tokens=spec.kept_tokens,
+            is_empty=body.most_tokens[0] == 0,
         )
 
 

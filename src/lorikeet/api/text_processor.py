@@ -1,119 +1,30 @@
 """Tokenizer and chat template of a model: messages and prompts to token ids, and token ids to text as they arrive.
 
-The chat template is the checkpoint's Jinja template, rendered as transformers does, without importing transformers
-(https://huggingface.co/docs/transformers/chat_templating). Text that is far too long is refused by a lower bound on its
-tokens, before it is tokenized. The bound is known for byte-level BPE and for BPE with byte fallback; for other
-tokenizers it is 0.
+Text that is far too long is refused by a lower bound on its tokens, before it is tokenized. The bound is known for
+byte-level BPE and for BPE with byte fallback; for other tokenizers it is 0.
 """
 
+import copy
 import json
 import math
 import re
-import secrets
-from collections.abc import Container, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Container, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from tokenizers.pre_tokenizers import ByteLevel
 
-from lorikeet.api.errors import bad_request, not_supported
-from lorikeet.api.protocol import ChatMessage, TextPart
+from lorikeet.api.conversation import plain_message, with_calls_as_text, with_instructions, with_system_prompt
+from lorikeet.api.errors import bad_request
+from lorikeet.api.protocol import ChatMessage, TextPart, Tool, ToolCall
 from lorikeet.api.sampling import ModelLimits, check_text_length
 from lorikeet.api.threads import THREAD_LENGTH, off_the_loop
+from lorikeet.api.tool_parsers import TOOL_FORMATS, format_of_template
+from lorikeet.api.tool_parsers.base import ToolFormat
+from lorikeet.core.chat_template import ChatTemplate, TemplateError, special_tokens, template_in
 from lorikeet.models.config import ModelConfigError, read_json_object
-
-_END_MARK, _END_SPACE = str(secrets.randbits(128)), "  "
-"""Mark the end of a message that is to be continued. The mark has digits only, which no filter of a template changes.
-The spaces behind it are missing if the template strips the message; a template may add one.
-"""
-
-
-_FAILURES_OF_TEMPLATES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What templates raise on messages that they do not expect, beside their own errors."""
-
-
-class TemplateError(ValueError):
-    """The template is missing or broken, or it refused the messages; the error text says which."""
-
-
-class _GenerationBlocks(Extension):
-    """Accepts ``{% generation %}``, which marks answers for training, and renders its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - the name and the type are jinja's
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class ChatTemplate:
-    """One compiled template.
-
-    Args:
-        source: the Jinja text.
-        special_tokens: variables such as ``bos_token``.
-    """
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"the chat template does not compile: {error}") from error
-        self.source = source
-        self.special_tokens = dict(special_tokens)
-        self._knows_developer = "developer" in source
-
-    def render_open(self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]) -> str:
-        """Return the prompt that ends with the text of the last message, for an answer that continues it.
-
-        Args:
-            messages: at least one.
-            extra: as in :meth:`render`.
-
-        Raises:
-            TemplateError: as :meth:`render`, or the template leaves out the last message.
-        """
-        *before, last = messages
-        marked = [*before, {**last, "content": last["content"] + _END_MARK + _END_SPACE}]
-        text, mark, rest = self.render(marked, add_generation_prompt=False, extra=extra).rpartition(_END_MARK)
-        if not mark:
-            raise TemplateError("the chat template leaves out the last message, so it cannot be continued")
-        if not rest.startswith(_END_SPACE):
-            text = text.rstrip()
-        # A template may write the message twice.
-        return text.replace(_END_MARK + _END_SPACE, "").replace(_END_MARK, "")
-
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, extra: Mapping[str, Any]
-    ) -> str:
-        """Return the prompt for ``messages``; ``extra`` holds further variables of the template.
-
-        OpenAI's role ``developer`` is ``system`` to a template that does not know it.
-
-        Raises:
-            TemplateError: the template refuses the messages or fails on them.
-        """
-        variables = {**self.special_tokens, "tools": None, "documents": None, **extra}
-        known = messages if self._knows_developer else map(_as_system, messages)
-        variables |= {"messages": list(known), "add_generation_prompt": add_generation_prompt}
-        try:
-            return self._template.render(variables)
-        except (jinja2.TemplateError, *_FAILURES_OF_TEMPLATES) as error:
-            raise TemplateError(f"the chat template refuses these messages: {error}") from error
 
 
 def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
@@ -132,7 +43,6 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
     """
     config_file = folder / "tokenizer_config.json"
     config = read_json_object(config_file) if config_file.is_file() else {}
-    source: Any
     if override:
         if not Path(override).is_file():
             raise TemplateError(f"chat template {override}: no such file")
@@ -140,44 +50,8 @@ def read_chat_template(folder: Path, override: str = "") -> ChatTemplate | None:
     elif (folder / "chat_template.jinja").is_file():
         source = (folder / "chat_template.jinja").read_text()
     else:
-        source = config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    return ChatTemplate(source, _special_tokens(config)) if source else None
-
-
-def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**message, "role": "system"} if message["role"] == "developer" else message
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the tokens under keys that end in ``_token``; each is a string or an object with ``content``."""
-    tokens = {}
-    for key, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(content, str):
-            tokens[key] = content
-    return tokens
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
+        source = template_in(config)
+    return ChatTemplate(source, special_tokens(config)) if source else None
 
 
 _MAX_COMPOSED = 4
@@ -411,6 +285,7 @@ class _StopString:
 
 _BEGINNING = 2**16
 """Characters that are tokenized at once, however long the text is."""
+DEFAULT_TOOL_FORMAT = TOOL_FORMATS["hermes"]
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """A byte token in SentencePiece vocabularies."""
 
@@ -426,6 +301,26 @@ class TokenText(NamedTuple):
 
     text: str
     utf8: tuple[int, ...]
+
+
+class PromptStyle(NamedTuple):
+    """How messages become a prompt.
+
+    Attributes:
+        add_generation_prompt: end with the opening of an answer.
+        continue_final_message: end with the text of the last message instead.
+        extra: further variables of the template.
+        tools: that the model may call.
+        system_prompt: for conversations without one.
+        tool_parser: name of the format of tool calls; empty for the template's.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    extra: Mapping[str, Any] = {}
+    tools: Sequence[Tool] = ()
+    system_prompt: str = ""
+    tool_parser: str = ""
 
 
 class TextProcessor:
@@ -447,6 +342,12 @@ class TextProcessor:
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._tokens: dict[int, TokenText] = {}
+
+    def with_template(self, template: ChatTemplate | None) -> "TextProcessor":
+        """Return one with the same tokenizer and another template."""
+        other = copy.copy(self)
+        other.template, other.origin = template, None
+        return other
 
     @classmethod
     def read(cls, folder: Path, chat_template: str = "") -> "TextProcessor":
@@ -508,6 +409,20 @@ class TextProcessor:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of words that an answer may not have.
+
+        As in vLLM each counts as it is and, if that makes one other first token of as many, after a space.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            plain = self.token_ids(word.lstrip(), add_special_tokens=False)
+            spaced = self.token_ids(f" {word.lstrip()}", add_special_tokens=False)
+            found += [tuple(plain)] if plain else []
+            if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(tuple(spaced))
+        return tuple(found)
+
     def fewest_tokens(self, text: str, most: int) -> int:
         """Return a number of tokens that ``text`` has at least, which is above ``most`` for text that is far longer.
 
@@ -526,9 +441,22 @@ class TextProcessor:
         (text,) = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
-    def stream(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """Return an incremental detokenizer for the answer to the prompt ``context``."""
-        return IncrementalDetokenizer(self.tokenizer, context, self._special if skip_special_tokens else ())
+    def stream(
+        self, context: Sequence[int], *, skip_special_tokens: bool = True, kept: Set[int] = frozenset()
+    ) -> IncrementalDetokenizer:
+        """Return an incremental detokenizer for the answer to the prompt ``context``.
+
+        Args:
+            context: token ids.
+            skip_special_tokens: leave out tokens such as end of text.
+            kept: tokens that are never left out.
+        """
+        return IncrementalDetokenizer(self.tokenizer, context, self._special - kept if skip_special_tokens else ())
+
+    def special_token_id(self, text: str) -> int | None:
+        """Return the id of a special token, None for other text."""
+        token_id = self.tokenizer.token_to_id(text)
+        return token_id if token_id in self._special else None
 
     def token(self, token_id: int) -> TokenText:
         """Return what a token adds to a text; results are cached."""
@@ -572,21 +500,13 @@ class TextProcessor:
         return await off_the_loop(lambda: [self.tokenizer.id_to_token(token) for token in token_ids], len(token_ids))
 
     async def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool,
-        extra: dict[str, Any],
-        continue_final_message: bool = False,
-        limits: ModelLimits | None = None,
+        self, messages: Sequence[ChatMessage], style: PromptStyle, *, limits: ModelLimits | None = None
     ) -> list[int]:
         """Return the token ids of a conversation.
 
         Args:
             messages: at least one.
-            add_generation_prompt: end with the opening of an answer.
-            extra: further variables of the template.
-            continue_final_message: end with the text of the last message instead.
+            style: how they become a prompt.
             limits: as of :meth:`encode`.
 
         Raises:
@@ -595,34 +515,48 @@ class TextProcessor:
         """
 
         def run() -> list[int]:
-            prompt = self.chat_prompt(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                extra=extra,
-                continue_final_message=continue_final_message,
-            )
+            prompt = self.chat_prompt(messages, style)
             return self.token_ids(prompt, add_special_tokens=False, limits=limits, param="messages")
 
-        return await off_the_loop(run, _length(messages, extra))
+        return await off_the_loop(run, _length(messages, style))
 
-    def chat_prompt(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        add_generation_prompt: bool,
-        extra: dict[str, Any],
-        continue_final_message: bool = False,
-    ) -> str:
+    def chat_prompt(self, messages: Sequence[ChatMessage], style: PromptStyle) -> str:
         """Render a conversation; arguments and errors as of :meth:`encode_chat`."""
-        if self.template is None:
+        template = self.template
+        if template is None:
             raise bad_request("This model has no chat template; use /v1/completions or start with --chat-template.")
-        plain = [_plain(message, index) for index, message in enumerate(messages)]
+        plain = [plain_message(message, index) for index, message in enumerate(messages)]
+        plain = with_system_prompt(plain, style.system_prompt)
+        tool_format = self.tool_format(style.tool_parser)
+        tools = [tool.model_dump(exclude_unset=True) for tool in style.tools]
+        if not template.knows_calls:
+            plain = with_calls_as_text(plain, tool_format or DEFAULT_TOOL_FORMAT)
+        if tools and not template.knows_tools:
+            plain = with_instructions(plain, tools, tool_format or DEFAULT_TOOL_FORMAT)
+        extra = {**style.extra, "tools": tools} if tools else style.extra
         try:
-            if continue_final_message:
-                return self.template.render_open(plain, extra=extra)
-            return self.template.render(plain, add_generation_prompt=add_generation_prompt, extra=extra)
+            if style.continue_final_message:
+                return template.render_open(plain, extra=extra)
+            return template.render(plain, add_generation_prompt=style.add_generation_prompt, extra=extra)
         except TemplateError as error:
             raise bad_request(str(error)[:1].upper() + str(error)[1:], "messages") from error
+
+    def tool_format(self, parser: str = "") -> ToolFormat | None:
+        """Return the format of tool calls: the named one, else the chat template's; None if that is not known.
+
+        A template that knows no tools is given them, and the default format, as a system prompt.
+        """
+        template = self.template
+        if template is None:
+            return tool_format_of("", False, parser)
+        return tool_format_of(template.source, template.knows_tools, parser)
+
+
+def tool_format_of(template: str, knows_tools: bool, parser: str) -> ToolFormat | None:
+    """Return the format of tool calls of a model; arguments and result as of :meth:`TextProcessor.tool_format`."""
+    if parser:
+        return TOOL_FORMATS[parser]
+    return format_of_template(template) if knows_tools else DEFAULT_TOOL_FORMAT
 
 
 def _letters_of_bytes() -> dict[str, int]:
@@ -638,14 +572,18 @@ def _letters_of_bytes() -> dict[str, int]:
 _BYTE_OF_LETTER = _letters_of_bytes()
 
 
-def _length(messages: Sequence[ChatMessage], extra: dict[str, Any]) -> int:
+def _length(messages: Sequence[ChatMessage], style: PromptStyle) -> int:
     """Return the size of a template's input in characters and values; counting stops once it is large."""
-    length, left = 0, [extra, *messages]
+    length, left = 0, [style.extra, *style.tools, *messages]
     while left and length < THREAD_LENGTH:
         part: Any = left.pop()
         match part:
             case ChatMessage():
-                left += (part.role, part.content, part.model_extra)
+                left += (part.role, part.content, part.tool_calls, part.model_extra)
+            case ToolCall():
+                left += (part.function.name, part.function.arguments)
+            case Tool():
+                left += (part.function.name, part.function.parameters, part.function.model_extra)
             case TextPart():
                 left.append(part.text)
             case dict():
@@ -654,33 +592,6 @@ def _length(messages: Sequence[ChatMessage], extra: dict[str, Any]) -> int:
                 left += part
         length += len(part) if isinstance(part, str) else 1
     return length
-
-
-def _plain(message: ChatMessage, index: int) -> dict[str, Any]:
-    """Return a message for the template: content as one string, text parts joined by newlines as in vLLM.
-
-    Null fields, which clients send back with earlier answers, are left out, since templates test whether a field is
-    defined.
-    """
-    plain = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
-    plain["role"] = message.role
-    if plain.pop("tool_calls", None):
-        raise not_supported("Tool calls are not supported yet.", "messages")
-    if isinstance(message.content, list):
-        for part in message.content:
-            if part.type not in ("text", "input_text"):
-                raise not_supported(f"messages.{index}: content of type {part.type!r} is not supported.", "messages")
-            if part.text is None:
-                raise bad_request(f"messages.{index}: a text part has no text.", "messages")
-    plain["content"] = content_text(message)
-    return plain
-
-
-def content_text(message: ChatMessage) -> str:
-    """Return a message's content as one string."""
-    if isinstance(message.content, list):
-        return "\n".join(part.text or "" for part in message.content)
-    return message.content or ""
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class LorikeetBackend:
     name = "lorikeet"
 
     def __init__(self, settings: Settings, folders: Sequence[Path]) -> None:
-        self._engine, sizes, _ = build_replica(settings)
+        self._engine, sizes, *_ = build_replica(settings)
         self._refs = [reference(folder.name, folder, sizes.geometry) for folder in folders]
         self._clock = MonotonicClock()
         self._submitted = 0

@@ -135,7 +135,7 @@ def run_preset(
         ConfigError: a setting does not fit the model, the profile or the machine.
         ExecutorError: a step failed.
     """
-    with warm_replica(rig, settings, work) as ((engine, sizes, _), clock, coalesced):
+    with warm_replica(rig, settings, work) as ((engine, sizes, *_), clock, coalesced):
         on_warm(engine)
         watch = MemoryWatch(engine, clock, sizes.block_size, _SAMPLE_S)
         run = run_workload(
@@ -162,7 +162,7 @@ def warm_replica(rig: MemoryRig, settings: Settings, work: MemoryWork) -> Iterat
         ExecutorError: a step failed.
     """
     started = rig.start(settings)
-    (engine, _, _), clock, coalesced = started
+    (engine, *_), clock, coalesced = started
     warm_up = [_shortened(request, work.longest_tokens) for request in rig.warm_up]
     with closing(engine):
         ran = run_workload(engine, clock, warm_up, {}, work.prompts_of(rig.vocabulary, run=1), coalesced=coalesced)

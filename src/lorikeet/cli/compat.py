@@ -38,7 +38,6 @@ _ALWAYS = "Lorikeet always does this"
 _DENSE = "mixture-of-experts models are not supported"
 _MAIN = "the hub's main revision is served; fetch another into a folder, and name that"
 _ORIGINS = "pages of an allowed origin may use any"
-_TOOLS = "tool calls are not supported yet; requests with tools get 501"
 
 FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--max-loras": ForeignFlag(_POOL),
@@ -78,10 +77,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     ),
     "--disable-log-stats": ForeignFlag("figures are at /metrics", value=False),
     "--kv-cache-dtype": ForeignFlag("KV has the model's dtype", same=("auto",)),
-    "--enable-auto-tool-choice": ForeignFlag(_TOOLS, value=False),
-    "--tool-call-parser": ForeignFlag(_TOOLS),
-    "--reasoning-parser": ForeignFlag("what a model thinks stays in the text of its answer"),
-    "--max-logprobs": ForeignFlag("requests may ask for at most 20", same=("20",)),
+    "--enable-auto-tool-choice": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--download-dir": ForeignFlag("set HF_HUB_CACHE in the environment to keep what comes from the hub elsewhere"),
     "--root-path": ForeignFlag("routes begin with /v1; let the proxy in front take its prefix off", same=("", "/")),
     "--allow-credentials": ForeignFlag("keys are in a header, so pages need no cookies", value=False),

@@ -12,7 +12,7 @@ from lorikeet.api.errors import ApiError
 from lorikeet.api.model_folder import prepare_model
 from lorikeet.api.protocol import ChatMessage
 from lorikeet.api.terminal import ProgressDisplay
-from lorikeet.api.text_processor import IncrementalDetokenizer, TextProcessor
+from lorikeet.api.text_processor import IncrementalDetokenizer, PromptStyle, TextProcessor
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.events import Finished, FinishReason
@@ -53,7 +53,7 @@ def stream_answer(
             # No longer than needed: many machines lack memory for the model's whole context.
             longest_tokens = len(token_ids) + sampling.max_tokens
             model = msgspec.structs.replace(settings.model, model=str(folder), max_model_len=longest_tokens)
-            engine, sizes, _ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
+            engine, sizes, _, _ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
             ref = reference(adapter.name, adapter, sizes.geometry) if adapter is not None else None
         except ApiError as error:
             raise GenerationError(error.message) from error
@@ -69,7 +69,7 @@ def stream_answer(
 def _token_ids(text_processor: TextProcessor, prompt: str, *, raw: bool) -> list[int]:
     if raw or text_processor.template is None:
         return text_processor.token_ids(prompt, add_special_tokens=True)
-    text = text_processor.chat_prompt([ChatMessage(role="user", content=prompt)], add_generation_prompt=True, extra={})
+    text = text_processor.chat_prompt([ChatMessage(role="user", content=prompt)], PromptStyle())
     return text_processor.token_ids(text, add_special_tokens=False)
 
 

@@ -2,14 +2,16 @@
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from lorikeet.api.reasoning import REASONING_FORMATS
 from lorikeet.api.slo_targets import read_targets
+from lorikeet.api.tool_parsers import TOOL_FORMATS
 from lorikeet.cli import serve_flags
 from lorikeet.cli.console import fail
 from lorikeet.cli.serve_checks import check_settings
@@ -89,5 +91,17 @@ def build_settings(
         settings = load_settings(tables, config, environment)
     if settings.adapters.adapter_dir and not Path(settings.adapters.adapter_dir).expanduser().is_dir():
         raise ConfigError(f"adapter_dir: there is no folder {settings.adapters.adapter_dir!r}")
+    _check_parser("tool_call_parser", settings.model.tool_call_parser, TOOL_FORMATS)
+    _check_parser("reasoning_parser", settings.model.reasoning_parser, REASONING_FORMATS)
     read_targets(settings.server, settings.cluster)
     return settings
+
+
+def _check_parser(setting: str, name: str, known: Iterable[str]) -> None:
+    """Find a wrong name of a parser now, since the server needs it only for some requests.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name and name not in known:
+        raise ConfigError(f"{setting}: {name!r} is none of {', '.join(known)}")

@@ -90,6 +90,8 @@ FLAGS = (
     ),
     Flag("--max-model-len --context-length", "model.max_model_len", int, "Longest sequence, in tokens."),
     Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
+    Flag("--tool-call-parser", "model.tool_call_parser", str, "How the model writes tool calls; else by its template."),
+    Flag("--reasoning-parser", "model.reasoning_parser", str, "How the model marks what it thinks, such as qwen3."),
     Flag("--cache-dir", "model.cache_dir", str, "Where converted weights are kept."),
     Flag(
         "--preset",
@@ -194,6 +196,13 @@ FLAGS = (
     ),
     Flag(
         "--max-queued --max-queued-requests", "server.max_queued", int, "Unfinished sequences before 429 is answered."
+    ),
+    Flag("--max-logprobs", "server.max_logprobs", int, "Most alternatives with each token; -1: the vocabulary."),
+    Flag(
+        "--return-tokens-as-token-ids",
+        "server.return_tokens_as_token_ids",
+        bool,
+        "Name tokens token_id:ID in log probabilities.",
     ),
     Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),
     Flag("--max-connections", "server.max_connections", int, "Connections open at once; more are answered with 503."),

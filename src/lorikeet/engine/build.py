@@ -26,6 +26,7 @@ from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
 from lorikeet.scheduling.state import SchedulerLimits
+from lorikeet.worker.grammars import GrammarCompiler
 from lorikeet.worker.modelled import build_paced_executor
 from lorikeet.worker.torch_executor import build_torch_executor
 
@@ -126,12 +127,14 @@ T = TypeVar("T")
 
 
 class Replica(NamedTuple):
-    """An engine, the sizes of its executor, and notes for the start-up log."""
+    """An engine, the sizes of its executor, and what else belongs to it."""
 
     engine: Engine
     sizes: EngineSizes
     notes: tuple[str, ...]
     """Lines for the start-up log: what was chosen."""
+    grammars: GrammarCompiler | None = None
+    """Compiles the grammars of requests; None if this executor computes no answers."""
 
 
 def build_replica(
@@ -158,12 +161,11 @@ def build_replica(
     """
     _, preset = resolve_preset(settings.engine.preset)
     clock = clock or MonotonicClock()
-    executor: Executor
     if settings.engine.executor is ExecutorKind.PACED:
-        executor, sizes = build_paced_executor(settings, preset, clock, on_load_done)
-    else:
-        executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done)
-    return assemble(settings, executor, sizes, clock, on_ran)
+        paced, sizes = build_paced_executor(settings, preset, clock, on_load_done)
+        return assemble(settings, paced, sizes, clock, on_ran)
+    executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done)
+    return assemble(settings, executor, sizes, clock, on_ran)._replace(grammars=executor.grammars)
 
 
 def assemble(

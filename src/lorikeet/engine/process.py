@@ -11,6 +11,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import structlog
@@ -20,6 +23,7 @@ from lorikeet import __version__
 from lorikeet.config import Settings
 from lorikeet.core.clock import boot_id
 from lorikeet.core.executor import ExecutorError
+from lorikeet.core.ids import RequestId
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.messages import (
     HEARTBEAT_EVERY_S,
@@ -42,8 +46,10 @@ from lorikeet.core.messages import (
     ToEngine,
 )
 from lorikeet.core.process_tuning import frozen_gc
+from lorikeet.core.request import Request
 from lorikeet.engine.build import Replica, build_replica
 from lorikeet.engine.loop import Engine
+from lorikeet.worker.grammars import GrammarCompiler
 
 STATS_EVERY_S = 0.1
 """Least interval between two sends of the gauges while the engine is busy."""
@@ -140,7 +146,37 @@ class Channel:
                 self.send(Heartbeat(max(0.0, time.monotonic() - began_s)))
 
 
-def serve(channel: Channel, engine: Engine) -> None:
+class Compiling:
+    """Requests whose grammar is being compiled. They reach the engine once it is, so that no step waits for it.
+
+    Args:
+        grammars: compiles them; None passes every request on.
+        wake: called, on another thread, when a request can go on.
+    """
+
+    def __init__(self, grammars: GrammarCompiler | None, wake: Callable[[], None]) -> None:
+        self._grammars = grammars
+        self._wake = wake
+        self._held: dict[RequestId, tuple[Request, Future[Any]]] = {}
+
+    def holds(self, request: Request) -> bool:
+        """Begin to compile a request's grammar; return whether the request must wait for it."""
+        if self._grammars is None or not request.sampling.grammar:
+            return False
+        compiled = self._grammars.compile(request.sampling.grammar)
+        if compiled.done():
+            return False
+        self._held[request.request_id] = request, compiled
+        compiled.add_done_callback(lambda _: self._wake())
+        return True
+
+    def take(self, request_id: RequestId | None = None) -> list[Request]:
+        """Return the requests that can go on, and the one with this id in any case."""
+        ready = [each for each, (_, compiled) in self._held.items() if compiled.done() or each == request_id]
+        return [self._held.pop(each)[0] for each in ready]
+
+
+def serve(channel: Channel, engine: Engine, compiling: Compiling) -> None:
     """Receive messages, run a step, send its outputs; repeat until ``Shutdown``.
 
     Raises:
@@ -152,7 +188,9 @@ def serve(channel: Channel, engine: Engine) -> None:
         for message in channel.receive(0.0 if engine.is_busy else max(0.0, engine.due_s - time.monotonic())):
             if isinstance(message, Shutdown):
                 return
-            handle(message, engine)
+            handle(message, engine, compiling)
+        for request in compiling.take():
+            engine.submit(request)
         outputs = engine.step()
         now = time.monotonic()
         if now >= stats_due_s or not engine.is_busy:
@@ -162,11 +200,15 @@ def serve(channel: Channel, engine: Engine) -> None:
             channel.send(outputs)
 
 
-def handle(message: ToEngine, engine: Engine) -> None:
+def handle(message: ToEngine, engine: Engine, compiling: Compiling) -> None:
     """Pass a message, which is not ``Shutdown``, to the engine."""
+    if isinstance(message, Abort | ExportRequest):
+        for request in compiling.take(message.request_id):
+            engine.submit(request)
     match message:
         case Submit(request):
-            engine.submit(request)
+            if not compiling.holds(request):
+                engine.submit(request)
         case Abort(request_id):
             engine.abort(request_id)
         case ExportRequest(request_id):
@@ -200,9 +242,11 @@ def main() -> None:
         sys.exit(1)
     channel.send(_engine_ready(replica))
     channel.send(StepOutputs((), (), (), stats=replica.engine.stats()))  # so that gauges exist before the first request
+    if replica.grammars is not None:
+        replica.grammars.read_tokenizer()  # now, since nothing runs yet that it would hold up
     try:
         with frozen_gc():
-            serve(channel, replica.engine)
+            serve(channel, replica.engine, Compiling(replica.grammars, channel.wake))
     except MessagesLost as error:
         structlog.get_logger("lorikeet").error("engine ends: messages of the API process were lost", reason=str(error))
         sys.exit(1)

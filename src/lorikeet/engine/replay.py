@@ -164,7 +164,7 @@ class RecordedTimes:
 
     _turn: RecordedTurn
     _plan: StepPlan | None
-    _tokens: dict[str, tuple[Token, ...] | None]
+    _tokens: dict[str, tuple[Token, ...] | str]
 
     def __init__(self) -> None:
         self._transferred: deque[Transferred] = deque()
@@ -195,9 +195,9 @@ class RecordedTimes:
             raise _PlanDiffers
         if self._turn.ran is None:
             raise _RecordingEnds
-        result, failed = self._turn.ran.result, set(self._turn.ran.result.failed)
+        result = self._turn.ran.result
         self._tokens = {
-            step.request_id: None if step.request_id in failed else tokens
+            step.request_id: result.failed.get(step.request_id, tokens)
             for step, tokens in zip(plan.sequences, result.tokens, strict=True)
         }
         # Added in this order, the times bring the clock to exactly the recorded time.
@@ -229,8 +229,8 @@ class RecordedTimes:
 
     # --- TokenChoice ---------------------------------------------------------------------------------
 
-    def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...] | None:
-        """Return the recorded tokens of a sequence, None if its logits were not finite."""
+    def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...] | str:
+        """Return the recorded tokens of a sequence, or why it got none."""
         return self._tokens[start.request_id]
 
 

@@ -58,8 +58,8 @@ class PlanTimes(Protocol):
 class TokenChoice(Protocol):
     """A source of output tokens."""
 
-    def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...] | None:
-        """Return ``count`` tokens from ``position`` on; None for logits that are not finite."""
+    def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...] | str:
+        """Return ``count`` tokens from ``position`` on, or why there are none."""
         ...
 
 
@@ -151,8 +151,9 @@ class ModelledExecutor:
             else ()
             for step in plan.sequences
         ]
-        failed = tuple(step.request_id for step, tokens in zip(plan.sequences, chosen, strict=True) if tokens is None)
-        given = tuple(tokens or () for tokens in chosen)
+        outcomes = list(zip(plan.sequences, chosen, strict=True))
+        failed = {step.request_id: tokens for step, tokens in outcomes if isinstance(tokens, str)}
+        given = tuple(() if isinstance(tokens, str) else tokens for tokens in chosen)
         return StepResult(plan.step, given, times.steps, times.seconds, failed, times.switch_s, times.next_runs)
 
     def assist_counters(self) -> None:

@@ -1,11 +1,12 @@
 """Samples tokens from logits: edits logits on the host where a request needs it, and calls ``Kernels.choose``.
 
-The order is: log probabilities to report (of the unmodified distribution), bias, penalties, ``min_tokens``, and
-then, in ``kernels.choose``, temperature, min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there
-``min_tokens`` comes before the penalties.
+The order is: log probabilities to report (of the unmodified distribution), bias, penalties, forbidden tokens (by
+``allowed_token_ids``, ``bad_words``, ``min_tokens`` and the grammar), and then, in ``kernels.choose``, temperature,
+min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there tokens are forbidden before the penalties.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import islice
 from operator import is_
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +20,10 @@ from lorikeet.core.plan import Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.base import SamplingTensors, to_device
 from lorikeet.worker.batch import GrowingInts, Ints
+from lorikeet.worker.grammars import GrammarMasks, Masks
+
+NOT_FINITE = "the model's output is not finite"
+_NONE_ALLOWED = "no token may come next: allowed_token_ids, bad_words, logit_bias and the grammar leave none"
 
 Choose = Callable[[Tensor, SamplingTensors], Tensor]
 """``Kernels.choose``."""
@@ -55,6 +60,7 @@ class _Prepared(NamedTuple):
         chosen_edited: parameters of the edited rows, None if there are none.
         biases: of the edited rows.
         held: edited rows that need no edit once they have ``min_tokens``.
+        masked: sequences of the edited rows whose answers follow a grammar.
         reported: rows that report log probabilities.
     """
 
@@ -64,6 +70,7 @@ class _Prepared(NamedTuple):
     chosen_edited: SamplingTensors | None
     biases: tuple[Bias, ...]
     held: tuple[int, ...]
+    masked: tuple[Sampled, ...]
     reported: tuple[int, ...]
 
 
@@ -75,20 +82,35 @@ class Sampler:
 
     Args:
         choose: ``Kernels.choose``.
+        grammars: computes masks for sequences with a grammar; None if there are none.
     """
 
-    def __init__(self, choose: Choose) -> None:
+    def __init__(self, choose: Choose, grammars: GrammarMasks | None = None) -> None:
         self._choose = choose
+        self._grammars = grammars
+        self._masks: Future[Masks] | None = None
         self._rows = _prepare(())
+
+    def begin(self, sequences: Sequence[Sampled], device: torch.device) -> None:
+        """Begin to compute the masks for the next :meth:`sample`, so that they are ready when the logits are.
+
+        Args:
+            sequences: as for :meth:`sample`; their tokens may not change until then.
+            device: of the logits.
+        """
+        masked = self._rows_of(sequences).masked
+        if masked:
+            assert self._grammars is not None, "a request has a grammar, and this executor has no masks"
+            self._masks = self._grammars.begin(masked, device)
 
     def sample(
         self, logits: Tensor, sequences: Sequence[Sampled], chosen: list[int] | None = None
-    ) -> list[Token | None]:
-        """Sample one token per row; None for a row whose largest logit, before or after edits, is not finite.
+    ) -> list[Token | str]:
+        """Sample one token per row; for a row whose largest logit is not finite, or is edited so, return the reason.
 
         Args:
             logits: ``[S, vocab]`` of any floating dtype; not changed.
-            sequences: in the order of the logits.
+            sequences: in the order of the logits. :meth:`begin` was called with them if one has a grammar.
             chosen: the result of ``choose`` with :meth:`parameters`, if it was called already.
         """
         if not sequences:
@@ -99,17 +121,25 @@ class Sampler:
             rows.chosen.position.numpy()[:] = positions
             chosen = self._choose(logits, rows.chosen.on(logits.device)).tolist()
         token_ids = list(chosen)
+        reasons: dict[int, str] = {}
         if rows.chosen_edited is not None:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
             edited = logits[to_device(torch.tensor(rows.edited), logits.device)].float()
+            masks = self._take_masks()
             for edited_row, i, bias in zip(edited, rows.edited, rows.biases, strict=True):
-                edit_logits(edited_row, sequences[i], bias)
+                addends, is_end = next(masks) if sequences[i].sampling.grammar else (None, False)
+                edit_logits(edited_row, sequences[i], bias, is_end=is_end)
+                if addends is not None:
+                    edited_row += addends
             chosen_edited = self._choose(edited, rows.chosen_edited.on(logits.device))
             for i, token_id in zip(rows.edited, chosen_edited.tolist(), strict=True):
-                token_ids[i] = -1 if token_ids[i] < 0 else token_id
-        tokens = [Token(token_id) if token_id >= 0 else None for token_id in token_ids]
-        reported = [i for i in rows.reported if tokens[i] is not None]
-        wanted = [(token_ids[i], sequences[i].sampling.logprobs or 0) for i in reported]
+                if token_ids[i] >= 0:
+                    token_ids[i], reasons[i] = token_id, self._grammar_error(sequences[i]) or _NONE_ALLOWED
+        tokens = [
+            Token(token_id) if token_id >= 0 else reasons.get(i, NOT_FINITE) for i, token_id in enumerate(token_ids)
+        ]
+        reported = [i for i in rows.reported if token_ids[i] >= 0]
+        wanted = [(token_ids[i], sequences[i].sampling) for i in reported]
         for i, token in zip(reported, _with_logprobs(logits, reported, wanted), strict=True):
             tokens[i] = token
         return tokens
@@ -122,6 +152,14 @@ class Sampler:
         """Whether these sequences need no edits and no log probabilities, so that ``choose`` alone samples them."""
         rows = self._rows_of(sequences)
         return not rows.edited and not rows.reported
+
+    def _grammar_error(self, sequence: Sampled) -> str:
+        return self._grammars.error(sequence) if self._grammars is not None and sequence.sampling.grammar else ""
+
+    def _take_masks(self) -> Iterator[tuple[Tensor, bool]]:
+        """Return addends and ``Masks.end`` of each sequence that has a grammar."""
+        pending, self._masks = self._masks, None
+        return zip(*pending.result(), strict=True) if pending is not None else iter(())
 
     def _rows_of(self, sequences: Sequence[Sampled]) -> _Prepared:
         last = self._rows
@@ -137,10 +175,11 @@ def bias_of(params: SamplingParams) -> Bias:
     return Bias(token_ids, np.array([addend for _, addend in params.logit_bias], dtype=np.float32))
 
 
-def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias) -> None:
-    """Apply bias, penalties and ``min_tokens`` to one row's fp32 ``logits [vocab]``, in place.
+def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias, *, is_end: bool = False) -> None:
+    """Apply all but the grammar to one row's fp32 ``logits [vocab]``, in place.
 
-    Token ids outside the vocabulary have no effect.
+    Token ids outside the vocabulary have no effect. With ``is_end`` the grammar allows nothing but stop tokens, so
+    ``min_tokens`` has no effect.
     """
     params = sequence.sampling
     token_ids = sequence.token_ids.values
@@ -156,7 +195,17 @@ def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias) -> None:
         ids, counts = np.unique(outputs, return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * counts[_is_within(ids, logits)]
         logits[_indices(ids, logits)] -= _values(penalty, logits)
-    if _is_held(sequence):  # last, since a penalty of 0 would make NaN of -inf
+    # Tokens are forbidden last, since a penalty of 0 would make NaN of -inf.
+    if params.allowed_token_ids:
+        allowed = _indices(np.array(params.allowed_token_ids, dtype=np.int64), logits)
+        kept = logits[allowed]
+        logits.fill_(-torch.inf)
+        logits[allowed] = kept
+    for word in params.bad_words:
+        *begin, last = word
+        if outputs[max(0, len(outputs) - len(begin)) :].tolist() == begin:
+            logits[_indices(np.array([last], dtype=np.int64), logits)] = -torch.inf
+    if _is_held(sequence) and not is_end:
         logits[_indices(np.array(params.stop_token_ids, dtype=np.int64), logits)] = -torch.inf
 
 
@@ -171,7 +220,8 @@ def _prepare(sequences: Sequence[Sampled]) -> _Prepared:
         chosen.temperature[list(edited)] = 0.0
     reported = tuple(i for i, params in enumerate(all_params) if params.logprobs is not None)
     biases = tuple(bias_of(all_params[i]) for i in edited)
-    return _Prepared(tuple(sequences), chosen, edited, chosen_edited, biases, tuple(held), reported)
+    masked = tuple(sequences[i] for i in edited if all_params[i].grammar)
+    return _Prepared(tuple(sequences), chosen, edited, chosen_edited, biases, tuple(held), masked, reported)
 
 
 def _parameters(all_params: Sequence[SamplingParams]) -> SamplingTensors:
@@ -193,6 +243,9 @@ def _edits(params: SamplingParams) -> bool:
         or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
+        or params.allowed_token_ids
+        or params.bad_words
+        or params.grammar
     )
 
 
@@ -202,7 +255,7 @@ def _is_held(sequence: Sampled) -> bool:
     return bool(params.stop_token_ids) and len(sequence.token_ids) - sequence.prompt_tokens < params.min_tokens
 
 
-def _with_logprobs(logits: Tensor, rows: Sequence[int], wanted: Sequence[tuple[int, int]]) -> list[Token]:
+def _with_logprobs(logits: Tensor, rows: Sequence[int], wanted: Sequence[tuple[int, SamplingParams]]) -> list[Token]:
     """Return tokens with log probabilities. All rows are computed before the device is waited for.
 
     Each row is computed alone: torch sums the rows of a batch in another order, which changes the last digits.
@@ -210,20 +263,26 @@ def _with_logprobs(logits: Tensor, rows: Sequence[int], wanted: Sequence[tuple[i
     Args:
         logits: ``[S, vocab]``.
         rows: of the logits.
-        wanted: for each row the sampled token, and how many of the most likely tokens to report.
+        wanted: for each row the sampled token, and what to report.
     """
     if not rows:
         return []
-    of_chosen, most_likely = [], []
-    for row, (token_id, alternatives) in zip(rows, wanted, strict=True):
+    of_chosen, best_ids, best_values = [], [], []
+    for row, (token_id, params) in zip(rows, wanted, strict=True):
         logprobs = logits[row].float().log_softmax(dim=-1)
         of_chosen.append(logprobs[token_id])
-        most_likely.append(logprobs.topk(min(alternatives, len(logprobs))))
-    ids = iter(torch.cat([best.indices for best in most_likely]).tolist())
-    values = iter(torch.cat([best.values for best in most_likely]).tolist())
+        if params.logprob_token_ids:
+            named = np.array([token_id, *(each for each in params.logprob_token_ids if each != token_id)])
+            indices = _indices(named, logprobs)
+            values = logprobs[indices]
+        else:
+            values, indices = logprobs.topk(min(params.logprobs or 0, len(logprobs)))
+        best_ids.append(indices)
+        best_values.append(values)
+    all_ids, all_values = iter(torch.cat(best_ids).tolist()), iter(torch.cat(best_values).tolist())
     return [
-        Token(token_id, logprob, tuple(islice(zip(ids, values, strict=True), len(best.values))))
-        for (token_id, _), logprob, best in zip(wanted, torch.stack(of_chosen).tolist(), most_likely, strict=True)
+        Token(token_id, logprob, tuple(islice(zip(all_ids, all_values, strict=True), len(values))))
+        for (token_id, _), logprob, values in zip(wanted, torch.stack(of_chosen).tolist(), best_values, strict=True)
     ]
 
 

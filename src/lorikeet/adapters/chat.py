@@ -1,0 +1,76 @@
+"""How conversations with an adapter differ from those with the base model."""
+
+from typing import Annotated
+
+import msgspec
+
+MAX_TOKEN_CHARS = 512
+"""Longest added token."""
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Defaults of sampling fields; None for the base model's."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)] | None = None
+
+
+class AddedToken(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A token that a tokenizer has besides its model's vocabulary; fields as in ``tokenizer.json``."""
+
+    id: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    content: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOKEN_CHARS)]
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    single_word: bool = False
+
+
+class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How conversations with an adapter differ from those with the base model; by default not at all.
+
+    Attributes:
+        chat_template: Jinja source; empty for the base's. It compiles.
+        knows_tools: whether the template explains tools to the model.
+        special_tokens: variables of the template, such as ``bos_token``.
+        pad_token: never in a prompt or an answer.
+        added_tokens: of its tokenizer.
+        generation: defaults of sampling fields.
+        eos_token_ids: tokens that end an answer, besides the base's.
+        system_prompt: for conversations without one.
+        tool_call_parser: name of the format of tool calls; empty for the template's.
+        reasoning_parser: name of the format of what it thinks; empty for the base's.
+    """
+
+    chat_template: str = ""
+    knows_tools: bool = False
+    special_tokens: dict[str, str] = {}
+    pad_token: str = ""
+    added_tokens: tuple[AddedToken, ...] = ()
+    generation: GenerationDefaults = GenerationDefaults()
+    eos_token_ids: tuple[int, ...] = ()
+    system_prompt: str = ""
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
+
+
+class ChatOverrides(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Settings of ``lorikeet.toml``, and of a route that adds an adapter; None for what the other files say."""
+
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    generation: GenerationDefaults = GenerationDefaults()
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+
+
+NO_OVERRIDES = ChatOverrides()
+
+
+def as_text(chat: AdapterChat) -> str:
+    """Return ``chat`` as JSON, empty if the adapter's conversations are those of the base."""
+    return "" if chat == AdapterChat() else msgspec.json.encode(chat).decode()

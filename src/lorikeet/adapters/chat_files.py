@@ -1,0 +1,188 @@
+"""Reads what an adapter's folder says about conversations with it, besides its weights.
+
+The folder may come from somebody who is not trusted, so it is read in the reader process (see ``adapters.reader``),
+which has limits of memory and time.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lorikeet.adapters.chat import (
+    MAX_TOKEN_CHARS,
+    NO_OVERRIDES,
+    AdapterChat,
+    AddedToken,
+    ChatOverrides,
+    GenerationDefaults,
+)
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.peft_config import read_json
+
+TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+GENERATION_FILE = "generation_config.json"
+SETTINGS_FILE = "lorikeet.toml"
+
+CHAT_FILES = {
+    TEMPLATE_FILE: 2**18,
+    TOKENIZER_CONFIG_FILE: 2**22,
+    TOKENIZER_FILE: 2**26,
+    GENERATION_FILE: 2**18,
+    SETTINGS_FILE: 2**18,
+}
+"""Files that are read if they are there, with their largest sizes in bytes."""
+
+_MAX_ADDED_TOKENS = 20_000
+_MAX_EOS = 64
+_TOKEN_KEYS = ("special", "lstrip", "rstrip", "normalized", "single_word")
+
+
+def read_chat(folder: Path, overrides: ChatOverrides = NO_OVERRIDES) -> AdapterChat:
+    """Read the files of ``CHAT_FILES`` that are in a folder.
+
+    Args:
+        folder: of the adapter.
+        overrides: what counts instead of the files.
+
+    Raises:
+        AdapterError: a file is too large or not valid; the message names it.
+    """
+    settings = _settings(folder)
+    tokenizer = _json(folder, TOKENIZER_CONFIG_FILE)
+    template = _template(folder, tokenizer, settings, overrides)
+    generation = _json(folder, GENERATION_FILE)
+    return AdapterChat(
+        chat_template=template,
+        knows_tools=_compiled(template),
+        special_tokens=_special_tokens(tokenizer) if template else {},
+        pad_token=_content(tokenizer.get("pad_token"))[:MAX_TOKEN_CHARS],
+        added_tokens=_added_tokens(folder, tokenizer),
+        generation=_generation(generation, settings.generation, overrides.generation),
+        eos_token_ids=_eos(generation.get("eos_token_id")),
+        system_prompt=_first(overrides.system_prompt, settings.system_prompt),
+        tool_call_parser=_first(overrides.tool_call_parser, settings.tool_call_parser),
+        reasoning_parser=_first(overrides.reasoning_parser, settings.reasoning_parser),
+    )
+
+
+def _first(*values: str | None) -> str:
+    return next((value for value in values if value is not None), "")
+
+
+def _json(folder: Path, name: str) -> dict[str, Any]:
+    return read_json(folder / name, CHAT_FILES[name]) if (folder / name).is_file() else {}
+
+
+def _text(folder: Path, name: str) -> str:
+    try:
+        with (folder / name).open("rb") as stream:
+            content = stream.read(CHAT_FILES[name] + 1)
+        if len(content) > CHAT_FILES[name]:
+            raise AdapterError(f"{name}: larger than {CHAT_FILES[name]} bytes")
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise AdapterError(f"{name}: is not UTF-8") from error
+
+
+def _settings(folder: Path) -> ChatOverrides:
+    if not (folder / SETTINGS_FILE).is_file():
+        return NO_OVERRIDES
+    try:
+        return msgspec.convert(tomllib.loads(_text(folder, SETTINGS_FILE)), ChatOverrides)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise AdapterError(f"{SETTINGS_FILE}: {error}") from error
+
+
+def _template(folder: Path, tokenizer: Mapping[str, Any], settings: ChatOverrides, overrides: ChatOverrides) -> str:
+    from lorikeet.core.chat_template import template_in  # takes time to import, and few adapters have a template
+
+    for given in (overrides.chat_template, settings.chat_template):
+        if given is not None:
+            template: Any = given
+            break
+    else:
+        if (folder / TEMPLATE_FILE).is_file():
+            return _text(folder, TEMPLATE_FILE)
+        try:
+            template = template_in(tokenizer)
+        except (KeyError, TypeError) as error:
+            raise AdapterError(f"{TOKENIZER_CONFIG_FILE}: chat_template is no template, nor a list of them") from error
+    if not isinstance(template, str) or len(template) > CHAT_FILES[TEMPLATE_FILE]:
+        raise AdapterError(f"chat_template: not a text of at most {CHAT_FILES[TEMPLATE_FILE]} characters")
+    return template
+
+
+def _compiled(template: str) -> bool:
+    """Check that a template compiles, and return whether it explains tools."""
+    if not template:
+        return False
+    from lorikeet.core.chat_template import ChatTemplate, TemplateError
+
+    try:
+        return ChatTemplate(template, {}).knows_tools
+    except (TemplateError, RecursionError, SyntaxError) as error:
+        raise AdapterError(str(error)) from error
+
+
+def _special_tokens(tokenizer: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {key: _content(value) for key, value in tokenizer.items() if key.endswith("_token")}
+    return {key: text for key, text in tokens.items() if text and len(key) + len(text) <= MAX_TOKEN_CHARS}
+
+
+def _content(token: Any) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+def _added_tokens(folder: Path, tokenizer: Mapping[str, Any]) -> tuple[AddedToken, ...]:
+    """Return the added tokens: since transformers 5 they are in ``tokenizer.json`` alone."""
+    listed: Any = tokenizer.get("added_tokens_decoder")
+    where = TOKENIZER_CONFIG_FILE
+    if isinstance(listed, dict):
+        entries = [{**entry, "id": key} for key, entry in listed.items() if isinstance(entry, dict)]
+    elif (folder / TOKENIZER_FILE).is_file():
+        where = TOKENIZER_FILE
+        content = (folder / TOKENIZER_FILE).read_bytes()
+        try:
+            entries = msgspec.json.decode(content, type=_TokenizerFile).added_tokens
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise AdapterError(f"{where}: {error}") from error
+    else:
+        return ()
+    if len(entries) > _MAX_ADDED_TOKENS:
+        raise AdapterError(f"{where}: {len(entries)} added tokens, at most {_MAX_ADDED_TOKENS} are read")
+    known = ("id", "content", *_TOKEN_KEYS)
+    try:
+        return tuple(
+            msgspec.convert({key: entry[key] for key in known if key in entry}, AddedToken, strict=False)
+            for entry in entries
+        )
+    except msgspec.ValidationError as error:
+        raise AdapterError(f"{where}: added tokens: {error}") from error
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[dict[str, Any]] = []
+
+
+def _generation(config: Mapping[str, Any], *overrides: GenerationDefaults) -> GenerationDefaults:
+    given: dict[str, Any] = {}
+    for field in msgspec.structs.fields(GenerationDefaults):
+        values = [getattr(each, field.name) for each in reversed(overrides)]
+        given[field.name] = next((value for value in values if value is not None), config.get(field.name))
+    try:
+        return msgspec.convert(given, GenerationDefaults)
+    except msgspec.ValidationError as error:
+        raise AdapterError(f"{GENERATION_FILE}: {error}") from error
+
+
+def _eos(value: Any) -> tuple[int, ...]:
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if len(listed) > _MAX_EOS or not all(isinstance(each, int) and 0 <= each < 2**31 for each in listed):
+        raise AdapterError(f"{GENERATION_FILE}: eos_token_id is neither a token id nor a list of at most {_MAX_EOS}")
+    return tuple(listed)

@@ -1,0 +1,136 @@
+"""How conversations with one model are written and read."""
+
+import json
+from dataclasses import dataclass
+
+from lorikeet.adapters.chat import AdapterChat
+from lorikeet.api.chat_output import AnswerReader, ToolUse
+from lorikeet.api.errors import bad_request
+from lorikeet.api.grammar_process import GrammarKind, GrammarSpec
+from lorikeet.api.protocol import ChatOptions
+from lorikeet.api.reasoning import REASONING_FORMATS, ReasoningFormat
+from lorikeet.api.sampling import ModelLimits
+from lorikeet.api.structured_output import MAX_GRAMMAR_BYTES
+from lorikeet.api.text_processor import PromptStyle, TextProcessor, tool_format_of
+from lorikeet.api.tool_parsers.base import CallGrammar, ToolFormat
+
+_PROMPT_END_TOKENS = 16
+"""Tokens of a prompt in which thoughts may be opened; a marker may be several tokens."""
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """Chat template, parsers and defaults of a model.
+
+    Attributes:
+        text_processor: with its tokenizer and chat template.
+        limits: with its sampling defaults.
+        system_prompt: for conversations without one.
+        tool_parser: name of the format of tool calls; empty for the template's.
+        reasoning_parser: name of the format of what it thinks; empty if that stays in the content.
+        own: what an adapter has of its own, if that includes a chat template or tokens; else None. Its prompts are then
+            rendered in another process, since its template comes from somebody who is not trusted.
+    """
+
+    text_processor: TextProcessor
+    limits: ModelLimits
+    system_prompt: str = ""
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    own: AdapterChat | None = None
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How it writes tool calls; None if its template uses tools in a way that is not known."""
+        if self.own is not None and self.own.chat_template:
+            return tool_format_of(self.own.chat_template, self.own.knows_tools, self.tool_parser)
+        return self.text_processor.tool_format(self.tool_parser)
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """How it marks what it thinks."""
+        return REASONING_FORMATS[self.reasoning_parser] if self.reasoning_parser else None
+
+    def style(self, body: ChatOptions) -> PromptStyle:
+        """Return how the messages of ``body`` become a prompt."""
+        return prompt_style(body, self.system_prompt, self.tool_parser)
+
+    def check_tools(self, use: ToolUse | None) -> None:
+        """Check that tool calls of this model can be read.
+
+        Raises:
+            ApiError: 400, the format is not known.
+        """
+        if use is not None and self.tool_format is None:
+            raise bad_request(
+                "The format in which this model's chat template asks for tool calls is not known; name it with "
+                "--tool-call-parser.",
+                "tools",
+            )
+
+    def grammar(self, use: ToolUse | None, content: GrammarSpec | None) -> GrammarSpec | None:
+        """Return the grammar of an answer.
+
+        Args:
+            use: which functions it may call.
+            content: the grammar that the body asks for; with functions, an answer follows it or calls one. An answer
+                that must call one does not.
+
+        Raises:
+            ApiError: 400, ``content`` is no JSON schema and functions may be called, or the functions are too many.
+        """
+        tool_format = self.tool_format
+        if use is None or tool_format is None or (content is None and not use.is_forced):
+            return content
+        schema = None
+        if content is not None and not use.is_forced:
+            if content.kind is not GrammarKind.JSON_SCHEMA:
+                only = "with tools an answer can follow a JSON schema only"
+                raise bad_request(f"{content.param}: {only}.", content.param)
+            schema = json.loads(content.text)
+        builder = CallGrammar(
+            use.functions,
+            use.parallel,
+            self.text_processor.special_token_id,
+            schema,
+            "" if self.reasoning is None else self.reasoning.end,
+        )
+        text = tool_format.grammar(builder)
+        if len(text) > MAX_GRAMMAR_BYTES:
+            most = f"at most {MAX_GRAMMAR_BYTES} are allowed for an answer that must follow them"
+            raise bad_request(f"tools: {len(text)} characters; {most}.", "tools")
+        return GrammarSpec(GrammarKind.LARK, text, "tools")
+
+    def kept_tokens(self, use: ToolUse | None) -> frozenset[int]:
+        """Return the special tokens that must stay in the text of an answer, since parsers look for them."""
+        formats = (self.tool_format if use is not None else None, self.reasoning)
+        markers = (marker for each in formats if each is not None for marker in each.markers)
+        token_ids = map(self.text_processor.special_token_id, markers)
+        return frozenset(token_id for token_id in token_ids if token_id is not None)
+
+    def reader(self, use: ToolUse | None, prompt: list[int], *, include_reasoning: bool) -> AnswerReader | None:
+        """Return what reads one choice, None if its text is the content as it is.
+
+        Args:
+            use: which functions it may call.
+            prompt: token ids.
+            include_reasoning: whether to report what the model thinks.
+        """
+        reasoning = self.reasoning
+        if use is None and reasoning is None:
+            return None
+        prompt_end = "" if reasoning is None else self.text_processor.decode(prompt[-_PROMPT_END_TOKENS:])
+        tool_format = None if use is None else self.tool_format
+        return AnswerReader(use, tool_format, reasoning, prompt_end, include_reasoning=include_reasoning)
+
+
+def prompt_style(body: ChatOptions, system_prompt: str, tool_parser: str) -> PromptStyle:
+    """Return how the messages of ``body`` become a prompt, given the settings of its model."""
+    return PromptStyle(
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        extra=body.chat_template_kwargs or {},
+        tools=() if getattr(body, "tool_choice", None) == "none" else body.tools or (),
+        system_prompt=system_prompt,
+        tool_parser=tool_parser,
+    )

@@ -1,0 +1,123 @@
+"""Separates what a model thinks from what it answers, while the text arrives."""
+
+from typing import NamedTuple
+
+
+class Reasoning(NamedTuple):
+    """Text that a model writes before its answer."""
+
+    text: str
+
+
+class ReasoningFormat(NamedTuple):
+    """How a family of models marks what it thinks.
+
+    Attributes:
+        name: vLLM's name of its parser.
+        begin, end: what surrounds it. Both may be special tokens, and are kept in the text of an answer.
+        begins_open: whether an answer without ``begin`` begins with thoughts, too.
+    """
+
+    name: str
+    begin: str
+    end: str
+    begins_open: bool = False
+
+    @property
+    def markers(self) -> tuple[str, str]:
+        """Texts that may be special tokens."""
+        return self.begin, self.end
+
+    def parser(self, prompt_end: str) -> "ReasoningParser":
+        """Return a parser of one answer.
+
+        Args:
+            prompt_end: last words of the prompt, which may open or close the thoughts.
+        """
+        before = prompt_end.rstrip()
+        is_open = before.endswith(self.begin) or (self.begins_open and not before.endswith(self.end))
+        return ReasoningParser(self, is_open)
+
+
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    each.name: each
+    for each in (
+        ReasoningFormat("deepseek_r1", "<think>", "</think>", begins_open=True),
+        ReasoningFormat("qwen3", "<think>", "</think>"),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
+    )
+}
+"""By name. ``qwen3`` also reads other models that think between ``<think>`` and ``</think>``."""
+
+
+class ReasoningParser:
+    """Splits an answer into thoughts and the rest. Spaces and newlines at the ends of the thoughts are left out.
+
+    Args:
+        reasoning_format: of the model.
+        is_open: whether the answer begins with thoughts.
+    """
+
+    def __init__(self, reasoning_format: ReasoningFormat, is_open: bool) -> None:
+        self._format = reasoning_format
+        self._is_open = is_open
+        self._read = self._read_start
+        self._held = ""
+        self._is_fresh = True
+        """Whether only spaces came since the thoughts or the answer behind them began."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Add text; return new thoughts and new text of the answer."""
+        self._held += text
+        return self._read()
+
+    def finish(self) -> tuple[str, str]:
+        """Return what was held back, at the end."""
+        if self._read == self._read_start:
+            self._read = self._read_thoughts if self._is_open else self._read_plain
+        thoughts, answer = self._read()
+        if self._read == self._read_thoughts:
+            thoughts += self._held.rstrip()
+        return thoughts, answer
+
+    def _read_start(self) -> tuple[str, str]:
+        begun = self._held.lstrip()
+        if len(begun) < len(self._format.begin) and self._format.begin.startswith(begun):
+            return "", ""
+        if begun.startswith(self._format.begin):
+            self._held = begun.removeprefix(self._format.begin)
+            self._read = self._read_thoughts
+        else:
+            self._read = self._read_thoughts if self._is_open else self._read_plain
+        return self._read()
+
+    def _read_thoughts(self) -> tuple[str, str]:
+        text, end, rest = self._held.partition(self._format.end)
+        if end:
+            self._held, self._read = rest, self._read_answer
+        else:  # what may become the end, and spaces before it, wait
+            sizes = range(len(self._format.end))
+            text = text[: len(text) - max(size for size in sizes if text.endswith(self._format.end[:size]))]
+        sent = text.rstrip()
+        if not end:
+            self._held = self._held[len(sent) :]
+        thoughts = self._without_space(sent)
+        if not end:
+            return thoughts, ""
+        self._is_fresh = True
+        return thoughts, self._read_answer()[1]
+
+    def _read_answer(self) -> tuple[str, str]:
+        return "", self._without_space(self._read_plain()[1])
+
+    def _read_plain(self) -> tuple[str, str]:
+        text, self._held = self._held, ""
+        return "", text
+
+    def _without_space(self, text: str) -> str:
+        """Return text without the spaces that thoughts or an answer begin with."""
+        if self._is_fresh:
+            text = text.lstrip()
+            self._is_fresh = not text
+        return text

@@ -1,0 +1,252 @@
+"""Grammars that answers follow: compiled once; a matcher for each sequence; masks of the tokens that may come next.
+
+llguidance (https://github.com/guidance-ai/llguidance) parses. What is here decides when: grammars are compiled on one
+thread, and masks are computed on another, beside the step whose logits they are for. The state of a matcher follows
+from the output tokens of its sequence, so that a resumed sequence gets a new matcher, which reads them.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lorikeet.core.request import SamplingParams
+from lorikeet.kernels.base import to_device
+from lorikeet.worker.batch import GrowingInts
+
+MAX_LEXER_STATES = 20_000
+"""Of one sequence; a state takes 1 to 2 kB."""
+_MAX_COMPILED = 256
+"""Grammars that are kept compiled. Most take some hundred kilobytes."""
+_STACK_BYTES = 64 * 2**20
+"""llguidance recurses along rules that refer to each other; the API's check has a smaller stack."""
+_MAX_MASK_S = 1.0
+"""Most time of a core for one mask, on which all sequences of the step wait; then its sequence ends with an error."""
+
+_ADDENDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
+_ADDENDS_OF_BYTE = _ADDENDS.astype(np.float32)
+"""For each byte of a mask the addends of its eight tokens: 0 where the bit is set, else -inf."""
+
+Result = TypeVar("Result")
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be compiled, or the tokens that may come next cannot be computed."""
+
+
+class SingleThread:
+    """Runs tasks one after the other, on a thread with a large stack.
+
+    Args:
+        name: of the thread.
+        stack_bytes: size of its stack.
+    """
+
+    def __init__(self, name: str, stack_bytes: int = _STACK_BYTES) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        usual = threading.stack_size(stack_bytes)
+        try:
+            self.submit(int).result()  # a thread starts with its first task
+        finally:
+            threading.stack_size(usual)
+
+    def submit(self, task: Callable[..., Result], *args: Any) -> "Future[Result]":
+        """Queue a task."""
+        return self._executor.submit(task, *args)
+
+    def close(self) -> None:
+        """Drop the tasks that have not begun, and wait for the one that has."""
+        self._executor.shutdown(cancel_futures=True)
+
+
+class GrammarCompiler:
+    """Compiles grammars on a thread of its own, and keeps them.
+
+    Args:
+        tokenizer_file: ``tokenizer.json`` of the model. It is read when it is first needed.
+        vocabulary: width of the logits.
+        eos_token_ids: tokens that may follow a complete answer.
+    """
+
+    def __init__(self, tokenizer_file: Path, vocabulary: int, eos_token_ids: Sequence[int]) -> None:
+        self.vocabulary = vocabulary
+        self._file = tokenizer_file
+        self._eos = [token_id for token_id in eos_token_ids if token_id < vocabulary]
+        self._thread: SingleThread | None = None
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read_tokenizer(self) -> "Future[LLTokenizer]":
+        """Begin to read the tokenizer. It takes half a second or more, in which no other Python code runs."""
+        with self._lock:
+            return self._submit(self._read_tokenizer)
+
+    def compile(self, grammar: str) -> "Future[LLMatcher]":
+        """Begin to compile a grammar, if it is not known.
+
+        Returns:
+            Its matcher, which must not be changed. The future fails with a ``GrammarError``.
+        """
+        with self._lock:
+            compiled = self._compiled.pop(grammar, None) or self._submit(self._compile, grammar)
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return a matcher at the beginning of an answer; wait until the grammar is compiled.
+
+        Raises:
+            GrammarError: it cannot be compiled.
+        """
+        return self.compile(grammar).result().deep_copy()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.close()
+
+    def _submit(self, task: Callable[..., Result], *args: Any) -> "Future[Result]":
+        if self._thread is None:
+            self._thread = SingleThread("grammars")
+        return self._thread.submit(task, *args)
+
+    def _read_tokenizer(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = LLTokenizer(self._file.read_text(), n_vocab=self.vocabulary, eos_token=self._eos)
+            except (OSError, ValueError) as error:
+                raise GrammarError(f"answers of this model cannot follow a grammar: {error}") from error
+        return self._tokenizer
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(self._read_tokenizer(), grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask takes milliseconds; what it computes is copied with the matcher
+        if matcher.is_error():
+            raise GrammarError(f"the grammar cannot be used: {matcher.get_error()}")
+        return matcher
+
+
+class Follower(Protocol):
+    """The part of a sequence that masks need; attributes as of ``worker.sampler.Sampled``."""
+
+    sampling: SamplingParams
+    token_ids: GrowingInts
+    prompt_tokens: int
+
+
+class Masks(NamedTuple):
+    """The tokens that may come next in each of some sequences.
+
+    Attributes:
+        addends: fp32 ``[rows, vocab]`` on the device of the logits: 0 for a token that may come next, else -inf. All
+            are -inf if they could not be computed.
+        end: whether none but stop tokens may come next.
+    """
+
+    addends: Tensor
+    end: tuple[bool, ...]
+
+
+class GrammarMasks:
+    """Computes masks on a thread of its own.
+
+    Args:
+        compiler: compiles the grammars.
+    """
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._thread: SingleThread | None = None
+        self._states: WeakKeyDictionary[Follower, _State] = WeakKeyDictionary()
+        self._words = -(-compiler.vocabulary // 32)
+
+    def begin(self, sequences: Sequence[Follower], device: torch.device) -> "Future[Masks]":
+        """Begin to compute the masks for the next token of sequences that have a grammar.
+
+        Their token ids may not change before the result is there.
+        """
+        if self._thread is None:
+            self._thread = SingleThread("masks")
+        return self._thread.submit(self._masks, sequences, device)
+
+    def error(self, sequence: Follower) -> str:
+        """Return why the mask of a sequence could not be computed; empty if it could."""
+        state = self._states.get(sequence)
+        return "" if state is None else state.error
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.close()
+
+    def _masks(self, sequences: Sequence[Follower], device: torch.device) -> Masks:
+        bits = np.zeros((len(sequences), self._words), dtype=np.int32)
+        for row, sequence in zip(bits, sequences, strict=True):
+            state = self._states.get(sequence)
+            if state is None:
+                state = self._states[sequence] = _State(self._compiler, sequence.sampling.grammar)
+            state.fill(row, sequence)
+        stops = [sequence.sampling.stop_token_ids for sequence in sequences]
+        end = tuple(map(_is_end, bits, stops))
+        vocabulary = self._compiler.vocabulary
+        if device.type == "cpu":
+            addends = np.take(_ADDENDS_OF_BYTE, bits.view(np.uint8), axis=0).reshape(len(sequences), -1)
+            return Masks(torch.from_numpy(addends[:, :vocabulary]), end)
+        on_device = to_device(torch.from_numpy(bits), device)
+        is_set = (on_device.unsqueeze(-1) >> torch.arange(32, device=device)) & 1
+        return Masks(torch.where(is_set.flatten(1)[:, :vocabulary] == 1, 0.0, -torch.inf), end)
+
+
+class _State:
+    """The matcher of one sequence, and how far it has read.
+
+    Attributes:
+        error: why there is no mask; empty if there is.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, grammar: str) -> None:
+        self._read = 0
+        self.error = ""
+        try:
+            self._matcher = compiler.matcher(grammar)
+        except GrammarError as error:
+            self.error = str(error)
+
+    def fill(self, row: NDArray[np.int32], sequence: Follower) -> None:
+        """Read the sequence's new tokens and set the bits of those that may come next; none after an error."""
+        if self.error:
+            return
+        began_s = time.thread_time()
+        new = sequence.token_ids.values[sequence.prompt_tokens + self._read :].tolist()
+        self._read += len(new)
+        for token_id in new:
+            self._matcher.consume_token(token_id)
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            self.error = f"the answer cannot follow its grammar any further: {self._matcher.get_error()}"
+        elif time.thread_time() - began_s > _MAX_MASK_S:
+            self.error = "the grammar takes too long: simplify it, above all its repetitions"
+        if self.error:
+            row[:] = 0
+
+
+def _is_end(row: NDArray[np.int32], stop_token_ids: Sequence[int]) -> bool:
+    """Return whether the only bits that are set are those of stop tokens."""
+    stops = sum(bool(row[token_id // 32] >> (token_id % 32) & 1) for token_id in stop_token_ids)
+    return 0 < stops == int.from_bytes(row.tobytes(), "little").bit_count()

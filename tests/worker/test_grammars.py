@@ -1,0 +1,149 @@
+"""Masks against brute force over a tiny vocabulary, and samplers that follow grammars."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, notation
+from lorikeet.core.plan import SequenceStart, Token
+from lorikeet.core.request import SamplingParams
+from lorikeet.kernels.base import choose
+from lorikeet.worker.batch import SequenceState
+from lorikeet.worker.grammars import GrammarCompiler, GrammarError, GrammarMasks
+from lorikeet.worker.sampler import Sampler
+from tests.api.conftest import END, TOKENIZER
+
+CPU = torch.device("cpu")
+VOCABULARY = TOKENIZER.get_vocab_size() + 7  # wider than the tokenizer, as in checkpoints with padding
+LETTERS = "ab{}"
+
+
+def grammar(kind: str, text: str) -> str:
+    return notation(GrammarSpec(GrammarKind(kind), text, "p"))
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    file = tmp_path_factory.mktemp("grammars") / "tokenizer.json"
+    TOKENIZER.save(str(file))
+    return GrammarCompiler(file, VOCABULARY, (END,))
+
+
+def sequence(text: str, outputs: list[int] | None = None, **params: Any) -> SequenceState:
+    sampling = SamplingParams(
+        **{"max_tokens": 100, "temperature": 0.0, "stop_token_ids": (END,), **params}, grammar=text
+    )
+    return SequenceState(SequenceStart("r", [1, 2, *(outputs or [])], 2, sampling, None))
+
+
+def allowed(masks: GrammarMasks, each: SequenceState) -> set[int]:
+    (addends,), _ = masks.begin([each], CPU).result()
+    assert addends.shape == (VOCABULARY,)
+    return set(torch.nonzero(addends == 0).flatten().tolist())
+
+
+def one(letter: str) -> int:
+    (token_id,) = TOKENIZER.encode(letter).ids
+    return token_id
+
+
+@pytest.mark.parametrize("pattern", ["a*b", "(ab|ba)*", "a{2}b?", r"\{(a|b)*\}", "(a|b){0,3}"])
+def test_masks_are_those_of_brute_force(compiler: GrammarCompiler, pattern: str) -> None:
+    """After up to four letters another may follow if a text of up to eight letters that begins so matches."""
+    masks = GrammarMasks(compiler)
+    words = {"".join(word) for size in range(9) for word in itertools.product(LETTERS, repeat=size)}
+    full = {word for word in words if re.fullmatch(pattern, word)}
+    begins = {word[:size] for word in full for size in range(len(word) + 1)}
+    text = grammar("regex", pattern)
+    for start in sorted(begin for begin in begins if len(begin) <= 4):
+        may_follow = {letter for letter in LETTERS if start + letter in begins}
+        found = allowed(masks, sequence(text, [one(letter) for letter in start]))
+        assert {letter for letter in LETTERS if one(letter) in found} == may_follow, start
+        assert (END in found) == (start in full), start
+    masks.close()
+
+
+def test_a_sequence_reads_its_new_tokens_only_and_a_resumed_one_all(compiler: GrammarCompiler) -> None:
+    masks, text = GrammarMasks(compiler), grammar("choice", '["ab", "ba"]')
+    walked = sequence(text)
+    for letter in "ba":
+        assert one(letter) in allowed(masks, walked)
+        walked.add_token(one(letter))
+    assert allowed(masks, walked) == allowed(masks, sequence(text, [one("b"), one("a")])) == {END}
+    masks.close()
+
+
+def test_the_sampler_follows_a_grammar_beside_rows_without_one(compiler: GrammarCompiler) -> None:
+    masks = GrammarMasks(compiler)
+    sampler = Sampler(choose, masks)
+    free = SequenceState(SequenceStart("f", [1, 2], 2, SamplingParams(max_tokens=9, temperature=0.0), None))
+    bound = sequence(grammar("regex", "a+b"), temperature=1.0, seed=3)
+    said, logits = "", torch.zeros(2, VOCABULARY)
+    logits[:, one("}")] = 5.0
+    logits[1, one("b")] = 1.0
+    for _ in range(20):
+        sampler.begin([free, bound], CPU)
+        first, second = sampler.sample(logits, [free, bound])
+        assert isinstance(first, Token)
+        assert first.token_id == one("}")
+        assert isinstance(second, Token)
+        bound.add_token(second.token_id)
+        if second.token_id == END:
+            break
+        said += TOKENIZER.decode([second.token_id])
+    assert re.fullmatch("a+b", said)
+    masks.close()
+
+
+def test_min_tokens_holds_the_end_back_only_where_the_grammar_goes_on(compiler: GrammarCompiler) -> None:
+    masks, logits = GrammarMasks(compiler), torch.zeros(1, VOCABULARY)
+    logits[0, END] = 5.0
+    sampler = Sampler(choose, masks)
+    for pattern, expected in (("ab*", "b"), ("a", "")):
+        each = sequence(grammar("regex", pattern), [one("a")], min_tokens=5)
+        sampler.begin([each], CPU)
+        (token,) = sampler.sample(logits, [each])
+        assert isinstance(token, Token)
+        assert TOKENIZER.decode([token.token_id], skip_special_tokens=True) == expected
+    masks.close()
+
+
+def test_a_sequence_that_left_its_grammar_fails_alone_and_says_why(compiler: GrammarCompiler) -> None:
+    masks = GrammarMasks(compiler)
+    sampler, text = Sampler(choose, masks), grammar("regex", "a+")
+    rows = [sequence(text, [one("b")]), sequence(text, [one("a")]), sequence("start: nothing_of_that_name")]
+    sampler.begin(rows, CPU)
+    lost, kept, broken = sampler.sample(torch.zeros(3, VOCABULARY), rows)
+    assert isinstance(lost, str)
+    assert "cannot follow its grammar" in lost
+    assert isinstance(kept, Token)
+    assert isinstance(broken, str)
+    assert "unknown name" in broken
+    masks.close()
+
+
+def test_log_probabilities_are_those_without_the_grammar(compiler: GrammarCompiler) -> None:
+    masks, logits = GrammarMasks(compiler), torch.zeros(1, VOCABULARY)
+    sampler, each = Sampler(choose, masks), sequence(grammar("regex", "ab"), logprobs=0)
+    sampler.begin([each], CPU)
+    (token,) = sampler.sample(logits, [each])
+    assert isinstance(token, Token)
+    assert token.logprob == pytest.approx(float(torch.log_softmax(logits[0], 0)[one("a")]))
+    masks.close()
+
+
+def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
+    text = grammar("json_schema", json.dumps({"type": "object"}))
+    assert compiler.compile(text) is compiler.compile(text)
+
+
+def test_a_model_without_tokenizer_has_no_grammars(tmp_path: Path) -> None:
+    compiler = GrammarCompiler(tmp_path / "tokenizer.json", VOCABULARY, (END,))
+    with pytest.raises(GrammarError, match=r"tokenizer\.json"):
+        compiler.matcher('start: "a"')
+    compiler.close()
