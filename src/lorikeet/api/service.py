@@ -143,7 +143,10 @@ class Service:
         if self.loader.is_enabled:
             for name in self.models.missing(model, lora_path):
                 await self.loader.load(name)
-        target = self.models.resolve(model, lora_path)
+        while True:
+            target = self.models.resolve(model, lora_path)
+            if target.adapter is None or self.versions.hold_for_now(target.adapter):
+                break  # else another thread has just replaced it
         if target.adapter is not None:
             self.loader.use(target.name)
         return target
