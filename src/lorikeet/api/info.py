@@ -12,6 +12,7 @@ from lorikeet.api.large_bodies import PromptRoute, prepared_body
 from lorikeet.api.prompt_process import TOKENIZE_PATH
 from lorikeet.api.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
 from lorikeet.api.service import JsonBody, ServiceDep
+from lorikeet.api.threads import in_daemon_thread
 
 router = APIRouter()
 prompts = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
@@ -78,13 +79,16 @@ async def metrics(service: ServiceDep) -> Response:
 @router.get("/v1/models")
 async def models(service: ServiceDep) -> Response:
     """Return all models, the base first. FastAPI's own encoder would block the event loop for thousands of cards."""
-    body = {"object": "list", "data": service.models.cards()}
+    unloaded = await in_daemon_thread(service.loader.names) if service.loader.is_enabled else []
+    body = {"object": "list", "data": service.models.cards(unloaded)}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: ServiceDep) -> dict[str, Any]:
     """Return one model."""
+    if service.models.missing(name) and name in await in_daemon_thread(service.loader.names):
+        return service.models.unloaded_card(name)
     return service.models.card(name)
 
 

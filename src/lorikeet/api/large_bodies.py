@@ -217,6 +217,14 @@ class _SmallRequest(Request):
         return self._small
 
 
+class _NotLoaded(Exception):
+    """The model of a body must be loaded first."""
+
+    def __init__(self, model: str | None, lora_path: str | None) -> None:
+        super().__init__(model, lora_path)
+        self.model, self.lora_path = model, lora_path
+
+
 class PromptRoute(APIRoute):
     """A route whose large bodies are read in another process. The route asks :func:`prepared_body`."""
 
@@ -240,12 +248,18 @@ class PromptRoute(APIRoute):
                     targets: list[ResolvedModel] = []
 
                     async def resolve(model: str | None, lora_path: str | None) -> AdapterChat:
+                        if service.loader.is_enabled and service.models.missing(model, lora_path):
+                            raise _NotLoaded(model, lora_path)
                         target: ResolvedModel = await service.resolve(model, lora_path)
                         targets.append(target)
                         holding.enter_context(service.versions.hold(target.adapter))
                         return target.chat
 
-                    read = await service.prompt_processes.read(self.path, body, resolve)
+                    try:
+                        read = await service.prompt_processes.read(self.path, body, resolve)
+                    except _NotLoaded as which:  # a load may take minutes, so it holds no process
+                        await service.resolve(which.model, which.lora_path)
+                        read = await service.prompt_processes.read(self.path, body, resolve)
                     request.scope["state"][_PREPARED] = PreparedBody(
                         unpacked(read), read.texts, read.answer, arrival_s, targets[0]
                     )
