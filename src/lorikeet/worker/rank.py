@@ -94,8 +94,8 @@ class Rank:
             samples: False skips the output layer, for ranks that do not sample.
 
         Returns:
-            Logits ``[S, vocab]`` of the sequences that sample, in the dtype of ``Kernels.logits``, and the log probabilities of
-            prompts. ``S`` is 0 without ``samples``.
+            Logits ``[S, vocab]`` of the sequences that sample, in the dtype of ``Kernels.logits``, and the log
+            probabilities of prompts. ``S`` is 0 without ``samples``.
 
         Raises:
             ExecutorError: an adapter, tokens or blocks that the plan needs are missing.
