@@ -111,6 +111,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             included. The memory of the largest step is measured at start-up, and as much again is reserved for CUDA
             graphs. Not used with ``memory_bytes``, or on a CPU.
         host_memory_bytes: size of the host arena, which caches adapters and KV that are not on the device; 0 for none.
+            Not set: as large as the device arena, but no more than a quarter of the free memory of the machine or
+            container for all ranks and replicas together. Pages are allocated when they are first used.
         touch_memory: allocate all pages of both arenas at start-up instead of when they are first used. Start-up takes
             longer, and requests do not wait for new pages, which can be slow on a virtual machine.
         link_bytes_per_s: declared bandwidth between host and device, in each direction. Copies of the CPU backend,
@@ -149,7 +151,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str = ""
     memory_bytes: Count = 0
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
-    host_memory_bytes: Count = 0
+    host_memory_bytes: Count | None = None
     touch_memory: bool = False
     link_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     block_size: Positive = 16

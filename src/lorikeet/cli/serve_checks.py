@@ -114,7 +114,7 @@ def _similar_folder(folder: Path) -> Path | None:
 def _check_memory(settings: Settings, limit_bytes: int) -> None:
     """Check that the sizes that are set fit into this machine's memory, for all ranks and replicas together."""
     engine = settings.engine
-    wanted = {"host_memory_bytes": engine.host_memory_bytes}
+    wanted = {"host_memory_bytes": engine.host_memory_bytes or 0}
     if engine.device == "cpu":
         wanted["memory_bytes"] = engine.memory_bytes
     processes = engine.tensor_parallel * settings.cluster.replicas

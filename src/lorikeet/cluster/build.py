@@ -150,7 +150,7 @@ def build_migration(
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
     reserves = _FOR_PLACEMENT.get(preset.placement) is _for_burst_tolerance
     is_one_rank = settings.tensor_parallel == profile.tensor_parallel == 1
-    can_export_kv = preset.host_kv is not HostKv.NONE and settings.host_memory_bytes > 0 and is_one_rank
+    can_export_kv = preset.host_kv is not HostKv.NONE and settings.host_memory_bytes != 0 and is_one_rank
     times = MoveTimes(
         prefill_s, link_bytes_per_s, profile.geometry.block_bytes(1), kv_bytes_per_s if can_export_kv else None
     )

@@ -17,6 +17,11 @@ def memory_limit_bytes(cgroups: Path = _CGROUPS, own_groups: Path = Path("/proc/
     return min([int(psutil.virtual_memory().total), *_limits(cgroups, own_groups)])
 
 
+def free_memory_bytes() -> int:
+    """Return the bytes of memory that are free in this machine, at most what this process can have."""
+    return min(int(psutil.virtual_memory().available), memory_limit_bytes())
+
+
 def _limits(cgroups: Path, own_groups: Path) -> list[int]:
     """Return the limits of the process's control groups, from its own up to the root."""
     try:

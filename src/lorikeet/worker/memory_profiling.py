@@ -15,6 +15,7 @@ from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.machine import free_memory_bytes
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
 from lorikeet.core.sizes import format_size
@@ -209,6 +210,8 @@ def _sampling_tensors(rows: int) -> SamplingTensors:
 _CPU_MEMORY_SHARE = 0.4
 """Share of the free memory of a CPU that an arena may take."""
 _CPU_BYTES = 4 * 2**30
+_HOST_MEMORY_SHARE = 0.25
+"""Share of the free memory that the host arenas of all ranks take if their size is not set."""
 _ADAPTER_BYTES = 4 * 2**30
 _SMALLEST_RANK, _LARGE_RANK = 8, 128
 
@@ -252,9 +255,18 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
     return blocks
 
 
-def host_arena_blocks(settings: Settings, model: RankModel) -> int:
-    """Return the number of blocks of this rank's host arena: ``host_memory_bytes``, by default none."""
-    return settings.engine.host_memory_bytes // model.geometry.block_bytes(settings.engine.block_size)
+def host_arena_blocks(settings: Settings, model: RankModel, device_blocks: int) -> int:
+    """Return the number of blocks of this rank's host arena.
+
+    That is ``host_memory_bytes`` if set. Otherwise it is as many as on the device, limited to this rank's part of a
+    share of the free memory.
+    """
+    engine = settings.engine
+    block_bytes = model.geometry.block_bytes(engine.block_size)
+    if engine.host_memory_bytes is not None:
+        return engine.host_memory_bytes // block_bytes
+    ranks = engine.tensor_parallel * settings.cluster.replicas
+    return min(device_blocks, int(_HOST_MEMORY_SHARE * free_memory_bytes() / ranks) // block_bytes)
 
 
 def share_left_bytes(share: float, total_bytes: int, free_bytes: int, step_bytes: int) -> int:

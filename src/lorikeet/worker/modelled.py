@@ -370,7 +370,7 @@ def build_paced_executor(
 def _assist(settings: Settings, transfers: TransferModel, preset: Preset) -> AssistCosts | None:
     """Return the costs of assisted prefills; None without host workers or host memory."""
     engine = settings.engine
-    return assist_costs(transfers, preset) if engine.host_lora_workers and engine.host_memory_bytes else None
+    return assist_costs(transfers, preset) if engine.host_lora_workers and engine.host_memory_bytes != 0 else None
 
 
 def transfer_model(engine: EngineSettings, profile: CostProfile) -> TransferModel:
@@ -402,7 +402,7 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
         geometry=geometry,
         local_geometry=geometry,
         total_blocks=total_blocks,
-        host_blocks=engine.host_memory_bytes // block_bytes,
+        host_blocks=total_blocks if engine.host_memory_bytes is None else engine.host_memory_bytes // block_bytes,
         block_size=engine.block_size,
         max_model_len=longest_tokens,
         max_adapter_blocks=total_blocks - sequence_blocks,

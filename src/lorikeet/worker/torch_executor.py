@@ -426,7 +426,8 @@ def build_torch_executor(
         model = load_rank(settings, model_folder, (others and others.group) or SingleRankGroup(), progress)
         if others is not None:
             others.wait_until_ready()
-        blocks, host_blocks = arena_blocks(settings, model, longest_tokens), host_arena_blocks(settings, model)
+        blocks = arena_blocks(settings, model, longest_tokens)
+        host_blocks = host_arena_blocks(settings, model, blocks)
         arena = allocate_arena(model, blocks, engine)
         transfers = TransferManager(arena, host_blocks, model.geometry, 0, ranks, loader, engine, finished.report)
         undo.callback(transfers.close)

@@ -112,7 +112,9 @@ def run_profile(
     how, folder = thoroughness, Path(settings.model.model)
     config = read_model_config(folder)
     dtype = torch_dtype(config.dtype if settings.model.dtype == "auto" else settings.model.dtype)
-    room_bytes = max(settings.engine.host_memory_bytes, 2 * adapter_bytes(config.geometry(dtype.itemsize), how.ranks))
+    room_bytes = max(
+        settings.engine.host_memory_bytes or 0, 2 * adapter_bytes(config.geometry(dtype.itemsize), how.ranks)
+    )
     engine = msgspec.structs.replace(settings.engine, host_memory_bytes=room_bytes)
     settings = msgspec.structs.replace(settings, engine=engine)
     merging = msgspec.structs.replace(settings, engine=msgspec.structs.replace(engine, preset=_MERGING_PRESET))

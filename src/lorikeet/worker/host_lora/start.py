@@ -30,7 +30,7 @@ def wanted_workers(settings: EngineSettings, preset: Preset) -> int:
     """
     is_assisted = preset.cold_start in (ColdStart.ASSIST, ColdStart.AUTO)
     is_one = settings.device == "cpu" or settings.tensor_parallel == 1
-    fits = is_one and platform.machine() in _ORDERED_CPUS and settings.host_memory_bytes > 0
+    fits = is_one and platform.machine() in _ORDERED_CPUS and settings.host_memory_bytes != 0
     return settings.host_lora_workers if is_assisted and fits else 0
 
 
