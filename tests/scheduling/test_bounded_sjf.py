@@ -134,7 +134,7 @@ def waits(scenario: Scenario, admission: str, guess: str) -> Scores:
     """Return how long each request waited."""
     profile, observer = load_profile(scenario.profile), Waits()
     workload, settings = scenario.recipe().requests(), scenario.settings()
-    (engine, _, _), clock, coalesced = modelled_replica(settings, profile)
+    (engine, *_), clock, coalesced = modelled_replica(settings, profile)
     assert settings.engine.preset.endswith(admission)
     adapters = scenario.adapter_refs(profile.geometry, workload)
     run_workload(

@@ -113,7 +113,7 @@ def test_one_replica_does_what_an_engine_alone_does(make) -> None:
         key=lambda request: request.arrival_s,
     )
     of = settings(max_num_seqs=6)
-    (engine, _, _), clock, _, coalesced = make(of, round_profile())
+    (engine, *_), clock, _, coalesced = make(of, round_profile())
     prompts = Prompts(0, 0, DEFAULT_IDS, BLOCK)
     alone = run_workload(
         engine, clock, workload, {ref.name: ref for ref in adapters}, prompts, coalesced=coalesced
