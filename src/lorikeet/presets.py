@@ -168,7 +168,14 @@ def _but(preset: Preset, **options: Any) -> Preset:
 
 
 _PLAIN = Preset(routing="kv-affinity")
-_AUTO = _but(_PLAIN, host_kv=HostKv.AHEAD, prefetch="newest-first", swap_interval_s=0.1, admission="bounded-sjf")
+_AUTO = _but(
+    _PLAIN,
+    host_kv=HostKv.AHEAD,
+    preempted_kv=PreemptedKv.KEPT,  # at no cost: it is evicted as other KV, without a copy
+    prefetch="newest-first",
+    swap_interval_s=0.1,
+    admission="bounded-sjf",
+)
 _ELORA = Preset(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
 _CHAMELEON = Preset(
     kv_after_finish=KvAfterFinish.DROPPED,

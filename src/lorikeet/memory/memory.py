@@ -278,8 +278,8 @@ class Memory:
 
     @property
     def blocks_are_being_freed(self) -> bool:
-        """Whether a transfer in flight will free device blocks when it ends, or will let them be evicted."""
-        return self.tiers.blocks_being_freed > 0 or self.tiers.blocks_being_copied > 0
+        """Whether a transfer in flight will free device blocks when it ends."""
+        return self.tiers.blocks_being_freed > 0
 
     @property
     def transfers_will_unblock(self) -> bool:
