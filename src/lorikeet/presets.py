@@ -107,6 +107,9 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         evict_to: share of the device that stays in use when the swapper evicts from a full device.
         admission: which of the waiting requests is tried next.
         max_step_adapters: most adapters in one step; 0 for no limit.
+        prefill_apart: whether prompts are computed in steps of their own, while decodes wait; else beside decodes.
+        decodes_between_prefills: while sequences run, requests are admitted only after so many decode steps since the
+            last prefill.
         preempted_kv: what happens to the KV of a preempted sequence.
         batching_mode: which requests run together, and whether their adapter is merged into the base weights.
         merge_by: how the merged adapter is changed.
@@ -137,6 +140,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evict_to: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
     admission: str = "fifo"
     max_step_adapters: Count = 0
+    prefill_apart: bool = False
+    decodes_between_prefills: Count = 0
     preempted_kv: PreemptedKv = PreemptedKv.CHEAPER
     batching_mode: str = "unmerged"
     merge_by: MergeBy = MergeBy.DELTA
@@ -158,6 +163,7 @@ _CHAMELEON = Preset(
     eviction="chameleon",
     prefetch="queue",
     admission="chameleon",
+    prefill_apart=True,
     cold_start=ColdStart.BLOCK,
 )
 _DLORA = Preset(
@@ -186,11 +192,11 @@ def _but(preset: Preset, **options: Any) -> Preset:
     return msgspec.structs.replace(preset, **options)
 
 
-_CACHE_ALONE = _but(_CHAMELEON, admission="fifo")
+_CACHE_ALONE = _but(_CHAMELEON, admission="s-lora", decodes_between_prefills=10)
 _NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
 _S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
 _TOPPINGS = _but(_ON_DEMAND, cold_start=ColdStart.ASSIST, routing="toppings")
-_LORASERVE = _but(_S_LORA, kernel_form=KernelForm.PADDED, placement="loraserve", routing="table")
+_LORASERVE = _but(_ON_DEMAND, prefetch="queue", placement="loraserve", routing="table")
 _REPLICATED = _but(_LORASERVE, placement="everywhere", pool_prefetch=True)
 _UNMANAGED: dict[str, Any] = {
     "placement": "everywhere",
@@ -219,6 +225,9 @@ PRESETS: dict[str, Preset] = {
     "lorikeet:priority": _but(_PLAIN, admission="priority"),
     # Requests by the deadline of their first token.
     "lorikeet:deadline": _but(_PLAIN, admission="deadline"),
+    # Small requests first, by a multi-level queue with token quotas: Chameleon's, changed where memory stays empty or
+    # large requests starve. Mean TTFT falls, P99 may rise: docs/decisions/chameleon-queues.md.
+    "lorikeet:size-aware": _but(_PLAIN, admission="size-aware"),
     # Routing to the replica that has most of the prompt's KV; another name of lorikeet:plain.
     "lorikeet:kv-affinity": _PLAIN,
     # Routing to replicas that have the adapter loaded.
@@ -249,10 +258,9 @@ PRESETS: dict[str, Preset] = {
     # vLLM: a fixed number of adapter slots, the rest of the memory for KV.
     "vllm-static": _VLLM,
     "vllm-static:discard": _but(_VLLM, host_kv=False),
-    # Chameleon: an adapter cache, and a multi-level queue by request size; then its ablations and baselines.
+    # Chameleon as printed: an adapter cache, and a multi-level queue by request size; then its ablations, and S-LoRA
+    # with its own batching, on which the paper builds.
     "chameleon": _CHAMELEON,
-    "chameleon:literal": _but(_CHAMELEON, admission="chameleon:literal"),
-    "chameleon:lazy": _but(_CHAMELEON, admission="chameleon:lazy"),
     "chameleon:output-only": _but(_CHAMELEON, admission="chameleon:output-only"),
     "chameleon:no-cache": _but(_CHAMELEON, **_NO_CACHE),
     "chameleon:no-scheduler": _CACHE_ALONE,
