@@ -44,7 +44,8 @@ PROMPT_QUANTILES = {1.281552: 256, 2.326348: 1000}
 LONGEST_TOKENS = 2048
 EINSUM_SHARE = 0.389
 """Of the base's computation: what dLoRA's kernel for mixed adapters takes (dLoRA, section 4.1)."""
-REQUESTS = 500
+REQUESTS, GRID_REQUESTS = 300, 250
+"""Of a run; the second of one that finds the cell."""
 REPLICATED = 3.1
 """Bytes of an adapter on a rank of the 70B model over a fourth of it: A is on every rank whole (section 6)."""
 
@@ -92,7 +93,7 @@ SETTINGS = {
 """The last are those of section 2.3."""
 
 
-def run_case(cell: Sequence[float], setting: str, preset: str, seed: int) -> Figures:
+def run_case(cell: Sequence[float], setting: str, preset: str, seed: int, requests: int = REQUESTS) -> Figures:
     """Return the figures of a preset in a setting; what it prefetches is there at first."""
     open_conditions, about = Cell(cell[0], int(cell[1])), SETTINGS[setting]
     link_bytes_per_s = 1e9 * open_conditions.link_gb_s / (REPLICATED if about.profile == SEVENTY_B else 1)
@@ -110,9 +111,9 @@ def run_case(cell: Sequence[float], setting: str, preset: str, seed: int) -> Fig
     preset = f"{DLORA},prefetch=all" if preset == DLORA else preset
     rates, names = Rates.constant(about.rate), tuple(adapter_names(about.adapters))
     recipe = Recipe(
-        lengths=lengths(REQUESTS, open_conditions.answer_tokens, seed),
+        lengths=lengths(requests, open_conditions.answer_tokens, seed),
         rates=rates,
-        count=REQUESTS,
+        count=requests,
         adapters=names,
         adapter_choice=about.choice,
         seed=seed,
@@ -125,21 +126,23 @@ def run_case(cell: Sequence[float], setting: str, preset: str, seed: int) -> Fig
 def interruptions(exchanges: Sequence[RequestRecord]) -> Figures:
     """Return how much of the requests' serving time their decoding is interrupted, and how often.
 
-    A request's decoding is interrupted by each other request whose first token comes between two of its tokens: "the
-    i-th arrival interrupts the decoding of the ongoing i - 1 requests". The interruption, load and prefill, is what the
-    gap is longer than the request's median gap without one.
+    Each request whose first token comes while another decodes interrupts it: "the i-th arrival interrupts the decoding
+    of the ongoing i - 1 requests". The interruptions, loads and prefills, are what decoding takes longer than its steps
+    would for as many requests as decode in that time on average.
     """
-    firsts = np.sort([each.token_times_s[0] for each in exchanges])
-    shares, counts = [], []
-    for each in exchanges:
-        tokens = np.array(each.token_times_s)
-        gaps = np.diff(tokens)
-        between = np.searchsorted(firsts, tokens[1:], "right") - np.searchsorted(firsts, tokens[:-1], "right")
-        cut = between > 0
-        if len(gaps) and not cut.all():
-            lost_s = np.clip(gaps[cut] - np.median(gaps[~cut]), 0, None).sum()
-            shares.append(lost_s / (each.ended_s - each.due_s))
-            counts.append(int(between.sum()))
+    first_s, last_s = np.array([(each.token_times_s[0], each.ended_s) for each in exchanges]).T
+    decoded = np.array([each.output_tokens - 1 for each in exchanges])
+    context = round(float(np.mean([each.input_tokens + each.output_tokens / 2 for each in exchanges])))
+    one_s, ten_s = (decode_s(KernelForm.PADDED, batch, (SETTINGS["3/s"].rank,), context) for batch in (1, 10))
+    counts = np.array(
+        [np.sum((first_s > first) & (first_s < last)) for first, last in zip(first_s, last_s, strict=True)]
+    )
+    shares = []
+    for each, first, last, steps in zip(exchanges, first_s, last_s, decoded, strict=True):
+        if steps:
+            together_s = np.clip(np.minimum(last_s, last) - np.maximum(first_s, first), 0, None).sum()
+            step_s = one_s + (ten_s - one_s) / 9 * (together_s / (last - first) - 1)
+            shares.append(max(0.0, last - first - steps * step_s) / (each.ended_s - each.due_s))
     return {"interrupted_share": float(np.mean(shares)), "interruptions": float(np.median(counts))}
 
 
@@ -156,12 +159,14 @@ def cells_by_distance(made: Sequence[Figures]) -> list[tuple[float, Cell]]:
         ratios = []
         for rate, figures in zip(RATES, own, strict=True):
             share, count = INTERRUPTED[rate]
-            ratios += [100 * figures["interrupted_share"] / share, max(figures["interruptions"], 0.5) / count]
-        found.append((float(np.abs(np.log(ratios)).mean()), cell))
+            ratios += [100 * figures["interrupted_share"] / share, figures["interruptions"] / count]
+        found.append((float(np.abs(np.log(np.maximum(ratios, 0.01))).mean()), cell))
     return found
 
 
-GRID = tuple(Run(run_case, (tuple(cell), f"{rate}/s", ON_DEMAND, SEEDS[0])) for cell in CELLS for rate in RATES)
+GRID = tuple(
+    Run(run_case, (tuple(cell), f"{rate}/s", ON_DEMAND, SEEDS[0], GRID_REQUESTS)) for cell in CELLS for rate in RATES
+)
 CELL = Run(choose_cell, after=GRID)
 
 
@@ -290,10 +295,10 @@ class Place(NamedTuple):
 
 SIMULATION = "simulation"
 PLACES = {
-    "30/s": Place(8, 200, 30.0, "uniform", 40.0),
-    "40/s": Place(8, 200, 40.0, "uniform", 40.0),
-    "50/s": Place(8, 200, 50.0, "uniform", 40.0),
-    SIMULATION: Place(15, 10_000, 85.0, "functions", 30.0),
+    "30/s": Place(8, 200, 30.0, "uniform", 30.0),
+    "40/s": Place(8, 200, 40.0, "uniform", 30.0),
+    "50/s": Place(8, 200, 50.0, "uniform", 30.0),
+    SIMULATION: Place(15, 10_000, 85.0, "functions", 20.0),
 }
 """The testbed (Fig. 18), and a quarter of the simulated cluster of 60 servers and 40,000 functions (Fig. 19)."""
 BY_DLORA, BY_CHANCE, FIRST_FIT = "toppings:dlora", "toppings:random", "toppings:first-fit"
