@@ -31,12 +31,9 @@ def test_interruptions_are_what_decoding_takes_longer_than_its_steps() -> None:
 
 
 def test_the_cell_is_the_nearest_to_the_printed_figures_of_on_demand_loading() -> None:
-    far = {"interrupted_share": 0.9, "interruptions": 500}
-    printed = [
-        {"interrupted_share": share / 100, "interruptions": count} for share, count in toppings.INTERRUPTED.values()
-    ]
+    far, printed = {"interrupted_share": 0.9, "interruptions": 500}, toppings.INTERRUPTED.values()
     made = [far] * (3 * len(toppings.CELLS))
-    made[12:15] = printed
+    made[12:15] = [{"interrupted_share": share / 100, "interruptions": count} for share, count in printed]
     assert toppings.choose_cell(*made) == toppings.CELLS[4] == Cell(2, 100)
     assert min(toppings.cells_by_distance(made))[0] == pytest.approx(0)
 
@@ -50,9 +47,9 @@ def test_the_lengths_have_the_printed_quantiles() -> None:
 @pytest.mark.parametrize("form", [KernelForm.PADDED, KernelForm.UNPADDED])
 def test_the_schedulers_models_are_fitted_to_noisy_steps(form: KernelForm) -> None:
     decode, prefill = (toppings.profiled(form, 50, prefill=prefill) for prefill in (False, True))
-    exact = toppings.decode_s(form, 32, (64,)) - toppings.decode_s(form, 32, (8,))
-    assert decode.slope_s * 32 * 56 == pytest.approx(exact, rel=0.25)
-    assert decode.slope_s * 32 * 56 != pytest.approx(exact, rel=0.001)
+    of_ranks_s = toppings.decode_s(form, 32, (64,)) - toppings.decode_s(form, 32, (8,))
+    # Larger batches also have more tokens, which the models do not count apart.
+    assert 1 < decode.slope_s * 32 * 56 / of_ranks_s < 3
     assert prefill.fixed_s > 0
     assert 0.9 < toppings.determination(form) < 1
 
