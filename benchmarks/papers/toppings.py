@@ -57,7 +57,7 @@ PROMPT_QUANTILES = {1.281552: 256, 2.326348: 1000}
 LONGEST_TOKENS = 2048
 EINSUM_SHARE = 0.389
 """Of the base's computation: what dLoRA's kernel for mixed adapters takes (dLoRA, section 4.1)."""
-REQUESTS, GRID_REQUESTS = 300, 250
+REQUESTS, GRID_REQUESTS = 240, 150
 """Of a run; the second of one that finds the cell."""
 QKV_SHARE = 6 / 8
 """Of a rank over q, k, v and o, as profiles count it: adapters are on q, k and v (7.1)."""
@@ -134,29 +134,31 @@ def run_case(cell: Sequence[float], setting: str, preset: str, seed: int, reques
         seed=seed,
     )
     work = work_of(at_rate(recipe.requests(), rates), names, seed)
-    figures = run_engine(preset, engine, work, interruptions)
+    figures = run_engine(preset, engine, work, each_request)
     return {name: value for name, value in figures.items() if name != "ttft_s"}
 
 
-def interruptions(exchanges: Sequence[RequestRecord]) -> Figures:
-    """Return how much of the requests' serving time their decoding is interrupted, and how often.
+def each_request(exchanges: Sequence[RequestRecord]) -> Figures:
+    """Return each request's serving time, and how many others interrupted its decoding.
 
     Each request whose first token comes while another decodes interrupts it: "the i-th arrival interrupts the decoding
-    of the ongoing i - 1 requests". The interruptions, loads and prefills, are what decoding takes longer than its steps
-    would for as many requests as decode in that time on average.
+    of the ongoing i - 1 requests".
     """
     first_s, last_s = np.array([(each.token_times_s[0], each.ended_s) for each in exchanges]).T
-    decoded = np.array([each.output_tokens - 1 for each in exchanges])
-    context = round(float(np.mean([each.input_tokens + each.output_tokens / 2 for each in exchanges])))
-    one_s, ten_s = (decode_s(KernelForm.PADDED, batch, (SETTINGS["3/s"].rank,), context) for batch in (1, 10))
-    counts, shares = [], []
-    for each, first, last, steps in zip(exchanges, first_s, last_s, decoded, strict=True):
-        counts.append(np.sum((first_s > first) & (first_s < last)))
-        if steps:
-            together_s = np.clip(np.minimum(last_s, last) - np.maximum(first_s, first), 0, None).sum()
-            step_s = one_s + (ten_s - one_s) / 9 * (together_s / (last - first) - 1)
-            shares.append(max(0.0, last - first - steps * step_s) / (each.ended_s - each.due_s))
-    return {"interrupted_share": float(np.mean(shares)), "interruptions": float(np.median(counts))}
+    counts = [int(np.sum((first_s > first) & (first_s < last))) for first, last in zip(first_s, last_s, strict=True)]
+    return {
+        "e2e_s": [round(each.ended_s - each.due_s, 5) for each in exchanges],
+        "interruptions": float(np.median(counts)),
+    }
+
+
+def interrupted_share(on_demand: Figures, cached: Figures) -> float:
+    """Return the mean share of serving time by which interruptions for loads are longer than those for prefills alone.
+
+    Requests are the same, so it is what each takes longer than with all adapters on the device.
+    """
+    own, theirs = np.array(on_demand["e2e_s"]), np.array(cached["e2e_s"])
+    return float(np.mean(1 - theirs / own))
 
 
 LONGEST_LOAD_S = 0.1
@@ -180,18 +182,29 @@ def load_s(cell: Cell) -> float:
 def cells_by_distance(made: Sequence[Figures]) -> list[tuple[float, Cell]]:
     """Return each cell of the grid with its distance: the mean absolute logarithm of ours over the printed figures."""
     found = []
-    for number, cell in enumerate(CELLS):
-        own = made[number * len(RATES) : (number + 1) * len(RATES)]
-        ratios = []
-        for rate, figures in zip(RATES, own, strict=True):
-            share, count = INTERRUPTED[rate]
-            ratios += [100 * figures["interrupted_share"] / share, figures["interruptions"] / count]
-        found.append((float(np.abs(np.log(np.maximum(ratios, 0.01))).mean()), cell))
+    for cell in CELLS:
+        ours = [value for rate in RATES for value in interrupted_in(made, cell, rate)]
+        printed = [value for rate in RATES for value in INTERRUPTED[rate]]
+        ratios = np.maximum(np.array(ours) / np.array(printed), 0.01)
+        found.append((float(np.abs(np.log(ratios)).mean()), cell))
     return found
 
 
+def interrupted_in(made: Sequence[Figures], cell: Cell, rate: int) -> tuple[float, float]:
+    """Return the share of interruptions in percent, and their median count, in a cell of the grid's results."""
+    results = dict(zip(GRID_KEYS, made, strict=True))
+    on_demand, cached = results[cell, rate], results[Cell(LINKS_GB_S[0], cell.answer_tokens), rate, CACHED]
+    return 100 * interrupted_share(on_demand, cached), float(on_demand["interruptions"])
+
+
+GRID_KEYS: list[tuple[Any, ...]] = [
+    *product(CELLS, RATES),
+    *product((Cell(LINKS_GB_S[0], tokens) for tokens in ANSWER_TOKENS), RATES, (CACHED,)),
+]
+"""Cells and rates of on-demand loading; CACHED loads nothing, so its link does not matter."""
 GRID = tuple(
-    Run(run_case, (tuple(cell), f"{rate}/s", ON_DEMAND, SEEDS[0], GRID_REQUESTS)) for cell in CELLS for rate in RATES
+    Run(run_case, (tuple(key[0]), f"{key[1]}/s", key[2] if len(key) > 2 else ON_DEMAND, SEEDS[0], GRID_REQUESTS))
+    for key in GRID_KEYS
 )
 CELL = Run(choose_cell, after=GRID)
 
@@ -321,10 +334,10 @@ class Place(NamedTuple):
 
 SIMULATION = "simulation"
 PLACES = {
-    "30/s": Place(8, 200, 30.0, "uniform", 30.0),
-    "40/s": Place(8, 200, 40.0, "uniform", 30.0),
-    "50/s": Place(8, 200, 50.0, "uniform", 30.0),
-    SIMULATION: Place(15, 10_000, 85.0, "functions", 20.0),
+    "30/s": Place(8, 200, 30.0, "uniform", 20.0),
+    "40/s": Place(8, 200, 40.0, "uniform", 20.0),
+    "50/s": Place(8, 200, 50.0, "uniform", 20.0),
+    SIMULATION: Place(15, 10_000, 85.0, "functions", 15.0),
 }
 """The testbed (Fig. 18), and a quarter of the simulated cluster of 60 servers and 40,000 functions (Fig. 19)."""
 BY_DLORA, BY_CHANCE, FIRST_FIT = "toppings:dlora", "toppings:random", "toppings:first-fit"
@@ -553,14 +566,11 @@ def attainment_rows(made: Sequence[Any]) -> list[list[Any]]:
 
 def grid_rows(made: Sequence[Any]) -> list[list[Any]]:
     """Return the whole grid, nearest cell first."""
-    distances = {cell: distance for distance, cell in cells_by_distance(made)}
     rows = []
-    for number, cell in enumerate(CELLS):
-        own = made[number * len(RATES) : (number + 1) * len(RATES)]
-        figures = [f"{100 * each['interrupted_share']:.0f} %, {each['interruptions']:.0f}" for each in own]
-        load_ms = f"{1e3 * load_s(cell):.0f}"
-        rows.append([cell.link_gb_s, load_ms, cell.answer_tokens, *figures, f"{distances[cell]:.2f}"])
-    return sorted(rows, key=lambda row: float(row[-1]))
+    for distance, cell in sorted(cells_by_distance(made)):
+        figures = ["{:.0f} %, {:.0f}".format(*interrupted_in(made, cell, rate)) for rate in RATES]
+        rows.append([cell.link_gb_s, f"{1e3 * load_s(cell):.0f}", cell.answer_tokens, *figures, f"{distance:.2f}"])
+    return rows
 
 
 def adapter_bytes(rank: int) -> int:
@@ -593,9 +603,14 @@ def pipelined(rank: int, change: Callable[[float, float], float]) -> Figure:
 
 def interrupted(rate: int) -> dict[str, Figure]:
     """Return the figures of on-demand loading at a rate."""
-    runs = cases(f"{rate}/s", ON_DEMAND)
+    runs, cached = cases(f"{rate}/s", ON_DEMAND), cases(f"{rate}/s", CACHED)
+
+    def of(made: Sequence[Any]) -> Answer:
+        pairs = zip(made[: len(SEEDS)], made[len(SEEDS) :], strict=True)
+        return over_seeds([100 * interrupted_share(own, theirs) for own, theirs in pairs])
+
     return {
-        f"mot-interrupt-share-rps{rate}": mean_of_seeds(runs, lambda made: 100 * float(made["interrupted_share"])),
+        f"mot-interrupt-share-rps{rate}": Figure((*runs, *cached), of),
         f"mot-interrupt-count-rps{rate}": mean_of_seeds(runs, lambda made: float(made["interruptions"])),
     }
 
@@ -609,7 +624,7 @@ SERVER = {
     "LoRA": "BGMV and MBGMV with the slopes of Fig. 6; dLoRA's einsum 38.9 % of the base's computation",
     "host cores": "the costs that 7.3's prefills of 64 and 256 tokens imply",
     "memory": "unlimited for all, as 7.1 has it for CACHED",
-    "batching": "LightLLM's: prompts in steps of their own, after at most ten decode steps",
+    "batching": "an arrival interrupts the decodes for a step of prompts (2.2)",
     "arrivals": f"Poisson, {REQUESTS} requests a run",
     "prompts": "log-normal, through the two printed quantiles of LMSYS-Chat-1M (256 and 1,000 tokens)",
     "answers, link": "the chosen cell of the grid below",
@@ -621,7 +636,8 @@ INTERRUPTIONS = Measurement(
     | {
         "adapters": "512 of rank 64, popular as Azure's functions",
         "load": "3, 6 and 9 requests/s",
-        "interruption": "what decoding takes longer than its steps; counted once for each request that begins",
+        "interruption": "what each request takes longer than with CACHED, as a share of its serving time; the count is "
+        "of requests that begin while it decodes",
         "grid": f"link {LINKS_GB_S} GB/s × mean answer {ANSWER_TOKENS} tokens",
     },
     {
@@ -687,7 +703,7 @@ SCHEDULING = Measurement(
         "limit on TPT": "1.5 × the base model's: alone, or under the same load. Judged by the stricter one if Random "
         "keeps 90 % at 30/s under it, else by the other; the table has both",
         "first fit": f"packs fewer than {MAX_PACKED} requests in a step",
-        "window": "30 s of arrivals, simulation 20 s; the first fourth does not count",
+        "window": "20 s of arrivals, simulation 15 s; the first fourth does not count",
         "seeds": "five, the same for all schedulers",
     },
     {

@@ -15,26 +15,25 @@ def record(due_s: float, first_s: float, ended_s: float, tokens: int) -> Request
     return RequestRecord("a", due_s, due_s, ended_s, token_times_s=times_s, input_tokens=100, output_tokens=tokens)
 
 
-def test_interruptions_are_what_decoding_takes_longer_than_its_steps() -> None:
-    (one_s, ten_s) = (toppings.decode_s("padded", batch, (64,), 106) for batch in (1, 10))
-    added_s = (ten_s - one_s) / 9
-    # Two requests of ten steps. The second begins within the first, and costs it half a second.
-    alone = record(0.0, 1.0, 1.0 + 10 * one_s, 11)
-    assert toppings.interruptions([alone]) == {"interrupted_share": pytest.approx(0), "interruptions": 0}
-    both_s = 10 * (one_s + added_s)
-    first, second = record(0.0, 1.0, 1.5 + both_s, 11), record(1.0, 1.5, 1.5 + both_s, 11)
-    found = toppings.interruptions([first, second])
-    together = both_s / (both_s + 0.5)
-    lost_s = 0.5 + both_s - 10 * (one_s + added_s * together)
-    assert found["interrupted_share"] == pytest.approx(lost_s / (1.5 + both_s) / 2)
-    assert found["interruptions"] == 0.5
+def test_a_request_is_interrupted_by_those_that_begin_while_it_decodes() -> None:
+    found = toppings.each_request([record(0.0, 1.0, 5.0, 9), record(1.0, 2.0, 3.0, 9), record(1.0, 4.0, 6.0, 9)])
+    assert found == {"e2e_s": [5.0, 2.0, 5.0], "interruptions": 0}
+    cached = {"e2e_s": [4.0, 1.0, 4.5]}
+    assert toppings.interrupted_share(found, cached) == pytest.approx((0.2 + 0.5 + 0.1) / 3)
 
 
 def test_the_cell_is_the_nearest_to_the_printed_figures_of_on_demand_loading() -> None:
-    far, printed = {"interrupted_share": 0.9, "interruptions": 500}, toppings.INTERRUPTED.values()
-    made = [far] * (3 * len(toppings.CELLS))
-    made[12:15] = [{"interrupted_share": share / 100, "interruptions": count} for share, count in printed]
-    assert toppings.choose_cell(*made) == toppings.CELLS[4] == Cell(2, 100)
+    wanted = Cell(2, 100)
+
+    def of(cell: Cell, rate: int, preset: str = toppings.ON_DEMAND) -> dict[str, object]:
+        share, count = toppings.INTERRUPTED[rate] if cell == wanted else (90, 500)
+        return {"e2e_s": [100.0 - (0 if preset == toppings.ON_DEMAND else share)], "interruptions": count}
+
+    made = [of(*key) for key in toppings.GRID_KEYS]
+    cached = {(key[0].answer_tokens, key[1]): number for number, key in enumerate(toppings.GRID_KEYS) if len(key) > 2}
+    for rate, (share, _) in toppings.INTERRUPTED.items():
+        made[cached[wanted.answer_tokens, rate]] = {"e2e_s": [100.0 - share], "interruptions": 0}
+    assert toppings.choose_cell(*made) == wanted
     assert min(toppings.cells_by_distance(made))[0] == pytest.approx(0)
 
 
