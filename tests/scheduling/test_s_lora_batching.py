@@ -43,9 +43,9 @@ def test_reserved_tokens_are_the_largest_sum_over_all_later_steps(needs: list[tu
 def test_requests_are_admitted_in_order_while_their_longest_answers_fit() -> None:
     world = World(total_tokens=100)
     queue = ADMISSION["s-lora"](world)
-    for each in (ask("a", 20, 20), ask("b", 20, 21), ask("c", 5, 5)):
+    for each in (ask("a", 20, 20), ask("b", 20, 21), ask("c", 19, 20)):
         queue.add(each, 0.0)
-    assert admit(queue, world) == ["a", "b"], "20 + 20 and 20 + 20; with c five more"
+    assert admit(queue, world) == ["a", "b"], "80 in the end, 119 with c"
     world.running_now.pop(ask("a", 1, 1).request_id)
     assert admit(queue, world) == ["c"]
     queue.add(ask("d", 60, 1), 0.0)
@@ -56,9 +56,9 @@ def test_requests_are_admitted_in_order_while_their_longest_answers_fit() -> Non
 def test_adapters_count_once_and_one_request_alone_always_runs() -> None:
     world = World(total_tokens=100)
     queue = ADMISSION["s-lora"](world)
-    for each in (ask("a", 20, 10, rank=10), ask("b", 10, 10, rank=10), ask("c", 5, 5, rank=10)):
+    for each in (ask("a", 20, 10, rank=10), ask("b", 10, 10, rank=10), ask("c", 5, 10, rank=10)):
         queue.add(each, 0.0)
-    assert admit(queue, world) == ["a", "b"], "30 + 20 and 40 for the adapter"
+    assert admit(queue, world) == ["a", "b"], "50 in the end, 65 with c, and 40 for the adapter"
     world = World(total_tokens=100)
     queue = ADMISSION["s-lora"](world)
     queue.add(ask("large", 60, 80), 0.0)
@@ -78,7 +78,7 @@ def kinds(plans: list[StepPlan]) -> str:
     ("options", "steps"),
     [
         ({}, "pdmmddd"),
-        ({"prefill_apart": True}, "pdppddddd"),
+        ({"prefill_apart": True}, "pdppdddd"),
         ({"prefill_apart": True, "decodes_between_prefills": 4}, "pddddppddd"),
     ],
 )

@@ -140,6 +140,8 @@ MODELS = {
             max_model_len=8192,
             measured="llama-2-7b",
         ),
+        _llama("llama-2-13b", "Llama-2-13B", 40, 5120, 40, 13824, measured="llama-2-7b"),
+        _llama("llama-30b", "LLaMA-30B", 60, 6656, 52, 17920, max_model_len=2048, measured="llama-2-7b"),
         # Not published by name; Code Llama 34B has this shape.
         _llama(
             "llama-2-34b",
