@@ -1,0 +1,1 @@
+"""Chameleon's figures."""
