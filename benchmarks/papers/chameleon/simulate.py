@@ -47,6 +47,7 @@ class Setting(msgspec.Struct, frozen=True):
         choice: which adapter a request gets, see ``choose_adapters``.
         memory_gib: of the device, of which nine tenths are used as by the profile; 0 for the profile's.
         accuracy: probability that the predictor of lengths is right.
+        tbt_slo_s: limit on TBT; 0 for five times the profile's decode step of one sequence.
     """
 
     profile: str
@@ -58,11 +59,20 @@ class Setting(msgspec.Struct, frozen=True):
     choice: str = POWER
     memory_gib: float = 0.0
     accuracy: float = 0.8
+    tbt_slo_s: float = TBT_SLO_S
 
     @property
     def window_s(self) -> float:
         """Five times the longest answer at the limit on TBT: for so long requests arrive."""
-        return 5 * self.lengths * LONGEST_ANSWER_TOKENS * TBT_SLO_S
+        limit_s = self.tbt_slo_s or SLO_TIMES * _decode_s(self.profile)
+        return 5 * self.lengths * LONGEST_ANSWER_TOKENS * limit_s
+
+
+@cache
+def _decode_s(profile: str) -> float:
+    """Return the seconds of a step with one decode."""
+    step = load_profile(profile).step
+    return step.tokens.points[0][1] + step.sampled_rows.points[0][1]
 
 
 @cache
