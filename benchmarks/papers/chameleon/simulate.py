@@ -102,10 +102,10 @@ def work_at(setting: Setting, rate: float, count: int, seed: int) -> MemoryWork:
 
 def run_at(preset: str, setting: Setting, rate: float, window_s: float, seed: int) -> Figures:
     """Return the figures of a system to which requests arrive for ``window_s`` seconds; all are served."""
-    return run_work(preset, setting, work_at(setting, rate, max(2, round(rate * window_s)), seed))
+    return simulate_work(preset, setting, work_at(setting, rate, max(2, round(rate * window_s)), seed))
 
 
-def run_work(preset: str, setting: Setting, work: MemoryWork) -> Figures:
+def simulate_work(preset: str, setting: Setting, work: MemoryWork) -> Figures:
     """Return the figures of a workload. Times are in seconds; TTFT counts from a request's arrival."""
     done = _run(preset, setting, work)
     exchanges, routes = done.run.exchanges, done.memory.transfers
@@ -173,7 +173,7 @@ achieved on a low-load system", 2), or the mean execution time (5.1)."""
 
 def limits_s(setting: Setting, seed: int) -> dict[str, float]:
     """Return the limit on P99 TTFT by reading, in seconds."""
-    low = run_work(S_LORA, setting, work_at(setting, LOW_RATE, LOW_REQUESTS, seed))
+    low = simulate_work(S_LORA, setting, work_at(setting, LOW_RATE, LOW_REQUESTS, seed))
     found = (low["ttft_mean_s"], low["ttft_p99_s"], low["e2e_mean_s"])
     return {reading: SLO_TIMES * each_s for reading, each_s in zip(READINGS, found, strict=True)}
 
