@@ -55,7 +55,7 @@ FIRST = (1,)
 A40 = {
     "model and device": "Llama-2-7B on an A40 48 GB, LoRA costs of the paper's own Fig. 2 (`a40-llama-2-7b@chameleon`)",
     "adapters": "100: ranks 8, 16, 32, 64, 128, 20 each; rank by 1/i for the i-th smallest, uniform within a rank",
-    "lengths": "Azure's conversation trace, cut at 4,096 tokens (8 % of the requests), times the factor of the chosen cell",
+    "lengths": "Azure's conversation trace, cut at 4,096 tokens (8 % of requests), times the chosen factor",
     "link and step": "those of the chosen cell",
     "arrivals": "Poisson",
     "predictor": "right with probability 0.8, else the length of an answer from another quintile",
