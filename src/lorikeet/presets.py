@@ -195,7 +195,10 @@ def _but(preset: Preset, **options: Any) -> Preset:
 _CACHE_ALONE = _but(_CHAMELEON, admission="s-lora")
 _NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
 _S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
-_TOPPINGS = _but(_ON_DEMAND, cold_start=ColdStart.ASSIST, routing="toppings")
+# TOPPINGS and its baselines compute prompts in steps of their own: a request that arrives interrupts the decodes
+# (section 2.2).
+_PREFILL_APART = _but(_ON_DEMAND, prefill_apart=True)
+_TOPPINGS = _but(_PREFILL_APART, cold_start=ColdStart.ASSIST, routing="toppings")
 _LORASERVE = _but(_ON_DEMAND, prefetch="queue", placement="loraserve", routing="table")
 _REPLICATED = _but(_LORASERVE, placement="everywhere", pool_prefetch=True)
 _UNMANAGED: dict[str, Any] = {
@@ -294,21 +297,40 @@ PRESETS: dict[str, Preset] = {
         comigration=False,
     ),
     "dlora:s-lora": _but(_DLORA, **_UNMANAGED, batching_mode="unmerged", kernel_form=KernelForm.UNPADDED),
-    # TOPPINGS: host cores assist prefills while their adapter is loaded; then its variants and baselines.
+    # TOPPINGS as printed: host cores compute LoRA of a prefill on layers whose weights have not arrived, BGMV computes
+    # the rest, and an adapter stays while a request uses it. Requests go where Algorithm 1 says. The paper leaves open
+    # what an empty queue costs: here what the sum of equation 2 gives for no requests.
     "toppings": _TOPPINGS,
-    "toppings:auto": _but(_TOPPINGS, cold_start=ColdStart.AUTO),
+    # As toppings, by the other reading of equation 2: an empty queue costs nothing.
+    "toppings:empty-free": _but(_TOPPINGS, routing="toppings:empty-free"),
+    # The adapter arrives as one group (M = 1 in sections 4.1 and 7.3).
     "toppings:one-group": _but(_TOPPINGS, layer_groups=LayerGroups.ONE),
-    "toppings:patient": _but(_TOPPINGS, host_layers=HostLayers.PATIENT),
+    # Which layers the host computes is planned, instead of what has not arrived (section 4.1).
     "toppings:static": _but(_TOPPINGS, host_layers=HostLayers.STATIC),
+    # Each host core gets four times as many tokens (section 7.2, S3).
     "toppings:fewer-cores": _but(_TOPPINGS, host_chunk=4),
+    # The schedulers of section 7.4, on TOPPINGS' servers: dLoRA's, first fit, random.
     "toppings:dlora": _but(_TOPPINGS, routing="dlora", comigration=True),
     "toppings:first-fit": _but(_TOPPINGS, routing="first-fit"),
     "toppings:random": _but(_TOPPINGS, routing="random"),
-    "toppings:empty-free": _but(_TOPPINGS, routing="toppings:empty-free"),
-    "toppings:on-demand": _ON_DEMAND,
-    "toppings:strawman": _but(_ON_DEMAND, cold_start=ColdStart.WAIT),
-    "toppings:s-lora": _but(_ON_DEMAND, kernel_form=KernelForm.UNPADDED),
-    "cached": _but(_ON_DEMAND, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
+    # All requests wait while an adapter is loaded for a prefill, as in section 2.3.
+    "toppings:on-demand": _PREFILL_APART,
+    # Decodes go on while it is loaded, and its prefill begins then (section 4, "strawman").
+    "toppings:strawman": _but(_PREFILL_APART, cold_start=ColdStart.WAIT),
+    # S-LoRA as TOPPINGS has it: on demand, with MBGMV.
+    "toppings:s-lora": _but(_PREFILL_APART, kernel_form=KernelForm.UNPADDED),
+    # All adapters are on the device (section 7.1).
+    "cached": _but(_PREFILL_APART, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
+    # TOPPINGS' servers, but the host assists only if the first token comes sooner with it than after a whole load, and
+    # prompts run beside decodes. Wins where links are fast, prompts long, or cores few.
+    "lorikeet:assist": _but(_TOPPINGS, cold_start=ColdStart.AUTO, prefill_apart=False),
+    # The same with a host that waits for a layer which arrives before it would be done.
+    "lorikeet:assist-patient": _but(
+        _TOPPINGS,
+        cold_start=ColdStart.AUTO,
+        host_layers=HostLayers.PATIENT,
+        prefill_apart=False,
+    ),
     # LoRAServe: placement of adapters on replicas by rank and demand; then its variants and baselines.
     "loraserve": _but(_LORASERVE, routing="loraserve"),
     "loraserve:literal": _but(_LORASERVE, placement="loraserve:literal"),

@@ -64,7 +64,7 @@ class PlanBuilder:
 
     def run_decodes_without_prefill(self) -> None:
         """Fill a step that has no prefill with the decodes that were set aside."""
-        if not self.tokens:
+        if not (self.tokens or self.assisted):
             self.tokens.update(self.decodes)
 
     def lacks_slot(self, digest: AdapterDigest | None, running: Iterable[Sequence], most: int) -> bool:
