@@ -5,12 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from benchmarks.papers.chameleon import GRID, GRID_TABLE, PAPER, S_LORA, grid
+from benchmarks.papers.chameleon import GRID_TABLE, PAPER, grid
 from benchmarks.papers.chameleon.judged import LARGE, large_setting
 from benchmarks.papers.chameleon.simulate import (
     CONTEXT_TOKENS,
     LONGEST_ANSWER_TOKENS,
     READINGS,
+    S_LORA,
     Setting,
     Sweep,
     alone,
@@ -22,7 +23,7 @@ from benchmarks.papers.chameleon.simulate import (
 from benchmarks.papers.runs import AZURE, trace
 from lorikeet.bench.synthetic import PAPER_RANKS, spread
 
-CELL = GRID[0]
+CELL = grid.GRID[0]
 
 
 def test_the_trace_has_its_printed_lengths_and_those_that_run_fit_the_context() -> None:

@@ -93,7 +93,8 @@ def ask(name: str, prompt: int, output: int, arrival_s: float = 0.0, adapter: Ad
 
 def admit(queue: AdmissionQueue, world: World, now: float = 0.0, slots: int = 1000) -> list[str]:
     """One step's admission, which ends when so many run; return who was admitted."""
-    admitted, policy = [], queue.admit(now)
+    admitted: list[str] = []
+    policy = queue.admit(now)
     try:
         request = next(policy)
         while True:

@@ -111,7 +111,7 @@ def test_a_squashed_request_is_executed_again_and_its_client_gets_each_token_onc
     class Restarting(Telling):
         restarts_squashed = True
 
-    monkeypatch.setitem(ADMISSION, "telling", Restarting)  # type: ignore[arg-type]
+    monkeypatch.setitem(ADMISSION, "telling", Restarting)
     tokens = {}
     for squashed in (False, True):
         bench = Bench(preset=Preset(admission="telling"))

@@ -67,8 +67,8 @@ FEW = {"seeds": "three, paired; 95 % intervals"}
 
 def _less(preset: str, load: str, percentile: str, base: str = S_LORA, windows: int = 1) -> Figure:
     """Return the figure of by how much TTFT at a load is below a baseline's."""
-    runs = (load_runs(each, load, windows) for each in (preset, base))
-    return compared(reduction, *runs, f"ttft_{percentile}_s")
+    own, theirs = (load_runs(each, load, windows) for each in (preset, base))
+    return compared(reduction, own, theirs, f"ttft_{percentile}_s")
 
 
 def _mean(of: Callable[[Any], float]) -> Callable[[Sequence[Any]], Answer]:

@@ -147,6 +147,7 @@ def _run(preset: str, setting: Setting, work: MemoryWork) -> PresetRun:
     profile = load_profile(setting.profile)
     memory = profile.pool_bytes
     if setting.memory_gib:
+        assert profile.weight_bytes is not None, "composed profiles have them"
         memory = int(setting.memory_gib * 2**30 * DEVICE_MEMORY_SHARE) - profile.weight_bytes
     engine = MemorySetting(
         memory_bytes=memory,
