@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.papers.chameleon.causes import CAUSES
 from benchmarks.papers.chameleon.grid import (
     BASELINES,
     CHAMELEONS,
@@ -369,5 +370,5 @@ the share of claims.
         "predictor-accuracy": Reason.INPUT,
         "char-pcie-lora500": Reason.COUNTER,
     },
-    causes={},
+    causes=CAUSES,
 )
