@@ -2,10 +2,10 @@
 
 _CAPACITY = """
 At its knee the A40 computes without pause, and all systems compute the same, so an order of requests cannot move the
-knee. The cache saves the time in which everything waits for a load. With lengths × 0.3 and 4 GB/s, S-LoRA loads 64 GB in
-225 s at 9 requests/s (table of systems), which is 7 % of the time, and Chameleon 14 GB. So its knee by the limit on P99
-TTFT is 1.01 times S-LoRA's there (grid). With 1 GB/s it is 1.13 times. For 1.5 times, loads would have to take a third
-of S-LoRA's time, where Fig. 2 gives them 17.5 % of a request that runs alone.
+knee. The cache saves the time in which everything waits for a load. With lengths × 0.3 and 4 GB/s, S-LoRA loads 64 GB
+in 225 s at 9 requests/s (table of systems), which is 7 % of the time, and Chameleon 14 GB. So its knee by the limit on
+P99 TTFT is 1.01 times S-LoRA's there (grid). With 1 GB/s it is 1.13 times. For 1.5 times, loads would have to take a
+third of S-LoRA's time, where Fig. 2 gives them 17.5 % of a request that runs alone.
 """
 _HIGH = """
 With lengths × 0.3 and 4 GB/s, 9 requests/s is just below S-LoRA's knee, so its queue does not grow. The printed gain is
