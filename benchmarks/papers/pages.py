@@ -84,10 +84,10 @@ def _cells(row: Row) -> list[str]:
 
 
 def _causes(rows: Iterable[Row]) -> Iterable[str]:
-    """Yield each cause once, below the claims that it explains."""
+    """Yield each cause once, behind the claims that came out otherwise because of it."""
     by_cause: dict[str, list[Row]] = {}
     for row in rows:
-        if row.cause:
+        if row.cause and row.judged.verdict not in (Verdict.SAME, Verdict.BETTER):
             by_cause.setdefault(row.cause, []).append(row)
     for cause, own in by_cause.items():
         yield f"**{', '.join(f'{row.claim.id} ({row.judged.verdict})' for row in own)}.** {cause}"

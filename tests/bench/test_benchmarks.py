@@ -122,7 +122,7 @@ def test_the_parts_for_a_gpu_run_on_a_cpu(
     printed = capsys.readouterr().out
     assert "decode, 4 rows at 8" in printed
     assert "prefill, 2 adapters on 64 tokens" in printed
-    assert "toppings" in printed
+    assert "lorikeet:assist" in printed
 
 
 def test_what_the_host_adds_is_measured_on_a_device_that_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
