@@ -211,7 +211,7 @@ _ON_DEMAND = Preset(
 _VLLM = Preset(memory_split=MemorySplit.STATIC, padded_slots=True, dependency_tree=False)
 
 
-_CACHE_ALONE = _but(_CHAMELEON, admission="s-lora", decodes_between_prefills=10)
+_CACHE_ALONE = _but(_CHAMELEON, admission="s-lora")
 _NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
 _S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
 # TOPPINGS and its baselines compute prompts in steps of their own: a request that arrives interrupts the decodes
@@ -296,6 +296,9 @@ PRESETS: dict[str, Preset] = {
     "chameleon:fairshare-full": _but(_CHAMELEON, eviction="chameleon:fairshare"),
     "chameleon:prefetch": _but(_CHAMELEON, prefetch="histogram"),
     "chameleon:s-lora": _S_LORA,
+    # As its published code batches: requests are admitted after ten decode steps. The paper has both systems admit in
+    # every iteration.
+    "chameleon:s-lora-code": _but(_S_LORA, decodes_between_prefills=10),
     "chameleon:sjf": _but(_S_LORA, admission="sjf"),
     "chameleon:sjf-aging": _but(_S_LORA, admission="sjf:aging"),
     # dLoRA: merged and unmerged batches in turn, proactive placement, co-migration; then its ablations and baselines.

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import faults, gpu, steps
 from benchmarks.harness import in_turns, print_table
-from benchmarks.papers import chameleon, dlora, elora, loraserve
+from benchmarks.papers import dlora, elora, loraserve
 from benchmarks.papers.runs import Options, highest, peak
 from benchmarks.request_path import show
 from lorikeet.bench.model_shapes import MODEL_SHAPES
@@ -144,12 +144,6 @@ def test_a_short_run_of_dlora() -> None:
     assert dlora.run_cluster_at("dlora:rr", 2.0, 7, 5.0)["ttft_mean_s"] > 0
 
 
-def test_a_short_run_of_chameleon() -> None:
-    assert chameleon.run_at(chameleon.OURS, 1.0, 20, "oracle:0.8")["adapter_hit_rate"] is not None
-    growing = {"ttft_s": [0.5 * i for i in range(30)]}
-    assert chameleon.growth_of(growing, rate=1.0) == pytest.approx(0.5)
-
-
 def test_a_short_run_of_elora() -> None:
     profile = encode_profile(load_profile("a40-llama-2-7b"))
     assert elora.run_conversations(profile, elora.OURS, 5.0, 20)["completed"] >= 20
@@ -199,12 +193,10 @@ class CannedRuns:
 
 
 @pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize("paper", [elora, chameleon, dlora, loraserve], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("paper", [elora, dlora, loraserve], ids=lambda each: each.__name__)
 def test_every_paper_prints_its_tables(
     paper: Any, quick: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(elora, "run_conversations", lambda *arguments: FIGURES)
-    monkeypatch.setattr(chameleon, "run_at", lambda *arguments: FIGURES)
-    monkeypatch.setattr(chameleon, "alone", lambda: [["8", "1", "2", "3"]])
     paper.run(CannedRuns(), Options(quick, Namespace(live=False)))
     assert "paper" in capsys.readouterr().out

@@ -87,7 +87,7 @@ def test_a_slot_is_taken_from_one_that_may_not_run_now() -> None:
     assert all(ended.reason is FinishReason.LENGTH for ended in bench.finished().values())
 
 
-@pytest.mark.parametrize("admission", ["fair", "chameleon", "chameleon:literal", "priority", "sjf:aging"])
+@pytest.mark.parametrize("admission", ["fair", "chameleon", "size-aware", "s-lora", "priority", "sjf:aging"])
 @pytest.mark.parametrize("mode", ["dlora", "dlora:alone", "merged-only", "whole-models"])
 def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admission: str) -> None:
     limits = SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=60)

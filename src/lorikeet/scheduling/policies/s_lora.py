@@ -23,6 +23,8 @@ class ReservedTokens(Fifo):
 
     def admit(self, now: float) -> Admission:
         """Yield requests in the order of arrival."""
+        if not self._waiting:
+            return
         view = self.view
         reserved = Reservation(view, ((each.request, each.output_tokens) for each in view.running()))
         for request in tuple(self._waiting):
@@ -51,7 +53,8 @@ class Reservation:
     def __init__(self, view: AdmissionView, running: Iterable[tuple[Request, int]]) -> None:
         self._view = view
         self._needs: list[tuple[int, int]] = []
-        self._adapters: list[tuple[AdapterDigest | None, int]] = []
+        self._adapters: list[AdapterDigest | None] = []
+        self._adapter_tokens: dict[AdapterDigest | None, int] = {}
         for request, output_tokens in running:
             self._add(request, output_tokens)
 
@@ -72,10 +75,12 @@ class Reservation:
         """Return the most tokens that are needed together."""
         now, left = np.array(sorted(self._needs, key=lambda need: -need[1])).T
         kv = int((np.cumsum(now) + left * np.arange(1, len(left) + 1)).max())
-        return kv + sum(dict(self._adapters).values())
+        return kv + sum(self._adapter_tokens[digest] for digest in set(self._adapters))
 
     def _add(self, request: Request, output_tokens: int) -> None:
         prompt = len(request.prompt_token_ids)
         longest = min(request.sampling.max_tokens, self._view.max_model_len - prompt)
         self._needs.append((prompt + output_tokens, longest - output_tokens))
-        self._adapters.append((request.digest, self._view.adapter_tokens(request.adapter)))
+        self._adapters.append(request.digest)
+        if request.digest not in self._adapter_tokens:
+            self._adapter_tokens[request.digest] = self._view.adapter_tokens(request.adapter)
