@@ -104,6 +104,7 @@ class Case(msgspec.Struct, frozen=True):
         load: constant rate as a share of the highest; 0 for ten stages up to it.
         pool: size of the device's pool as a share of what the weights leave.
         filled: whether the device is full of earlier texts at the start.
+        window: length of the window, over that of ``WINDOW_ANSWERS``.
     """
 
     service: str
@@ -114,6 +115,7 @@ class Case(msgspec.Struct, frozen=True):
     load: float = 0.0
     pool: float = 1.0
     filled: bool = True
+    window: float = 1.0
 
 
 # --- rates and requests ------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ def full_batch(service: str, model: str) -> FullBatch:
 def window_s(case: Case) -> float:
     """Return the length of the window in which requests arrive."""
     longest_s = SERVICES[case.service].answer_tokens * full_batch(case.service, case.model).half_step_s
-    return WINDOW_ANSWERS * longest_s
+    return case.window * WINDOW_ANSWERS * longest_s
 
 
 def stage_rates(case: Case) -> list[float]:
