@@ -234,9 +234,9 @@ def wins(made: Sequence[Any]) -> float:
 
 
 def lowest_parts(made: Sequence[Any]) -> float:
-    """Return the percentage of services, by two cases of each, in which ELORA waits least for the queue, for adapters and for KV.
+    """Return the percentage of services in which ELORA waits least for the queue, for adapters and for KV.
 
-    KV is compared with vLLM's alone: S-LoRA never waits for KV, since it keeps none.
+    Each service has two cases. KV is compared with vLLM's alone: S-LoRA never waits for KV, since it keeps none.
     """
     count = len(made) // 3
     lowest = []

@@ -79,7 +79,7 @@ EVICTION.update(
     }
 )
 
-POOL, LOAD, ADAPTERS, SEEDS = 0.25, 0.6, 100, (1, 2)
+POOL, LOAD, WINDOW, ADAPTERS, SEEDS = 0.25, 0.6, 0.5, 100, (1, 2)
 """A quarter of the device's pool: less than all adapters take, so that every eviction counts."""
 
 
@@ -97,5 +97,6 @@ def run_reading(preset: str, case: Case) -> dict[str, float]:
 def runs_of(preset: str, service: str) -> tuple[Run, ...]:
     """Return a reading's runs on one service, by seed."""
     return tuple(
-        Run(run_reading, (preset, Case(service, "8B", ADAPTERS, seed, load=LOAD, pool=POOL))) for seed in SEEDS
+        Run(run_reading, (preset, Case(service, "8B", ADAPTERS, seed, load=LOAD, pool=POOL, window=WINDOW)))
+        for seed in SEEDS
     )
