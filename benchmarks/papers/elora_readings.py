@@ -59,8 +59,6 @@ READINGS = {
     "LRU (elora:wos)": "elora:wos",
     "t in 10 s": "elora,eviction=reading:tau-10",
     "t in 60 s": "elora,eviction=reading:tau-60",
-    "no recency (elora:wou)": "elora:wou",
-    "no visits (elora:wov)": "elora:wov",
     "Eq. 4 mirrored": "elora,eviction=reading:mirrored",
     "a swap is a use": "elora,eviction=reading:swaps",
     "an adapter is a node": "elora,eviction=reading:whole" + _WHOLE,
