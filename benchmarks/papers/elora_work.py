@@ -13,14 +13,14 @@ import msgspec
 import numpy as np
 
 from lorikeet.bench.adapter_choice import choose_adapters
-from lorikeet.bench.arrivals import Rates, at_rate
+from lorikeet.bench.arrivals import Rates, arrivals_until, at_rate
+from lorikeet.bench.function_trace import Call, popularity, unit_calls
 from lorikeet.bench.in_process import run_workload
 from lorikeet.bench.load_report import RequestRecord
 from lorikeet.bench.memory_bench import MemorySetting, modelled_rig, warm_replica
 from lorikeet.bench.memory_watch import MemoryWatch
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
-from lorikeet.bench.recipe import FUNCTION_ARRIVALS, Recipe
-from lorikeet.bench.shapes import SHAPES, Dialogues, LengthRange, Translation
+from lorikeet.bench.shapes import Dialogues, LengthRange, Translation
 from lorikeet.bench.synthetic import adapter_names, spread, synthetic_adapters
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.clock import Clock
@@ -50,6 +50,8 @@ PAST_FULL = 1.3
 """The last stage's rate, over that of a batch that stays full: past the peak of every system."""
 WINDOW_ANSWERS = 5
 """The window is so many times the longest answer, at the speed of a half full batch: that of the middle stages."""
+CALL_VARIATION = 2.0
+"""Of the gaps between calls of one of Azure's functions."""
 SAMPLE_S = 1.0
 OLD_TOKENS = 2048
 """Length of each of the texts that fill the device before the window and are not used again."""
@@ -74,21 +76,20 @@ class Service(NamedTuple):
 
     Attributes:
         shape: of its requests.
-        arrivals: of calls.
-        choice: of adapters, where arrivals do not decide.
+        choice: of adapters, which are then called at Poisson times; None if each is called like one of Azure's
+            functions.
         answer_tokens: of the longest answer.
     """
 
     shape: Translation | Dialogues
-    arrivals: str
-    choice: str
+    choice: str | None
     answer_tokens: int
 
 
 SERVICES = {
-    "chatbot": Service(CHATBOT, "poisson", "zipf:1", 256),
-    "translation": Service(TRANSLATION, FUNCTION_ARRIVALS, "uniform", 128),
-    "agent": Service(AGENT, FUNCTION_ARRIVALS, "uniform", 64),
+    "chatbot": Service(CHATBOT, "zipf:1", 256),
+    "translation": Service(TRANSLATION, None, 128),
+    "agent": Service(AGENT, None, 64),
 }
 
 
@@ -192,27 +193,24 @@ def rates_of(case: Case) -> Rates:
 
 
 def _dataset(case: Case, rate: float, duration_s: float) -> list[WorkloadRequest]:
-    """Return requests of a service at a constant rate, with dialogues that began before the first of them."""
-    service = SERVICES[case.service]
-    names = tuple(adapter_names(case.adapters))
-    recipe = Recipe(
-        shape=case.service,
-        arrivals=service.arrivals,
-        variation=2.0 if service.arrivals == FUNCTION_ARRIVALS else 1.0,
-        rates=Rates.constant(rate),
-        duration_s=duration_s,
-        adapters=names,
-        ranks=tuple(spread(RANKS, case.adapters)),
-        adapter_choice="uniform" if case.choice == "distinct" else case.choice or service.choice,
-        block_size=BLOCK_TOKENS,
-        seed=case.seed,
-    )
-    before = SHAPES[case.service]
-    SHAPES[case.service] = service.shape
-    try:
-        return recipe.requests()
-    finally:
-        SHAPES[case.service] = before
+    """Return requests of a service at a constant rate, its first dialogues beginning at 0."""
+    service, names = SERVICES[case.service], adapter_names(case.adapters)
+    turns = service.shape.turns if isinstance(service.shape, Dialogues) else 1.0
+    calls_per_s = rate / turns
+    of_arrivals, of_adapters, of_lengths = np.random.default_rng((case.seed, 0)).spawn(3)
+    if service.choice is None:
+        units = unit_calls(
+            popularity(case.adapters).tolist(), CALL_VARIATION, of_arrivals, until=calls_per_s * duration_s
+        )
+        calls = [Call(call.at_s / calls_per_s, call.adapter) for call in units]
+    else:
+        times_s = arrivals_until("poisson", duration_s, Rates.constant(calls_per_s), of_arrivals)
+        rule = "uniform" if case.choice == "distinct" else case.choice or service.choice
+        ranks = spread(RANKS, case.adapters)
+        places = choose_adapters(rule, range(case.adapters), times_s, of_adapters, ranks)
+        calls = [Call(at_s, place) for at_s, place in zip(times_s, places, strict=True)]
+    requests = service.shape.requests(calls, names, BLOCK_TOKENS, of_lengths)
+    return [each for each in requests if each.arrival_s < duration_s]
 
 
 class Load(NamedTuple):

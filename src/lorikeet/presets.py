@@ -246,7 +246,9 @@ PRESETS: dict[str, Preset] = {
     "lorikeet:random": _but(_PLAIN, routing="random"),
     # ELORA's tree, pool and prefetch with LRU in place of its cost model, and adapters moved as one.
     "lorikeet:tree-lru": Preset(eviction="lru", prefetch="newest-first", swap_interval_s=0.1),
-    # ELORA to the letter: KV and adapters in one tree, evicted and prefetched by its cost model; then its ablations.
+    # ELORA as printed: KV and adapters in one tree, evicted and prefetched by its cost model, t in seconds, adapters as
+    # chains of blocks. Then without the tree (flat tables), the swapper's model (LRU), Eq. 4, visits or recency; with
+    # other policies in place of the model; and S-LoRA as the paper measures it.
     "elora": _ELORA,
     "elora:wom": _but(_ELORA, dependency_tree=False, eviction="elora:wom", prefetch="best-first:flat"),
     "elora:wos": _but(_ELORA, eviction="lru", prefetch="newest-first"),
@@ -258,7 +260,7 @@ PRESETS: dict[str, Preset] = {
     "elora:hawkeye": _but(_ELORA, eviction="hawkeye", prefetch="newest-first"),
     "elora:halp": _but(_ELORA, eviction="halp", prefetch="newest-first"),
     "elora:s-lora": Preset(kv_after_finish=KvAfterFinish.DROPPED),
-    # vLLM: a fixed number of adapter slots, the rest of the memory for KV.
+    # vLLM: a fixed number of adapter slots, the rest of the memory for KV; evicted KV goes to the host, or is gone.
     "vllm-static": _VLLM,
     "vllm-static:discard": _but(_VLLM, host_kv=False),
     # Chameleon as printed: an adapter cache, and a multi-level queue by request size; then its ablations, and S-LoRA
