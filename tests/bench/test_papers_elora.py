@@ -66,7 +66,7 @@ def test_the_chatbot_has_the_printed_statistics_of_its_data() -> None:
 
 @pytest.mark.parametrize(("preset", "is_ours"), [("elora", True), ("vllm-static:discard", False)])
 def test_a_short_run(preset: str, is_ours: bool) -> None:
-    case = Case("translation", "8B", 20, 1, pool=0.3, window=0.03)
+    case = Case("translation", "8B", 20, 1, pool=0.2, window=0.02)
     made = run_case(preset, case)
     assert len(made["ttft_s"]) == len(load_of(case).requests)
     assert made["prefilled_tokens"] > 0
@@ -76,7 +76,7 @@ def test_a_short_run(preset: str, is_ours: bool) -> None:
 
 
 def test_kv_without_its_adapter_appears_without_the_tree() -> None:
-    case = Case("chatbot", "8B", 50, 1, load=0.2, pool=0.15, window=0.05)
+    case = Case("chatbot", "8B", 50, 1, load=0.2, pool=0.1, window=0.03)
     assert run_case("elora:wom", case)["invalid_kv_share"] > 0.2
     assert run_case("elora", case)["invalid_kv_share"] == 0
 
