@@ -20,6 +20,7 @@ from benchmarks.papers.elora_work import (
     MAX_STEP_TOKENS,
     MODELS,
     PAST_FULL,
+    PAUSES_S,
     RANKS,
     SERVICES,
     STAGES,
@@ -369,6 +370,29 @@ def reading_rows(made: Sequence[Any]) -> list[list[Any]]:
     return rows
 
 
+PAUSE_SYSTEMS = (OURS, VLLM, VLLM_HOST, "elora:wos")
+PAUSE_CASES = [Case(f"agent-{pause_s}", "8B", 50, seed) for pause_s in PAUSES_S for seed in READING_SEEDS]
+
+
+def pause_rows(made: Sequence[Any]) -> list[list[Any]]:
+    """Return a row for each pause: how vLLM and LRU differ from ELORA, means over seeds."""
+    results = dict(zip(((preset, case) for preset in PAUSE_SYSTEMS for case in PAUSE_CASES), made, strict=True))
+    rows = []
+    for pause_s in PAUSES_S:
+        cases = [case for case in PAUSE_CASES if case.service == f"agent-{pause_s}"]
+
+        def mean(preset: str, value: Pair, cases: Sequence[Case] = cases) -> float:
+            return float(np.mean([value(results[OURS, case], results[preset, case]) for case in cases]))
+
+        row: list[Any] = [pause_s, *(f"{mean(preset, lambda _, it: it['kv_hit_rate']):.1%}" for preset in (OURS, VLLM))]
+        for preset in (VLLM, VLLM_HOST):
+            row += [f"{mean(preset, pair):.1f}" for pair in (TTFT_LESS, TPOT_LESS, peak_more)]
+        row += [f"{mean(VLLM, lambda ours, it: it['prefilled_tokens'] / ours['prefilled_tokens']):.2f}"]
+        row += [f"{mean(VLLM, lambda _, it: it['invalid_kv_share']):.1%}", f"{mean('elora:wos', TTFT_TIMES):.3f}"]
+        rows.append(row)
+    return rows
+
+
 def ttft_lines(made: Sequence[Any]) -> list[Series]:
     """Return mean TTFT over rate."""
     labels = ("ELORA", "vLLM, discards KV", "S-LoRA")
@@ -585,6 +609,25 @@ _OTHERS = Measurement(
             lambda made: 100 * float(np.mean([each["over_20_percent"] for each in made])),
         ),
     },
+    tables=[
+        Table(
+            "Agents on 8B with 50 adapters by the mean pause between turns, which is not printed; earlier dialogues"
+            " fill device and host: KV hits of ELORA and of vLLM that discards KV; by how many percent ELORA's TTFT and TPOT"
+            " are less and its peak higher, against that and against vLLM that keeps KV on the host; prefilled tokens"
+            " and invalid KV of the former; TTFT of elora:wos over ELORA's",
+            [
+                "pause, s",
+                "KV hits",
+                "vLLM's",
+                *2 * ["TTFT less", "TPOT less", "peak more"],
+                "prefilled, times",
+                "invalid KV",
+                "LRU, times",
+            ],
+            tuple(run for preset in PAUSE_SYSTEMS for run in runs(preset, PAUSE_CASES)),
+            pause_rows,
+        )
+    ],
     plots=[
         Plot(
             "vLLM's mean TTFT over ELORA's by the share of its pool for adapters, 34B",

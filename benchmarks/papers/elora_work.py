@@ -55,6 +55,8 @@ CALL_VARIATION = 2.0
 SAMPLE_S = 1.0
 OLD_TOKENS = 2048
 """Length of each of the texts that fill the device before the window and are not used again."""
+OWN_HISTORY = 3.0
+"""Earlier dialogues of a service, over what the device holds: what does not fit is on the host, where systems keep it."""
 LEAST_AGE_S = 2.0
 """Of whatever lies on the device before the window."""
 
@@ -79,11 +81,14 @@ class Service(NamedTuple):
         choice: of adapters, which are then called at Poisson times; None if each is called like one of Azure's
             functions.
         answer_tokens: of the longest answer.
+        own_history: whether the texts that fill the device before the window are those of earlier dialogues, ended or
+            not; else they are unrelated.
     """
 
     shape: Translation | Dialogues
     choice: str | None
     answer_tokens: int
+    own_history: bool = False
 
 
 SERVICES = {
@@ -91,13 +96,25 @@ SERVICES = {
     "translation": Service(TRANSLATION, None, 128),
     "agent": Service(AGENT, None, 64),
 }
+PAUSES_S = (5, 20, 60)
+"""Mean times between the turns of an agent's dialogue, of which the paper prints none; the first is the service's."""
+
+
+def service_of(name: str) -> Service:
+    """Return a service by its name, or by that with a mean pause in seconds: ``agent-60``."""
+    base, _, pause_s = name.partition("-")
+    service = SERVICES[base]
+    if not pause_s:
+        return service
+    assert isinstance(service.shape, Dialogues)
+    return service._replace(shape=msgspec.structs.replace(service.shape, pause_s=float(pause_s)), own_history=True)
 
 
 class Case(msgspec.Struct, frozen=True):
     """One run's setting, the same for all systems.
 
     Attributes:
-        service: of ``SERVICES``.
+        service: see ``service_of``.
         model: of ``MODELS``.
         adapters: how many.
         seed: of all draws.
@@ -125,7 +142,7 @@ class Case(msgspec.Struct, frozen=True):
 @cache
 def sample(service: str) -> tuple[float, float, float]:
     """Return the means of prompt, of what of it is new to the service, and of answer, over many requests."""
-    requests = _dataset(Case(service, "8B", 50, 0), 20.0, 200.0)
+    requests = _dataset(Case(service.partition("-")[0], "8B", 50, 0), 20.0, 200.0)
     seen: dict[str, int] = {}
     new = []
     for request in requests:
@@ -172,7 +189,7 @@ def full_batch(service: str, model: str) -> FullBatch:
 
 def window_s(case: Case) -> float:
     """Return the length of the window in which requests arrive."""
-    longest_s = SERVICES[case.service].answer_tokens * full_batch(case.service, case.model).half_step_s
+    longest_s = service_of(case.service).answer_tokens * full_batch(case.service, case.model).half_step_s
     return case.window * WINDOW_ANSWERS * longest_s
 
 
@@ -194,7 +211,7 @@ def rates_of(case: Case) -> Rates:
 
 def _dataset(case: Case, rate: float, duration_s: float) -> list[WorkloadRequest]:
     """Return requests of a service at a constant rate, its first dialogues beginning at 0."""
-    service, names = SERVICES[case.service], adapter_names(case.adapters)
+    service, names = service_of(case.service), adapter_names(case.adapters)
     turns = service.shape.turns if isinstance(service.shape, Dialogues) else 1.0
     calls_per_s = rate / turns
     of_arrivals, of_adapters, of_lengths = np.random.default_rng((case.seed, 0)).spawn(3)
@@ -240,7 +257,7 @@ def load_of(case: Case) -> Load:
     rates, stage_rate = rates_of(case), stage_rates(case)
     window = window_s(case)
     count = max(STAGES, round(rates.expected(window)))
-    shape = SERVICES[case.service].shape
+    shape = service_of(case.service).shape
     since_s = 2 * shape.turns * shape.pause_s if isinstance(shape, Dialogues) else 0.0
     mean_rate = float(np.mean(stage_rate))
     made = _dataset(case, mean_rate, since_s + 1.5 * count / mean_rate + 5.0)
@@ -251,34 +268,47 @@ def load_of(case: Case) -> Load:
         requests = [
             msgspec.structs.replace(each, adapter=names[place]) for place, each in enumerate(requests[: case.adapters])
         ]
-    going_on = _going_on(made, own, since_s)
-    old = _old_texts(case, profile) if case.filled else []
-    return Load([*old, *going_on], requests, stage_rate, window / STAGES)
+    if service_of(case.service).own_history:
+        texts = _texts_so_far([each for each in made if each.arrival_s < since_s], own)
+        lengths = np.cumsum([each.input_tokens for each in texts[::-1]])
+        old = texts[len(texts) - int(np.searchsorted(lengths, OWN_HISTORY * _pool_tokens(case, profile))) :]
+    else:
+        going_on = {each.conversation for each in own}
+        before = [each for each in made if each.arrival_s < since_s and each.conversation in going_on]
+        old = [*(_old_texts(case, profile) if case.filled else []), *_texts_so_far(before, own)]
+    return Load(old, requests, stage_rate, window / STAGES)
 
 
-def _going_on(made: Sequence[WorkloadRequest], own: Sequence[WorkloadRequest], since_s: float) -> list[WorkloadRequest]:
-    """Return the texts so far of dialogues that have turns before and in the window, oldest first."""
-    latest = {each.conversation: each for each in made if each.conversation and each.arrival_s < since_s}
-    texts = []
+def _texts_so_far(before: Sequence[WorkloadRequest], own: Sequence[WorkloadRequest]) -> list[WorkloadRequest]:
+    """Return the texts of dialogues with turns before the window, oldest first; with the last answer if they go on."""
+    latest = {each.conversation: each for each in before if each.conversation}
+    after: dict[str, WorkloadRequest] = {}
     for request in own:
-        before = latest.pop(request.conversation or "", None)
-        if before is not None:
-            blocks = (before.input_tokens + before.output_tokens) // BLOCK_TOKENS
-            text = msgspec.structs.replace(
-                before,
-                input_tokens=blocks * BLOCK_TOKENS + 1,
-                output_tokens=1,
-                prefix_blocks=request.prefix_blocks[:blocks],
-                conversation=None,
-            )
-            texts.append(text)
+        after.setdefault(request.conversation or "", request)
+    texts = []
+    for conversation, last in latest.items():
+        goes_on = after.get(conversation or "")
+        tokens = last.input_tokens + (last.output_tokens if goes_on else 0)
+        blocks = tokens // BLOCK_TOKENS
+        text = msgspec.structs.replace(
+            last,
+            input_tokens=blocks * BLOCK_TOKENS + 1,
+            output_tokens=1,
+            prefix_blocks=(goes_on or last).prefix_blocks[:blocks],
+            conversation=None,
+        )
+        texts.append(text)
     return sorted(texts, key=lambda each: each.arrival_s)
+
+
+def _pool_tokens(case: Case, profile: CostProfile) -> float:
+    geometry = profile.geometry
+    return profile.pool_bytes * case.pool / geometry.kv_elements_per_token() / geometry.dtype_bytes
 
 
 def _old_texts(case: Case, profile: CostProfile) -> list[WorkloadRequest]:
     """Return as many texts as the device holds, under adapters of the service's popularity."""
-    tokens = profile.pool_bytes * case.pool / profile.geometry.kv_elements_per_token() / profile.geometry.dtype_bytes
-    count = int(tokens / OLD_TOKENS) + 1
+    count = int(_pool_tokens(case, profile) / OLD_TOKENS) + 1
     generator = np.random.default_rng((case.seed, 77))
     names = adapter_names(case.adapters)
     calls = _dataset(case, 50.0, max(20.0, count / 50.0))
