@@ -612,9 +612,9 @@ _OTHERS = Measurement(
     tables=[
         Table(
             "Agents on 8B with 50 adapters by the mean pause between turns, which is not printed; earlier dialogues"
-            " fill device and host: KV hits of ELORA and of vLLM that discards KV; by how many percent ELORA's TTFT and TPOT"
-            " are less and its peak higher, against that and against vLLM that keeps KV on the host; prefilled tokens"
-            " and invalid KV of the former; TTFT of elora:wos over ELORA's",
+            " fill device and host. KV hits of ELORA and of vLLM that discards KV; by how many percent ELORA's TTFT and"
+            " TPOT are less and its peak higher, against that and against vLLM that keeps KV on the host; prefilled"
+            " tokens and invalid KV of the former; TTFT of elora:wos over ELORA's",
             [
                 "pause, s",
                 "KV hits",

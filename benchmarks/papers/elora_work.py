@@ -56,7 +56,7 @@ SAMPLE_S = 1.0
 OLD_TOKENS = 2048
 """Length of each of the texts that fill the device before the window and are not used again."""
 OWN_HISTORY = 3.0
-"""Earlier dialogues of a service, over what the device holds: what does not fit is on the host, where systems keep it."""
+"""Earlier dialogues, over what the device holds: the rest is on the host, where systems keep it."""
 LEAST_AGE_S = 2.0
 """Of whatever lies on the device before the window."""
 
