@@ -46,7 +46,7 @@ MAX_NUM_SEQS, MAX_STEP_TOKENS = 256, 8192
 FULL_BATCH_ADAPTERS = 50
 """The middle one of the paper's numbers."""
 STAGES = 10
-PAST_FULL = 1.3
+PAST_FULL = 2.0
 """The last stage's rate, over that of a batch that stays full: past the peak of every system."""
 WINDOW_ANSWERS = 5
 """The window is so many times the longest answer, at the speed of a half full batch: that of the middle stages."""
