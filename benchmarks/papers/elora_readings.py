@@ -77,7 +77,7 @@ EVICTION.update(
     }
 )
 
-POOL, LOAD, WINDOW, ADAPTERS, SEEDS = 0.25, 0.6, 0.5, 100, (1, 2)
+POOL, LOAD, WINDOW, ADAPTERS, SEEDS = 0.25, 0.4, 0.5, 100, (1, 2)
 """A quarter of the device's pool: less than all adapters take, so that every eviction counts."""
 
 
