@@ -108,6 +108,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         memory_split: whether adapters and KV share all blocks of the device, or each has a fixed part.
         adapter_share: share of the device for adapters if ``memory_split`` is ``static``.
         padded_slots: whether every adapter takes as many blocks as the largest registered one.
+        adapter_chain: whether an adapter is a chain of nodes of one block, which is evicted from its end as far as
+            blocks are needed, and completed when the adapter is loaded. Else it is one node, moved as one.
         keep_adapters: whether an adapter stays cached after its last running request, until its blocks are needed.
         dependency_tree: whether KV is evicted before its adapter, and later KV before earlier. Else any unneeded node
             may be evicted, and KV may stay without its adapter.
@@ -142,6 +144,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_split: MemorySplit = MemorySplit.UNIFIED
     adapter_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.2
     padded_slots: bool = False
+    adapter_chain: bool = False
     keep_adapters: bool = True
     dependency_tree: bool = True
     eviction: str = "lru"
@@ -181,7 +184,7 @@ _AUTO = _but(
     swap_interval_s=0.1,
     admission="bounded-sjf",
 )
-_ELORA = Preset(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
+_ELORA = Preset(adapter_chain=True, eviction="elora", prefetch="best-first", swap_interval_s=0.1)
 _CHAMELEON = Preset(
     kv_after_finish=KvAfterFinish.DROPPED,
     eviction="chameleon",
@@ -264,24 +267,23 @@ PRESETS: dict[str, Preset] = {
     "lorikeet:round-robin": _but(_AUTO, routing="round-robin"),
     # Routing to a random replica.
     "lorikeet:random": _but(_AUTO, routing="random"),
-    # ELORA: KV and adapters in one dependency tree, evicted and prefetched by its cost model; then its ablations.
+    # ELORA's tree, pool and prefetch with LRU in place of its cost model, and adapters moved as one.
+    "lorikeet:tree-lru": Preset(eviction="lru", prefetch="newest-first", swap_interval_s=0.1),
+    # ELORA as printed: KV and adapters in one tree, evicted and prefetched by its cost model, t in seconds, adapters as
+    # chains of blocks. Then without the tree (flat tables), the swapper's model (LRU), Eq. 4, visits or recency; with
+    # other policies in place of the model; and S-LoRA as the paper measures it.
     "elora": _ELORA,
-    "elora:literal": _but(_ELORA, eviction="elora:literal"),
-    "elora:tau-1": _but(_ELORA, eviction="elora:tau-1"),
-    "elora:tau-10": _but(_ELORA, eviction="elora:tau-10"),
-    "elora:tau-300": _but(_ELORA, eviction="elora:tau-300"),
-    "elora:wom": _but(_ELORA, dependency_tree=False, prefetch="best-first:flat"),
+    "elora:wom": _but(_ELORA, dependency_tree=False, eviction="elora:wom", prefetch="best-first:flat"),
     "elora:wos": _but(_ELORA, eviction="lru", prefetch="newest-first"),
     "elora:wol": _but(_ELORA, eviction="elora:wol"),
-    "elora:woc": _but(_ELORA, eviction="elora:woc"),
     "elora:wov": _but(_ELORA, eviction="elora:wov"),
     "elora:wou": _but(_ELORA, eviction="elora:wou"),
-    "elora:bfs": _but(_ELORA, eviction="bfs", prefetch="branches"),
+    "elora:bfs": _but(_ELORA, adapter_chain=False, eviction="bfs", prefetch="branches"),
     "elora:rrip": _but(_ELORA, eviction="rrip", prefetch="newest-first"),
     "elora:hawkeye": _but(_ELORA, eviction="hawkeye", prefetch="newest-first"),
     "elora:halp": _but(_ELORA, eviction="halp", prefetch="newest-first"),
     "elora:s-lora": Preset(kv_after_finish=KvAfterFinish.DROPPED),
-    # vLLM: a fixed number of adapter slots, the rest of the memory for KV.
+    # vLLM: a fixed number of adapter slots, the rest of the memory for KV; evicted KV goes to the host, or is gone.
     "vllm-static": _VLLM,
     "vllm-static:discard": _but(_VLLM, host_kv=HostKv.NONE),
     # Chameleon as printed: an adapter cache, and a multi-level queue by request size; then its ablations, and S-LoRA

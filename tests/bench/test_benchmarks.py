@@ -11,15 +11,14 @@ import pytest
 
 from benchmarks import faults, gpu, steps
 from benchmarks.harness import in_turns, print_table
-from benchmarks.papers import dlora, elora, loraserve
+from benchmarks.papers import dlora, loraserve
 from benchmarks.papers.runs import Options, highest, peak
 from benchmarks.request_path import show
 from lorikeet.bench.model_shapes import MODEL_SHAPES
 from lorikeet.bench.synthetic import PAPER_RANKS
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
-from lorikeet.costs.catalog import load_profile
-from lorikeet.costs.profile import OperatingLoads, encode_profile
+from lorikeet.costs.profile import OperatingLoads
 from tests.support import hostile_clients as hostile
 
 SMALL = MODEL_SHAPES["llama-2-7b"] | {
@@ -144,11 +143,6 @@ def test_a_short_run_of_dlora() -> None:
     assert dlora.run_cluster_at("dlora:rr", 2.0, 7, 5.0)["ttft_mean_s"] > 0
 
 
-def test_a_short_run_of_elora() -> None:
-    profile = encode_profile(load_profile("a40-llama-2-7b"))
-    assert elora.run_conversations(profile, elora.OURS, 5.0, 20)["completed"] >= 20
-
-
 def test_a_short_run_of_loraserve() -> None:
     loads = [
         OperatingLoads(KernelForm.PADDED, Slo(ttft_s=10.0), 512, 128, 64, 512, {rank: 9000.0}) for rank in PAPER_RANKS
@@ -186,17 +180,13 @@ class CannedRuns:
     def _of(self, function: str) -> Any:
         if function.startswith(("find", "limit")):
             return 2.0
-        if function == "run_large":
-            presets = elora.LARGE_PRESETS
-            return {"peaks": dict.fromkeys(presets, 2.0), "loads": {preset: [FIGURES, FIGURES] for preset in presets}}
         return FIGURES
 
 
 @pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize("paper", [elora, dlora, loraserve], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("paper", [dlora, loraserve], ids=lambda each: each.__name__)
 def test_every_paper_prints_its_tables(
     paper: Any, quick: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(elora, "run_conversations", lambda *arguments: FIGURES)
     paper.run(CannedRuns(), Options(quick, Namespace(live=False)))
     assert "paper" in capsys.readouterr().out

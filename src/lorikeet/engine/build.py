@@ -74,6 +74,7 @@ def memory_rules(preset: Preset) -> MemoryRules:
         dependent=preset.dependency_tree,
         adapter_share=preset.adapter_share if preset.memory_split is MemorySplit.STATIC else None,
         padded_slots=preset.padded_slots,
+        adapter_chain=preset.adapter_chain,
         keep_adapters=preset.keep_adapters,
         tick_s=preset.swap_interval_s,
         prefetch_below=preset.prefetch_below,
