@@ -15,6 +15,7 @@ from typing import Any
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import ModeStats
 from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan, StepResult
 from lorikeet.core.request import Request
@@ -174,6 +175,7 @@ class BatchSelector:
         sequences: the scheduler's sequences by request.
         step_times: estimates how long steps take.
         assist: costs of assisted prefills; None if host cores do not assist.
+        iterations: profiled times of iterations; None without a profile.
 
     Attributes:
         merged: the adapter that was merged for the last plan with sequences, None if none was.
@@ -188,6 +190,7 @@ class BatchSelector:
         sequences: Mapping[RequestId, Sequence],
         step_times: StepTimeEstimator,
         assist: AssistCosts | None = None,
+        iterations: IterationCosts | None = None,
     ) -> None:
         self._limits = limits
         self._memory = memory
@@ -198,6 +201,7 @@ class BatchSelector:
                 lru_cache(_CACHED_RANKS)(self._rank),
                 lambda: len(memory.tree.adapters),
                 memory.total_blocks * memory.block_size,
+                iterations,
             )
         )
         self._sequences = sequences
