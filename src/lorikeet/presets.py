@@ -76,6 +76,17 @@ class HostLayers(StrEnum):
     """On the layers of the first group; for the others the prefill waits."""
 
 
+class MigrationProblem(StrEnum):
+    """Which problem is solved to move requests and adapters between replicas (dLoRA, section 5.2)."""
+
+    RELAXED = "relaxed"
+    """Requests may be split until the end, and memory that is short costs time for swapping."""
+    FULL = "full"
+    """The integer program: whole requests, each in the memory of a device or a host."""
+    PRINTED_FACTOR = "printed-factor"
+    """As ``relaxed``, with the printed migration factor, which does not tell staying from moving."""
+
+
 class PreemptedKv(StrEnum):
     """What happens to the KV of a preempted sequence."""
 
@@ -120,6 +131,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         routing: which of the replicas placed for its adapter gets a request.
         pool_prefetch: whether replicas fetch newly placed adapters immediately; else with the first request.
         comigration: whether requests and their adapters move together from busy replicas to idle ones.
+        comigration_problem: which problem says what moves.
     """
 
     kernel_form: KernelForm = KernelForm.UNPADDED
@@ -149,6 +161,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     routing: str = "least-loaded"
     pool_prefetch: bool = False
     comigration: bool = False
+    comigration_problem: MigrationProblem = MigrationProblem.RELAXED
 
 
 _PLAIN = Preset(routing="kv-affinity")
@@ -229,6 +242,12 @@ PRESETS: dict[str, Preset] = {
     "lorikeet:round-robin": _but(_PLAIN, routing="round-robin"),
     # Routing to a random replica.
     "lorikeet:random": _but(_PLAIN, routing="random"),
+    # LoRAServe, with replicas of one rank that share its adapters, the least work instead of a draw, and overflow to
+    # other ranks: shorter TTFT tails, for more copies of adapters (docs/decisions/loraserve-placement.md).
+    "lorikeet:rank-groups": _but(_LORASERVE, placement="rank-groups", routing="placed-work"),
+    # dLoRA, with merged turns for starving adapters, and thresholds and times learned while serving: lower latency
+    # below saturation, and on machines where LoRA costs several times the base model (docs/decisions/batching-mode.md).
+    "lorikeet:merge-turns": _but(_DLORA, batching_mode="merge-turns"),
     # ELORA: KV and adapters in one dependency tree, evicted and prefetched by its cost model; then its ablations.
     "elora": _ELORA,
     "elora:literal": _but(_ELORA, eviction="elora:literal"),
@@ -264,11 +283,15 @@ PRESETS: dict[str, Preset] = {
     "chameleon:s-lora": _S_LORA,
     "chameleon:sjf": _but(_S_LORA, admission="sjf"),
     "chameleon:sjf-aging": _but(_S_LORA, admission="sjf:aging"),
-    # dLoRA: merged and unmerged batches in turn, proactive placement, co-migration; then its ablations and baselines.
+    # dLoRA as printed: merged and unmerged batches, placement by burst tolerance, co-migration; then credits of other
+    # sizes, its ablations and its baselines.
     "dlora": _DLORA,
     "dlora:no-credits": _but(_DLORA, batching_mode="dlora:no-credits"),
     "dlora:no-tuning": _but(_DLORA, batching_mode="dlora:no-tuning"),
-    "dlora:alone": _but(_DLORA, batching_mode="dlora:alone"),
+    "dlora:patience-64": _but(_DLORA, batching_mode="dlora:patience-64"),
+    "dlora:patience-16384": _but(_DLORA, batching_mode="dlora:patience-16384"),
+    "dlora:full-ilp": _but(_DLORA, comigration_problem=MigrationProblem.FULL),
+    "dlora:printed-factor": _but(_DLORA, comigration_problem=MigrationProblem.PRINTED_FACTOR),
     "dlora:proactive": _but(_DLORA, comigration=False),
     "dlora:rr": _but(_DLORA, routing="round-robin", comigration=False),
     "merged-only": _but(_DLORA, batching_mode="merged-only"),
@@ -276,7 +299,7 @@ PRESETS: dict[str, Preset] = {
     "dlora:peft": _but(_DLORA, **_UNMANAGED, batching_mode="one-adapter", kernel_form=KernelForm.UNPADDED),
     "dlora:vllm-uniform": _but(
         _DLORA,
-        batching_mode="whole-models",
+        batching_mode="whole-models:turns",
         merge_by=MergeBy.MODEL,
         placement="random",
         routing="table",
@@ -298,10 +321,9 @@ PRESETS: dict[str, Preset] = {
     "toppings:strawman": _but(_ON_DEMAND, cold_start=ColdStart.WAIT),
     "toppings:s-lora": _but(_ON_DEMAND, kernel_form=KernelForm.UNPADDED),
     "cached": _but(_ON_DEMAND, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
-    # LoRAServe: placement of adapters on replicas by rank and demand; then its variants and baselines.
-    "loraserve": _but(_LORASERVE, routing="loraserve"),
-    "loraserve:literal": _but(_LORASERVE, placement="loraserve:literal"),
-    "loraserve:prefetch": _but(_LORASERVE, routing="loraserve", pool_prefetch=True),
+    # LoRAServe as printed: placement of adapters on replicas by rank and demand; then a variant and its baselines.
+    "loraserve": _LORASERVE,
+    "loraserve:prefetch": _but(_LORASERVE, pool_prefetch=True),
     "loraserve:random": _but(_LORASERVE, placement="random"),
     "loraserve:random-iid": _but(_LORASERVE, placement="random-iid"),
     "loraserve:contiguous": _but(_LORASERVE, placement="contiguous"),
@@ -317,10 +339,20 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Allowed values of the options that are not policies with tables."""
 
-_CLUSTER_OPTIONS = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration")
+_CLUSTER_OPTIONS = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration", "comigration_problem")
 
 MERGING_MODES = frozenset(
-    {"dlora", "dlora:no-credits", "dlora:no-tuning", "dlora:alone", "merged-only", "whole-models"}
+    {
+        "dlora",
+        "dlora:no-credits",
+        "dlora:no-tuning",
+        "dlora:patience-64",
+        "dlora:patience-16384",
+        "merge-turns",
+        "merged-only",
+        "whole-models",
+        "whole-models:turns",
+    }
 )
 """Batching modes that may merge an adapter into the base weights; ranks keep unmerged copies only for them."""
 

@@ -249,10 +249,10 @@ class BatchSelector:
         self._untried -= 1
 
     def can_admit_more(self, running: Many[Sequence]) -> bool:
-        """Whether another sequence may be admitted, in place of a running one that was not chosen if necessary."""
-        if self._choice.requests is not None and self._untried <= 0:
-            return False
-        return len(running) < self._limits.max_num_seqs or self.last_not_allowed(running) is not None
+        """Whether another sequence may be admitted. Those that may not run now keep their blocks beside the others."""
+        if self._choice.requests is not None:
+            return self._untried > 0  # a mode never chooses more than fit into a step
+        return len(running) < self._limits.max_num_seqs
 
     def allows(self, request_id: RequestId) -> bool:
         """Whether the batching mode lets a request run now."""

@@ -299,10 +299,6 @@ class Scheduler:
             lease = admit(len(sequence.token_ids), now)
         if isinstance(lease, WaitReason):
             return builder.note_refusal(request.digest, lease)
-        if len(self._running) >= self._limits.max_num_seqs:
-            victim = self.selector.last_not_allowed(self._running)
-            assert victim is not None, "can_admit_more() allowed another sequence"
-            self._suspend(victim, now)
         sequence.lease = lease
         sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_size
         insort(self._running, sequence, key=lambda running: self.queue.precedence(running.request))

@@ -4,10 +4,9 @@ Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters fo
 Algorithm 3 (appendix A.1). The paper gives neither the amounts that are transferred nor the values of its thresholds.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
-from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.scheduling.batching.mode import LiveRequest
@@ -16,30 +15,9 @@ AdapterType = AdapterDigest | None
 """Type of a request: its adapter, or None for the base model, which has credits like an adapter."""
 
 
-class CreditParams(NamedTuple):
-    """Parameters in credits; one credit is one request passed over in one iteration. The paper prints no value.
-
-    Attributes:
-        initial: credits of every type at first.
-        starves_above: a type with more credits than this is starving, and runs first (T_starve).
-        normal_below: a starving type with fewer credits than this is no longer starving (T_normal).
-    """
-
-    initial: int
-    starves_above: int
-    normal_below: int
-
-
-def default_credit_params(max_batch: int, patience: int = 64) -> CreditParams:
-    """Return our values. With them no type can be charged more credits than it has.
-
-    Args:
-        max_batch: most requests in a batch, and so most that an iteration can pass over.
-        patience: iterations that a lone request is passed over, less one.
-    """
-    return CreditParams(
-        2 * max_batch, starves_above=2 * max_batch + patience, normal_below=2 * max_batch + patience // 4
-    )
+PATIENCE = 1024
+"""Default of ``Credits``. The limit of the paper's experiments, ten iterations for each token of an answer, leaves a
+mean answer (338 tokens) some 3,000 iterations of waiting; a third is for starvation, the rest for queues."""
 
 
 def credit_transfers(chosen: Sequence[LiveRequest], oldest: Sequence[LiveRequest]) -> dict[AdapterType, int]:
@@ -72,33 +50,41 @@ def apportioned(total: int, weights: Mapping[AdapterType, int]) -> dict[AdapterT
 class Credits:
     """Credit accounts of all types. What one type gains others pay, so the sum of all gains is always 0.
 
+    Every type begins with ``patience`` credits for each type that there is. So one can pay until all others are
+    starving; with less, the credits that it has paid would lie with types that never starve, and it could not be merged
+    again.
+
     Args:
-        params: parameters of the credits.
+        known_types: returns the number of types.
+        patience: a type that has gained more is starving, and runs first (T_starve is the initial credits and this).
+            So one request may be passed over in so many iterations. Infinite: no type ever starves.
+        max_batch: most requests in a batch. A starving type that has gained less than one iteration can cost is no
+            longer starving (T_normal is the initial credits and this, or half the patience if that is less).
     """
 
-    def __init__(self, params: CreditParams) -> None:
-        self._params = params
-        self._credits = defaultdict[AdapterType, int](lambda: params.initial)
+    def __init__(self, known_types: Callable[[], int], patience: float, max_batch: int) -> None:
+        self._known_types = known_types
+        self._patience, self._normal_below = patience, min(max_batch, patience / 2)
+        self._gained = Counter[AdapterType]()
         self._starving: set[AdapterType] = set()
 
-    def __getitem__(self, each: AdapterType) -> int:
+    def __getitem__(self, each: AdapterType) -> float:
         """Return the credits of a type."""
-        return self._credits[each]
+        return self._gained[each] + self._patience * max(1, self._known_types())
 
     def starving(self, types: Iterable[AdapterType]) -> Collection[AdapterType]:
         """Update which of these types are starving, and return them."""
         for each in types:
-            has = self._credits[each]
-            if each in self._starving and has < self._params.normal_below:
+            if each in self._starving and self._gained[each] < self._normal_below:
                 self._starving.discard(each)
-            elif has > self._params.starves_above:
+            elif self._gained[each] > self._patience:
                 self._starving.add(each)
         return self._starving.intersection(types)
 
     def apply(self, gains: Mapping[AdapterType, int], iterations: int) -> None:
         """Apply the gains of identical iterations."""
         for each, gain in gains.items():
-            self._credits[each] += iterations * gain
+            self._gained[each] += iterations * gain
 
     def iterations_until_review(self, gains: Mapping[AdapterType, int], needed: Mapping[AdapterType, int]) -> float:
         """Return after how many such iterations, at least 1, a type may starve, no longer starve, or be unable to pay.
@@ -107,13 +93,15 @@ class Credits:
             gains: of each iteration.
             needed: credits that a type must have for the next one.
         """
-        rules, found = self._params, inf
+        found = inf
+        if self._patience == inf:
+            return found
         for each, gain in gains.items():
-            has, starves = self._credits[each], each in self._starving
+            gained, starves = self._gained[each], each in self._starving
             if gain > 0 and not starves:
-                found = min(found, (rules.starves_above - has) // gain + 1)
+                found = min(found, (self._patience - gained) // gain + 1)
             elif gain < 0 and starves:
-                found = min(found, (has - rules.normal_below) // -gain + 1)
+                found = min(found, (gained - self._normal_below) // -gain + 1)
             elif gain < 0 and each in needed:
-                found = min(found, (has - needed[each]) // -gain + 1)
+                found = min(found, (self[each] - needed[each]) // -gain + 1)
         return max(1, found)

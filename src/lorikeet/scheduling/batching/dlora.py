@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.scheduling.batching.credits import (
+    PATIENCE,
     AdapterType,
-    CreditParams,
     Credits,
     credit_transfers,
-    default_credit_params,
 )
 from lorikeet.scheduling.batching.dynamic import decide, requests_of
 from lorikeet.scheduling.batching.iteration_times import iteration_times
@@ -49,8 +48,7 @@ class DLora(BatchingMode):
     Args:
         setup: of the replica.
         tuned: whether the thresholds are tuned while serving.
-        credited: whether credits are kept; without them nothing prevents starvation.
-        threshold_params, credit_params: parameters; None for our values.
+        patience: of the credits, see ``Credits``. With an infinite one nothing prevents starvation.
 
     Attributes:
         max_batch: most requests in a batch.
@@ -64,15 +62,13 @@ class DLora(BatchingMode):
         setup: BatchingSetup,
         *,
         tuned: bool = True,
-        credited: bool = True,
-        threshold_params: ThresholdParams | None = None,
-        credit_params: CreditParams | None = None,
+        patience: float = PATIENCE,
     ) -> None:
         self.max_batch = setup.max_batch
-        self._tuned, self._credited = tuned, credited
+        self._tuned = tuned
         self.times = iteration_times(setup)
-        self.thresholds = Thresholds(self.times, threshold_params or ThresholdParams())
-        self.credits = Credits(credit_params or default_credit_params(setup.max_batch))
+        self.thresholds = Thresholds(self.times, ThresholdParams())
+        self.credits = Credits(setup.known_adapters, patience, setup.max_batch)
         self._merged: AdapterDigest | None = None
         self._pending: _Pending | None = None
 
@@ -83,7 +79,7 @@ class DLora(BatchingMode):
             return BatchingChoice(self._merged, frozenset())
         counts = Counter(request.adapter for request in live)
         oldest = live[: self.max_batch]
-        if self._credited and (starving := self.credits.starving(counts)):
+        if starving := self.credits.starving(counts):
             batch = [request for request in live if request.adapter in starving][: self.max_batch]
             # Algorithm 3 does not say in which state they run. Only requests of the merged adapter can run merged.
             merged = self._merged if all(request.adapter == self._merged for request in batch) else None
@@ -99,7 +95,7 @@ class DLora(BatchingMode):
         )
         if self._tuned:
             self.thresholds.start_iteration(merged, candidate)
-        gains = credit_transfers(chosen, oldest) if self._credited and merged is not None else {}
+        gains = {} if merged is None else credit_transfers(chosen, oldest)
         needed = {merged: costs[merged]} if gains else {}
         self._pending = _Pending(merged, gains, needed, self._iteration(candidate, live))
         return allow(chosen, live, merged)
@@ -128,7 +124,7 @@ class DLora(BatchingMode):
         return steps if self._pending.iteration is None else min(steps, self.thresholds.iterations_left)
 
     def _can_pay(self, adapter: AdapterType, costs: Mapping[AdapterType, int]) -> bool:
-        return not self._credited or self.credits[adapter] >= costs[adapter]
+        return self.credits[adapter] >= costs[adapter]
 
     def _iteration(self, candidate: AdapterDigest | None, live: Sequence[LiveRequest]) -> Iteration | None:
         """Return the entry of an iteration in the log; None without tuning, a candidate, or times of both states."""

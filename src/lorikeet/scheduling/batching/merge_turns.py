@@ -1,11 +1,13 @@
-"""dLoRA's batching mode: dynamic batching with tuned thresholds, and credits that prevent starvation.
+"""dLoRA's batching with merged turns: our extension of the printed algorithms, for lower latency below saturation.
 
-``DLora`` decides each iteration by Algorithm 1 (``dynamic.decide``). Requests that are passed over earn credits for
-their type (their adapter, or the base model), which the requests that run instead pay. A type with many credits is
-starving, and runs next.
+``MergeTurns`` decides by Algorithm 1 like ``dlora.DLora``. It differs in four things. Starving adapters are merged in
+turn where that is faster for all, and otherwise run unmerged beside the oldest others, instead of alone. Credits are
+settled when the last request of an adapter ends. Thresholds begin at the break-even ratio, and times are learned from
+the steps themselves. An adapter without requests is replaced by the next without an unmerged iteration between. What
+that wins: docs/decisions/batching-mode.md.
 
-Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
-Algorithms 1 and 3 (appendix A.1). The paper gives neither the amounts of credit nor the values of its parameters.
+Source of what it extends: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving",
+OSDI 2024, Algorithms 1 to 3.
 """
 
 from collections import Counter
@@ -14,12 +16,16 @@ from math import inf
 from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest
+from lorikeet.scheduling.batching.credits import AdapterType, apportioned, credit_transfers
 from lorikeet.scheduling.batching.dynamic import Decision, decide, requests_of
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, BatchingSetup, BatchWork, LiveRequest, allow
-from lorikeet.scheduling.batching.mode_times import Iteration, ModeBatch, ModeTimes, ThresholdParams, Thresholds
-
-AdapterType = AdapterDigest | None
-"""Type of a request: its adapter, or None for the base model, which has credits like an adapter."""
+from lorikeet.scheduling.batching.mode_times import (
+    BreakEvenParams,
+    BreakEvenThresholds,
+    Iteration,
+    ModeBatch,
+    ModeTimes,
+)
 
 
 class CreditParams(NamedTuple):
@@ -45,15 +51,12 @@ class CreditParams(NamedTuple):
         return self.normal_below if self.turn_ends_below is None or not is_on_turn else self.turn_ends_below
 
 
-def default_credit_params(max_batch: int, *, has_turns: bool) -> CreditParams:
+def default_credit_params(max_batch: int) -> CreditParams:
     """Return our defaults. With them no type can be charged more credits than it has: at most ``max_batch`` at a time.
 
     Args:
         max_batch: most requests in a batch.
-        has_turns: whether starving types may get merged turns, which cost others little, so they may come sooner.
     """
-    if not has_turns:
-        return CreditParams(2 * max_batch, starves_above=2 * max_batch + 64, normal_below=2 * max_batch + 16)
     initial = 4 * max_batch
     return CreditParams(
         initial,
@@ -61,33 +64,6 @@ def default_credit_params(max_batch: int, *, has_turns: bool) -> CreditParams:
         normal_below=initial + 2,
         turn_ends_below=initial - min(48, 2 * max_batch),
     )
-
-
-def credit_transfers(chosen: Sequence[LiveRequest], oldest: Sequence[LiveRequest]) -> dict[AdapterType, int]:
-    """Return the credits that each type gains (or pays, if negative) when ``chosen`` run instead of the oldest.
-
-    Each request passed over earns one credit for its type. The types of the requests that run in their place pay, in
-    proportion to the numbers of these, in whole credits. If all chosen requests are among the oldest, all of them pay.
-    """
-    running = {request.request_id for request in chosen}
-    entitled = {request.request_id for request in oldest}
-    gains = Counter(request.adapter for request in oldest if request.request_id not in running)
-    payers = Counter(request.adapter for request in chosen if request.request_id not in entitled)
-    payers = payers or Counter(request.adapter for request in chosen)
-    passed_over = gains.total()
-    gains.subtract(_apportion(passed_over, payers))
-    return {each: gain for each, gain in gains.items() if gain}
-
-
-def _apportion(total: int, weights: Mapping[AdapterType, int]) -> dict[AdapterType, int]:
-    """Split ``total`` in proportion to the weights into integers; none is larger than its exact part rounded up."""
-    parts: dict[AdapterType, int] = {}
-    weight_before, sum_of_weights = 0, sum(weights.values())
-    for each, weight in weights.items():
-        weight_after = weight_before + weight
-        parts[each] = total * weight_after // sum_of_weights - total * weight_before // sum_of_weights
-        weight_before = weight_after
-    return parts
 
 
 class Credits:
@@ -133,7 +109,7 @@ class Credits:
         """
         sign = 1 if surplus > 0 else -1
         others = {each: sign * (self._params.initial - has) for each, has in self._credits.items()}
-        for each, part in _apportion(abs(surplus), {each: owed for each, owed in others.items() if owed > 0}).items():
+        for each, part in apportioned(abs(surplus), {each: owed for each, owed in others.items() if owed > 0}).items():
             self._credits[each] += sign * part
 
     def repayments(self, batch: Sequence[LiveRequest]) -> dict[AdapterType, int]:
@@ -147,7 +123,7 @@ class Credits:
             return {}
         owed = {each: self[each] - initial for each in requests if self[each] > initial}
         paid = {each: min(surplus, self._params.price * requests[each]) for each, surplus in owed.items()}
-        return {each: -part for each, part in paid.items()} | _apportion(sum(paid.values()), debtors)
+        return {each: -part for each, part in paid.items()} | apportioned(sum(paid.values()), debtors)
 
     def starving(self, on_turn: AdapterDigest | None = None) -> Collection[AdapterType]:
         """Update which types are starving, and return them.
@@ -216,16 +192,11 @@ class _Pending(NamedTuple):
     is_provisional: bool
 
 
-class DLora(BatchingMode):
-    """Chooses between merged and unmerged iterations, and serves starving types first.
+class MergeTurns(BatchingMode):
+    """Chooses between merged and unmerged iterations, and gives starving types their turns.
 
     Args:
         setup: of the replica.
-        tuned: whether the thresholds are tuned while serving.
-        credited: whether credits are kept; without them nothing prevents starvation.
-        backfill: serve starving types in merged turns, one adapter after the other, where that is faster for all;
-            otherwise fill their batch up with the oldest other requests. False: as in the paper, starving types run
-            alone and unmerged.
         threshold_params, credit_params: parameters; None for our defaults.
 
     Attributes:
@@ -238,18 +209,13 @@ class DLora(BatchingMode):
     def __init__(
         self,
         setup: BatchingSetup,
-        *,
-        tuned: bool = True,
-        credited: bool = True,
-        backfill: bool = False,
-        threshold_params: ThresholdParams | None = None,
+        threshold_params: BreakEvenParams | None = None,
         credit_params: CreditParams | None = None,
     ) -> None:
         self.max_batch = setup.max_batch
-        self._tuned, self._credited, self._backfill = tuned, credited, backfill
         self.times = ModeTimes(setup.kernel_form, setup.rank)
-        self.thresholds = Thresholds(self.times, threshold_params)
-        self.credits = Credits(credit_params or default_credit_params(setup.max_batch, has_turns=backfill))
+        self.thresholds = BreakEvenThresholds(self.times, threshold_params)
+        self.credits = Credits(credit_params or default_credit_params(setup.max_batch))
         self._merged: AdapterDigest | None = None
         self._state: AdapterDigest | None = None  # merged by Algorithm 1; a turn of a starving type interrupts it
         self._on_turn: AdapterDigest | None = None
@@ -259,13 +225,12 @@ class DLora(BatchingMode):
         """Return requests of starving types if there are any, else what dynamic batching decides."""
         self._pending = None
         counts = Counter(request.adapter for request in live)
-        if self._credited:
-            self.credits.update_types(counts)
+        self.credits.update_types(counts)
         if not live:
             return BatchingChoice(self._merged, frozenset())
         oldest = live[: self.max_batch]
         legal = {request.adapter for request in live if request.is_legal}
-        starving = self.credits.starving(self._on_turn) if self._credited and len(counts) > 1 else ()
+        starving = self.credits.starving(self._on_turn) if len(counts) > 1 else ()
         candidate: AdapterDigest | None = None
         if starving:
             merged, batch = self._starving_turn(live, starving, legal)
@@ -273,18 +238,17 @@ class DLora(BatchingMode):
             # A merged adapter without live requests counts as unmerged, so that another one can be merged without an
             # unmerged iteration in between, unless unmerged iterations are due to be measured.
             state = self._state if counts[self._state] else None
-            is_trial = self._tuned and state is None and self.times.lora_steps_due > 0
+            is_trial = state is None and self.times.lora_steps_due > 0
             merged, batch, candidate = self._decide(live, self._solvent(legal, oldest), state, is_trial=is_trial)
         is_first = merged != self._merged
-        if self._tuned and (is_first or not starving):
+        if is_first or not starving:
             is_first = self.thresholds.start_iteration(merged, candidate) or is_first
-        logged = self._tuned and candidate is not None
         self._pending = _Pending(
             merged,
             frozenset(starving),
             self._gains(batch, oldest, merged, serves_starving=bool(starving)),
-            self._iteration(counts[candidate], oldest) if logged else None,
-            is_first or (bool(starving) and self._backfill),
+            self._iteration(counts[candidate], oldest) if candidate is not None else None,
+            is_first or bool(starving),
         )
         return allow(batch, live, merged)
 
@@ -297,12 +261,11 @@ class DLora(BatchingMode):
         assert self._pending is not None
         # Set here, not in ``choose``, since a plan without sequences switches nothing.
         self._merged = self._pending.merged
-        self._on_turn = self._merged if self._backfill and self._pending.starving else None
+        self._on_turn = self._merged if self._pending.starving else None
         if not self._pending.starving:
             self._state = self._merged
         is_trial, has_measured = self.times.lora_steps_due > 0, self.times.has_measured(len(work.rows))
-        if not work.is_assisted:
-            self.times.note(steps, work, step_s)
+        self.times.note(steps, work, step_s)
         has_learned = not has_measured and self.times.has_measured(len(work.rows))
         if has_learned or (is_trial and not self.times.lora_steps_due):
             self.thresholds.recalibrate()
@@ -333,7 +296,7 @@ class DLora(BatchingMode):
         *,
         serves_starving: bool,
     ) -> dict[AdapterType, int]:
-        if not self._credited or not (serves_starving or merged is not None):
+        if not (serves_starving or merged is not None):
             return {}
         return credit_transfers(batch, oldest) or (self.credits.repayments(batch) if serves_starving else {})
 
@@ -353,12 +316,11 @@ class DLora(BatchingMode):
         self, live: Sequence[LiveRequest], starving: Collection[AdapterType], legal: Collection[AdapterType]
     ) -> tuple[AdapterDigest | None, Sequence[LiveRequest]]:
         """Return the adapter to merge for a turn of starving types, and the requests that run in it."""
-        if self._backfill and (turn := self._merged_turn(live[: self.max_batch], starving, legal)) is not None:
+        if (turn := self._merged_turn(live[: self.max_batch], starving, legal)) is not None:
             return turn, requests_of(turn, live)[: self.max_batch]
         batch = [request for request in live if request.adapter in starving][: self.max_batch]
-        if self._backfill:
-            others = [request for request in live[: self.max_batch] if request.adapter not in starving]
-            batch += others[: self.max_batch - len(batch)]
+        others = [request for request in live[: self.max_batch] if request.adapter not in starving]
+        batch += others[: self.max_batch - len(batch)]
         is_merged = all(request.adapter == self._merged for request in batch)
         return (self._merged if is_merged else None), batch
 
@@ -383,8 +345,6 @@ class DLora(BatchingMode):
 
     def _solvent(self, types: Collection[AdapterType], oldest: Sequence[LiveRequest]) -> Collection[AdapterType]:
         """Return the types with enough credits for the requests that one merged iteration of theirs passes over."""
-        if not self._credited:
-            return types
         counts = Counter(request.adapter for request in oldest)
         return {each for each in types if self.credits[each] >= len(oldest) - counts[each]}
 
