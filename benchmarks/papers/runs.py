@@ -26,6 +26,7 @@ from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.bench.workload import WorkloadRequest, read_any
+from lorikeet.cluster.routing.base import PerformanceModel
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.request import Slo
@@ -146,8 +147,19 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     settle: bool = False
 
 
-def run_engine(preset: str, engine: Engine, work: MemoryWork) -> Figures:
+def run_engine(
+    preset: str,
+    engine: Engine,
+    work: MemoryWork,
+    also: Callable[[Sequence[RequestRecord]], Figures] = lambda exchanges: {},
+) -> Figures:
     """Run a workload on a fresh modelled engine whose adapters lie on the host, and return its figures.
+
+    Args:
+        preset: of the engine.
+        engine: its setting.
+        work: the workload.
+        also: returns further figures.
 
     Raises:
         RuntimeError: a request got no whole answer.
@@ -171,7 +183,8 @@ def run_engine(preset: str, engine: Engine, work: MemoryWork) -> Figures:
         predictor=make_predictor(engine.predictor, work.requests, work.seed) if engine.predictor else None,
     )
     figures = preset_figures(preset, done)
-    return figures | latencies(preset, done.run.exchanges) | msgspec.to_builtins(done.engine.modes)
+    figures |= latencies(preset, done.run.exchanges) | msgspec.to_builtins(done.engine.modes)
+    return figures | also(done.run.exchanges)
 
 
 def latencies(preset: str, exchanges: Sequence[RequestRecord], limits_s: Sequence[float] = ()) -> Figures:
@@ -211,7 +224,10 @@ def work_of(requests: Sequence[WorkloadRequest], names: Sequence[str], seed: int
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """Where presets run, as for one engine; requests that arrive before ``since_s`` do not count."""
+    """Where presets run, as for one engine; requests that arrive before ``since_s`` do not count.
+
+    ``step_models`` are TOPPINGS', see ``ClusterOptions``.
+    """
 
     profile: CostProfile
     replicas: int
@@ -222,6 +238,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     max_num_seqs: int = 256
     since_s: float = 0.0
+    step_models: tuple[PerformanceModel, PerformanceModel] | None = None
 
 
 def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadRequest], seed: int) -> Figures:
@@ -239,7 +256,7 @@ def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadReques
         link_bytes_per_s=setting.link_bytes_per_s,
     )
     refs: dict[str, AdapterRef] = {ref.name: ref for ref in setting.adapters}
-    choice = ClusterChoice(setting.replicas, seed, setting.slo)
+    choice = ClusterChoice(setting.replicas, seed, setting.slo, step_models=setting.step_models)
     made = simulate_cluster(Settings(engine=engine), setting.profile, requests, refs, Prompts(seed), choice)
     assert made.cluster is not None
     counted = [each for each in made.run.exchanges if each.error is not None or each.due_s >= setting.since_s]

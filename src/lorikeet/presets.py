@@ -118,6 +118,9 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         evict_to: share of the device that stays in use when the swapper evicts from a full device.
         admission: which of the waiting requests is tried next.
         max_step_adapters: most adapters in one step; 0 for no limit.
+        prefill_apart: whether prompts are computed in steps of their own, while decodes wait; else beside decodes.
+        decodes_between_prefills: while sequences run, requests are admitted only after so many decode steps since the
+            last prefill.
         preempted_kv: what happens to the KV of a preempted sequence.
         batching_mode: which requests run together, and whether their adapter is merged into the base weights.
         merge_by: how the merged adapter is changed.
@@ -149,6 +152,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evict_to: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
     admission: str = "fifo"
     max_step_adapters: Count = 0
+    prefill_apart: bool = False
+    decodes_between_prefills: Count = 0
     preempted_kv: PreemptedKv = PreemptedKv.CHEAPER
     batching_mode: str = "unmerged"
     merge_by: MergeBy = MergeBy.DELTA
@@ -171,6 +176,7 @@ _CHAMELEON = Preset(
     eviction="chameleon",
     prefetch="queue",
     admission="chameleon",
+    prefill_apart=True,
     cold_start=ColdStart.BLOCK,
 )
 _DLORA = Preset(
@@ -199,11 +205,14 @@ def _but(preset: Preset, **options: Any) -> Preset:
     return msgspec.structs.replace(preset, **options)
 
 
-_CACHE_ALONE = _but(_CHAMELEON, admission="fifo")
+_CACHE_ALONE = _but(_CHAMELEON, admission="s-lora", decodes_between_prefills=10)
 _NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
 _S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
-_TOPPINGS = _but(_ON_DEMAND, cold_start=ColdStart.ASSIST, routing="toppings")
-_LORASERVE = _but(_S_LORA, kernel_form=KernelForm.PADDED, placement="loraserve", routing="table")
+# TOPPINGS and two of its baselines are built on LightLLM, which computes prompts in steps of their own, and admits
+# requests only after up to ten decode steps (`max_wait_tokens` of its router).
+_ON_LIGHTLLM = _but(_ON_DEMAND, prefill_apart=True, decodes_between_prefills=10)
+_TOPPINGS = _but(_ON_LIGHTLLM, cold_start=ColdStart.ASSIST, routing="toppings")
+_LORASERVE = _but(_ON_DEMAND, prefetch="queue", placement="loraserve", routing="table")
 _REPLICATED = _but(_LORASERVE, placement="everywhere", pool_prefetch=True)
 _UNMANAGED: dict[str, Any] = {
     "placement": "everywhere",
@@ -232,6 +241,9 @@ PRESETS: dict[str, Preset] = {
     "lorikeet:priority": _but(_PLAIN, admission="priority"),
     # Requests by the deadline of their first token.
     "lorikeet:deadline": _but(_PLAIN, admission="deadline"),
+    # Small requests first, by a multi-level queue with token quotas: Chameleon's, changed where memory stays empty or
+    # large requests starve. Mean TTFT falls, P99 may rise: docs/decisions/chameleon-queues.md.
+    "lorikeet:size-aware": _but(_PLAIN, admission="size-aware"),
     # Routing to the replica that has most of the prompt's KV; another name of lorikeet:plain.
     "lorikeet:kv-affinity": _PLAIN,
     # Routing to replicas that have the adapter loaded.
@@ -268,10 +280,9 @@ PRESETS: dict[str, Preset] = {
     # vLLM: a fixed number of adapter slots, the rest of the memory for KV.
     "vllm-static": _VLLM,
     "vllm-static:discard": _but(_VLLM, host_kv=False),
-    # Chameleon: an adapter cache, and a multi-level queue by request size; then its ablations and baselines.
+    # Chameleon as printed: an adapter cache, and a multi-level queue by request size; then its ablations, and S-LoRA
+    # with its own batching, on which the paper builds.
     "chameleon": _CHAMELEON,
-    "chameleon:literal": _but(_CHAMELEON, admission="chameleon:literal"),
-    "chameleon:lazy": _but(_CHAMELEON, admission="chameleon:lazy"),
     "chameleon:output-only": _but(_CHAMELEON, admission="chameleon:output-only"),
     "chameleon:no-cache": _but(_CHAMELEON, **_NO_CACHE),
     "chameleon:no-scheduler": _CACHE_ALONE,
@@ -306,21 +317,41 @@ PRESETS: dict[str, Preset] = {
         comigration=False,
     ),
     "dlora:s-lora": _but(_DLORA, **_UNMANAGED, batching_mode="unmerged", kernel_form=KernelForm.UNPADDED),
-    # TOPPINGS: host cores assist prefills while their adapter is loaded; then its variants and baselines.
+    # TOPPINGS as printed: host cores compute LoRA of a prefill on layers whose weights have not arrived, BGMV computes
+    # the rest, and an adapter stays while a request uses it. Requests go where Algorithm 1 says. The paper leaves open
+    # what an empty queue costs: here what the sum of equation 2 gives for no requests.
     "toppings": _TOPPINGS,
-    "toppings:auto": _but(_TOPPINGS, cold_start=ColdStart.AUTO),
+    # As toppings, by the other reading of equation 2: an empty queue costs nothing.
+    "toppings:empty-free": _but(_TOPPINGS, routing="toppings:empty-free"),
+    # The adapter arrives as one group (M = 1 in sections 4.1 and 7.3).
     "toppings:one-group": _but(_TOPPINGS, layer_groups=LayerGroups.ONE),
-    "toppings:patient": _but(_TOPPINGS, host_layers=HostLayers.PATIENT),
+    # Which layers the host computes is planned, instead of what has not arrived (section 4.1).
     "toppings:static": _but(_TOPPINGS, host_layers=HostLayers.STATIC),
+    # Each host core gets four times as many tokens (section 7.2, S3).
     "toppings:fewer-cores": _but(_TOPPINGS, host_chunk=4),
+    # The schedulers of section 7.4, on TOPPINGS' servers: dLoRA's, first fit, random.
     "toppings:dlora": _but(_TOPPINGS, routing="dlora", comigration=True),
     "toppings:first-fit": _but(_TOPPINGS, routing="first-fit"),
     "toppings:random": _but(_TOPPINGS, routing="random"),
-    "toppings:empty-free": _but(_TOPPINGS, routing="toppings:empty-free"),
-    "toppings:on-demand": _ON_DEMAND,
-    "toppings:strawman": _but(_ON_DEMAND, cold_start=ColdStart.WAIT),
-    "toppings:s-lora": _but(_ON_DEMAND, kernel_form=KernelForm.UNPADDED),
-    "cached": _but(_ON_DEMAND, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
+    # All requests wait while an adapter is loaded for a prefill, as in section 2.3.
+    "toppings:on-demand": _ON_LIGHTLLM,
+    # Decodes go on while it is loaded, and its prefill begins then (section 4, "strawman").
+    "toppings:strawman": _but(_ON_LIGHTLLM, cold_start=ColdStart.WAIT),
+    # S-LoRA as TOPPINGS has it: on demand, with MBGMV.
+    "toppings:s-lora": _but(_ON_LIGHTLLM, kernel_form=KernelForm.UNPADDED),
+    # All adapters are on the device (section 7.1).
+    "cached": _but(_ON_LIGHTLLM, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
+    # TOPPINGS' servers, but the host assists only if the first token comes sooner with it than after a whole load, and
+    # prompts run beside decodes. Wins where links are fast, prompts long, or cores few.
+    "lorikeet:assist": _but(_TOPPINGS, cold_start=ColdStart.AUTO, prefill_apart=False, decodes_between_prefills=0),
+    # The same with a host that waits for a layer which arrives before it would be done.
+    "lorikeet:assist-patient": _but(
+        _TOPPINGS,
+        cold_start=ColdStart.AUTO,
+        host_layers=HostLayers.PATIENT,
+        prefill_apart=False,
+        decodes_between_prefills=0,
+    ),
     # LoRAServe as printed: placement of adapters on replicas by rank and demand; then a variant and its baselines.
     "loraserve": _LORASERVE,
     "loraserve:prefetch": _but(_LORASERVE, pool_prefetch=True),

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from structlog.testing import capture_logs
 
 from lorikeet.cluster.build import (
     ClusterOptions,
@@ -12,14 +11,13 @@ from lorikeet.cluster.build import (
     loads_that_fit,
     performance_models,
 )
-from lorikeet.cluster.open import note_profile
 from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
 from lorikeet.cluster.placement.burst import BurstTolerance
 from lorikeet.cluster.placement.loraserve import LoRAServe
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.dlora import PendingTime
 from lorikeet.cluster.routing.toppings import Toppings
-from lorikeet.config import ConfigError, EngineSettings, ExecutorKind
+from lorikeet.config import ConfigError
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 from lorikeet.costs.catalog import load_profile
@@ -264,18 +262,3 @@ def test_a_target_of_zero_is_none() -> None:
     assert ClusterOptions().slo == Slo()
     assert ClusterOptions(ttft_s=0.5).slo == Slo(ttft_s=0.5)
     assert ClusterOptions(ttft_s=10.0, e2e_s=60.0).slo == Slo(ttft_s=10.0, e2e_s=60.0)
-
-
-@pytest.mark.parametrize(
-    ("profile", "engine", "warns"),
-    [
-        ("a40-llama-2-7b", EngineSettings(device="cpu"), True),
-        ("a40-llama-2-7b", EngineSettings(device="cuda"), False),
-        ("a40-llama-2-7b", EngineSettings(executor=ExecutorKind.PACED), False),
-    ],
-)
-def test_another_devices_profile_is_not_taken_silently(profile: str, engine: EngineSettings, warns: bool) -> None:
-    with capture_logs() as logs:
-        note_profile(load_profile(profile), engine)
-    assert logs[0]["device"] == load_profile(profile).device
-    assert [entry["log_level"] for entry in logs[1:]] == ["warning"] * warns

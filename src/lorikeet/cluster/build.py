@@ -45,6 +45,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
         link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``); 0 for the profile's.
         prompt_tokens, output_tokens: of a mean request.
         tokens_per_s: operating points by rank; empty for the profile's.
+        step_models: TOPPINGS' PrePerf and DecPerf; None to fit them to the profile's steps.
     """
 
     seed: int = 0
@@ -57,6 +58,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = PROMPT_TOKENS
     output_tokens: int = OUTPUT_TOKENS
     tokens_per_s: dict[int, float] = {}
+    step_models: tuple[PerformanceModel, PerformanceModel] | None = None
 
     @property
     def slo(self) -> Slo:
@@ -245,11 +247,15 @@ def _fit(profile: CostProfile, form: KernelForm, sequence: Callable[[int, int], 
 
 
 def _for_toppings(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
-    known = _needed(profile, "routing toppings needs a profile with the cost of steps")
-    try:
-        prefill, decode = performance_models(known, preset.kernel_form, options.prompt_tokens, options.output_tokens)
-    except ValueError as error:
-        raise ConfigError(f"routing toppings: {error}") from error
+    lengths = options.prompt_tokens, options.output_tokens
+    if options.step_models is None:
+        known = _needed(profile, "routing toppings needs a profile with the cost of steps")
+        try:
+            prefill, decode = performance_models(known, preset.kernel_form, *lengths)
+        except ValueError as error:
+            raise ConfigError(f"routing toppings: {error}") from error
+    else:
+        prefill, decode = options.step_models
     return RoutingOptions(options.seed, prefill, decode, slo_s=options.tpot_s or inf)
 
 

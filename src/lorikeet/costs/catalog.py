@@ -11,7 +11,16 @@ import numpy as np
 from lorikeet import __version__
 from lorikeet.core.geometry import ModuleShape
 from lorikeet.core.suggestions import unknown_name
-from lorikeet.costs.devices import DEVICE_MEMORY_SHARE, DEVICES, MODELS, Device, Model
+from lorikeet.costs.devices import (
+    COPY_S,
+    DEVICE_MEMORY_SHARE,
+    DEVICES,
+    DRIVE_S,
+    DRIVE_SHARE,
+    MODELS,
+    Device,
+    Model,
+)
 from lorikeet.costs.operators import (
     EMBEDDING,
     OPERATORS_OF_A_LAYER,
@@ -170,10 +179,14 @@ def _prefill_s(step: StepCosts) -> Callable[[int], float]:
 
 def _transfers(device: Device, tensor_parallel: int) -> Transfers:
     host = _link(
+        COPY_S,
         device.host_bytes_per_s * tensor_parallel,
+        device.host_share,
         "16 lanes of PCI Express by data sheet, every rank its part",
     )
-    source = _link(device.drive_bytes_per_s, "an NVMe drive on four lanes of PCI Express, at their limit")
+    source = _link(
+        DRIVE_S, device.drive_bytes_per_s, DRIVE_SHARE, "an NVMe drive on four lanes of PCI Express by data sheet"
+    )
     return Transfers(source_to_device=source, source_to_host=source, host_to_device=host, device_to_host=host)
 
 
@@ -196,8 +209,12 @@ def _switching(device: Device, model: Model, tensor_parallel: int, shares: Roofl
     )
 
 
-def _link(bytes_per_s: float, source: str) -> Link:
-    return Link(Constant(0.0, "s", source=_NOT_MODELLED), Constant(bytes_per_s, "bytes/s", source=source))
+def _link(fixed: Constant, bytes_per_s: float, share: Constant, source: str) -> Link:
+    """Return a link that reaches a share of its data sheet."""
+    reached = Constant(
+        bytes_per_s * share.value, "bytes/s", source=f"{source}; {share.value:.1%} of it: {share.source}"
+    )
+    return Link(fixed, reached)
 
 
 def _kernel_efficiency(device: Device, shares: RooflineShares) -> dict[str, Constant]:

@@ -35,6 +35,7 @@ class PlanBuilder:
         assisted: the same for prefills that host cores assist.
         preempted: whether a sequence was preempted for lack of blocks.
         adapters_without_slot: adapters for which there is no slot in this step; their requests are not tried again.
+        decodes: decodes that run only if the step has no prefill (:meth:`set_decodes_aside`).
     """
 
     budget_tokens: int
@@ -42,6 +43,7 @@ class PlanBuilder:
     assisted: dict[Sequence, int] = field(default_factory=dict)
     preempted: bool = False
     adapters_without_slot: set[AdapterDigest | None] = field(default_factory=set)
+    decodes: dict[Sequence, int] = field(default_factory=dict)
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence with as many of its remaining tokens as the budget allows."""
@@ -53,6 +55,18 @@ class PlanBuilder:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, and return its tokens to the budget."""
         self.budget_tokens += self.tokens.pop(sequence, 0) + self.assisted.pop(sequence, 0)
+        self.decodes.pop(sequence, None)
+
+    def set_decodes_aside(self) -> None:
+        """Keep the sequences so far out of the step unless it gets no prefill."""
+        self.budget_tokens += sum(self.tokens.values())
+        self.decodes.update(self.tokens)
+        self.tokens.clear()
+
+    def run_decodes_without_prefill(self) -> None:
+        """Fill a step that has no prefill with the decodes that were set aside."""
+        if not (self.tokens or self.assisted):
+            self.tokens.update(self.decodes)
 
     def lacks_slot(self, digest: AdapterDigest | None, running: Iterable[Sequence], most: int) -> bool:
         """Whether one more adapter beside those of the running sequences would exceed ``most``; 0 is no limit."""

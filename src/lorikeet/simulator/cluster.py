@@ -36,7 +36,7 @@ from lorikeet.cluster.migration.review import CoMigration, observe
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.demand import EARLY_PLACEMENTS
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
-from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.base import PerformanceModel, Router
 from lorikeet.cluster.routing.fleet import replica_gauges
 from lorikeet.cluster.routing.request import RoutingRequest, routing_request
 from lorikeet.cluster.tables import RoutingTable
@@ -75,6 +75,7 @@ class ClusterChoice(NamedTuple):
         seed: of the random draws of policies.
         slo: that policies should meet.
         fetch, provisioned: see ``CopyCosts`` and ``ClusterSetup``.
+        step_models: see ``ClusterOptions``.
     """
 
     replicas: int
@@ -82,6 +83,7 @@ class ClusterChoice(NamedTuple):
     slo: Slo = Slo()
     fetch: FetchForm = FetchForm.PIPELINED
     provisioned: bool = True
+    step_models: tuple[PerformanceModel, PerformanceModel] | None = None
 
 
 @rare_gc()
@@ -181,6 +183,7 @@ def _options(
         link_bytes_per_s=settings.engine.link_bytes_per_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
+        step_models=choice.step_models,
     )
     lengths = prompt_tokens, output_tokens
     if (

@@ -14,6 +14,7 @@ from lorikeet.core.clock import VirtualClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Tier, Token, Transfer, TransferDone
+from lorikeet.costs.applies import check_model
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.cold_prefill import ColdAdapter, assist_costs, layer_arrivals_s, prefill_s
 from lorikeet.costs.iterations import iteration_costs
@@ -344,15 +345,14 @@ def build_paced_executor(
 
     Raises:
         ConfigError: no profile is named, or a setting does not fit it.
-        ProfileError: there is no such profile.
+        ProfileError: there is no such profile, or it is of another model.
         ValueError: the model's config cannot be read.
     """
     if not settings.engine.profile:
         raise ConfigError("engine.profile: a paced executor needs the name or file of a profile")
     profile = load_profile(settings.engine.profile)
     geometry = read_model_config(Path(settings.model.model)).geometry(profile.geometry.dtype_bytes)
-    if geometry != profile.geometry:
-        raise ConfigError(f"profile {profile.name} is of {profile.model}, but {settings.model.model} has other sizes")
+    check_model(profile, geometry, settings.model.model)
     if settings.model.max_model_len > profile.max_model_len:
         raise ConfigError(
             f"max_model_len: {settings.model.max_model_len} is more than the {profile.max_model_len} of "
