@@ -8,7 +8,15 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.costs.catalog import compose_profile, load_profile, profile_names, token_curve
 from lorikeet.costs.devices import DEVICES, MODELS, Device
 from lorikeet.costs.model import CostModel, StepWork
-from lorikeet.costs.operators import LIMITS, all_reduce, gemm_s, measured_shares, operator_medians
+from lorikeet.costs.operators import (
+    LIMITS,
+    OPERATORS_OF_A_LAYER,
+    all_reduce,
+    gemm_s,
+    measured_shares,
+    operator_medians,
+    operator_ratio,
+)
 from lorikeet.costs.profile import Constant, Curve, ProfileError
 from lorikeet.costs.published_lora import LoraPaper
 
@@ -65,6 +73,16 @@ def test_a_product_takes_the_larger_of_its_bytes_and_operations() -> None:
     a100, square = DEVICES["a100-80"], ModuleShape(4096, 4096)
     assert gemm_s(a100, square, 1, LIMITS) == pytest.approx(2 * (4096**2 + 8192) / 2039e9)
     assert gemm_s(a100, square, 4096, LIMITS) == pytest.approx(2 * 4096**3 / 312e12)
+
+
+def test_a_model_without_tables_is_scaled_from_one_that_has_some() -> None:
+    h100, model = DEVICES["h100"], MODELS["llama-2-34b"]
+    ratio = {name: operator_ratio(h100, model, 4, name, 1) for name in OPERATORS_OF_A_LAYER}
+    assert ratio["attn_pre_proj"] == ratio["attn_post_proj"] == ratio["attn_rope"] == ratio["add"] == 1
+    assert ratio["mlp_up_proj"] == pytest.approx(22016 / 28672, rel=1e-3)
+    assert ratio["mlp_act"] == pytest.approx(22016 / 28672)
+    with_tables, scaled = (dict(token_curve(h100, each, 4).points)[64] for each in (SEVENTY_B, model))
+    assert 48 / 80 * 0.8 < scaled / with_tables < 48 / 80
 
 
 @pytest.mark.parametrize("name", ["a40", "a100-80", "h100"])

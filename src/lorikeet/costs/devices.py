@@ -77,6 +77,7 @@ class Model:
         geometry: of the whole model.
         vocabulary: number of token ids.
         max_model_len: longest sequence.
+        measured: name of the model whose measured tables it uses; its own name if it has tables.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Model:
     geometry: ModelGeometry
     vocabulary: int
     max_model_len: int
+    measured: str
 
     @property
     def hidden(self) -> int:
@@ -103,20 +105,53 @@ class Model:
         return (self.geometry.layers * layer + 2 * self.vocabulary * self.hidden) * self.geometry.dtype_bytes
 
 
-def _llama_2(name: str, full_name: str, layers: int, hidden: int, kv_heads: int, feed_forward: int) -> Model:
+def _llama(
+    name: str,
+    full_name: str,
+    layers: int,
+    hidden: int,
+    kv_heads: int,
+    feed_forward: int,
+    vocabulary: int = 32000,
+    max_model_len: int = 4096,
+    measured: str = "",
+) -> Model:
     kv = kv_heads * 128
     into, back = ModuleShape(hidden, feed_forward), ModuleShape(feed_forward, hidden)
     square, narrow = ModuleShape(hidden, hidden), ModuleShape(hidden, kv)
     modules = {"q": square, "k": narrow, "v": narrow, "o": square, "gate": into, "up": into, "down": back}
     geometry = ModelGeometry(layers=layers, kv_heads=kv_heads, head_dim=128, modules=modules, dtype_bytes=2)
-    return Model(name, full_name, geometry, vocabulary=32000, max_model_len=4096)
+    return Model(name, full_name, geometry, vocabulary, max_model_len, measured or name)
 
 
 MODELS = {
     model.name: model
     for model in (
-        _llama_2("llama-2-7b", "Llama-2-7B", layers=32, hidden=4096, kv_heads=32, feed_forward=11008),
-        _llama_2("llama-2-70b", "Llama-2-70B", layers=80, hidden=8192, kv_heads=8, feed_forward=28672),
+        _llama("llama-2-7b", "Llama-2-7B", layers=32, hidden=4096, kv_heads=32, feed_forward=11008),
+        _llama("llama-2-70b", "Llama-2-70B", layers=80, hidden=8192, kv_heads=8, feed_forward=28672),
+        _llama(
+            "llama-3-8b",
+            "Llama-3-8B",
+            layers=32,
+            hidden=4096,
+            kv_heads=8,
+            feed_forward=14336,
+            vocabulary=128256,
+            max_model_len=8192,
+            measured="llama-2-7b",
+        ),
+        _llama("llama-2-13b", "Llama-2-13B", 40, 5120, 40, 13824, measured="llama-2-7b"),
+        _llama("llama-30b", "LLaMA-30B", 60, 6656, 52, 17920, max_model_len=2048, measured="llama-2-7b"),
+        # Not published by name; Code Llama 34B has this shape.
+        _llama(
+            "llama-2-34b",
+            "Llama-2-34B",
+            layers=48,
+            hidden=8192,
+            kv_heads=8,
+            feed_forward=22016,
+            measured="llama-2-70b",
+        ),
     )
 }
 
