@@ -209,6 +209,7 @@ def latencies(preset: str, exchanges: Sequence[RequestRecord], limits_s: Sequenc
         **{f"ttft_p{percent}_s": float(np.percentile(ttft_s, percent)) for percent in (50, 95, 99)},
         "tpt_mean_s": float(tpt_s.mean()),
         "e2e_mean_s": float(latencies_s.mean()),
+        "e2e_p90_s": float(np.percentile(latencies_s, 90)),
         "latency_per_token_s": float(latencies_s.sum() / tokens.sum()),
         "within": [float((tpt_s <= limit_s).mean()) for limit_s in limits_s],
         "drained_s": max(each.ended_s for each in exchanges),

@@ -310,13 +310,21 @@ PRESETS: dict[str, Preset] = {
     "dlora:peft": _but(_DLORA, **_UNMANAGED, batching_mode="one-adapter", kernel_form=KernelForm.UNPADDED),
     "dlora:vllm-uniform": _but(
         _DLORA,
-        batching_mode="whole-models:turns",
+        batching_mode="whole-models:1-s",
         merge_by=MergeBy.MODEL,
         placement="random",
         routing="table",
         comigration=False,
     ),
-    "dlora:s-lora": _but(_DLORA, **_UNMANAGED, batching_mode="unmerged", kernel_form=KernelForm.UNPADDED),
+    "dlora:s-lora": _but(
+        _DLORA,
+        **_UNMANAGED,
+        batching_mode="unmerged",
+        kernel_form=KernelForm.UNPADDED,
+        admission="s-lora",
+        prefill_apart=True,
+        decodes_between_prefills=10,
+    ),
     # TOPPINGS as printed: host cores compute LoRA of a prefill on layers whose weights have not arrived, BGMV computes
     # the rest, and an adapter stays while a request uses it. Requests go where Algorithm 1 says. The paper leaves open
     # what an empty queue costs: here what the sum of equation 2 gives for no requests.
@@ -382,7 +390,10 @@ MERGING_MODES = frozenset(
         "merge-turns",
         "merged-only",
         "whole-models",
-        "whole-models:turns",
+        "whole-models:0-s",
+        "whole-models:0.1-s",
+        "whole-models:1-s",
+        "whole-models:10-s",
     }
 )
 """Batching modes that may merge an adapter into the base weights; ranks keep unmerged copies only for them."""

@@ -19,6 +19,9 @@ BATCHING: dict[str, BatchingPolicy] = {
     "merged-only": partial(OneAdapter, merged=True),
     "one-adapter": partial(OneAdapter, merged=False),
     "whole-models": partial(OneAdapter, merged=True, even_shares=True),
-    "whole-models:turns": partial(OneAdapter, merged=True, even_shares=True, turn_s=0.0),
+    **{
+        f"whole-models:{turn_s:g}-s": partial(OneAdapter, merged=True, even_shares=True, turn_s=turn_s)
+        for turn_s in (0.0, 0.1, 1.0, 10.0)
+    },
 }
 """The values of a preset's ``batching_mode``."""
