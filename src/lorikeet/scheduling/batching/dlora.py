@@ -34,12 +34,14 @@ class _Pending(NamedTuple):
         gains: credits by type.
         needed: credits that the merged adapter must have for the next iteration; empty if it need not have any.
         iteration: entry for the log of the tuning period; None if it does not count there.
+        is_provisional: whether the next choice may differ, since a period ended with this one.
     """
 
     merged: AdapterDigest | None
     gains: dict[AdapterType, int]
     needed: dict[AdapterType, int]
     iteration: Iteration | None
+    is_provisional: bool
 
 
 class DLora(BatchingMode):
@@ -83,9 +85,8 @@ class DLora(BatchingMode):
             batch = [request for request in live if request.adapter in starving][: self.max_batch]
             # Algorithm 3 does not say in which state they run. Only requests of the merged adapter can run merged.
             merged = self._merged if all(request.adapter == self._merged for request in batch) else None
-            if self._tuned:
-                self.thresholds.start_iteration(merged, None)
-            self._pending = _Pending(merged, credit_transfers(batch, oldest), {}, None)
+            is_first = self._tuned and self.thresholds.start_iteration(merged, None)
+            self._pending = _Pending(merged, credit_transfers(batch, oldest), {}, None, is_first)
             return allow(batch, live, merged)
         among_oldest = Counter(request.adapter for request in oldest)
         costs = {each: len(oldest) - among_oldest[each] for each in counts}
@@ -93,11 +94,10 @@ class DLora(BatchingMode):
         merged, chosen, candidate = decide(
             live, self._merged, legal, self.max_batch, self.thresholds.alpha, self.thresholds.beta
         )
-        if self._tuned:
-            self.thresholds.start_iteration(merged, candidate)
+        is_first = self._tuned and self.thresholds.start_iteration(merged, candidate)
         gains = {} if merged is None else credit_transfers(chosen, oldest)
         needed = {merged: costs[merged]} if gains else {}
-        self._pending = _Pending(merged, gains, needed, self._iteration(candidate, live))
+        self._pending = _Pending(merged, gains, needed, self._iteration(candidate, live), is_first)
         return allow(chosen, live, merged)
 
     def ran(self, steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:
@@ -120,6 +120,8 @@ class DLora(BatchingMode):
         """Return the steps until credits or the end of a period may change the choice."""
         if self._pending is None:
             return inf
+        if self._pending.is_provisional:
+            return 1
         steps = self.credits.iterations_until_review(self._pending.gains, self._pending.needed)
         return steps if self._pending.iteration is None else min(steps, self.thresholds.iterations_left)
 

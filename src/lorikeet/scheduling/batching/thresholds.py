@@ -94,16 +94,19 @@ class Thresholds:
         self._state: tuple[AdapterDigest | None, AdapterDigest | None] = (None, None)
         self._begin_period()
 
-    def start_iteration(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> None:
-        """End the period if the next iteration does not belong to it.
+    def start_iteration(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
+        """End the period if the next iteration does not belong to it; return whether a threshold may have moved.
 
         Args:
             merged: adapter that is merged for the iteration, None for none.
             candidate: adapter with the most requests, which is or would be merged.
         """
-        if (merged, candidate) != self._state:
-            self._end_period()
-            self._state = merged, candidate
+        if (merged, candidate) == self._state:
+            return False
+        has_period = self._iterations > 0
+        self._end_period()
+        self._state = merged, candidate
+        return has_period
 
     def note(self, iteration: Iteration, count: int) -> None:
         """Log identical iterations, no more than are left of the period."""
