@@ -34,7 +34,7 @@ class _Pending(NamedTuple):
         gains: credits by type.
         needed: credits that the merged adapter must have for the next iteration; empty if it need not have any.
         iteration: entry for the log of the tuning period; None if it does not count there.
-        is_provisional: whether the next choice may differ, since a period ended with this one.
+        is_provisional: whether the next choice may differ, since this one changes the state, or a period ended with it.
     """
 
     merged: AdapterDigest | None
@@ -85,7 +85,7 @@ class DLora(BatchingMode):
             batch = [request for request in live if request.adapter in starving][: self.max_batch]
             # Algorithm 3 does not say in which state they run. Only requests of the merged adapter can run merged.
             merged = self._merged if all(request.adapter == self._merged for request in batch) else None
-            is_first = self._tuned and self.thresholds.start_iteration(merged, None)
+            is_first = self._is_first(merged, None)
             self._pending = _Pending(merged, credit_transfers(batch, oldest), {}, None, is_first)
             return allow(batch, live, merged)
         among_oldest = Counter(request.adapter for request in oldest)
@@ -94,7 +94,7 @@ class DLora(BatchingMode):
         merged, chosen, candidate = decide(
             live, self._merged, legal, self.max_batch, self.thresholds.alpha, self.thresholds.beta
         )
-        is_first = self._tuned and self.thresholds.start_iteration(merged, candidate)
+        is_first = self._is_first(merged, candidate)
         gains = {} if merged is None else credit_transfers(chosen, oldest)
         needed = {merged: costs[merged]} if gains else {}
         self._pending = _Pending(merged, gains, needed, self._iteration(candidate, live), is_first)
@@ -124,6 +124,11 @@ class DLora(BatchingMode):
             return 1
         steps = self.credits.iterations_until_review(self._pending.gains, self._pending.needed)
         return steps if self._pending.iteration is None else min(steps, self.thresholds.iterations_left)
+
+    def _is_first(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
+        """Return whether an iteration is the first of its state, or of a period, which may have moved a threshold."""
+        has_ended = self._tuned and self.thresholds.start_iteration(merged, candidate)
+        return has_ended or merged != self._merged
 
     def _can_pay(self, adapter: AdapterType, costs: Mapping[AdapterType, int]) -> bool:
         return self.credits[adapter] >= costs[adapter]
