@@ -46,7 +46,7 @@ SKEWS = (1, 10, 100, 1000)
 """Functions that follow one another to the same adapter (7.1): from nearly even to one adapter with nearly all."""
 LOADS = (0.7, 1.0)
 """Shares of the rate at which dLoRA's average latency is the limit (7.3)."""
-BATCH, LARGE_BATCH = 16, 32
+BATCH, LARGE_BATCH = 8, 16
 """Most requests in a batch. It is not printed. A run costs as much time as it has requests, and the limit, ten
 iterations, makes that proportional to the batch; so most runs have the smaller one."""
 CREDITS = ("dlora:patience-64", "dlora:patience-16384", "dlora:no-credits", "dlora:no-tuning", "lorikeet:merge-turns")
@@ -77,8 +77,9 @@ WINDOW_LIMITS = 5
 MEAN_TOKENS, LONGEST, CONTEXT, CONVERSATIONS = (161, 338), (636.7, 163.9), 4096, 90_000
 """ShareGPT's prompts and answers: means (Kwon and others, 2023, Fig. 11), longest over mean (2.3), and about how many
 conversations it has. Longer requests are clipped at the model's context."""
-SHORT_POOL_BYTES = 8 * 10**9
-"""Of a replica in 7.4, where memory is short: room for about ``BATCH`` requests of mean length."""
+SHORT_POOL_BYTES = 3 * 10**9
+"""Of a replica in 7.4, where memory is short. The device's 64 GB hold 476 tokens for each of 256 requests (vLLM's largest
+batch), less than a mean request has in the end; 3 GB hold 715 for each of 8, and one request of 4,096."""
 FAST = Switching(Constant(0.0, "s"), Constant(0.0, "s/rank"), Constant(0.0, "s"))
 """Of models that are in memory together: to run another costs nothing."""
 
@@ -167,7 +168,7 @@ def find_rate(skew: int, batch: int) -> float:
     """Return the rate at which dLoRA's average latency per output token is about the limit."""
     limit_s = slo_s("7b", batch)
     holds = lambda rate: limit_s / serve(1.0, OURS, skew, rate, batch, SEEDS[0])["latency_per_token_s"]  # noqa: E731
-    return peak(holds, 3.0, 0.1)
+    return peak(holds, 2.0, 0.1)
 
 
 def serve(found: float, preset: str, skew: int, load: float, batch: int, seed: int) -> Figures:
@@ -283,9 +284,9 @@ ONE_SERVER = Measurement(
         "lengths": "ShareGPT: means 161 and 338 tokens, longest 636.7 and 163.9 times the mean, clipped at 4,096",
         "arrivals": "functions in gamma gaps (variation 4), mapped round robin in chunks of the skew",
         "load": "the rate of each skew at which dLoRA's average latency is the limit, by a search with the first seed",
-        "limit": "10 decode iterations of a full batch, by the profile: 0.16 s (16 requests); printed 0.5 s",
+        "limit": "10 decode iterations of a full batch, by the profile: 0.14 s; printed 0.5 s",
         "window": "5 times the latency that the limit allows a mean answer; arrivals then stop, all are answered",
-        "grid": f"skews {SKEWS}, loads {LOADS}, largest batch 16 (32 at one skew), five readings of the credits",
+        "grid": f"skews {SKEWS}, loads {LOADS}, largest batch 8 (16 at one skew), five readings of the credits",
         "seeds": "5, paired; 1 off the claims' cells",
     },
     {
@@ -363,7 +364,7 @@ def run_at(preset: str, model: str, rate: float, seed: int, adapters: int, scale
 def find_peak_rate(preset: str, model: str, seed: int) -> float:
     """Return the highest rate at which the average latency per output token keeps the limit."""
     limit_s, adapters = slo_s(model), ADAPTERS_PER_DEVICE * DEVICES
-    first = 6.0 if preset == OURS else 0.25
+    first = 4.0 if preset == OURS else 0.25
     return peak(lambda rate: limit_s / run_at(preset, model, rate, seed, adapters)["latency_per_token_s"], first, 0.2)
 
 
@@ -428,7 +429,7 @@ CLUSTERS = Measurement(
         "lengths": "as on one server",
         "arrivals": "as on one server, skew 10",
         "load": "searched to 20 %",
-        "limit": "10 decode iterations of a full batch: 0.16, 0.29, 0.48 s; printed 0.5 s",
+        "limit": "10 decode iterations of a full batch by the profiles: 0.14 to 0.46 s; printed 0.5 s",
         "window": "5 times the latency that the limit allows a mean answer, and at least 100 requests",
         "vLLM": "separate instances: of 7B four share a device by time, of 13B and 70B they swap after every iteration",
         "seeds": "3, paired; 1 for the slices",
@@ -518,7 +519,7 @@ def imbalance(seed: int) -> float:
             settle=True,
             max_num_seqs=BATCH,
         )
-        work = functions(3.0, 1, ADAPTERS_PER_DEVICE, 100 * seed + replica, window_s("7b") / 2)
+        work = functions(1.5, 1, ADAPTERS_PER_DEVICE, 100 * seed + replica, window_s("7b") / 2)
         waits.append(run_engine(PEFT, engine, work)["ttft_mean_s"])
     return max(waits) / min(waits)
 
@@ -527,12 +528,12 @@ BALANCING = Measurement(
     "Load balancing (7.4, 2.3)",
     {
         "model": "Llama-2-7B (7.4 names none), 16 adapters of rank 8",
-        "device": "4 A100 80 GB with 8 GB for adapters and KV each, so that memory is as short as with large batches",
+        "device": "4 A100 80 GB with 3 GB for adapters and KV each: as short for 8 requests as the whole memory for 256",
         "lengths": "as on one server, times 1, 2 and 4",
         "arrivals": "as on one server, skew 10",
         "load": "0.9 of dLoRA's highest rate; divided by the factor on the lengths",
         "queueing delay": "time to the first token",
-        "imbalance (2.3)": "8 replicas, four adapters pinned to each, one at a time as PEFT serves, 3 requests/s each",
+        "imbalance (2.3)": "8 replicas, four adapters pinned to each, one at a time as PEFT serves, 1.5 requests/s each",
         "seeds": "5, paired; 1 for the lengths",
     },
     {
@@ -567,7 +568,7 @@ def adapter_mb(_: Sequence[Any]) -> float:
 
 ARITHMETIC = Measurement(
     "Statistics of the workload, and arithmetic",
-    {"lengths": "90,000 quantiles of log-normal distributions", "limit": "10 iterations of 16 requests on 70B"},
+    {"lengths": "90,000 quantiles of log-normal distributions", "limit": "10 iterations of 8 requests on 70B"},
     {
         "sharegpt-longest-input-over-mean": Figure((), longest_over_mean(0)),
         "sharegpt-longest-output-over-mean": Figure((), longest_over_mean(1)),
