@@ -78,8 +78,8 @@ MEAN_TOKENS, LONGEST, CONTEXT, CONVERSATIONS = (161, 338), (636.7, 163.9), 4096,
 """ShareGPT's prompts and answers: means (Kwon and others, 2023, Fig. 11), longest over mean (2.3), and about how many
 conversations it has. Longer requests are clipped at the model's context."""
 SHORT_POOL_BYTES = 3 * 10**9
-"""Of a replica in 7.4, where memory is short. The device's 64 GB hold 476 tokens for each of 256 requests (vLLM's largest
-batch), less than a mean request has in the end; 3 GB hold 715 for each of 8, and one request of 4,096."""
+"""Of a replica in 7.4, where memory is short. The device's 64 GB hold 476 tokens for each of 256 requests, the largest
+batch of vLLM: less than a mean request has in the end. 3 GB hold 715 for each of 8, and one request of 4,096."""
 FAST = Switching(Constant(0.0, "s"), Constant(0.0, "s/rank"), Constant(0.0, "s"))
 """Of models that are in memory together: to run another costs nothing."""
 
@@ -528,12 +528,13 @@ BALANCING = Measurement(
     "Load balancing (7.4, 2.3)",
     {
         "model": "Llama-2-7B (7.4 names none), 16 adapters of rank 8",
-        "device": "4 A100 80 GB with 3 GB for adapters and KV each: as short for 8 requests as the whole memory for 256",
+        "device": "4 A100 80 GB",
+        "memory": "3 GB each for adapters and KV: about as short for 8 requests as all of it for 256",
         "lengths": "as on one server, times 1, 2 and 4",
         "arrivals": "as on one server, skew 10",
         "load": "0.9 of dLoRA's highest rate; divided by the factor on the lengths",
         "queueing delay": "time to the first token",
-        "imbalance (2.3)": "8 replicas, four adapters pinned to each, one at a time as PEFT serves, 1.5 requests/s each",
+        "imbalance (2.3)": "8 replicas, 1.5 requests/s each, four adapters pinned to each, served as PEFT does",
         "seeds": "5, paired; 1 for the lengths",
     },
     {
