@@ -34,8 +34,8 @@ PERIOD_S = 10.0
 # --- the setting -------------------------------------------------------------------------------------
 
 PROFILE = "a100-40x4-llama-2-7b"
-"""Prefills by the paper's Figs. 3 to 5, decodes by TOPPINGS' Fig. 6, since the paper prints none: with these, four servers
-bear about the printed 32 requests/s. By the roofline alone (``@loraserve``) decodes would be nearly free."""
+"""Prefills by the paper's Figs. 3 to 5, decodes by TOPPINGS' Fig. 6, since the paper prints none. So four servers bear
+about the printed 32 requests/s. By the roofline alone (``@loraserve``) decodes would be nearly free."""
 MODELS = {
     "7B, 2 devices": ("a100-40x2-llama-2-7b", 0.6),
     "7B, 8 devices": ("a100-40x8-llama-2-7b", 1.3),
