@@ -287,7 +287,7 @@ ONE_SERVER = Measurement(
         "lengths": "ShareGPT: means 161 and 338 tokens, longest 636.7 and 163.9 times the mean, clipped at 4,096",
         "arrivals": "functions in gamma gaps (variation 4), mapped round robin in chunks of the skew",
         "load": "the rate of each skew at which dLoRA's average latency is the limit, by a search with the first seed",
-        "limit": "10 decode iterations of a full batch, by the profile: 0.19 s (32 requests), 0.14 s (8); printed 0.5 s",
+        "limit": "10 decode iterations of a full batch by the profile: 0.19 s (32), 0.14 s (8); printed 0.5 s",
         "window": "5 times the latency that the limit allows a mean answer; arrivals then stop, all are answered",
         "grid": f"skews {SKEWS}, loads {LOADS}, largest batch 32 and 8, five readings of the credits",
         "seeds": "5, paired; 1 at 0.7 of the limit's rate and for other readings",
