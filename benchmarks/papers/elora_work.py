@@ -387,7 +387,7 @@ def run_case(preset: str, case: Case) -> dict[str, Any]:
         block_size=BLOCK_TOKENS,
     )
     rig = modelled_rig(profile, work, options)
-    with warm_replica(rig, setting.settings(preset), work) as ((engine, _, _), clock, coalesced):
+    with warm_replica(rig, setting.settings(preset), work) as ((engine, *_), clock, coalesced):
         prompts = work.prompts_of(rig.vocabulary)
         old = [msgspec.structs.replace(each, arrival_s=0.0) for each in load.old]
         watch = Watch(engine, clock)

@@ -203,12 +203,15 @@ def latencies(preset: str, exchanges: Sequence[RequestRecord], limits_s: Sequenc
     ttft_s = np.array([each.token_times_s[0] - each.due_s for each in exchanges])
     tokens = np.array([each.output_tokens for each in exchanges])
     tpt_s = latencies_s / tokens
+    later = tokens > 1
     return {
         "ttft_s": [round(float(each), 4) for each in ttft_s],
         "ttft_mean_s": float(ttft_s.mean()),
         **{f"ttft_p{percent}_s": float(np.percentile(ttft_s, percent)) for percent in (50, 95, 99)},
         "tpt_mean_s": float(tpt_s.mean()),
         "e2e_mean_s": float(latencies_s.mean()),
+        "tbt_mean_s": float(((latencies_s - ttft_s)[later] / (tokens[later] - 1)).mean()) if later.any() else 0.0,
+        "e2e_p90_s": float(np.percentile(latencies_s, 90)),
         "latency_per_token_s": float(latencies_s.sum() / tokens.sum()),
         "within": [float((tpt_s <= limit_s).mean()) for limit_s in limits_s],
         "drained_s": max(each.ended_s for each in exchanges),

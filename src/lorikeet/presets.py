@@ -87,6 +87,17 @@ class HostLayers(StrEnum):
     """On the layers of the first group; for the others the prefill waits."""
 
 
+class MigrationProblem(StrEnum):
+    """Which problem is solved to move requests and adapters between replicas (dLoRA, section 5.2)."""
+
+    RELAXED = "relaxed"
+    """Requests may be split until the end, and memory that is short costs time for swapping."""
+    FULL = "full"
+    """The integer program: whole requests, each in the memory of a device or a host."""
+    PRINTED_FACTOR = "printed-factor"
+    """As ``relaxed``, with the printed migration factor, which does not tell staying from moving."""
+
+
 class PreemptedKv(StrEnum):
     """What happens to the KV of a preempted sequence."""
 
@@ -136,6 +147,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         routing: which of the replicas placed for its adapter gets a request.
         pool_prefetch: whether replicas fetch newly placed adapters immediately; else with the first request.
         comigration: whether requests and their adapters move together from busy replicas to idle ones.
+        comigration_problem: which problem says what moves.
     """
 
     kernel_form: KernelForm = KernelForm.UNPADDED
@@ -168,6 +180,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     routing: str = "least-loaded"
     pool_prefetch: bool = False
     comigration: bool = False
+    comigration_problem: MigrationProblem = MigrationProblem.RELAXED
 
 
 def _but(preset: Preset, **options: Any) -> Preset:
@@ -269,6 +282,12 @@ PRESETS: dict[str, Preset] = {
     "lorikeet:random": _but(_AUTO, routing="random"),
     # ELORA's tree, pool and prefetch with LRU in place of its cost model, and adapters moved as one.
     "lorikeet:tree-lru": Preset(eviction="lru", prefetch="newest-first", swap_interval_s=0.1),
+    # LoRAServe, with replicas of one rank that share its adapters, the least work instead of a draw, and overflow to
+    # other ranks: shorter TTFT tails, for more copies of adapters (docs/decisions/loraserve-placement.md).
+    "lorikeet:rank-groups": _but(_LORASERVE, placement="rank-groups", routing="placed-work"),
+    # dLoRA, with merged turns for starving adapters, and thresholds and times learned while serving: lower latency
+    # below saturation, and on machines where LoRA costs several times the base model (docs/decisions/batching-mode.md).
+    "lorikeet:merge-turns": _but(_DLORA, batching_mode="merge-turns"),
     # ELORA as printed: KV and adapters in one tree, evicted and prefetched by its cost model, t in seconds, adapters as
     # chains of blocks. Then without the tree (flat tables), the swapper's model (LRU), Eq. 4, visits or recency; with
     # other policies in place of the model; and S-LoRA as the paper measures it.
@@ -303,11 +322,15 @@ PRESETS: dict[str, Preset] = {
     "chameleon:s-lora-code": _but(_S_LORA, decodes_between_prefills=10),
     "chameleon:sjf": _but(_S_LORA, admission="sjf"),
     "chameleon:sjf-aging": _but(_S_LORA, admission="sjf:aging"),
-    # dLoRA: merged and unmerged batches in turn, proactive placement, co-migration; then its ablations and baselines.
+    # dLoRA as printed: merged and unmerged batches, placement by burst tolerance, co-migration; then credits of other
+    # sizes, its ablations and its baselines.
     "dlora": _DLORA,
     "dlora:no-credits": _but(_DLORA, batching_mode="dlora:no-credits"),
     "dlora:no-tuning": _but(_DLORA, batching_mode="dlora:no-tuning"),
-    "dlora:alone": _but(_DLORA, batching_mode="dlora:alone"),
+    "dlora:patience-64": _but(_DLORA, batching_mode="dlora:patience-64"),
+    "dlora:patience-16384": _but(_DLORA, batching_mode="dlora:patience-16384"),
+    "dlora:full-ilp": _but(_DLORA, comigration_problem=MigrationProblem.FULL),
+    "dlora:printed-factor": _but(_DLORA, comigration_problem=MigrationProblem.PRINTED_FACTOR),
     "dlora:proactive": _but(_DLORA, comigration=False),
     "dlora:rr": _but(_DLORA, routing="round-robin", comigration=False),
     "merged-only": _but(_DLORA, batching_mode="merged-only"),
@@ -315,13 +338,21 @@ PRESETS: dict[str, Preset] = {
     "dlora:peft": _but(_DLORA, **_UNMANAGED, batching_mode="one-adapter", kernel_form=KernelForm.UNPADDED),
     "dlora:vllm-uniform": _but(
         _DLORA,
-        batching_mode="whole-models",
+        batching_mode="whole-models:1-s",
         merge_by=MergeBy.MODEL,
         placement="random",
         routing="table",
         comigration=False,
     ),
-    "dlora:s-lora": _but(_DLORA, **_UNMANAGED, batching_mode="unmerged", kernel_form=KernelForm.UNPADDED),
+    "dlora:s-lora": _but(
+        _DLORA,
+        **_UNMANAGED,
+        batching_mode="unmerged",
+        kernel_form=KernelForm.UNPADDED,
+        admission="s-lora",
+        prefill_apart=True,
+        decodes_between_prefills=10,
+    ),
     # TOPPINGS as printed: host cores compute LoRA of a prefill on layers whose weights have not arrived, BGMV computes
     # the rest, and an adapter stays while a request uses it. Requests go where Algorithm 1 says. The paper leaves open
     # what an empty queue costs: here what the sum of equation 2 gives for no requests.
@@ -356,10 +387,9 @@ PRESETS: dict[str, Preset] = {
         host_layers=HostLayers.PATIENT,
         prefill_apart=False,
     ),
-    # LoRAServe: placement of adapters on replicas by rank and demand; then its variants and baselines.
-    "loraserve": _but(_LORASERVE, routing="loraserve"),
-    "loraserve:literal": _but(_LORASERVE, placement="loraserve:literal"),
-    "loraserve:prefetch": _but(_LORASERVE, routing="loraserve", pool_prefetch=True),
+    # LoRAServe as printed: placement of adapters on replicas by rank and demand; then a variant and its baselines.
+    "loraserve": _LORASERVE,
+    "loraserve:prefetch": _but(_LORASERVE, pool_prefetch=True),
     "loraserve:random": _but(_LORASERVE, placement="random"),
     "loraserve:random-iid": _but(_LORASERVE, placement="random-iid"),
     "loraserve:contiguous": _but(_LORASERVE, placement="contiguous"),
@@ -375,10 +405,23 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Allowed values of the options that are not policies with tables."""
 
-_CLUSTER_OPTIONS = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration")
+_CLUSTER_OPTIONS = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration", "comigration_problem")
 
 MERGING_MODES = frozenset(
-    {"dlora", "dlora:no-credits", "dlora:no-tuning", "dlora:alone", "merged-only", "whole-models"}
+    {
+        "dlora",
+        "dlora:no-credits",
+        "dlora:no-tuning",
+        "dlora:patience-64",
+        "dlora:patience-16384",
+        "merge-turns",
+        "merged-only",
+        "whole-models",
+        "whole-models:0-s",
+        "whole-models:0.1-s",
+        "whole-models:1-s",
+        "whole-models:10-s",
+    }
 )
 """Batching modes that may merge an adapter into the base weights; ranks keep unmerged copies only for them."""
 

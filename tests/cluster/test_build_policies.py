@@ -50,7 +50,7 @@ def test_every_row_places_and_routes_with_a_published_profile(name: str, publish
     router.table = placement.place(DEMANDS_B, 0.0)
     assert router.table.shares.keys() == {demand.adapter for demand in DEMANDS_B}
     fleet = fleet_of(*REPLICAS)
-    may_leave = PRESETS[name].routing in ("loraserve", "dlora")  # when the named ones are busy
+    may_leave = PRESETS[name].routing in ("placed-work", "dlora")  # when the named ones are busy
     for demand in DEMANDS_B:
         adapter, named = demand.adapter, router.table.replicas(demand.adapter)
         if may_leave:
@@ -80,8 +80,7 @@ def test_rows_that_need_no_profile_do_without() -> None:
     assert {routing for routing, _ in built}.isdisjoint(by_costs)
     assert {placement for _, placement in built} == {"everywhere", "random", "random-iid", "contiguous"}
     assert all(
-        routing in by_costs or placement in ("loraserve", "loraserve:literal", "dlora")
-        for routing, placement in refused
+        routing in by_costs or placement in ("loraserve", "rank-groups", "dlora") for routing, placement in refused
     )
 
 
@@ -252,7 +251,7 @@ def test_without_a_profile_operating_points_may_come_with_the_options() -> None:
     assert build_placement(PRESETS["loraserve"], REPLICAS, None, OPTIONS).place(DEMANDS_B, 0.0).replicas(digest("8.0"))
 
 
-@pytest.mark.parametrize("name", ["loraserve", "loraserve:literal", "dlora"])
+@pytest.mark.parametrize("name", ["loraserve", "rank-groups", "dlora"])
 def test_a_placement_made_by_hand_says_what_it_lacks(name: str) -> None:
     with pytest.raises(ValueError, match="needs"):
         PLACEMENT[name](REPLICAS, PlacementOptions())

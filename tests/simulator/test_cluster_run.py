@@ -237,7 +237,7 @@ def test_fetched_adapter_is_loaded_from_its_new_host_not_from_disk(
     """Two requests at once, one of which overflows, in LoRAServe's setting: rank 128 over four devices."""
     profile = load_profile("a100-40x4-llama-2-7b")
     (ref,) = synthetic_adapters(1, (128,), profile.geometry)
-    of = settings(preset="lorikeet:plain,placement=random,routing=loraserve", host_memory_bytes=host_memory_bytes)
+    of = settings(preset="lorikeet:plain,placement=random,routing=placed-work", host_memory_bytes=host_memory_bytes)
     workload = [asks(at_s, ref.name, 512) for at_s in (0.0, 0.0, 9.0)]
     found = simulate_cluster(of, profile, workload, {ref.name: ref}, Prompts(0), ClusterChoice(2, fetch=fetch))
     assert found.cluster is not None

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from lorikeet.cluster.adapters.copy_times import CopyCosts
-from lorikeet.cluster.migration.problem import MoveTimes
+from lorikeet.cluster.migration.problem import CoMigrationSettings, MoveTimes
 from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.burst import RESERVED_SHARE
@@ -22,7 +22,7 @@ from lorikeet.core.request import Slo, format_slo
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, OperatingLoads, ProfileError
 from lorikeet.costs.transfers import LinkDirection, TransferModel
-from lorikeet.presets import HostKv, Preset, resolve_preset
+from lorikeet.presets import HostKv, MigrationProblem, Preset, resolve_preset
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 """Lengths of a mean request where nothing better is known; from LoRAServe's motivation."""
@@ -72,10 +72,12 @@ class MigrationCosts(NamedTuple):
     Attributes:
         times: of moves.
         reserved_share: of each replica's memory, not available to requests.
+        settings: of the reviews.
     """
 
     times: MoveTimes
     reserved_share: float
+    settings: CoMigrationSettings = CoMigrationSettings()
 
 
 def build_cluster_policies(
@@ -156,7 +158,10 @@ def build_migration(
     times = MoveTimes(
         prefill_s, link_bytes_per_s, profile.geometry.block_bytes(1), kv_bytes_per_s if can_export_kv else None
     )
-    return MigrationCosts(times, RESERVED_SHARE if reserves else 0.0)
+    problem = preset.comigration_problem
+    is_full, is_literal = problem is MigrationProblem.FULL, problem is MigrationProblem.PRINTED_FACTOR
+    review = CoMigrationSettings(full=is_full, literal=is_literal)
+    return MigrationCosts(times, RESERVED_SHARE if reserves else 0.0, review)
 
 
 def build_points(
@@ -290,7 +295,7 @@ _FOR_ROUTING: dict[str, Callable[[Preset, CostProfile | None, ClusterOptions], R
 }
 _FOR_PLACEMENT: dict[str, Callable[[Preset, CostProfile | None, ClusterOptions], PlacementOptions]] = {
     "loraserve": _for_loraserve,
-    "loraserve:literal": _for_loraserve,
+    "rank-groups": _for_loraserve,
     "dlora": _for_burst_tolerance,
 }
 """Builders of the options of policies that need more than a seed."""

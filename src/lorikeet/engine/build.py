@@ -212,7 +212,7 @@ def assemble(
             f"preset {name}: with a static memory split, evicting an adapter would first have to evict its KV from the "
             "other part, which nothing does: set dependency_tree=false or kv_after_finish=dropped"
         )
-    scheduler = Scheduler(memory, admission, limits, preset, batching, sizes.assist)
+    scheduler = Scheduler(memory, admission, limits, preset, batching, sizes.assist, sizes.iterations)
     recorder = _recorder(settings, name, sizes)
     engine = Engine(scheduler, memory, executor, clock, preset.cold_start, on_ran, recorder)
     block_mib = sizes.block_bytes * settings.engine.memory_ranks / 2**20

@@ -15,6 +15,7 @@ from typing import Any
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import ModeStats
 from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan, StepResult
 from lorikeet.core.request import Request
@@ -188,6 +189,7 @@ class BatchSelector:
         sequences: the scheduler's sequences by request.
         step_times: estimates how long steps take.
         assist: costs of assisted prefills; None if host cores do not assist.
+        iterations: profiled times of iterations; None without a profile.
 
     Attributes:
         merged: the adapter that was merged for the last plan with sequences, None if none was.
@@ -202,6 +204,7 @@ class BatchSelector:
         sequences: Mapping[RequestId, Sequence],
         step_times: StepTimeEstimator,
         assist: AssistCosts | None = None,
+        iterations: IterationCosts | None = None,
     ) -> None:
         self._limits = limits
         self._memory = memory
@@ -212,6 +215,7 @@ class BatchSelector:
                 lru_cache(_CACHED_RANKS)(self._rank),
                 lambda: len(memory.tree.adapters),
                 memory.total_blocks * memory.block_size,
+                iterations,
             )
         )
         self._sequences = sequences
@@ -259,10 +263,10 @@ class BatchSelector:
         self._untried -= 1
 
     def can_admit_more(self, running: Many[Sequence]) -> bool:
-        """Whether another sequence may be admitted, in place of a running one that was not chosen if necessary."""
-        if self._choice.requests is not None and self._untried <= 0:
-            return False
-        return len(running) < self._limits.max_num_seqs or self.last_not_allowed(running) is not None
+        """Whether another sequence may be admitted. Those that may not run now keep their blocks beside the others."""
+        if self._choice.requests is not None:
+            return self._untried > 0  # a mode never chooses more than fit into a step
+        return len(running) < self._limits.max_num_seqs
 
     def allows(self, request_id: RequestId) -> bool:
         """Whether the batching mode lets a request run now."""

@@ -24,6 +24,7 @@ from lorikeet.core.events import (
     RequestEvent,
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import TokenOutput
 from lorikeet.core.plan import StepPlan, StepResult, Tier, TransferDone
 from lorikeet.core.request import Request
@@ -50,6 +51,7 @@ class Scheduler:
         preset: options of the system.
         batching: creates the batching mode.
         assist: costs of prefills that host cores assist; None if they cannot.
+        iterations: profiled times of iterations; None without a profile.
 
     Attributes:
         queue: the waiting requests.
@@ -66,6 +68,7 @@ class Scheduler:
         preset: Preset,
         batching: BatchingPolicy = Unmerged,
         assist: AssistCosts | None = None,
+        iterations: IterationCosts | None = None,
     ) -> None:
         self._memory = memory
         self._limits = limits
@@ -75,7 +78,7 @@ class Scheduler:
         self._step_times = StepTimeEstimator()
         memory.predict_prefill(self._step_times.prefill_s)
         self.selector = BatchSelector(
-            batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist
+            batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist, iterations
         )
         view = SchedulerView(memory, limits.max_model_len, self._running, self.selector, self._step_times)
         self.queue = admission(view)
@@ -309,10 +312,6 @@ class Scheduler:
             lease = admit(len(sequence.token_ids), now)
         if isinstance(lease, WaitReason):
             return builder.note_refusal(request.digest, lease)
-        if len(self._running) >= self._limits.max_num_seqs:
-            victim = self.selector.last_not_allowed(self._running)
-            assert victim is not None, "can_admit_more() allowed another sequence"
-            self._suspend(victim, now)
         sequence.lease = lease
         sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_size
         insort(self._running, sequence, key=lambda running: self.queue.precedence(running.request))

@@ -156,7 +156,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
     """Bounds of a plan.
 
     Attributes:
-        max_num_seqs: most sequences that hold blocks.
+        max_num_seqs: most sequences in a step.
         max_num_batched_tokens: most tokens in a step.
         max_model_len: most tokens of a sequence.
         num_scheduler_steps: most identical decode steps in one plan.

@@ -317,7 +317,8 @@ class ClusterRun:
         self._dispatcher = Dispatcher(setup.router, prefetch=setup.prefetch)
         self._began_s = max(now, arrivals.next_s())  # the first request starts a period
         self._orchestrator = Orchestrator(setup.placement, self._began_s)
-        self._comigration = CoMigration(CoMigrationSettings(time_limit_s=SOLVER_LIMIT_S))
+        review = CoMigrationSettings() if setup.migration is None else setup.migration.settings
+        self._comigration = CoMigration(review._replace(time_limit_s=SOLVER_LIMIT_S))
         self._copy_times = CopyTimes(setup.copies)
         self._copies = 0
         self._agenda = Agenda()
@@ -497,7 +498,7 @@ class ClusterRun:
             self._place(table, now)
 
     def _review(self, migration: MigrationCosts, now: float) -> None:
-        times, reserved_share = migration
+        times, reserved_share, _ = migration
         observed = observe(self._dispatcher.fleet, self._sent_s, self._moved_s, times, now, reserved_share)
         requests = {request.request_id: request for request in observed.requests}
         for move in self._comigration.review(*observed).moves:
