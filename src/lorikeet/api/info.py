@@ -32,7 +32,6 @@ _UNSUPPORTED = {
     "/rerank": "Reranking is not supported yet.",
     "/pooling": "Pooling is not supported yet.",
     "/classify": "Classification is not supported yet.",
-    "/generate": "This API is not supported yet; use /v1/completions.",
 }
 
 
