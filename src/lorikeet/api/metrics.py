@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from lorikeet.client.client import Engines
 from lorikeet.client.state import ReplicaView
@@ -261,6 +263,21 @@ _LOAD_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 
+def metrics_page(registry: CollectorRegistry, accept: str) -> Response:
+    """Return all metrics in Prometheus's text format, or in that of OpenMetrics 1.0 for a client that accepts it.
+
+    Args:
+        registry: has the metrics.
+        accept: the header ``Accept``.
+    """
+    kinds = [kind.replace(" ", "").lower().split(";") for kind in accept.split(",")]
+    if any(kind == "application/openmetrics-text" and "version=0.0.1" not in options for kind, *options in kinds):
+        # The default escaping writes vllm_x for vllm:x. These names need none.
+        content = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+        return Response(content, media_type=openmetrics.CONTENT_TYPE_LATEST)
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
 class RequestMetrics:
     """Histograms and counters of requests. Gauges come from collectors.
 
@@ -308,9 +325,9 @@ class RequestMetrics:
         """Include the metrics of ``collector`` in every scrape."""
         self.registry.register(collector)
 
-    def page(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+    def page(self, accept: str) -> Response:
+        """Return all metrics, as :func:`metrics_page`."""
+        return metrics_page(self.registry, accept)
 
     def count_tokens(self, tokens: int) -> None:
         """Count generated tokens as they are sent."""
