@@ -59,7 +59,7 @@ async def test_tgi_streams_an_event_for_each_token(server: Running, path: str, p
     sent = await events(server.http, path, {"inputs": "hello", "stream": True})
     assert [event["token"]["id"] for event in sent] == ANSWER
     assert [event["index"] for event in sent] == list(range(1, len(ANSWER) + 1))
-    assert "".join(event["token"]["text"] for event in sent) == "hello world"
+    assert [event["token"]["text"] for event in sent] == [*(TOKENIZER.decode([each]) for each in ANSWER[:-1]), ""]
     assert [event["generated_text"] for event in sent[:-1]] == [None] * (len(ANSWER) - 1)
     assert sent[-1]["generated_text"] == "hello world"
     assert sent[-1]["details"]["generated_tokens"] == len(ANSWER)
@@ -70,6 +70,9 @@ async def test_stop_strings_end_an_answer_as_in_tgi(server: Running) -> None:
     answer = (await server.http.post("/generate", json=body)).json()
     assert answer["generated_text"] == "hello w"
     assert answer["details"]["finish_reason"] == "stop_sequence"
+    server.engine.per_output = 2
+    sent = await events(server.http, "/generate_stream", body)
+    assert "".join(event["token"]["text"] for event in sent) == sent[-1]["generated_text"] == "hello w"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 import httpx

@@ -91,7 +91,7 @@ class SglangRequest(Body):
 
     text: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     input_ids: TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
-    sampling_params: SglangSampling | list[SglangSampling] | None = None
+    sampling_params: SglangSampling | list[SglangSampling | None] | None = None
     lora_path: str | list[str | None] | None = None
     rid: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
     return_logprob: bool | None = None

@@ -240,12 +240,13 @@ def _whole(whole: Answer, body: TgiRequest, texts: TextProcessor) -> dict[str, A
 
 async def _events(started: StartedCompletion, body: TgiRequest) -> AsyncIterator[bytes]:
     so_far = Answer(started.generation.choices[0])
+    pieces = started.texts.stream(so_far.prompt_token_ids, skip_special_tokens=True)
     has_begun = False
     try:
         async for delta in started.generation.deltas():
-            index = len(so_far.tokens)
             so_far.add(delta)
-            events = _token_events(started.texts, delta, so_far, body, index)
+            texts = [pieces.push(token.token_id) for token in delta.tokens]
+            events = _token_events(started.texts, delta, texts, so_far, body)
             if events:
                 has_begun = True
                 yield events
@@ -255,19 +256,21 @@ async def _events(started: StartedCompletion, body: TgiRequest) -> AsyncIterator
         yield _event({"error": error.message, "error_type": "generation"})
 
 
-def _token_events(texts: TextProcessor, delta: OutputDelta, so_far: Answer, body: TgiRequest, index: int) -> bytes:
-    """Return an event for each token of a delta. Its text is with the last of them, for it may belong to several."""
+def _token_events(texts: TextProcessor, delta: OutputDelta, own: list[str], so_far: Answer, body: TgiRequest) -> bytes:
+    """Return an event for each token of a delta; ``own`` are their texts."""
     is_last = delta.finish_reason is not None
     # The end may come without a token, but clients expect the whole text beside one.
     tokens = delta.tokens or (tuple(so_far.tokens[-1:]) if is_last else ())
+    if len(own) != len(tokens) or "".join(own) != delta.text:  # as what may begin a stop string is held back
+        own = [""] * (len(tokens) - 1) + [delta.text]
+    first = len(so_far.tokens) - len(delta.tokens) + 1
     events = b""
-    for place, token in enumerate(tokens, start=1):
-        ends = place == len(tokens)
-        value: dict[str, Any] = {"index": index + place, "token": _token(texts, token, delta.text if ends else "")}
+    for place, (token, text) in enumerate(zip(tokens, own, strict=False), start=1):
+        value: dict[str, Any] = {"index": first + place - 1, "token": _token(texts, token, text)}
         if body.given.alternatives:
             value["top_tokens"] = _top(texts, token)
         value |= {"generated_text": None, "details": None}
-        if ends and is_last:
+        if is_last and place == len(tokens):
             value |= {"generated_text": _full_text(so_far, body), "details": _details(so_far, body)}
         events += _event(value)
     return events
