@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     table.add_argument("--cached", action="store_true", help="make no runs: claims without are 'not run'")
     pages = commands.add_parser("pages", parents=[shared], help="write the pages with plots")
     pages.add_argument("paper", nargs="?", choices=PAPERS)
+    pages.add_argument("--cached", action="store_true", help="make no runs: what is missing is left out")
     pages.add_argument("--folder", type=Path, default=ROOT / "docs" / "papers", help="(default: docs/papers)")
     return parser
 

@@ -1,5 +1,6 @@
 """Runs papers' runs in a few processes, and keeps each result by the run's own specification."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -22,28 +23,44 @@ class Kept(NamedTuple):
 
 
 class Cache:
-    """Results in a folder, one file each. A change of the code does not make them stale: their revision tells."""
+    """Results in a folder, one file each. A change of the code does not make them stale: their revision tells.
+
+    A result counts only as long as those that it was made from are kept unchanged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._known: dict[str, Kept] = {}
 
     def get(self, run: Run) -> Kept | None:
         """Return what is kept of a run."""
-        file = self._file(run)
-        if not file.is_file():
-            return None
-        entry = json.loads(file.read_text())
-        return Kept(entry["result"], entry["revision"])
+        if run.key not in self._known:
+            file = self._file(run)
+            if not file.is_file():
+                return None
+            entry = json.loads(file.read_text())
+            if entry["made_from"] != self._made_from(run):
+                return None
+            self._known[run.key] = Kept(entry["result"], entry["revision"])
+        return self._known[run.key]
 
     def put(self, run: Run, result: Any, revision: str) -> None:
         """Keep a result. A process that dies meanwhile leaves no part of a file."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._known.clear()
+        entry = {"run": run.specification, "made_from": self._made_from(run), "revision": revision, "result": result}
         part = self._file(run).with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps({"run": run.specification, "revision": revision, "result": result}))
+        part.write_text(json.dumps(entry))
         part.rename(self._file(run))
+
+    def _made_from(self, run: Run) -> list[str | None]:
+        """Return digests of the results of the runs before one."""
+        kept = [self.get(each) for each in run.after]
+        return [each and hashlib.sha256(json.dumps(each.result).encode()).hexdigest()[:24] for each in kept]
 
     def forget(self, runs: Iterable[Run]) -> None:
         """Remove what is kept of runs, and of those before them."""
+        self._known.clear()
         for run in in_order(runs):
             self._file(run).unlink(missing_ok=True)
 

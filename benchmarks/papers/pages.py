@@ -17,8 +17,10 @@ from benchmarks.papers.verdicts import Verdict
 def write_page(name: str, folder: Path, cache: Cache) -> Path:
     """Write the page of a paper and its plots into a folder, and return the page.
 
+    Plots and tables whose runs are missing are left out.
+
     Raises:
-        LookupError: the paper's module declares nothing, or runs of a plot or table are missing.
+        LookupError: the paper's module declares nothing.
     """
     paper, printed = load_paper(name), read_claims(name)
     if paper is None:
@@ -55,14 +57,16 @@ def _measurement(
         file.write_text(claims_plot(measurement.title, unit, dots))
         yield f"![{measurement.title}, in {unit}: ours beside the printed figures]({file.name})"
     for order, plot in enumerate(measurement.plots, start=1):
-        file = folder / f"{stem}-{order}.svg"
-        file.write_text(lines_plot(plot, plot.series(_results(plot.runs, cache))))
-        yield f"![{plot.title}]({file.name})"
+        if (results := _results(plot.runs, cache)) is not None:
+            file = folder / f"{stem}-{order}.svg"
+            file.write_text(lines_plot(plot, plot.series(results)))
+            yield f"![{plot.title}]({file.name})"
     headings = ["claim", "printed", "ours", "95 % interval", "unit", "ratio", "verdict", "revision"]
     yield _markdown(headings, [_cells(row) for row in own])
     for table in measurement.tables:
-        yield f"{table.title}:"
-        yield _markdown(table.headings, table.rows(_results(table.runs, cache)))
+        if (results := _results(table.runs, cache)) is not None:
+            yield f"{table.title}:"
+            yield _markdown(table.headings, table.rows(results))
 
 
 def _cells(row: Row) -> list[str]:
@@ -80,10 +84,10 @@ def _cells(row: Row) -> list[str]:
 
 
 def _causes(rows: Iterable[Row]) -> Iterable[str]:
-    """Yield each cause once, below the claims that it explains."""
+    """Yield each cause once, behind the claims that came out otherwise because of it."""
     by_cause: dict[str, list[Row]] = {}
     for row in rows:
-        if row.cause:
+        if row.cause and row.judged.verdict not in (Verdict.SAME, Verdict.BETTER):
             by_cause.setdefault(row.cause, []).append(row)
     for cause, own in by_cause.items():
         yield f"**{', '.join(f'{row.claim.id} ({row.judged.verdict})' for row in own)}.** {cause}"
@@ -95,12 +99,10 @@ def _not_testable(paper: Paper, rows: dict[str, Row]) -> str:
     return _markdown(["claim", "printed", "unit", "why"], lines)
 
 
-def _results(runs: Sequence[Run], cache: Cache) -> list[Any]:
-    kept = [cache.get(run) for run in runs]
-    missing = [str(run) for run, each in zip(runs, kept, strict=True) if each is None]
-    if missing:
-        raise LookupError(f"runs are missing: {', '.join(missing)}")
-    return [each.result for each in kept if each is not None]
+def _results(runs: Sequence[Run], cache: Cache) -> list[Any] | None:
+    """Return the results of runs; ``None`` if some are missing."""
+    kept = [each for each in map(cache.get, runs) if each is not None]
+    return [each.result for each in kept] if len(kept) == len(runs) else None
 
 
 def _markdown(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -1,18 +1,33 @@
 """TOPPINGS' figures, modelled: cold starts on one server, and its scheduler on its clusters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
-from typing import NamedTuple
+from math import comb
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from benchmarks.papers.measure import (
     SEEDS,
+    Answer,
+    Figure,
+    Measurement,
+    Paper,
+    Plot,
     Run,
+    Series,
+    Table,
+    compared,
+    difference,
+    increase,
+    over_seeds,
+    reduction,
+    times,
 )
 from benchmarks.papers.runs import Cluster, Engine, Figures, run_cluster, run_engine, work_of
+from benchmarks.papers.verdicts import Reason
 from lorikeet.bench.arrivals import Rates, at_rate
 from lorikeet.bench.load_report import RequestRecord
 from lorikeet.bench.recipe import Recipe
@@ -32,6 +47,7 @@ from lorikeet.presets import resolve_preset
 
 COMPOSED, SEVENTY_B, SEVEN_B = "a100-80-llama-2-7b@toppings", "a100-80x4-llama-2-70b@toppings", "printed"
 """The last is the first with steps as long as the paper prints them."""
+FREE_HOST = "printed, host cores cost nothing"
 OURS, CACHED, S_LORA, DLORA = "toppings", "cached", "toppings:s-lora", "dlora"
 FEWER_CORES, ON_DEMAND, STRAWMAN = "toppings:fewer-cores", "toppings:on-demand", "toppings:strawman"
 MEMORY_BYTES = 200 * 10**9
@@ -44,8 +60,10 @@ PROMPT_QUANTILES = {1.281552: 256, 2.326348: 1000}
 LONGEST_TOKENS = 2048
 EINSUM_SHARE = 0.389
 """Of the base's computation: what dLoRA's kernel for mixed adapters takes (dLoRA, section 4.1)."""
-REQUESTS, GRID_REQUESTS = 300, 250
+REQUESTS, GRID_REQUESTS = 240, 150
 """Of a run; the second of one that finds the cell."""
+QKV_SHARE = 6 / 8
+"""Of a rank over q, k, v and o, as profiles count it: adapters are on q, k and v (7.1)."""
 REPLICATED = 3.1
 """Bytes of an adapter on a rank of the 70B model over a fourth of it: A is on every rank whole (section 6)."""
 
@@ -83,6 +101,7 @@ class Setting(NamedTuple):
 
 SETTINGS = {
     "S3": Setting(SEVEN_B, 200, 64, 9.0),
+    "S3, free host": Setting(FREE_HOST, 200, 64, 9.0),
     "S5": Setting(SEVENTY_B, 200, 32, 3.0),
     "S6": Setting(SEVENTY_B, 200, 64, 3.0),
     "MAF 128": Setting(SEVEN_B, 128, 64, 1.5, "functions"),
@@ -119,53 +138,69 @@ def run_case(cell: Sequence[float], setting: str, preset: str, seed: int, reques
         seed=seed,
     )
     work = work_of(at_rate(recipe.requests(), rates), names, seed)
-    figures = run_engine(preset, engine, work, interruptions)
+    figures = run_engine(preset, engine, work, each_request)
     return {name: value for name, value in figures.items() if name != "ttft_s"}
 
 
-def interruptions(exchanges: Sequence[RequestRecord]) -> Figures:
-    """Return how much of the requests' serving time their decoding is interrupted, and how often.
+def each_request(exchanges: Sequence[RequestRecord]) -> Figures:
+    """Return each request's serving time, and how many others interrupted its decoding.
 
     Each request whose first token comes while another decodes interrupts it: "the i-th arrival interrupts the decoding
-    of the ongoing i - 1 requests". The interruptions, loads and prefills, are what decoding takes longer than its steps
-    would for as many requests as decode in that time on average.
+    of the ongoing i - 1 requests".
     """
     first_s, last_s = np.array([(each.token_times_s[0], each.ended_s) for each in exchanges]).T
-    decoded = np.array([each.output_tokens - 1 for each in exchanges])
-    context = round(float(np.mean([each.input_tokens + each.output_tokens / 2 for each in exchanges])))
-    one_s, ten_s = (decode_s(KernelForm.PADDED, batch, (SETTINGS["3/s"].rank,), context) for batch in (1, 10))
-    counts = np.array(
-        [np.sum((first_s > first) & (first_s < last)) for first, last in zip(first_s, last_s, strict=True)]
-    )
-    shares = []
-    for each, first, last, steps in zip(exchanges, first_s, last_s, decoded, strict=True):
-        if steps:
-            together_s = np.clip(np.minimum(last_s, last) - np.maximum(first_s, first), 0, None).sum()
-            step_s = one_s + (ten_s - one_s) / 9 * (together_s / (last - first) - 1)
-            shares.append(max(0.0, last - first - steps * step_s) / (each.ended_s - each.due_s))
-    return {"interrupted_share": float(np.mean(shares)), "interruptions": float(np.median(counts))}
+    counts = [int(np.sum((first_s > first) & (first_s < last))) for first, last in zip(first_s, last_s, strict=True)]
+    return {
+        "e2e_s": [round(each.ended_s - each.due_s, 5) for each in exchanges],
+        "interruptions": float(np.median(counts)),
+    }
 
 
-def choose_cell(*made: Figures) -> tuple[float, int]:
+def interrupted_share(on_demand: Figures, cached: Figures) -> float:
+    """Return the mean share of serving time by which interruptions for loads are longer than those for prefills alone.
+
+    Requests are the same, so it is what each takes longer than with all adapters on the device.
+    """
+    own, theirs = np.array(on_demand["e2e_s"]), np.array(cached["e2e_s"])
+    return float(np.mean(1 - theirs / own))
+
+
+def choose_cell(*made: Figures) -> Cell:
     """Return the cell whose figures of on-demand loading are nearest to the printed ones, by their mean log ratio."""
     return min(cells_by_distance(made))[1]
+
+
+def load_s(cell: Cell) -> float:
+    """Return the time to load an adapter of rank 64."""
+    return adapter_bytes(64) / (1e9 * cell.link_gb_s)
 
 
 def cells_by_distance(made: Sequence[Figures]) -> list[tuple[float, Cell]]:
     """Return each cell of the grid with its distance: the mean absolute logarithm of ours over the printed figures."""
     found = []
-    for number, cell in enumerate(CELLS):
-        own = made[number * len(RATES) : (number + 1) * len(RATES)]
-        ratios = []
-        for rate, figures in zip(RATES, own, strict=True):
-            share, count = INTERRUPTED[rate]
-            ratios += [100 * figures["interrupted_share"] / share, figures["interruptions"] / count]
-        found.append((float(np.abs(np.log(np.maximum(ratios, 0.01))).mean()), cell))
+    for cell in CELLS:
+        ours = [value for rate in RATES for value in interrupted_in(made, cell, rate)]
+        printed = [value for rate in RATES for value in INTERRUPTED[rate]]
+        ratios = np.maximum(np.array(ours) / np.array(printed), 0.01)
+        found.append((float(np.abs(np.log(ratios)).mean()), cell))
     return found
 
 
+def interrupted_in(made: Sequence[Figures], cell: Cell, rate: int) -> tuple[float, float]:
+    """Return the share of interruptions in percent, and their median count, in a cell of the grid's results."""
+    results = dict(zip(GRID_KEYS, made, strict=True))
+    on_demand, cached = results[cell, rate], results[Cell(LINKS_GB_S[0], cell.answer_tokens), rate, CACHED]
+    return 100 * interrupted_share(on_demand, cached), float(on_demand["interruptions"])
+
+
+GRID_KEYS: list[tuple[Any, ...]] = [
+    *product(CELLS, RATES),
+    *product((Cell(LINKS_GB_S[0], tokens) for tokens in ANSWER_TOKENS), RATES, (CACHED,)),
+]
+"""Cells and rates of on-demand loading; CACHED loads nothing, so its link does not matter."""
 GRID = tuple(
-    Run(run_case, (tuple(cell), f"{rate}/s", ON_DEMAND, SEEDS[0], GRID_REQUESTS)) for cell in CELLS for rate in RATES
+    Run(run_case, (tuple(key[0]), f"{key[1]}/s", key[2] if len(key) > 2 else ON_DEMAND, SEEDS[0], GRID_REQUESTS))
+    for key in GRID_KEYS
 )
 CELL = Run(choose_cell, after=GRID)
 
@@ -181,6 +216,11 @@ def cases(setting: str, preset: str) -> list[Run]:
 @cache
 def profile_of(name: str) -> CostProfile:
     """Return a profile by name, :data:`SEVEN_B` among them."""
+    if name == FREE_HOST:
+        profile, nothing = printed_steps(), Constant(0.0, "s", source="left out")
+        assert profile.host_lora is not None
+        free = msgspec.structs.replace(profile.host_lora, token=nothing, token_rank=nothing)
+        return msgspec.structs.replace(profile, host_lora=free)
     return printed_steps() if name == SEVEN_B else load_profile(name)
 
 
@@ -240,9 +280,9 @@ def profiled(form: KernelForm, answer_tokens: int, *, prefill: bool) -> Performa
         own = drawn[begin : begin + int(generator.choice(BATCHES))]
         ranks = generator.choice(RANKS, len(own)).tolist()
         works = [
-            SequenceWork(0, each.input_tokens, True, number, rank)
+            SequenceWork(0, each.input_tokens, True, number, QKV_SHARE * rank)
             if prefill
-            else SequenceWork(each.input_tokens + each.output_tokens // 2, 1, True, number, rank)
+            else SequenceWork(each.input_tokens + each.output_tokens // 2, 1, True, number, QKV_SHARE * rank)
             for number, (each, rank) in enumerate(zip(own, ranks, strict=True))
         ]
         steps.append((ranks, model.step_s(step_work(works, form))))
@@ -270,7 +310,7 @@ def determination(form: str) -> float:
         ranks = generator.choice(RANKS, size).tolist()
         contexts = lengths(size, ANSWER_TOKENS[1], int(generator.integers(2**31)))
         works = [
-            SequenceWork(each.input_tokens + each.output_tokens // 2, 1, True, number, rank)
+            SequenceWork(each.input_tokens + each.output_tokens // 2, 1, True, number, QKV_SHARE * rank)
             for number, (each, rank) in enumerate(zip(contexts, ranks, strict=True))
         ]
         steps.append((ranks, model.step_s(step_work(works, kernel_form))))
@@ -295,10 +335,10 @@ class Place(NamedTuple):
 
 SIMULATION = "simulation"
 PLACES = {
-    "30/s": Place(8, 200, 30.0, "uniform", 30.0),
-    "40/s": Place(8, 200, 40.0, "uniform", 30.0),
-    "50/s": Place(8, 200, 50.0, "uniform", 30.0),
-    SIMULATION: Place(15, 10_000, 85.0, "functions", 20.0),
+    "30/s": Place(8, 200, 30.0, "uniform", 20.0),
+    "40/s": Place(8, 200, 40.0, "uniform", 20.0),
+    "50/s": Place(8, 200, 50.0, "uniform", 20.0),
+    SIMULATION: Place(15, 10_000, 85.0, "functions", 15.0),
 }
 """The testbed (Fig. 18), and a quarter of the simulated cluster of 60 servers and 40,000 functions (Fig. 19)."""
 BY_DLORA, BY_CHANCE, FIRST_FIT = "toppings:dlora", "toppings:random", "toppings:first-fit"
@@ -307,6 +347,8 @@ SLO_FACTOR, MAX_PACKED = 1.5, 64
 """Of the limit on TPT: times what the base model reaches without LoRA. First fit packs fewer in a step (5)."""
 READINGS = ("alone", "loaded")
 """What the limit is 1.5 times of: the TPT of the base model with one request at a time, or under the same load."""
+JUDGED_BY = READINGS[0]
+"""As the paper words it: "1.5 x higher than that achieved by LLM inference without LoRA". Pages show both."""
 UNPADDED = ",kernel_form=unpadded"
 
 
@@ -374,7 +416,9 @@ def placed(place: str, preset: str, reading: str = READINGS[1]) -> list[Run]:
 def decode_s(form: str, batch: int, ranks: Sequence[int], context_tokens: int = 128) -> float:
     """Return the time of a decode step of so many requests, whose ranks repeat, each with its own adapter."""
     kernel_form = KernelForm(form)
-    works = [SequenceWork(context_tokens, 1, True, number, ranks[number % len(ranks)]) for number in range(batch)]
+    works = [
+        SequenceWork(context_tokens, 1, True, number, QKV_SHARE * ranks[number % len(ranks)]) for number in range(batch)
+    ]
     return CostModel(profile_of(SEVEN_B), kernel_form).step_s(step_work(works, kernel_form))
 
 
@@ -393,7 +437,7 @@ def cold_prefill_s(cell: Sequence[float], preset: str, rank: int, tokens: int) -
 
 
 def host_ms(cell: Sequence[float]) -> float:
-    """Return the mean time, in milliseconds, that host cores prolong the cold prefill of a request of S3."""
+    """Return the mean time, in milliseconds, that a cold prefill of S3 spends on layers that host cores compute."""
     profile = profile_of(SEVEN_B)
     transfers = TransferModel(profile, profile.geometry.block_bytes(16), 1e9 * cell[0])
     costs = assist_costs(transfers, resolve_preset(OURS)[1])
@@ -402,6 +446,401 @@ def host_ms(cell: Sequence[float]) -> float:
     spent = []
     for each in lengths(REQUESTS, int(cell[1]), SEEDS[0]):
         course = costs.assisted(ref, each.input_tokens)
-        layer_s = costs.host_layer_s(each.input_tokens, costs.rank(ref)) - costs.device_layer_s(each.input_tokens)
+        layer_s = costs.times(each.input_tokens, costs.rank(ref)).host_s
         spent.append(sum(place is ComputePlace.HOST for place in course.places) * layer_s)
     return 1e3 * float(np.mean(spent))
+
+
+# --- figures -----------------------------------------------------------------------------------------
+
+
+TTFT, TPT, E2E = "ttft_mean_s", "tpt_mean_s", "e2e_mean_s"
+MEANS = {"ttft": TTFT, "tpt": TPT, "e2e": E2E}
+
+
+def over_cached(setting: str, preset: str) -> dict[str, Figure]:
+    """Return by how many percent a preset's TTFT, TPT and latency are more than CACHED's."""
+    own, cached = cases(setting, preset), cases(setting, CACHED)
+    return {name: compared(increase, own, cached, key) for name, key in MEANS.items()}
+
+
+def of_settings(*parts: tuple[str, str, str, str]) -> dict[str, Figure]:
+    """Return the figures of claims by (prefix of the claim, setting, preset, which means)."""
+    return {
+        f"{prefix}-{name}": figure
+        for prefix, setting, preset, wanted in parts
+        for name, figure in over_cached(setting, preset).items()
+        if name in wanted.split()
+    }
+
+
+def speedups(prefix: str, setting: str) -> dict[str, Figure]:
+    """Return how many times S-LoRA's means are TOPPINGS'."""
+    theirs, own = cases(setting, S_LORA), cases(setting, OURS)
+    return {f"{prefix}-{name}": compared(times, theirs, own, key) for name, key in MEANS.items()}
+
+
+def most_reduced() -> Figure:
+    """Return by how many percent TOPPINGS' latency is less than a rival's at most, over settings and rivals."""
+    pairs = [("S3", S_LORA), ("S3", DLORA), ("MAF 256", DLORA), ("MAF 512", S_LORA), ("S5", S_LORA), ("S5", DLORA)]
+    figures = [compared(reduction, cases(setting, OURS), cases(setting, rival), E2E) for setting, rival in pairs]
+    runs = tuple(run for figure in figures for run in figure.runs)
+
+    def of(made: Sequence[Any]) -> Answer:
+        count = 2 * len(SEEDS)
+        answers = [figure.of(made[number * count : (number + 1) * count]) for number, figure in enumerate(figures)]
+        return max((each for each in answers if isinstance(each, Answer)), key=lambda each: each.value)
+
+    return Figure(runs, of)
+
+
+def mean_of_seeds(runs: Sequence[Run], value: Callable[[Figures], float]) -> Figure:
+    """Return the mean over seeds of one number."""
+    return Figure(tuple(runs), lambda made: over_seeds([value(each) for each in made]))
+
+
+def computed(value: Callable[[], float]) -> Figure:
+    """Return a figure that needs no run."""
+    return Figure((), lambda _: value())
+
+
+def attainment_gain(place: str) -> Figure:
+    """Return by how many points more requests keep the limit under TOPPINGS' scheduler than under dLoRA's."""
+    own, rival = placed(place, OURS, JUDGED_BY), placed(place, BY_DLORA)
+
+    def of(made: Sequence[Any]) -> Answer:
+        pairs = zip(made[: len(SEEDS)], made[len(SEEDS) :], strict=True)
+        part = READINGS.index(JUDGED_BY)
+        return over_seeds([difference(one["within"][part], other["within"][part]) for one, other in pairs])
+
+    return Figure((*own, *rival), of)
+
+
+def best_attainment() -> Figure:
+    """Return the highest share of requests within the limit: that of the lowest rate of the testbed."""
+    part = READINGS.index(JUDGED_BY)
+    return mean_of_seeds(placed("30/s", OURS, JUDGED_BY), lambda made: 100 * float(made["within"][part]))
+
+
+SHOWN = [
+    (place, preset, reading)
+    for place in ("30/s", "40/s", "50/s")
+    for preset in SCHEDULERS
+    for reading in (READINGS if preset == OURS else READINGS[1:])
+    if place != "30/s" or preset in (OURS, BY_CHANCE)
+]
+SHOWN += [(SIMULATION, preset, READINGS[1]) for preset in SCHEDULERS]
+SHOWN += [(SIMULATION, preset + UNPADDED, READINGS[1]) for preset in (OURS, BY_DLORA)]
+"""Places, presets and the reading that the preset goes by, of the table of clusters."""
+
+
+def attainment_rows(made: Sequence[Any]) -> list[list[Any]]:
+    """Return attainment by both readings, and TPT, by place and scheduler."""
+    rows, count = [], len(SEEDS)
+    for number, shown in enumerate(SHOWN):
+        own = made[number * count : (number + 1) * count]
+        shares = [f"{100 * np.mean([each['within'][part] for each in own]):.1f}" for part in range(len(READINGS))]
+        rows.append([*shown, *shares, f"{1e3 * np.mean([each[TPT] for each in own]):.1f}"])
+    return rows
+
+
+def grid_rows(made: Sequence[Any]) -> list[list[Any]]:
+    """Return the whole grid, nearest cell first."""
+    rows = []
+    for distance, cell in sorted(cells_by_distance(made)):
+        figures = ["{:.0f} %, {:.0f}".format(*interrupted_in(made, cell, rate)) for rate in RATES]
+        rows.append([cell.link_gb_s, f"{1e3 * load_s(cell):.0f}", cell.answer_tokens, *figures, f"{distance:.2f}"])
+    return rows
+
+
+def share_by_link(made: Sequence[Any]) -> list[Series]:
+    """Return the share of interruptions at the highest rate by link, a line for each mean answer."""
+    rate = RATES[-1]
+    lines = [
+        Series(
+            f"answers of {tokens} tokens",
+            LINKS_GB_S,
+            [interrupted_in(made, Cell(link, tokens), rate)[0] for link in LINKS_GB_S],
+        )
+        for tokens in ANSWER_TOKENS
+    ]
+    return [*lines, Series("printed", LINKS_GB_S, [INTERRUPTED[rate][0]] * len(LINKS_GB_S), printed=True)]
+
+
+def adapter_bytes(rank: int) -> int:
+    """Return the bytes of an adapter of Llama-2-7B on q, k and v."""
+    geometry = profile_of(SEVEN_B).geometry
+    shapes = [geometry.modules[module] for module in ASSISTED_MODULES]
+    return geometry.layers * sum(shape.in_features + shape.out_features for shape in shapes) * rank * 2
+
+
+def gflop(tokens: int, rank: int) -> float:
+    """Return the operations of one layer's q, k and v adapters, in 10^9."""
+    return adapter_bytes(rank) / 2 / profile_of(SEVEN_B).geometry.layers * 2 * tokens / 1e9
+
+
+def free_host_rows(made: Sequence[Any]) -> list[list[Any]]:
+    """Return the means of CACHED, TOPPINGS, and TOPPINGS with a host that takes no time."""
+    rows, cached = [], made[: len(SEEDS)]
+    for number, name in enumerate((CACHED, OURS, f"{OURS}, free host")):
+        own, row = made[number * len(SEEDS) : (number + 1) * len(SEEDS)], [name]
+        for key in MEANS.values():
+            value, base = (float(np.mean([each[key] for each in some])) for some in (own, cached))
+            row += [f"{1e3 * value:.1f}", f"{increase(value, base):+.0f} %"]
+        rows.append(row)
+    return rows
+
+
+LARGEST_BATCH = 64
+"""The largest that the paper names (2.3)."""
+
+
+def heterogeneity() -> float:
+    """Return how many times longer a batch takes if one request has rank 64, and the others 8."""
+    one_large = decode_s(KernelForm.PADDED, LARGEST_BATCH, (64, *[8] * (LARGEST_BATCH - 1)))
+    return one_large / decode_s(KernelForm.PADDED, LARGEST_BATCH, (8,))
+
+
+def pipelined(rank: int, change: Callable[[float, float], float]) -> Figure:
+    """Return what loading in groups changes in the cold prefill of 256 tokens."""
+    runs = tuple(Run(cold_prefill_s, (preset, rank, 256), after=(CELL,)) for preset in ("toppings:one-group", OURS))
+    return Figure(runs, lambda made: change(made[0], made[1]))
+
+
+def interrupted(rate: int) -> dict[str, Figure]:
+    """Return the figures of on-demand loading at a rate."""
+    runs, cached = cases(f"{rate}/s", ON_DEMAND), cases(f"{rate}/s", CACHED)
+
+    def of(made: Sequence[Any]) -> Answer:
+        pairs = zip(made[: len(SEEDS)], made[len(SEEDS) :], strict=True)
+        return over_seeds([100 * interrupted_share(own, theirs) for own, theirs in pairs])
+
+    return {
+        f"mot-interrupt-share-rps{rate}": Figure((*runs, *cached), of),
+        f"mot-interrupt-count-rps{rate}": mean_of_seeds(runs, lambda made: float(made["interruptions"])),
+    }
+
+
+# --- the paper ---------------------------------------------------------------------------------------
+
+
+SERVER = {
+    "model, device": "Llama-2-7B on an A100 80 GB; S5 and S6: Llama-2-70B on four",
+    "steps": "7B: on the line through the printed prefills of 256 and 1,000 tokens; 70B: composed from Vidur's tables",
+    "LoRA": "BGMV and MBGMV with the slopes of Fig. 6; dLoRA's einsum 38.9 % of the base's computation",
+    "host cores": "the costs that 7.3's prefills of 64 and 256 tokens imply",
+    "memory": "unlimited for all, as 7.1 has it for CACHED",
+    "batching": "an arrival interrupts the decodes for a step of prompts (2.2)",
+    "arrivals": f"Poisson, {REQUESTS} requests a run",
+    "prompts": "log-normal, through the two printed quantiles of LMSYS-Chat-1M (256 and 1,000 tokens)",
+    "answers, link": "the chosen cell of the grid below",
+    "seeds": "five, the same for all presets",
+}
+INTERRUPTIONS = Measurement(
+    "Interruptions by loading on demand",
+    SERVER
+    | {
+        "adapters": "512 of rank 64, popular as Azure's functions",
+        "load": "3, 6 and 9 requests/s",
+        "interruption": "what each request takes longer than with CACHED, as a share of its serving time; the count is "
+        "of requests that begin while it decodes",
+        "grid": f"link {LINKS_GB_S} GB/s × mean answer {ANSWER_TOKENS} tokens",
+    },
+    {
+        **{claim: figure for rate in RATES for claim, figure in interrupted(rate).items()},
+        "head-interrupt": compared(increase, cases("9/s", ON_DEMAND), cases("9/s", CACHED), TPT),
+    },
+    plots=[
+        Plot(
+            f"Share of serving time lost to loads at {RATES[-1]} requests/s",
+            "link, GB/s",
+            "share of serving time, %",
+            GRID,
+            share_by_link,
+        )
+    ],
+    tables=[
+        Table(
+            "The whole grid, nearest cell first: mean share of serving time and median count of interruptions; the "
+            "distance is the mean absolute logarithm of ours over the printed figures",
+            ["link, GB/s", "load of rank 64, ms", "answer, tokens", *(f"{rate}/s" for rate in RATES), "distance"],
+            GRID,
+            grid_rows,
+        )
+    ],
+)
+SYNTHETIC = Measurement(
+    "Synthetic settings",
+    SERVER | {"adapters": "200, each request another one: always cold", "load": "S3: 9/s; S5, S6: 3/s"},
+    {
+        **of_settings(
+            ("s3-toppings", "S3", OURS, "ttft tpt e2e"),
+            ("s3-s-lora", "S3", S_LORA, "ttft tpt e2e"),
+            ("s3-dlora", "S3", DLORA, "ttft tpt e2e"),
+            ("s3-toppings-lowcpu", "S3", FEWER_CORES, "ttft tpt e2e"),
+            ("s5-s-lora", "S5", S_LORA, "ttft tpt e2e"),
+            ("s5-dlora", "S5", DLORA, "ttft tpt e2e"),
+            ("s5-toppings", "S5", OURS, "ttft tpt e2e"),
+        ),
+        **speedups("s6-toppings-vs-s-lora", "S6"),
+        "head-latency-max": compared(times, cases("S3", S_LORA), cases("S3", OURS), E2E),
+        "head-latency-avg": compared(times, cases("S3", S_LORA), cases("S3", OURS), E2E),
+        "head-latency-reduction": most_reduced(),
+        "head-ideal-overhead": over_cached("S3", OURS)["e2e"],
+        "mot-strawman-ttft": compared(times, cases("S3", STRAWMAN), cases("S3", CACHED), TTFT),
+        "mot-strawman-tpt": compared(times, cases("S3", STRAWMAN), cases("S3", CACHED), TPT),
+        "s3-toppings-cpu-time": Figure((Run(host_ms, after=(CELL,)),), lambda made: float(made[0])),
+    },
+    tables=[
+        Table(
+            "What the host's computing costs in S3: means without it, and over CACHED's",
+            ["preset", "TTFT, ms", "more", "TPT, ms", "more", "latency, ms", "more"],
+            (*cases("S3", CACHED), *cases("S3", OURS), *cases("S3, free host", OURS)),
+            free_host_rows,
+        )
+    ],
+)
+PRODUCTION = Measurement(
+    "Scaled production workload",
+    SERVER | {"adapters": "128, 256, 512 of rank 64, popular as Azure's functions", "load": "1.5, 3.6, 7.7 requests/s"},
+    {
+        **of_settings(
+            ("maf128-s-lora", "MAF 128", S_LORA, "ttft tpt e2e"),
+            ("maf128-dlora", "MAF 128", DLORA, "tpt e2e"),
+            ("maf128-toppings", "MAF 128", OURS, "ttft"),
+            ("maf256-dlora", "MAF 256", DLORA, "tpt e2e"),
+            ("maf512-s-lora", "MAF 512", S_LORA, "tpt e2e"),
+        ),
+        **speedups("maf512-toppings-vs-s-lora", "MAF 512"),
+    },
+)
+SCHEDULING = Measurement(
+    "Scheduling in clusters",
+    {
+        "servers": "8 of TOPPINGS' servers; simulation: 15 at 85/s with 10,000 functions, a quarter of 60 at 340/s "
+        "with 40,000",
+        "adapters": "200 of ranks 8, 16, 32, 64 on q, k and v, equally popular; simulation: as Azure's functions",
+        "models": f"PrePerf and DecPerf fitted to {PROFILED_REQUESTS:,} requests in batches of {BATCHES} and ranks "
+        f"{RANKS}, with noise for an R² of {R2}, of another seed than the runs",
+        "limit on TPT": "1.5 × the base model's with one request at a time; the table also has the other reading, 1.5 × "
+        "the base model's under the same load, by which no scheduler loses much",
+        "first fit": f"packs fewer than {MAX_PACKED} requests in a step",
+        "window": "20 s of arrivals, simulation 15 s; the first fourth does not count",
+        "seeds": "five, the same for all schedulers",
+    },
+    {
+        "cluster-slo-rps40": attainment_gain("40/s"),
+        "cluster-slo-rps50": attainment_gain("50/s"),
+        "head-slo": best_attainment(),
+        **{
+            claim: compared(reduction, placed(SIMULATION, OURS), placed(SIMULATION, rival), TPT)
+            for claim, rival in (
+                ("sim-tpt-vs-dlora", BY_DLORA),
+                ("sim-tpt-vs-random", BY_CHANCE),
+                ("sim-tpt-vs-firstfit", FIRST_FIT),
+                ("head-tpt", FIRST_FIT),
+            )
+        },
+    },
+    tables=[
+        Table(
+            "Requests within the limit, by both readings, and mean TPT; with MBGMV last",
+            ["place", "scheduler", "schedules by", "within, alone, %", "within, loaded, %", "TPT, ms"],
+            tuple(run for shown in SHOWN for run in placed(*shown)),
+            attainment_rows,
+        )
+    ],
+)
+SINGLE = Measurement(
+    "Single steps and prefills",
+    {
+        "model, device": "Llama-2-7B on an A100 80 GB, printed steps",
+        "decode": "contexts of 128 tokens, each request its own adapter",
+        "heterogeneity": f"a batch of {LARGEST_BATCH}: one request of rank 64 and the others of 8, beside all of 8",
+        "cold prefill": "one prompt of 256 tokens on an idle server, in groups of layers beside one group",
+        "R²": f"of decode steps of mixed ranks and contexts, {PROFILED_REQUESTS:,} requests, without noise",
+    },
+    {
+        "toy-bgmv-i1": computed(lambda: 1e3 * decode_s(KernelForm.PADDED, 24, (32,))),
+        "toy-bgmv-i2": computed(lambda: 1e3 * decode_s(KernelForm.PADDED, 16, (64,))),
+        "toy-mbgmv-i1": computed(lambda: 1e3 * decode_s(KernelForm.UNPADDED, 24, (32,))),
+        "toy-mbgmv-i2": computed(lambda: 1e3 * decode_s(KernelForm.UNPADDED, 16, (64,))),
+        "head-heterogeneity": computed(heterogeneity),
+        "mot-heterogeneity-28": computed(lambda: increase(heterogeneity(), 1.0)),
+        "model-r2-bgmv": computed(lambda: determination(KernelForm.PADDED)),
+        "model-r2-mbgmv": computed(lambda: determination(KernelForm.UNPADDED)),
+        "micro-pipeline-r128": pipelined(128, times),
+        "micro-pipeline-r64": pipelined(64, times),
+        "design-pipeline": pipelined(128, lambda whole, grouped: reduction(grouped, whole)),
+        "mot-prefill-256": computed(lambda: 1e3 * PREFILL_S[256]),
+        "mot-prefill-1000": computed(lambda: 1e3 * PREFILL_S[1000]),
+        "mot-adapter-size": computed(lambda: adapter_bytes(64) / 2**20),
+        "mot-adapter-kv-tokens": computed(lambda: adapter_bytes(64) / profile_of(SEVEN_B).geometry.block_bytes(1)),
+        "mot-combinations": computed(lambda: float(sum(comb(4 + size, size) for size in range(1, 65)))),
+        "head-lora-load": computed(lambda: gflop(256, 64)),
+    },
+)
+HOST_COSTS = """
+Host cores cost what section 7.3 prints: with LoRA on the host on every layer a prefill of 64 tokens takes 61 ms and one
+of 256 tokens 126 ms, where the line through Fig. 4's prefills has 32 and 44 ms. The host computes layers until the load
+is ahead of it, and every decode waits for that, at each arrival. The last table of *Synthetic settings* has S3 with a
+host that costs nothing. How 7.2's overhead follows from 7.3's prefills, the paper does not say.
+""".strip()
+EINSUM_COSTS = """
+dLoRA prints the cost of its kernel in one setting, 38.9 % of the base's computation at rank 8, and it is taken to hold
+for any number of adapters and any rank. In S3 BGMV's 3.5 µs for each rank of a row cost CACHED as much, so dLoRA does
+not lose to it there; with 128 functions (`maf128-dlora-tpt`), where few requests run together, it comes out as printed.
+What dLoRA's kernel takes at rank 64 with tens of adapters in a step, neither paper prints.
+""".strip()
+LOAD_COSTS = """
+A load of the 70B model's adapter of rank 64 takes 0.14 s in the chosen cell, stops all decodes, and all requests that
+come meanwhile wait for it and for each other's loads. `toppings` begins their prefills at once. The paper's 1.6 times
+is within what a shorter load gives: with rank 32 (`s5-s-lora-ttft`, `s5-toppings-ttft`) it is 1.9 times.
+""".strip()
+CAUSES = {
+    "s6-toppings-vs-s-lora-ttft": LOAD_COSTS,
+    **dict.fromkeys(
+        [
+            "head-ideal-overhead",
+            "maf128-toppings-ttft",
+            *(f"{prefix}-{name}" for prefix in ("s3-toppings", "s3-toppings-lowcpu", "s5-toppings") for name in MEANS),
+        ],
+        HOST_COSTS,
+    ),
+    **dict.fromkeys([f"s3-dlora-{name}" for name in MEANS], EINSUM_COSTS),
+    **dict.fromkeys(["maf256-dlora-tpt", "maf256-dlora-e2e"], EINSUM_COSTS),
+}
+
+PAPER = Paper(
+    about="""
+Everything here is modelled: the engine's own loop, memory and policies on a virtual clock. The paper prints neither
+its link nor the lengths of answers. Both come from a grid that was written down before it was run. Its cell is the one
+whose *on-demand loading*, a baseline, is nearest to what section 2.3 prints, and was fixed before `toppings` ran.
+`python -m benchmarks.papers run toppings` makes what is missing.
+""",
+    measurements=[INTERRUPTIONS, SYNTHETIC, PRODUCTION, SCHEDULING, SINGLE],
+    not_testable={
+        "head-invocation": Reason.MICROBENCHMARK,
+        "head-invocation-shm": Reason.MICROBENCHMARK,
+        "design-syncfree": Reason.MICROBENCHMARK,
+        "design-multicpu": Reason.MICROBENCHMARK,
+        "micro-syncfree-64-speedup": Reason.MICROBENCHMARK,
+        "micro-syncfree-64-native": Reason.MICROBENCHMARK,
+        "micro-syncfree-64-ours": Reason.INPUT,
+        "micro-syncfree-256-speedup": Reason.MICROBENCHMARK,
+        "micro-syncfree-256-native": Reason.MICROBENCHMARK,
+        "micro-syncfree-256-ours": Reason.INPUT,
+        "model-infer-sec5": Reason.MICROBENCHMARK,
+        "model-infer-sec74": Reason.MICROBENCHMARK,
+        "mot-lmsys-p90": Reason.INPUT,
+        "mot-lmsys-p99": Reason.INPUT,
+        "toy-slo": Reason.INPUT,
+        "s3-s-lora-gpu-util": Reason.COUNTER,
+        "s3-s-lora-cpu-util": Reason.COUNTER,
+        "s3-dlora-gpu-util": Reason.COUNTER,
+        "s3-dlora-cpu-util": Reason.COUNTER,
+        "s3-toppings-gpu-util": Reason.COUNTER,
+        "s3-toppings-cpu-util": Reason.COUNTER,
+    },
+    causes=CAUSES,
+)

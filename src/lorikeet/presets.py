@@ -208,10 +208,10 @@ def _but(preset: Preset, **options: Any) -> Preset:
 _CACHE_ALONE = _but(_CHAMELEON, admission="s-lora", decodes_between_prefills=10)
 _NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
 _S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
-# TOPPINGS and two of its baselines are built on LightLLM, which computes prompts in steps of their own, and admits
-# requests only after up to ten decode steps (`max_wait_tokens` of its router).
-_ON_LIGHTLLM = _but(_ON_DEMAND, prefill_apart=True, decodes_between_prefills=10)
-_TOPPINGS = _but(_ON_LIGHTLLM, cold_start=ColdStart.ASSIST, routing="toppings")
+# TOPPINGS and its baselines compute prompts in steps of their own: a request that arrives interrupts the decodes
+# (section 2.2).
+_PREFILL_APART = _but(_ON_DEMAND, prefill_apart=True)
+_TOPPINGS = _but(_PREFILL_APART, cold_start=ColdStart.ASSIST, routing="toppings")
 _LORASERVE = _but(_ON_DEMAND, prefetch="queue", placement="loraserve", routing="table")
 _REPLICATED = _but(_LORASERVE, placement="everywhere", pool_prefetch=True)
 _UNMANAGED: dict[str, Any] = {
@@ -342,23 +342,22 @@ PRESETS: dict[str, Preset] = {
     "toppings:first-fit": _but(_TOPPINGS, routing="first-fit"),
     "toppings:random": _but(_TOPPINGS, routing="random"),
     # All requests wait while an adapter is loaded for a prefill, as in section 2.3.
-    "toppings:on-demand": _ON_LIGHTLLM,
+    "toppings:on-demand": _PREFILL_APART,
     # Decodes go on while it is loaded, and its prefill begins then (section 4, "strawman").
-    "toppings:strawman": _but(_ON_LIGHTLLM, cold_start=ColdStart.WAIT),
+    "toppings:strawman": _but(_PREFILL_APART, cold_start=ColdStart.WAIT),
     # S-LoRA as TOPPINGS has it: on demand, with MBGMV.
-    "toppings:s-lora": _but(_ON_LIGHTLLM, kernel_form=KernelForm.UNPADDED),
+    "toppings:s-lora": _but(_PREFILL_APART, kernel_form=KernelForm.UNPADDED),
     # All adapters are on the device (section 7.1).
-    "cached": _but(_ON_LIGHTLLM, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
+    "cached": _but(_PREFILL_APART, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
     # TOPPINGS' servers, but the host assists only if the first token comes sooner with it than after a whole load, and
     # prompts run beside decodes. Wins where links are fast, prompts long, or cores few.
-    "lorikeet:assist": _but(_TOPPINGS, cold_start=ColdStart.AUTO, prefill_apart=False, decodes_between_prefills=0),
+    "lorikeet:assist": _but(_TOPPINGS, cold_start=ColdStart.AUTO, prefill_apart=False),
     # The same with a host that waits for a layer which arrives before it would be done.
     "lorikeet:assist-patient": _but(
         _TOPPINGS,
         cold_start=ColdStart.AUTO,
         host_layers=HostLayers.PATIENT,
         prefill_apart=False,
-        decodes_between_prefills=0,
     ),
     # LoRAServe as printed: placement of adapters on replicas by rank and demand; then a variant and its baselines.
     "loraserve": _LORASERVE,

@@ -164,6 +164,17 @@ def test_runs_get_the_results_of_those_before_them_and_are_kept(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_result_does_not_count_when_one_that_it_was_made_from_is_another(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    run_missing([SUM], cache, 1, lambda line: None)
+    cache.put(TWO, 3, "later")
+    assert cache.get(SUM) is None
+    run_missing([SUM], cache, 1, lambda line: None)
+    kept = cache.get(SUM)
+    assert kept is not None
+    assert kept.result == {"sum": 107}
+
+
 def test_a_failed_run_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
     bad = Run(fail, (7,))
     cache = Cache(tmp_path)
