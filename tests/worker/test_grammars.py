@@ -14,7 +14,7 @@ from lorikeet.core.plan import SequenceStart, Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.base import choose
 from lorikeet.worker.batch import SequenceState
-from lorikeet.worker.grammars import GrammarCompiler, GrammarError, GrammarMasks
+from lorikeet.worker.grammars import GrammarCompiler, GrammarError, GrammarMasks, device_addends
 from lorikeet.worker.sampler import Sampler
 from tests.api.conftest import END, TOKENIZER
 
@@ -42,7 +42,9 @@ def sequence(text: str, outputs: list[int] | None = None, **params: Any) -> Sequ
 
 
 def allowed(masks: GrammarMasks, each: SequenceState) -> set[int]:
-    (addends,), _ = masks.begin([each], CPU).result()
+    masked = masks.begin([each], on_host=True).result()
+    (addends,) = masked.addends_for(torch.zeros(1, VOCABULARY))
+    assert torch.equal(addends, device_addends(masked.bits, torch.zeros(1, VOCABULARY))[0])
     assert addends.shape == (VOCABULARY,)
     return set(torch.nonzero(addends == 0).flatten().tolist())
 

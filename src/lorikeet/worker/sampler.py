@@ -101,7 +101,7 @@ class Sampler:
         masked = self._rows_of(sequences).masked
         if masked:
             assert self._grammars is not None, "a request has a grammar, and this executor has no masks"
-            self._masks = self._grammars.begin(masked, device)
+            self._masks = self._grammars.begin(masked, on_host=device.type == "cpu")
 
     def sample(
         self, logits: Tensor, sequences: Sequence[Sampled], chosen: list[int] | None = None
@@ -125,7 +125,7 @@ class Sampler:
         if rows.chosen_edited is not None:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
             edited = logits[to_device(torch.tensor(rows.edited), logits.device)].float()
-            masks = self._take_masks()
+            masks = self._take_masks(edited)
             for edited_row, i, bias in zip(edited, rows.edited, rows.biases, strict=True):
                 addends, is_end = next(masks) if sequences[i].sampling.grammar else (None, False)
                 edit_logits(edited_row, sequences[i], bias, is_end=is_end)
@@ -156,10 +156,13 @@ class Sampler:
     def _grammar_error(self, sequence: Sampled) -> str:
         return self._grammars.error(sequence) if self._grammars is not None and sequence.sampling.grammar else ""
 
-    def _take_masks(self) -> Iterator[tuple[Tensor, bool]]:
-        """Return addends and ``Masks.end`` of each sequence that has a grammar."""
+    def _take_masks(self, logits: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Return addends to the logits, and ``Masks.end``, of each sequence that has a grammar."""
         pending, self._masks = self._masks, None
-        return zip(*pending.result(), strict=True) if pending is not None else iter(())
+        if pending is None:
+            return iter(())
+        masks = pending.result()
+        return zip(masks.addends_for(logits), masks.end, strict=True)
 
     def _rows_of(self, sequences: Sequence[Sampled]) -> _Prepared:
         last = self._rows
