@@ -80,7 +80,7 @@ class EagerRunner:
 
     def launch(self) -> None:
         """Compute the logits of the next step."""
-        self._sampler.begin(self._sequences, self._rank.device)
+        self._sampler.begin(self._sequences)
         self._logits, scored = self._rank.forward(self._plan, self._ran)
         self.prompt_logprobs += scored
         self._ran += 1
@@ -136,7 +136,7 @@ class GraphRunner:
             self._graphs.start(rows, lora, self._sampler.parameters(self._sequences))
         self._graphs.launch()
         if not self._runs_ahead:
-            self._sampler.begin(self._sequences, self._rank.device)
+            self._sampler.begin(self._sequences)
         self._ran += 1
 
     def take(self) -> list[Token | str]:
@@ -244,7 +244,7 @@ class TorchExecutor:
     ) -> None:
         self._graphs = graphs
         self.grammars = grammars
-        self._masks = None if grammars is None else GrammarMasks(grammars)
+        self._masks = None if grammars is None else GrammarMasks(grammars, model.device, model.dtype)
         self._others: OtherRanks = others or NoOtherRanks()
         self._finished = finished
         self.transfers = transfers
