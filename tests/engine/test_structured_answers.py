@@ -165,6 +165,21 @@ def test_preempted_sequences_go_on_with_their_grammar(model: Path, owners: list[
 
 
 @pytest.mark.slow
+def test_ranks_follow_what_rank_0_samples_under_grammars(model: Path, owners: list[AdapterRef | None]) -> None:
+    cases = cases_of(7)
+    engine = build_replica(live_settings(model, tensor_parallel=2)).engine
+    try:
+        asked = [
+            msgspec.structs.replace(each, sampling=msgspec.structs.replace(each.sampling, prompt_logprobs=1))
+            for each in requests(cases, owners)
+        ]
+        answers = run(engine, asked)
+    finally:
+        engine.close()
+    assert judge_all(cases, answers) >= len(cases) / 2
+
+
+@pytest.mark.slow
 async def test_answers_follow_their_grammars_across_the_death_of_an_engine(
     model: Path, owners: list[AdapterRef | None]
 ) -> None:
