@@ -35,7 +35,7 @@ DRAIN_S = 30.0
 async def _alias(service: Service, name: str, of: str, replace: bool) -> RegisteredAdapter:
     """Register a name for the version of another; raises as :func:`load_adapter`."""
     _check_enabled(service)
-    target = await service.resolve(of)
+    target = await service.resolve(of, generates=False)
     if target.adapter is None:
         raise ApiError(400, f"{of!r} is the base model, which has no alias.", param="alias_of")
     with service.versions.hold(target.adapter):
@@ -277,7 +277,7 @@ async def get_adapter(name: str, service: ServiceDep) -> dict[str, Any]:
 @router.patch("/v1/adapters/{name:path}", dependencies=[JsonBody])
 async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Pin an adapter, or bring it onto the device; it is loaded if it is only named so far."""
-    target = await service.resolve(name)
+    target = await service.resolve(name, generates=bool(body.warm))
     if target.adapter is None:
         raise ApiError(400, f"{name!r} is the base model.", param="name")
     if body.pinned is not None:
