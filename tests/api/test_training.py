@@ -1,7 +1,10 @@
 """What training loops call: pause and resume, and weights in a body."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
+
+from safetensors.numpy import load_file, save
 
 from tests.api.conftest import Running, Start
 from tests.api.fakes import write_adapter
@@ -67,9 +70,8 @@ async def test_a_pause_waits_for_running_requests_and_new_ones_get_the_new_weigh
         await pausing
         assert not server.engine.open.is_set()
         write_adapter(server.sources / "pirate", seed=99)
-        new = (
-            await server.http.post("/v1/adapters", json={"name": "policy", "source": "pirate", "replace": True})
-        ).json()
+        replacing = {"name": "policy", "source": "pirate", "replace": True}
+        new = (await server.http.post("/v1/adapters", json=replacing)).json()
         await call(server, "/resume")
         assert (await late).status_code == 200
         assert server.engine.submitted[-1].digest == new["digest"]
@@ -86,3 +88,56 @@ async def test_pausing_needs_an_admin_key_where_there_is_one(start: Start) -> No
 
 async def test_the_world_has_as_many_ranks_as_all_replicas(server: Running) -> None:
     assert (await server.http.get("/get_world_size")).json() == {"world_size": 1}
+
+
+UPLOAD = "/v1/adapters/upload"
+
+
+async def test_weights_in_a_body_are_registered_and_replaced(start: Start) -> None:
+    async with start() as server:
+        folder = server.sources / "pirate"
+        config = (folder / "adapter_config.json").read_text()
+        weights = folder / "adapter_model.safetensors"
+
+        async def upload(content: bytes, **query: Any) -> Any:
+            return await server.http.post(UPLOAD, params={"name": "policy", **query}, content=content)
+
+        lacks = await upload(weights.read_bytes())
+        assert (lacks.status_code, lacks.json()["error"]["param"]) == (400, "config")
+        first = await upload(weights.read_bytes(), config=config)
+        assert first.status_code == 201, first.text
+        assert first.json()["source"] == "upload"
+        by_route = await server.http.post("/v1/adapters", json={"name": "same", "source": "pirate"})
+        assert by_route.json()["digest"] == first.json()["digest"]
+        assert (await upload(weights.read_bytes(), config=config)).status_code == 400
+
+        write_adapter(folder, seed=77)
+        second = await upload(weights.read_bytes(), replace=True)
+        assert second.status_code == 201, second.text
+        assert second.json()["digest"] != first.json()["digest"]
+        await server.http.post(CHAT, json=body(model="policy"))
+        assert server.engine.submitted[-1].digest == second.json()["digest"]
+
+        named = save(load_file(weights), {"adapter_config": config})
+        assert (await server.http.post(UPLOAD, params={"name": "other"}, content=named)).status_code == 201
+
+        for content, query, words in (
+            (b"no weights", {"config": config}, "safetensors"),
+            (weights.read_bytes(), {"config": "[]"}, "JSON object"),
+            (weights.read_bytes(), {"config": config.replace('"r": 4', '"r": 8')}, "rank"),
+        ):
+            refused = await upload(content, replace=True, **query)
+            assert refused.status_code == 400
+            assert words in refused.json()["error"]["message"]
+        assert list((server.sources.parent / "store" / "incoming").iterdir()) == []
+
+
+async def test_weights_that_are_too_large_are_refused_while_they_arrive(start: Start) -> None:
+    async with start(adapters={"max_bytes": 1000}) as server:
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(20):
+                yield b"x" * 100
+
+        reply = await server.http.post(UPLOAD, params={"name": "policy"}, content=pieces())
+        assert reply.status_code == 413

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
@@ -26,6 +26,7 @@ from lorikeet.api.protocol import AdapterChange, DynamoAdapter, LoadAdapter, New
 from lorikeet.api.served_models import describe_chat
 from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
+from lorikeet.api.uploads import check_config, receive_weights, write_config
 from lorikeet.client.supervisor import EngineError
 
 DRAIN_S = 30.0
@@ -221,6 +222,39 @@ async def add_adapter(body: NewAdapter, service: ServiceDep) -> dict[str, Any]:
     loaded = await load_adapter(
         service, body.name, body.source, replace=body.replace, replaced_by="replace", overrides=_overrides(body)
     )
+    return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
+
+
+UPLOAD_PATH = "/v1/adapters/upload"
+
+
+@router.post(UPLOAD_PATH, status_code=201)
+async def upload_adapter(
+    http: Request,
+    service: ServiceDep,
+    name: Annotated[str, Query(min_length=1)],
+    replace: bool = False,
+    config: str | None = None,
+) -> dict[str, Any]:
+    """Register an adapter whose weights, a safetensors file, are the body.
+
+    Its config is the query's, else in the file's metadata under ``adapter_config``, else that of the version that it
+    replaces.
+    """
+    _check_enabled(service)
+    check_config(config)
+    source = "upload"
+    async with service.loads.of(source):
+        with service.catalog.receiving() as folder:
+            await receive_weights(http.stream(), folder)
+
+            def register() -> RegisteredAdapter:
+                write_config(folder, config, service.catalog.get(name) if replace else None)
+                return service.catalog.register(
+                    name, str(folder), replace=replace, trusted=True, persistent=True, shown_source=source
+                )
+
+            loaded = await _register(service, name, register, "replace")
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
 
 

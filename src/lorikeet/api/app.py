@@ -117,7 +117,10 @@ def create_app(service: Service) -> FastAPI:
     add_middleware(
         app,
         max_body_bytes=min(SMALL_BODY_BYTES, service.settings.max_body_bytes),
-        larger_bodies=dict.fromkeys(PATHS, service.settings.max_body_bytes),
+        larger_bodies={
+            **dict.fromkeys(PATHS, service.settings.max_body_bytes),
+            adapters.UPLOAD_PATH: service.adapter_settings.max_bytes,
+        },
         api_keys=service.settings.api_keys,
         admin_keys=service.settings.admin_keys,
         tenant_header=service.settings.tenant_header,
