@@ -221,6 +221,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             none.
         max_queued: most accepted and unfinished sequences; beyond that the answer is 429. A request counts as one
             sequence for each prompt and choice.
+        max_logprobs: most alternatives that a request may ask for with each token; -1 for the whole vocabulary.
+        return_tokens_as_token_ids: name tokens ``token_id:ID`` in log probabilities, unless a request says otherwise.
         max_body_bytes: larger request bodies are answered with 413.
         max_connections: most connections open at once; beyond that the answer is 503. Fewer if the limit on open files
             does not allow as many.
@@ -261,6 +263,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admin_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_queued: Positive = 1024
+    max_logprobs: Annotated[int, msgspec.Meta(ge=-1)] = 20
+    return_tokens_as_token_ids: bool = False
     max_body_bytes: Positive = 8 * 2**20
     max_connections: Positive = 4096
     max_head_bytes: Positive = 64 * 1024

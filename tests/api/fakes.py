@@ -19,7 +19,7 @@ from lorikeet.core.events import AdapterEvent, Admitted, Finished, FinishReason,
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import EngineReady, EngineStats
-from lorikeet.core.plan import Token
+from lorikeet.core.plan import PromptToken, Token
 from lorikeet.core.request import Request
 
 Script = Callable[[Request], list[int]]
@@ -144,6 +144,12 @@ class FakeHandle:
         self.request = request
         self.deaths = 0
         self._aborted = asyncio.Event()
+        prompt, alternatives = request.prompt_token_ids, request.sampling.prompt_logprobs
+        self.prompt_logprobs = {
+            position: PromptToken(prompt[position], -float(position), 2, ((7, -0.5),) * min(1, alternatives))
+            for position in range(1, len(prompt))
+            if alternatives is not None
+        }
         self.timings = RequestTimings(request.arrival_s)
         self.timings.apply(Queued(request.request_id, time.monotonic()))
 

@@ -284,7 +284,9 @@ async def test_a_request_that_takes_too_long_ends_with_504(start: Start) -> None
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"best_of": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"stop_regex": "a+"}, "stop_regex"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
         ({"adapter_id": "someone/adapter"}, "adapter_id"),
         ({"adapter_source": "hub"}, "adapter_source"),
@@ -296,6 +298,7 @@ async def test_what_is_not_implemented_is_refused_by_name(server: Running, field
     reply = await server.http.post(CHAT, json=body(**fields))
     assert reply.status_code == 501
     assert reply.json()["error"]["param"] == param
+    assert reply.headers["x-should-retry"] == "false"
 
 
 async def test_fields_that_change_nothing_are_accepted(server: Running) -> None:

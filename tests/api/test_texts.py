@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from lorikeet.api.completions import TextOffsets, completion_logprobs
+from lorikeet.api.logprobs import TextOffsets, TokenNames, completion_logprobs
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.core.plan import Token
@@ -77,7 +77,7 @@ def test_tokens_of_logprobs_spell_the_text_at_their_offsets(tokenizer: Tokenizer
         return
     token_ids = token_ids[len(context) :]
     logprobs = completion_logprobs(
-        texts, [Token(each, -1.0) for each in token_ids], TextOffsets(texts, skip_special_tokens=skip)
+        TokenNames(texts), [Token(each, -1.0) for each in token_ids], TextOffsets(texts, skip_special_tokens=skip)
     )
     stream = texts.stream(context, skip_special_tokens=skip)
     shown = "".join([*map(stream.push, token_ids), stream.flush()])
@@ -100,7 +100,9 @@ def test_every_alternative_has_a_key_of_its_own() -> None:
     letter = next(word for word in tokenizer.get_vocab() if len(word) == 1 and word.isascii())
     ids = [tokenizer.token_to_id(name) for name in (letter, f"<0x{ord(letter):02X}>", "<0xE6>", "<0x97>")]
     token = Token(ids[0], -1.0, tuple((each, -2.0) for each in ids))
-    (top,) = completion_logprobs(texts, [token], TextOffsets(texts, skip_special_tokens=True))["top_logprobs"]
+    (top,) = completion_logprobs(TokenNames(texts), [token], TextOffsets(texts, skip_special_tokens=True))[
+        "top_logprobs"
+    ]
     assert len(top) == len(set(ids)) == 4
     assert "bytes:\\xe6" in top
 

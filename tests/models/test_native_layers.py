@@ -82,7 +82,6 @@ def forward_steps(folder: Path, kernels: Kernels, dtype: torch.dtype, form: Kern
         lora = None if form is None else LoraBatch(segments, form)
         batch = replace(arena.batch(work, lora), sample_rows=torch.tensor(samples, dtype=torch.int64))
         found.append(decoder.forward(batch, kv))
-        assert len(decoder.forward(batch, kv, logits=False)) == 0
     return [*found, kv]
 
 

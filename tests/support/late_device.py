@@ -281,9 +281,9 @@ class LateDevice:
 @contextmanager
 def steps_seen_by(device: LateDevice) -> Iterator[None]:
     """Tell a device which blocks each step touches."""
-    forward, start = Decoder.forward, DecodeGraphs.start
+    hidden, start = Decoder.hidden, DecodeGraphs.start
 
-    def told(self: Decoder, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
+    def told(self: Decoder, batch: Batch, kv: Tensor) -> Tensor:
         if not is_graph_watched():
             block_size = kv.shape[3]
             tables = [
@@ -294,7 +294,7 @@ def steps_seen_by(device: LateDevice) -> Iterator[None]:
                 [*_blocks(itertools.chain(*tables), kv), *_weights(batch.lora)],
                 _blocks(batch.slot_blocks.tolist(), kv),
             )
-        return forward(self, batch, kv, logits=logits)
+        return hidden(self, batch, kv)
 
     def started(
         self: DecodeGraphs, rows: Sequence[BatchRow], lora: LoraBatch | None, parameters: SamplingTensors
@@ -310,7 +310,7 @@ def steps_seen_by(device: LateDevice) -> Iterator[None]:
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "forward", told)
+        patch.setattr(Decoder, "hidden", told)
         patch.setattr(DecodeGraphs, "start", started)
         yield
 

@@ -58,13 +58,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RankModel:
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     """Those that decoders compute."""
     seen: list[Batch] = []
-    forward = Decoder.forward
+    hidden = Decoder.hidden
 
-    def noted(self: Decoder, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
+    def noted(self: Decoder, batch: Batch, kv: Tensor) -> Tensor:
         seen.append(batch)
-        return forward(self, batch, kv, logits=logits)
+        return hidden(self, batch, kv)
 
-    monkeypatch.setattr(Decoder, "forward", noted)
+    monkeypatch.setattr(Decoder, "hidden", noted)
     return seen
 
 

@@ -13,7 +13,7 @@ from lorikeet.core.plan import SequenceStart, Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.base import choose, gumbel_noise
 from lorikeet.worker.batch import SequenceState
-from lorikeet.worker.sampler import Sampler, bias_of, edit_logits
+from lorikeet.worker.sampler import _NONE_ALLOWED, NOT_FINITE, Sampler, bias_of, edit_logits
 from tests.kernels.choices import VOCAB, filters, kept_slowly
 
 
@@ -24,7 +24,7 @@ def row(prompt: list[int] | None = None, outputs: list[int] | None = None, **par
     return SequenceState(SequenceStart("r", prompt + outputs, len(prompt), sampling, None))
 
 
-def sample(logits: torch.Tensor, rows: list[SequenceState]) -> list[Token | None]:
+def sample(logits: torch.Tensor, rows: list[SequenceState]) -> list[Token | str]:
     return Sampler(choose).sample(logits, rows)
 
 
@@ -157,7 +157,7 @@ def test_logits_that_are_not_finite_are_reported_by_row(bad: float) -> None:
     logits = random_logits(5, rows=3)
     logits[1, 4] = bad
     tokens = sample(logits, [row(), row(), row(temperature=1.0)])
-    assert [token is None for token in tokens] == [False, True, False]
+    assert [token == NOT_FINITE for token in tokens] == [False, True, False]
 
 
 def test_a_temperature_that_fp32_cannot_hold_is_greedy() -> None:
@@ -171,14 +171,14 @@ def test_temperature_infinite_in_fp32_draws_among_the_allowed_tokens() -> None:
     held: dict[str, Any] = {"stop_token_ids": (3, 4, 5), "min_tokens": 2, "temperature": 1e39}
     for top_k, top_p in ((0, 1.0), (2, 1.0), (2, 0.9), (0, 0.9)):
         (token,) = sample(random_logits(5), [row(top_k=top_k, top_p=top_p, **held)])
-        assert token is not None
+        assert isinstance(token, Token)
         assert token.token_id not in (3, 4, 5)
 
 
 def test_a_row_that_its_own_penalty_leaves_without_finite_logits_fails_alone() -> None:
     logits = random_logits(5, rows=2).abs() + 1
     tokens = sample(logits, [row(repetition_penalty=1e-39, top_p=0.9, temperature=1.0), row()])
-    assert tokens == [None, Token(int(logits[1].argmax()))]
+    assert tokens == [_NONE_ALLOWED, Token(int(logits[1].argmax()))]
 
 
 def test_each_step_samples_as_if_it_were_the_first() -> None:
@@ -191,7 +191,7 @@ def test_each_step_samples_as_if_it_were_the_first() -> None:
         tokens = sampler.sample(logits, rows)
         assert tokens == sample(logits, rows)
         for sequence, token in zip(rows, tokens, strict=True):
-            assert token is not None
+            assert isinstance(token, Token)
             sequence.add_token(token.token_id)
 
 
@@ -204,3 +204,38 @@ def test_bfloat16_logits_are_edited_as_floats() -> None:
 def test_bias_comes_before_penalties() -> None:
     (token,) = sample(torch.tensor([[2.0, 0.0, 1.4]]), [row([1], logit_bias=((1, 4.0),), repetition_penalty=3.0)])
     assert token == Token(0)  # (0 + 4) / 3 < 1.4 < 2 < 0 / 3 + 4
+
+
+@given(
+    st.integers(0, 2**32),
+    token_lists,
+    st.sets(st.integers(0, VOCAB - 1), max_size=4),
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=4),
+)
+def test_only_allowed_tokens_and_no_bad_words(
+    seed: int, outputs: list[int], allowed: set[int], bad: list[list[int]]
+) -> None:
+    outputs = [each % 4 for each in outputs]
+    logits = random_logits(seed)
+    possible = {
+        token
+        for token in range(VOCAB)
+        if (not allowed or token in allowed) and not any([*outputs, token][-len(word) :] == word for word in bad)
+    }
+    given = {"allowed_token_ids": tuple(allowed), "bad_words": tuple(map(tuple, bad))}
+    (token,) = sample(logits, [row(outputs=outputs, **given)])
+    if not possible:
+        assert token == _NONE_ALLOWED
+    else:
+        assert token == Token(max(possible, key=lambda each: float(logits[0, each])))
+
+
+def test_named_tokens_are_reported_instead_of_the_likeliest() -> None:
+    logits = random_logits(5)
+    logprobs = logits[0].log_softmax(dim=-1)
+    best = int(logits[0].argmax())
+    (token,) = sample(logits, [row(logprobs=3, logprob_token_ids=(4, 9, best))])
+    assert isinstance(token, Token)
+    named = [best, *(each for each in (4, 9) if each != best)]
+    assert [token_id for token_id, _ in token.top] == named
+    assert [value for _, value in token.top] == pytest.approx([float(logprobs[each]) for each in named])

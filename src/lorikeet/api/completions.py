@@ -4,10 +4,9 @@ Both submit a body to the service and write the generation's deltas as one JSON 
 differ only in how prompts are encoded and how choices are written.
 """
 
-import codecs
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -15,9 +14,17 @@ from starlette.responses import Response
 
 from lorikeet.api.chat_output import AnswerPart, AnswerReader, tool_use, whole_calls
 from lorikeet.api.conversation import content_text
-from lorikeet.api.errors import ApiError, bad_request, not_supported
+from lorikeet.api.errors import ApiError, bad_request
 from lorikeet.api.generation import Generation, OutputDelta
 from lorikeet.api.large_bodies import PromptRoute, prepared_body
+from lorikeet.api.logprobs import (
+    TextOffsets,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_tokens,
+    prompt_logprobs,
+)
 from lorikeet.api.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -25,11 +32,14 @@ from lorikeet.api.protocol import (
     prompts_of,
     refuse_unsupported,
 )
+from lorikeet.api.sampling import truncated
 from lorikeet.api.service import GenerationSpec, JsonBody, SenderDep, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
 from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.api.threads import off_the_loop
+from lorikeet.client.client import RequestHandle
+from lorikeet.config import ServerSettings
 from lorikeet.core.plan import Token
 
 _DONE = b"data: [DONE]\n\n"
@@ -49,6 +59,10 @@ class AnswerFormat(Protocol):
     object: str
     chunk_object: str
     needs_every_token: bool
+
+    def envelope(self, index: int) -> dict[str, Any]:
+        """Return fields of the answer beside its choices, or of the chunk that opens a choice of a stream."""
+        ...
 
     def first(self, index: int) -> dict[str, Any] | None:
         """Return the choice of the chunk that opens a stream; None for no such chunk."""
@@ -90,7 +104,7 @@ async def respond(
 
     async def make() -> Response:
         if not body.stream:
-            whole = await _collect(generation, answer, envelope)
+            whole = await _collect(generation, answer, body, envelope)
             generation.close()  # now, so that a slow client does not hold the request's place
             return Response(whole, media_type="application/json")
         events = _events(generation, answer, body, envelope)
@@ -99,7 +113,9 @@ async def respond(
     return CancelOnDisconnect(make, generation.close)
 
 
-async def _collect(generation: Generation, answer: AnswerFormat, envelope: dict[str, Any]) -> bytes:
+async def _collect(
+    generation: Generation, answer: AnswerFormat, body: GenerationBody, envelope: dict[str, Any]
+) -> bytes:
     texts: dict[int, list[str]] = {choice.index: [] for choice in generation.choices}
     tokens: dict[int, list[Token]] = {choice.index: [] for choice in generation.choices}
     last: dict[int, OutputDelta] = {}
@@ -109,11 +125,32 @@ async def _collect(generation: Generation, answer: AnswerFormat, envelope: dict[
         last[delta.index] = delta
 
     def write() -> bytes:
-        choices = [answer.complete(index, "".join(texts[index]), tokens[index], last[index]) for index in texts]
-        return msgspec.json.encode(envelope | {"choices": choices, "usage": _usage(generation)})
+        kept = _best(tokens, body.choices_per_prompt, body.n or 1)
+        choices = [
+            answer.complete(index, "".join(texts[index]), tokens[index], last[index]) | {"index": number}
+            for number, index in enumerate(kept)
+        ]
+        whole = envelope | answer.envelope(0) | {"system_fingerprint": None, "kv_transfer_params": None}
+        return msgspec.json.encode(whole | {"choices": choices, "usage": _usage(generation)})
 
     listed = tokens.values() if answer.needs_every_token else ()
-    return await off_the_loop(write, sum(1 + len(token.top) for each in listed for token in each))
+    scored = sum(len(choice.handle.prompt_logprobs) for choice in generation.choices)
+    return await off_the_loop(write, scored + sum(1 + len(token.top) for each in listed for token in each))
+
+
+def _best(tokens: Mapping[int, Sequence[Token]], choices: int, wanted: int) -> list[int]:
+    """Return the choices to answer with: of the ``choices`` of each prompt the ``wanted`` likeliest, best first.
+
+    As at OpenAI the likeliest is that with the highest mean log probability of a token.
+    """
+    if choices == wanted:
+        return list(tokens)
+
+    def mean(index: int) -> float:
+        return sum(token.logprob or 0.0 for token in tokens[index]) / max(1, len(tokens[index]))
+
+    prompts = (range(first, first + choices) for first in range(0, len(tokens), choices))
+    return [index for each in prompts for index in sorted(each, key=mean, reverse=True)[:wanted]]
 
 
 async def _events(
@@ -121,8 +158,8 @@ async def _events(
 ) -> AsyncIterator[bytes]:
     opened: set[int] = set()
 
-    def chunk(choice: dict[str, Any], completion_tokens: int) -> bytes:
-        value = envelope | {"choices": [choice]}
+    def chunk(choice: dict[str, Any], completion_tokens: int, *, opens: bool = False) -> bytes:
+        value = envelope | (answer.envelope(choice["index"]) if opens else {}) | {"choices": [choice]}
         if body.wants_continuous_usage:
             prompt_tokens = len(generation.choices[choice["index"]].handle.request.prompt_token_ids)
             value["usage"] = _counts(prompt_tokens, completion_tokens)
@@ -134,7 +171,7 @@ async def _events(
             if delta.index not in opened:
                 opened.add(delta.index)
                 opening = answer.first(delta.index)
-                event = b"" if opening is None else chunk(opening, 0)
+                event = b"" if opening is None else chunk(opening, 0, opens=True)
             choice = answer.chunk(delta)
             is_wanted = answer.needs_every_token or body.wants_continuous_usage
             if is_wanted or delta.finish_reason or answer.adds(choice):
@@ -181,85 +218,61 @@ def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     }
 
 
-_MIN_LOGPROB = -9999.0
-"""JSON has no infinity; vLLM sends this value instead."""
-
-
-def chat_logprobs(text_processor: TextProcessor, tokens: Sequence[Token]) -> dict[str, Any]:
-    """Return ``choices[].logprobs`` of a chat completion."""
-    content = []
-    for token in tokens:
-        entry = _entry(text_processor, token.token_id, token.logprob)
-        content.append(entry | {"top_logprobs": [_entry(text_processor, *pair) for pair in token.top]})
-    return {"content": content}
-
-
-class TextOffsets:
-    """Where in an answer's text its tokens begin; the parts of a character begin where it does.
-
-    Args:
-        text_processor: of the model.
-        skip_special_tokens: whether the text lacks them.
-    """
-
-    def __init__(self, text_processor: TextProcessor, *, skip_special_tokens: bool) -> None:
-        self._text_processor = text_processor
-        self._skip_special_tokens = skip_special_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-
-    def add(self, token_id: int) -> int:
-        """Return the offset of the next token."""
-        begin = self._offset
-        if not (self._skip_special_tokens and self._text_processor.is_special(token_id)):
-            self._offset += len(self._decoder.decode(bytes(self._text_processor.token(token_id).utf8)))
-        return begin
-
-
-def completion_logprobs(text_processor: TextProcessor, tokens: Sequence[Token], offsets: TextOffsets) -> dict[str, Any]:
-    """Return ``choices[].logprobs`` of a completion; ``offsets`` counts from the answer's first token on."""
-    strings = [text_processor.token(token.token_id).text for token in tokens]
-    return {
-        "tokens": strings,
-        "token_logprobs": [_finite(token.logprob) for token in tokens],
-        "top_logprobs": [_top(text_processor, token, string) for token, string in zip(tokens, strings, strict=True)],
-        "text_offset": [offsets.add(token.token_id) for token in tokens],
-    }
-
-
-def _top(text_processor: TextProcessor, token: Token, string: str) -> dict[str, float]:
-    """The chosen token is among them even if it is not one of the likeliest, as in vLLM.
-
-    Tokens of the same text, such as a letter and its byte, are told apart by vLLM's other name for a token.
-    """
-    top = {string: _finite(token.logprob)}
-    for token_id, logprob in token.top:
-        if token_id != token.token_id:
-            text = text_processor.token(token_id).text
-            top[f"token_id:{token_id}" if text in top else text] = _finite(logprob)
-    return top
-
-
-def _entry(text_processor: TextProcessor, token_id: int, logprob: float | None) -> dict[str, Any]:
-    token = text_processor.token(token_id)
-    return {"token": token.text, "logprob": _finite(logprob), "bytes": token.utf8}
-
-
-def _finite(logprob: float | None) -> float:
-    return _MIN_LOGPROB if logprob is None else max(logprob, _MIN_LOGPROB)
-
-
 router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
 _DEFAULT_MAX_TOKENS = 16
+
+
+class TokenReport(NamedTuple):
+    """What an answer tells of its tokens.
+
+    Attributes:
+        names: names the tokens.
+        logprobs: whether it has log probabilities.
+        prompt_logprobs: whether it has those of the prompt.
+        token_ids: whether it has token ids, also of the prompt.
+    """
+
+    names: TokenNames
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+
+    @classmethod
+    def of(
+        cls, body: GenerationBody, texts: TextProcessor, settings: ServerSettings, *, logprobs: bool
+    ) -> "TokenReport":
+        """Return what a body asks for."""
+        as_ids = body.return_tokens_as_token_ids
+        names = TokenNames(texts, as_ids=settings.return_tokens_as_token_ids if as_ids is None else as_ids)
+        return cls(names, logprobs, body.prompt_logprobs is not None, bool(body.return_token_ids))
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether a stream has a chunk for every token."""
+        return self.logprobs or self.token_ids
+
+    def of_prompt(self, handle: RequestHandle) -> dict[str, Any]:
+        """Return the fields that tell of a request's prompt; null for what is not asked for."""
+        token_ids = handle.request.prompt_token_ids
+        return {
+            "prompt_logprobs": prompt_logprobs(self.names, token_ids, handle.prompt_logprobs)
+            if self.prompt_logprobs
+            else None,
+            "prompt_token_ids": token_ids if self.token_ids else None,
+        }
+
+    def ids(self, tokens: Sequence[Token]) -> list[int] | None:
+        """Return ``token_ids``."""
+        return [token.token_id for token in tokens] if self.token_ids else None
 
 
 class CompletionFormat:
     """Writes the choices of ``/v1/completions``.
 
     Args:
-        text_processor: of the model.
-        logprobs: report log probabilities.
+        report: what it tells of tokens.
+        handles: of all choices.
         echoes: text of each prompt, to open its choices; empty for no echo.
         choices: number of choices of each prompt.
         skip_special_tokens: the texts lack them.
@@ -271,28 +284,39 @@ class CompletionFormat:
 
     def __init__(
         self,
-        text_processor: TextProcessor,
+        report: TokenReport,
+        handles: Sequence[RequestHandle],
         *,
-        logprobs: bool,
         echoes: list[str],
         choices: int,
         skip_special_tokens: bool,
     ) -> None:
-        self._text_processor = text_processor
+        self._report = report
+        self._handles = handles
         self._skip_special_tokens = skip_special_tokens
         self._echoes = echoes
         self._choices = choices
         self._offsets: dict[int, TextOffsets] = {}
-        self.needs_every_token = logprobs
+        self.needs_every_token = report.needs_every_token
+
+    def envelope(self, index: int) -> dict[str, Any]:
+        """Return nothing: all is told by choice."""
+        return {}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the choice with the prompt's text, if it is echoed."""
-        return _choice(index, self._echo(index), None, None, None) if self._echoes else None
+        """Return the choice with the prompt's text, if it is echoed, and its token ids, if they are asked for."""
+        if not (self._echoes or self._report.token_ids):
+            return None
+        logprobs = self._logprobs(index, ()) if self._echoes else None
+        choice = _choice(index, self._echo(index), logprobs, None, None)
+        prompt = self._handles[index].request.prompt_token_ids
+        return choice | {"token_ids": [], "prompt_token_ids": prompt} if self._report.token_ids else choice
 
     def chunk(self, delta: OutputDelta) -> dict[str, Any]:
         """Return the choice of one chunk of a stream."""
         logprobs = self._logprobs(delta.index, delta.tokens)
-        return _choice(delta.index, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
+        choice = _choice(delta.index, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
+        return choice | {"token_ids": self._report.ids(delta.tokens)} if self._report.token_ids else choice
 
     def adds(self, choice: dict[str, Any]) -> bool:
         """Return whether a chunk adds text."""
@@ -301,20 +325,24 @@ class CompletionFormat:
     def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
         """Return a complete choice; ``last`` says how it ended."""
         text = self._echo(index) + text
-        return _choice(index, text, self._logprobs(index, tokens), last.finish_reason, last.stop_reason)
+        choice = _choice(index, text, self._logprobs(index, tokens), last.finish_reason, last.stop_reason)
+        return choice | self._report.of_prompt(self._handles[index]) | {"token_ids": self._report.ids(tokens)}
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._choices] if self._echoes else ""
 
-    def _logprobs(self, index: int, tokens: tuple[Token, ...] | list[Token]) -> dict[str, Any] | None:
-        if not self.needs_every_token:
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        """Return the log probabilities of the next tokens; the first time with those of the prompt, if it is echoed."""
+        if not self._report.logprobs:
             return None
-        offsets = self._offsets.get(index)
+        offsets, echoed = self._offsets.get(index), list[Token]()
         if offsets is None:
-            offsets = self._offsets[index] = TextOffsets(
-                self._text_processor, skip_special_tokens=self._skip_special_tokens
-            )
-        return completion_logprobs(self._text_processor, tokens, offsets)
+            names, handle = self._report.names, self._handles[index]
+            offsets = TextOffsets(names.text_processor, skip_special_tokens=self._skip_special_tokens)
+            self._offsets[index] = offsets
+            if self._echoes:
+                echoed = echoed_tokens(handle.request.prompt_token_ids, handle.prompt_logprobs)
+        return completion_logprobs(self._report.names, [*echoed, *tokens], offsets, echoed=len(echoed))
 
 
 def _choice(
@@ -337,50 +365,75 @@ def _choice(
 async def completions(http: Request, body: CompletionRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Continue one or several prompts."""
     refuse_unsupported(body)
-    if body.echo and body.logprobs is not None:
-        raise not_supported("echo together with logprobs is not supported yet.", "echo")
+    _check_choices(body)
     prepared = prepared_body(http)
     target = prepared.target if prepared else await service.resolve(body.model, body.lora_path)
     chat = await service.chat_of(target)
     prompts = prepared.prompts if prepared else prompts_of(body)
 
     async def encode() -> list[list[int]]:
-        special = body.add_special_tokens is not False
-        return await chat.text_processor.encode(prompts, add_special_tokens=special, limits=chat.limits)
+        if prepared:
+            return prepared.prompts
+        special, limits = body.add_special_tokens is not False, None if body.truncates else chat.limits
+        encoded = await chat.text_processor.encode(prompts, add_special_tokens=special, limits=limits)
+        return [truncated(token_ids, body, chat.limits) for token_ids in encoded]
 
     spec = GenerationSpec(
         prompts=len(prompts),
         encode=encode,
         prompt_param="prompt",
         default_max_tokens=_DEFAULT_MAX_TOKENS,
-        logprobs=body.logprobs,
+        logprobs=0 if body.logprobs is None and body.choices_per_prompt > (body.n or 1) else body.logprobs,
+        prompt_logprobs=body.logprobs if body.prompt_logprobs is None and body.echo else body.prompt_logprobs,
         arrival_s=prepared.arrival_s if prepared else None,
         grammar=grammar_spec(body),
     )
     generation = await service.start(body, target, spec, sender)
+    handles = [choice.handle for choice in generation.choices]
     try:
-        echoes = (
-            list(prepared.texts) if prepared else await chat.text_processor.decode_all(prompts) if body.echo else []
-        )
+        echoes = list(prepared.texts) if prepared else []
+        if body.echo and not prepared:
+            own = [handle.request.prompt_token_ids for handle in handles[:: body.choices_per_prompt]]
+            echoes = await chat.text_processor.decode_all(own if body.truncates else prompts)
     except BaseException:
         generation.close()
         raise
     answer = CompletionFormat(
-        chat.text_processor,
-        logprobs=body.logprobs is not None,
+        TokenReport.of(body, chat.text_processor, service.settings, logprobs=body.logprobs is not None),
+        handles,
         echoes=echoes,
-        choices=body.n or 1,
+        choices=body.choices_per_prompt,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
     return await respond(http, body, generation, answer, target.name)
+
+
+def _check_choices(body: CompletionRequest) -> None:
+    """Check ``best_of``, and that a stream need not tell what it cannot.
+
+    Raises:
+        ApiError: 400.
+    """
+    _check_stream(body)
+    if body.best_of is None:
+        return
+    if body.best_of < (body.n or 1):
+        raise bad_request(f"best_of is {body.best_of}, less than n.", "best_of")
+    if body.stream and body.best_of > (body.n or 1):
+        raise bad_request("A stream cannot wait for the best of several answers.", "best_of")
+
+
+def _check_stream(body: GenerationBody) -> None:
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_request("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
 
 
 class ChatFormat:
     """Writes the choices of ``/v1/chat/completions``.
 
     Args:
-        text_processor: of the model.
-        logprobs: report log probabilities.
+        report: what it tells of tokens.
+        handles: of all choices.
         echo: text that opens every choice.
         readers: what reads each choice, by its index; none if their texts are the content as they are.
         is_named: whether the request names the function to call.
@@ -392,18 +445,25 @@ class ChatFormat:
 
     def __init__(
         self,
-        text_processor: TextProcessor,
+        report: TokenReport,
+        handles: Sequence[RequestHandle],
         *,
-        logprobs: bool,
         echo: str = "",
         readers: Sequence[AnswerReader] = (),
         is_named: bool = False,
     ) -> None:
-        self._text_processor = text_processor
+        self._report = report
+        self._handles = handles
         self._echo = echo
         self._readers = readers
         self._is_named = is_named
-        self.needs_every_token = logprobs
+        self.needs_every_token = report.needs_every_token
+        self._is_complete = False
+
+    def envelope(self, index: int) -> dict[str, Any]:
+        """Return what the answer tells of the prompt; a stream has its token ids, if they are asked for."""
+        fields = self._report.of_prompt(self._handles[index])
+        return fields if self._is_complete else {key: value for key, value in fields.items() if value is not None}
 
     def first(self, index: int) -> dict[str, Any]:
         """Return the choice with the role and the echo, which is sent in a chunk of its own."""
@@ -416,7 +476,8 @@ class ChatFormat:
         for part in self._parts(delta.index, delta.text, is_last=delta.finish_reason is not None):
             content = _added(content, part)
         choice = self._choice(delta.index, "delta", content, delta.finish_reason, delta.stop_reason)
-        return choice | {"logprobs": self._logprobs(delta.tokens)}
+        choice |= {"logprobs": self._logprobs(delta.tokens)}
+        return choice | {"token_ids": self._report.ids(delta.tokens)} if self._report.token_ids else choice
 
     def adds(self, choice: dict[str, Any]) -> bool:
         """Return whether a chunk adds content, thoughts or calls."""
@@ -432,7 +493,8 @@ class ChatFormat:
         if calls := [call for part in parts for call in part.calls]:
             message |= {"content": content or None, "tool_calls": whole_calls(calls)}
         choice = self._choice(index, "message", message, last.finish_reason, last.stop_reason)
-        return choice | {"logprobs": self._logprobs(tokens)}
+        self._is_complete = True
+        return choice | {"logprobs": self._logprobs(tokens), "token_ids": self._report.ids(tokens)}
 
     def _parts(self, index: int, text: str, *, is_last: bool) -> list[AnswerPart]:
         if not self._readers:
@@ -454,7 +516,7 @@ class ChatFormat:
         return choice if finish_reason is None else choice | {"stop_reason": stop_reason}
 
     def _logprobs(self, tokens: tuple[Token, ...] | list[Token]) -> dict[str, Any] | None:
-        return chat_logprobs(self._text_processor, tokens) if self.needs_every_token else None
+        return chat_logprobs(self._report.names, tokens) if self._report.logprobs else None
 
 
 def _added(content: dict[str, Any], part: AnswerPart) -> dict[str, Any]:
@@ -477,6 +539,7 @@ async def chat_completions(
     refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
+    _check_stream(body)
     prepared = prepared_body(http)
     target = prepared.target if prepared else await service.resolve(body.model, body.lora_path)
     chat, use = await service.chat_of(target), tool_use(body)
@@ -485,7 +548,7 @@ async def chat_completions(
     async def encode() -> list[list[int]]:
         if prepared:
             return prepared.prompts
-        return [await service.encode_chat(body, chat)]
+        return [truncated(await service.encode_chat(body, chat), body, chat.limits)]
 
     spec = GenerationSpec(
         prompts=1,
@@ -493,6 +556,7 @@ async def chat_completions(
         prompt_param="messages",
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
         arrival_s=prepared.arrival_s if prepared else None,
         kept_tokens=chat.kept_tokens(use),
         grammar=chat.grammar(use, grammar_spec(body)),
@@ -503,8 +567,8 @@ async def chat_completions(
         for choice in generation.choices
     ]
     answer = ChatFormat(
-        chat.text_processor,
-        logprobs=bool(body.logprobs),
+        TokenReport.of(body, chat.text_processor, service.settings, logprobs=bool(body.logprobs)),
+        [choice.handle for choice in generation.choices],
         echo=_echo(body),
         readers=[reader for reader in readers if reader is not None],
         is_named=use is not None and use.is_named,

@@ -28,6 +28,9 @@ _TYPES = {
     504: "GatewayTimeoutError",
 }
 
+_MAY_BE_RETRIED = {408, 409, 429, 500, 503, 504}
+"""Statuses after which the same request may succeed. OpenAI's clients retry after others, too, unless told not to."""
+
 _MAX_SHOWN = 100
 """Characters of a body's key in an error message."""
 
@@ -68,7 +71,8 @@ class ApiError(HTTPException):
 
     def response(self) -> JSONResponse:
         """Return the response."""
-        return JSONResponse(self.body(), self.status, self.headers)
+        headers = {} if self.status in _MAY_BE_RETRIED else {"x-should-retry": "false"}
+        return JSONResponse(self.body(), self.status, headers | dict(self.headers or {}))
 
 
 def hide_paths(text: str) -> str:

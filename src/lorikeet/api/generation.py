@@ -27,6 +27,7 @@ class TextOptions:
         include_stop: whether the stop string or stop token stays in the text.
         skip_special_tokens: leave out tokens such as end of text.
         named_stop_tokens: stop tokens that the request names, as opposed to the model's own.
+        is_empty: whether the answer has no tokens, whatever is generated.
         kept_tokens: special tokens that are never left out.
     """
 
@@ -34,6 +35,7 @@ class TextOptions:
     include_stop: bool = False
     skip_special_tokens: bool = True
     named_stop_tokens: frozenset[int] = frozenset()
+    is_empty: bool = False
     kept_tokens: frozenset[int] = frozenset()
 
 
@@ -90,6 +92,8 @@ class ActiveChoice:
         Raises:
             ApiError: the engine reports that the request failed.
         """
+        if self._options.is_empty:
+            output = output._replace(tokens=())
         text = ""
         taken = 0
         for token in output.tokens:
@@ -126,12 +130,16 @@ class ActiveChoice:
         if finished.reason is FinishReason.ERROR:
             status = 400 if finished.impossible else 500
             cause = hide_paths(finished.error or "no reason given")
-            raise ApiError(status, f"The engine could not serve this request: {cause}")
+            # It would fail again: it is not the engine's end, after which requests go on by themselves.
+            never = {"x-should-retry": "false"}
+            raise ApiError(status, f"The engine could not serve this request: {cause}", headers=never)
         text = self._scan(self._stream.flush())
         if self.finish_reason is None:
             text += self._scanner.release()
             self.finish_reason = finished.reason.value
-            if finished.stop_token_id in self._options.named_stop_tokens:
+            if self._options.is_empty and finished.reason is FinishReason.STOP:
+                self.finish_reason = FinishReason.LENGTH.value
+            elif finished.stop_token_id in self._options.named_stop_tokens:
                 self.stop_reason = finished.stop_token_id
         return text
 

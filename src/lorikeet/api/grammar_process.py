@@ -7,13 +7,14 @@ The notation of the result is llguidance's own: a grammar in its Lark dialect, o
 """
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, regex_to_lark
@@ -29,6 +30,8 @@ with spaces."""
 
 _MAX_CHECK_S = 0.5
 """Of a core."""
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
+_MAX_FORMATS = 16
 _MEMORY_BYTES = 2**30
 _STACK_BYTES = 16 * 2**20
 """A quarter of the stack in the engine."""
@@ -98,7 +101,18 @@ class GrammarReader:
         self._tokenizer = tokenizer
 
     def check(self, spec: GrammarSpec) -> GrammarChecked:
-        """Compile a grammar and compute its first mask."""
+        """Compile a grammar and compute its first mask. Formats of strings that are not known are ignored."""
+        checked = self._compile(spec)
+        for _ in range(_MAX_FORMATS):
+            unknown = _UNKNOWN_FORMAT.search(checked.error) if spec.kind is GrammarKind.JSON_SCHEMA else None
+            if unknown is None:
+                break
+            text = json.dumps(_without_format(json.loads(spec.text), unknown[1]))
+            spec = msgspec.structs.replace(spec, text=text)
+            checked = self._compile(spec)
+        return checked
+
+    def _compile(self, spec: GrammarSpec) -> GrammarChecked:
         began_s = time.thread_time()
         try:
             grammar = notation(spec)
@@ -130,6 +144,15 @@ def notation(spec: GrammarSpec) -> str:
         # Digits, letters and spaces of ASCII only: a model that is free to would choose rare ones of Unicode.
         return f"start: /{regex_to_lark(spec.text, 'dws')}/"
     return grammar_from("ebnf", spec.text)
+
+
+def _without_format(schema: Any, name: str) -> Any:
+    """Return a schema whose strings may have any form where they should have the format of this name."""
+    if isinstance(schema, list):
+        return [_without_format(each, name) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: _without_format(each, name) for key, each in schema.items() if (key, each) != ("format", name)}
 
 
 def json_options(whitespace: str) -> "JsonCompileOptions":

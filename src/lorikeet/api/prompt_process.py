@@ -41,7 +41,7 @@ from lorikeet.api.protocol import (
     refuse_lone_surrogates,
     refuse_unsupported,
 )
-from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs
+from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs, truncated
 from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
@@ -203,18 +203,23 @@ class PromptReader:
         self._check(body, len(prompts))
         token_ids, total = [], 0
         for prompt in prompts:
-            ids = self._token_ids(prompt, "prompt", special=body.add_special_tokens is not False)
+            ids = self._token_ids(body, prompt, "prompt", special=body.add_special_tokens is not False)
             total += len(ids)
             if total > self._max_tokens:
                 raise bad_request(f"The prompts have more than {self._max_tokens} tokens together.", "prompt")
             token_ids.append(_packed(ids))
-        texts = (each if isinstance(each, str) else self._text_processor.decode(each) for each in prompts if body.echo)
+        unpacked = (array("i", ids).tolist() for ids in token_ids)
+        texts = (
+            each if isinstance(each, str) and not body.truncates else self._text_processor.decode(ids)
+            for each, ids in zip(prompts, unpacked, strict=True)
+            if body.echo
+        )
         return BodyRead(_fields(body, prompt=""), tuple(token_ids), tuple(texts))
 
     def _chat(self, body: ChatCompletionRequest) -> BodyRead:
         self._check(body, 1)
         prompt = self._chat_prompt(body, body.messages)
-        ids = self._token_ids(prompt, "messages", special=False)
+        ids = self._token_ids(body, prompt, "messages", special=False)
         last = {"role": body.messages[-1].role, "content": content_text(body.messages[-1]) if body.echo else ""}
         return BodyRead(_fields(body, messages=[last]), (_packed(ids),))
 
@@ -229,16 +234,16 @@ class PromptReader:
             signal.setitimer(signal.ITIMER_PROF, 0.0)
 
     def _check(self, body: GenerationBody, prompts: int) -> None:
-        sequences = prompts * (body.n or 1)
+        sequences = prompts * body.choices_per_prompt
         AdmissionGate(self._max_queued).enter(sequences)
         logit_bias_pairs(body, self._limits.vocabulary, sequences)
         grammar_spec(body)  # else a large one would be sent back
 
-    def _token_ids(self, prompt: str | list[int], param: str, *, special: bool) -> list[int]:
+    def _token_ids(self, body: GenerationBody, prompt: str | list[int], param: str, *, special: bool) -> list[int]:
         if isinstance(prompt, str):
-            prompt = self._text_processor.token_ids(
-                prompt, add_special_tokens=special, limits=self._limits, param=param
-            )
+            limits = None if body.truncates else self._limits
+            prompt = self._text_processor.token_ids(prompt, add_special_tokens=special, limits=limits, param=param)
+        prompt = truncated(prompt, body, self._limits)
         check_prompt(prompt, self._limits, param)
         return prompt
 

@@ -83,6 +83,14 @@ class GenerationBody(Body):
     regex: str | None = None
     ebnf: str | None = None
     json_schema: str | dict[str, Any] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    logprob_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopString], Field(max_length=256)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
 
     @field_validator("stream_options")
@@ -97,6 +105,16 @@ class GenerationBody(Body):
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """Sequences that are generated for each prompt."""
+        return self.n or 1
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a prompt may be cut to a length."""
+        return self.truncate_prompt_tokens is not None
 
     @property
     def most_tokens(self) -> tuple[int | None, str]:
@@ -128,8 +146,15 @@ class CompletionRequest(GenerationBody):
         str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
     )
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=-1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     add_special_tokens: bool | None = None
+
+    @property
+    def choices_per_prompt(self) -> int:
+        """Sequences that are generated for each prompt, of which the best ``n`` are returned."""
+        return self.best_of or self.n or 1
 
 
 def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
@@ -259,7 +284,7 @@ class ChatCompletionRequest(GenerationBody, ChatFields):
 
     echo: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -369,20 +394,14 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "functions": (([],), _FUNCTIONS),
     "function_call": (("none", "auto"), _FUNCTIONS),
     "use_beam_search": ((False,), _BEAM),
-    "best_of": ((1,), "best_of above 1 is not supported; ask for n answers and choose."),
+    "best_of": ((1,), "best_of above 1 is not supported in chat; ask for n answers and choose."),
     "suffix": (("",), "Completing before a suffix is not supported."),
-    "prompt_logprobs": ((), "Log probabilities of the prompt are not supported yet."),
     "prompt_embeds": ((), "Prompts as embeddings are not supported."),
-    "truncate_prompt_tokens": ((), "Truncating prompts is not supported; shorten the prompt."),
-    "allowed_token_ids": (([],), "allowed_token_ids is not supported yet; use logit_bias."),
-    "bad_words": (([],), "bad_words is not supported yet; use logit_bias."),
     "logits_processors": (([],), "Logits processors are not supported."),
     "modalities": ((["text"],), "Only text is supported."),
     "audio": ((), "Audio is not supported."),
     "chat_template": ((), "A template per request is not supported; start the server with --chat-template."),
     "documents": (([],), "documents is not supported yet; put them into a message."),
-    "return_token_ids": ((False,), "return_token_ids is not supported yet; see /tokenize."),
-    "return_tokens_as_token_ids": ((False,), "return_tokens_as_token_ids is not supported yet."),
     "spaces_between_special_tokens": ((True,), "spaces_between_special_tokens=false is not supported."),
     # If these three were ignored, the base would answer instead of the adapter.
     "lora": (([],), f"llama.cpp's lora {_ADAPTER}"),
@@ -390,6 +409,16 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "adapter_source": (("",), f"LoRAX's adapter_source {_ADAPTER}"),
     "add_special_tokens": ((False,), SPECIAL_TOKENS),
     "session_params": ((), "Sessions are not supported."),
+    "stop_regex": (([], ""), "Stopping at a regular expression is not supported; use stop."),
+    "thinking_token_budget": ((-1,), "A budget for thoughts is not supported; use max_tokens."),
+    "kv_transfer_params": (({},), "Moving KV by a request is not supported."),
+    "ec_transfer_params": (({},), "Moving embeddings by a request is not supported."),
+    "custom_logit_processor": (("",), "Logits processors are not supported."),
+    "repetition_detection": ((), "Ending repetitive answers early is not supported; use frequency_penalty."),
+    "watermarking": ((False,), "Watermarks are not supported."),
+    "return_hidden_states": ((False,), "Hidden states are not returned."),
+    "return_weight_versions": ((False,), "weight_versions is not supported; model names the adapter."),
+    "input_embeds": ((), "Prompts as embeddings are not supported."),
 }
 """By field: the values that change nothing, as null does for all fields, and the error message for other values."""
 

@@ -103,7 +103,7 @@ async def _serve(settings: Settings) -> None:
         chats = AdapterChats(
             ChatSettings(
                 text_processor,
-                _limits(model.path, config, engine_info),
+                _limits(model.path, config, engine_info, settings.server.max_logprobs),
                 tool_parser=settings.model.tool_call_parser,
                 reasoning_parser=settings.model.reasoning_parser,
             )
@@ -263,12 +263,12 @@ def _with_folder(settings: Settings, folder: Path) -> Settings:
     return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, model=str(folder)))
 
 
-def _limits(folder: Path, config: ModelConfig, engine_info: EngineReady) -> ModelLimits:
+def _limits(folder: Path, config: ModelConfig, engine_info: EngineReady, max_logprobs: int) -> ModelLimits:
     try:
         defaults = SamplingDefaults.from_generation_config(read_generation_config(folder))
     except msgspec.ValidationError as error:
         raise ModelConfigError(f"{folder / 'generation_config.json'}: {error}") from error
-    return ModelLimits(engine_info.max_model_len, config.vocab_size, config.eos_token_ids, defaults)
+    return ModelLimits(engine_info.max_model_len, config.vocab_size, config.eos_token_ids, defaults, max_logprobs)
 
 
 def _open_catalog(

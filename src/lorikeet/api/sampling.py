@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from lorikeet.api.errors import ApiError, bad_request
-from lorikeet.api.protocol import GenerationBody
+from lorikeet.api.protocol import ChatCompletionRequest, GenerationBody
 from lorikeet.core.request import SamplingParams
 
 _SEED_BITS = 63
@@ -54,12 +54,14 @@ class ModelLimits(msgspec.Struct, frozen=True):
         vocabulary: size; token ids are below it.
         eos_token_ids: tokens that end an answer.
         defaults: of the sampling fields.
+        max_logprobs: most alternatives that a request may ask for with each token; -1 for no limit.
     """
 
     max_model_len: int
     vocabulary: int
     eos_token_ids: tuple[int, ...] = ()
     defaults: SamplingDefaults = SamplingDefaults()
+    max_logprobs: int = 20
 
 
 def check_text_length(least_tokens: int, limits: ModelLimits, param: str) -> None:
@@ -95,6 +97,8 @@ def sampling_params(
     logprobs: int | None,
     logit_bias: tuple[tuple[int, float], ...],
     grammar: str = "",
+    prompt_logprobs: int | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
     """Check the fields of ``body`` against each other and the model.
 
@@ -103,9 +107,12 @@ def sampling_params(
         limits: of the model.
         prompt_tokens: length of the prompt.
         default_max_tokens: limit if the body sets none, as far as the context has space; None for all of that space.
-        logprobs: alternatives to report with each token; None for no log probabilities.
+        logprobs: alternatives to report with each token; -1 for all, None for no log probabilities.
         logit_bias: from :func:`logit_bias_pairs`; the same object for all prompts of the body.
         grammar: that the answers follow; empty for none. Such an answer always ends with an end token.
+
+        prompt_logprobs: the same for the prompt.
+        bad_words: that the answers may not have, as tokens.
 
     Returns:
         Parameters of the first choice; :func:`params_for_choice` returns those of the others.
@@ -121,7 +128,8 @@ def sampling_params(
             f"input, {max_tokens} in the completion). Please reduce the length of the input or {param}.",
             param,
         )
-    most = min(room, default_max_tokens or room) if max_tokens is None else max_tokens
+    # Without a token to generate, one is: the engine needs it to end, and it is not part of the answer.
+    most = min(room, default_max_tokens or room) if max_tokens is None else max(1, max_tokens)
     if (body.min_tokens or 0) > most:
         raise bad_request(f"min_tokens is {body.min_tokens}, more than the {most} tokens allowed.", "min_tokens")
     stop_token_ids = set(body.stop_token_ids or ())
@@ -129,6 +137,11 @@ def sampling_params(
         raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "stop_token_ids")
     if grammar or not body.ignore_eos:  # a checkpoint may list EOS ids beyond its vocabulary, which are never generated
         stop_token_ids |= {token for token in limits.eos_token_ids if token < limits.vocabulary}
+    logprob_token_ids = _known_ids(body.logprob_token_ids, limits, "logprob_token_ids")
+    if logprob_token_ids and (logprobs is None or max_tokens == 0):
+        raise bad_request("logprob_token_ids needs logprobs, and tokens to generate.", "logprob_token_ids")
+    field = "top_logprobs" if isinstance(body, ChatCompletionRequest) else "logprobs"
+    alternatives = 0 if logprob_token_ids else _alternatives(logprobs, limits, field)
     defaults = limits.defaults
     top_k = _given(body.top_k, defaults.top_k)
     return SamplingParams(
@@ -144,7 +157,11 @@ def sampling_params(
         repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
         logit_bias=logit_bias,
         stop_token_ids=tuple(sorted(stop_token_ids)),
-        logprobs=logprobs,
+        logprobs=alternatives,
+        logprob_token_ids=logprob_token_ids,
+        prompt_logprobs=_alternatives(prompt_logprobs, limits, "prompt_logprobs"),
+        allowed_token_ids=_known_ids(body.allowed_token_ids, limits, "allowed_token_ids"),
+        bad_words=bad_words,
         grammar=grammar,
     )
 
@@ -161,12 +178,13 @@ def logit_bias_pairs(body: GenerationBody, vocabulary: int, sequences: int) -> t
         ApiError: 400; a key is no token id, or there are too many.
     """
     biases = body.logit_bias or {}
-    if len(biases) * sequences > MAX_BIASES:
-        raise bad_request(
-            f"logit_bias: {len(biases)} entries for each of {sequences} sequences; at most {MAX_BIASES} are allowed "
-            "for all of them together.",
-            "logit_bias",
-        )
+    for name, entries in (("logit_bias", biases), ("allowed_token_ids", body.allowed_token_ids or ())):
+        if len(entries) * sequences > MAX_BIASES:
+            raise bad_request(
+                f"{name}: {len(entries)} entries for each of {sequences} sequences; at most {MAX_BIASES} are allowed "
+                "for all of them together.",
+                name,
+            )
     pairs = []
     for key, bias in biases.items():
         token_id = int(key) if _TOKEN_ID.fullmatch(key) else vocabulary
@@ -175,6 +193,48 @@ def logit_bias_pairs(body: GenerationBody, vocabulary: int, sequences: int) -> t
             raise bad_request(f"logit_bias: {shown!r} is not a token id below {vocabulary}.", "logit_bias")
         pairs.append((token_id, bias))
     return tuple(pairs)
+
+
+def truncated(token_ids: list[int], body: GenerationBody, limits: ModelLimits) -> list[int]:
+    """Return the part of a prompt that ``truncate_prompt_tokens`` keeps: its end, or its beginning."""
+    kept = body.truncate_prompt_tokens
+    if kept is None:
+        return token_ids
+    if kept < 0:
+        kept = max(1, limits.max_model_len - max(1, body.most_tokens[0] or 1))
+    if len(token_ids) <= kept:
+        return token_ids
+    return token_ids[:kept] if body.truncation_side == "right" else token_ids[len(token_ids) - kept :]
+
+
+def _alternatives(wanted: int | None, limits: ModelLimits, param: str) -> int | None:
+    """Return how many alternatives to report, if any.
+
+    Raises:
+        ApiError: 400, more than the server allows; in vLLM's words.
+    """
+    if wanted is None:
+        return None
+    number = limits.vocabulary if wanted < 0 else wanted
+    if 0 <= limits.max_logprobs < number:
+        kind = "prompt" if param == "prompt_logprobs" else "sample"
+        raise bad_request(
+            f"Requested {kind} logprobs of {number}, which is greater than max allowed: {limits.max_logprobs}; the "
+            "server sets it by --max-logprobs.",
+            param,
+        )
+    return number
+
+
+def _known_ids(token_ids: list[int] | None, limits: ModelLimits, param: str) -> tuple[int, ...]:
+    """Return token ids, each once.
+
+    Raises:
+        ApiError: 400, one is outside the vocabulary.
+    """
+    if outside := [token_id for token_id in token_ids or () if token_id >= limits.vocabulary]:
+        raise bad_request(f"Token id {outside[0]} is outside the vocabulary of {limits.vocabulary}.", param)
+    return tuple(dict.fromkeys(token_ids or ()))
 
 
 def params_for_choice(params: SamplingParams, choice: int) -> SamplingParams:

@@ -65,7 +65,8 @@ class GenerationSpec:
         prompt_param: field that holds them, for errors.
         default_max_tokens: limit on an answer if the body sets none, as far as the context has space; None for all of
             that space.
-        logprobs: alternatives to report with each token; None for no log probabilities.
+        logprobs: alternatives to report with each token; -1 for all, None for no log probabilities.
+        prompt_logprobs: the same for the prompt.
         arrival_s: monotonic time at which the body had been received; None for now.
         kept_tokens: special tokens that stay in the text of an answer.
         grammar: that the answers follow; None for none.
@@ -76,6 +77,7 @@ class GenerationSpec:
     prompt_param: str
     default_max_tokens: int | None
     logprobs: int | None
+    prompt_logprobs: int | None = None
     arrival_s: float | None = None
     kept_tokens: frozenset[int] = frozenset()
     grammar: GrammarSpec | None = None
@@ -201,7 +203,8 @@ class Service:
         An adapter's own template is rendered in another process.
         """
         if chat.own is None:
-            return await chat.text_processor.encode_chat(body.messages, chat.style(body), limits=chat.limits)
+            limits = None if isinstance(body, GenerationBody) and body.truncates else chat.limits
+            return await chat.text_processor.encode_chat(body.messages, chat.style(body), limits=limits)
         (prompt,) = unpacked(await self.read_in_process(CHAT_PATH, body, chat.own))
         return prompt
 
@@ -223,7 +226,7 @@ class Service:
             ApiError: it cannot be accepted, or its prompt or sampling parameters are not valid.
         """
         arrival_s = time.monotonic() if spec.arrival_s is None else spec.arrival_s
-        sequences = spec.prompts * (body.n or 1)
+        sequences = spec.prompts * body.choices_per_prompt
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
         slo = self.targets.of(None if target.adapter is None else target.adapter.name)
         try:
@@ -240,7 +243,16 @@ class Service:
                 predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
                 chat = await self.chat_of(target)
                 requests = self._requests(
-                    body, adapter, chat.limits, spec, prompts, predicted, slo, sender, arrival_s, grammar
+                    body,
+                    adapter,
+                    chat,
+                    spec,
+                    prompts,
+                    predicted,
+                    slo,
+                    sender,
+                    arrival_s,
+                    grammar,
                 )
                 self._shed(requests)
                 if adapter is not None:
@@ -292,7 +304,7 @@ class Service:
         self,
         body: GenerationBody,
         adapter: AdapterRef | None,
-        limits: ModelLimits,
+        chat: ChatSettings,
         spec: GenerationSpec,
         prompts: list[list[int]],
         predicted: list[int | None],
@@ -302,8 +314,10 @@ class Service:
         grammar: str,
     ) -> list[Request]:
         requests: list[Request] = []
+        limits = chat.limits
         cache_salt = self._cache_salt(body, sender)
-        logit_bias = logit_bias_pairs(body, limits.vocabulary, len(prompts) * (body.n or 1))
+        logit_bias = logit_bias_pairs(body, limits.vocabulary, len(prompts) * body.choices_per_prompt)
+        bad_words = chat.text_processor.bad_words(body.bad_words or ())
         for token_ids, tokens in zip(prompts, predicted, strict=True):
             check_prompt(token_ids, limits, spec.prompt_param)
             params = sampling_params(
@@ -314,8 +328,10 @@ class Service:
                 logprobs=spec.logprobs,
                 logit_bias=logit_bias,
                 grammar=grammar,
+                prompt_logprobs=spec.prompt_logprobs,
+                bad_words=bad_words,
             )
-            for choice in range(body.n or 1):
+            for choice in range(body.choices_per_prompt):
                 requests.append(
                     Request(
                         # The client's id may be in use, so a suffix makes it unique.
@@ -366,6 +382,7 @@ class Service:
             skip_special_tokens=body.skip_special_tokens is not False,
             named_stop_tokens=named if body.ignore_eos else named - set(limits.eos_token_ids),
             kept_tokens=spec.kept_tokens,
+            is_empty=body.most_tokens[0] == 0,
         )
 
 

@@ -409,6 +409,20 @@ class TextProcessor:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token sequences of words that an answer may not have.
+
+        As in vLLM each counts as it is and, if that makes one other first token of as many, after a space.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            plain = self.token_ids(word.lstrip(), add_special_tokens=False)
+            spaced = self.token_ids(f" {word.lstrip()}", add_special_tokens=False)
+            found += [tuple(plain)] if plain else []
+            if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(tuple(spaced))
+        return tuple(found)
+
     def fewest_tokens(self, text: str, most: int) -> int:
         """Return a number of tokens that ``text`` has at least, which is above ``most`` for text that is far longer.
 

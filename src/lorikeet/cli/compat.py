@@ -78,7 +78,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--disable-log-stats": ForeignFlag("figures are at /metrics", value=False),
     "--kv-cache-dtype": ForeignFlag("KV has the model's dtype", same=("auto",)),
     "--enable-auto-tool-choice": ForeignFlag(_ALWAYS, value=False, same=("",)),
-    "--max-logprobs": ForeignFlag("requests may ask for at most 20", same=("20",)),
     "--download-dir": ForeignFlag("set HF_HUB_CACHE in the environment to keep what comes from the hub elsewhere"),
     "--root-path": ForeignFlag("routes begin with /v1; let the proxy in front take its prefix off", same=("", "/")),
     "--allow-credentials": ForeignFlag("keys are in a header, so pages need no cookies", value=False),

@@ -206,6 +206,13 @@ FLAGS = (
     Flag(
         "--max-queued --max-queued-requests", "server.max_queued", int, "Unfinished sequences before 429 is answered."
     ),
+    Flag("--max-logprobs", "server.max_logprobs", int, "Most alternatives with each token; -1: the vocabulary."),
+    Flag(
+        "--return-tokens-as-token-ids",
+        "server.return_tokens_as_token_ids",
+        bool,
+        "Name tokens token_id:ID in log probabilities.",
+    ),
     Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),
     Flag("--max-connections", "server.max_connections", int, "Connections open at once; more are answered with 503."),
     Flag(

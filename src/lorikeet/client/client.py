@@ -27,7 +27,7 @@ from lorikeet.core.events import (
 )
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs, Submit, TokenOutput
-from lorikeet.core.plan import Token
+from lorikeet.core.plan import PromptToken, Token
 from lorikeet.core.request import Request
 
 DEATHS_PER_REQUEST = 3
@@ -54,6 +54,8 @@ class RequestHandle:
         request: as submitted.
         timings: filled as events arrive.
         token_ids: received so far, those of earlier attempts included.
+        prompt_logprobs: of the prompt's tokens by their positions, if the request asks for them; complete when the
+            first token is there.
         deaths: how many engines died while they ran it.
         attempt: number of the newest attempt; one less than the request's own before it is first sent. Outputs of
             other attempts are stale.
@@ -66,6 +68,7 @@ class RequestHandle:
         self.request = request
         self.timings = RequestTimings(request.arrival_s)
         self.token_ids = list(request.output_token_ids)
+        self.prompt_logprobs: dict[int, PromptToken] = {}
         self.deaths = 0
         self.attempt = request.attempt - 1
         self.is_queued = False
@@ -160,6 +163,9 @@ class Streams:
 
     def apply(self, outputs: StepOutputs) -> list[tuple[RequestHandle, Finished]]:
         """Pass current outputs (:meth:`without_stale`) to their streams; return the requests that ended."""
+        for scored in outputs.prompt_logprobs:
+            if scored.request_id in self._handles:
+                self._handles[scored.request_id].prompt_logprobs |= dict(enumerate(scored.tokens, scored.position))
         received: dict[RequestId, tuple[Token, ...]] = {}
         for sampled in outputs.tokens:
             handle = self._handles[sampled.request_id]

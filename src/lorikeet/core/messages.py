@@ -11,7 +11,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, RequestEvent
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import Token
+from lorikeet.core.plan import PromptLogprobs, Token
 from lorikeet.core.request import Request
 
 
@@ -350,7 +350,8 @@ class ExportedKv(msgspec.Struct, frozen=True):
 class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     """The outputs of one turn of the engine loop.
 
-    The tokens of a request are in one item. They are handled before its ``Finished`` event and its ``ExportedKv``.
+    The tokens of a request are in one item. They are handled before its ``Finished`` event and its ``ExportedKv``, and
+    after its prompt log probabilities, which a resumed request may repeat.
     """
 
     tokens: tuple[TokenOutput, ...]
@@ -358,6 +359,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     adapter_events: tuple[AdapterEvent, ...]
     stats: EngineStats | None = None
     exported_kv: tuple[ExportedKv, ...] = ()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

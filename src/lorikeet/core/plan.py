@@ -200,6 +200,36 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class PromptToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The probability of a token of a prompt.
+
+    Attributes:
+        token_id: index in the vocabulary.
+        logprob: its log probability after the tokens before it.
+        rank: number of tokens that are at least as likely as it, itself included.
+        top: most likely (token id, log probability) pairs in its place.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Probabilities of consecutive tokens of a prompt.
+
+    Attributes:
+        request_id: which request.
+        position: of the first of the tokens.
+        tokens: in order.
+    """
+
+    request_id: RequestId
+    position: int
+    tokens: tuple[PromptToken, ...]
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of a plan.
 
@@ -211,6 +241,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         failed: requests for which no token could be sampled, and why. The others are valid.
         switch_s: the part of ``duration_s`` spent merging or unmerging an adapter.
         next_runs: whether the next step of the plan runs already (async scheduling).
+        prompt_logprobs: of the prompt tokens that follow those computed, for requests that ask for them.
     """
 
     step: int
@@ -220,3 +251,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failed: dict[RequestId, str] = {}
     switch_s: float = 0.0
     next_runs: bool = False
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -66,6 +66,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
         logit_bias: (token id, addend) pairs.
         stop_token_ids: tokens that end the request (end of text included unless ignored).
         logprobs: how many alternatives to report with each token's log probability; None for no logprobs.
+        logprob_token_ids: tokens to report as alternatives instead of the most likely ones; empty for those.
+        prompt_logprobs: the same as ``logprobs`` for the tokens of the prompt, from the second on.
+        allowed_token_ids: the only tokens that may be chosen; empty for all.
+        bad_words: token sequences that may not occur in the output.
         grammar: that the answer follows, in llguidance's notation (see ``api.structured_output``); empty for none.
     """
 
@@ -82,6 +86,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: str = ""
 
 
@@ -122,6 +130,11 @@ class Request(msgspec.Struct, frozen=True):
     def digest(self) -> AdapterDigest | None:
         """Digest of its adapter version, None for the base model."""
         return None if self.adapter is None else self.adapter.digest
+
+    @property
+    def kv_salt(self) -> str:
+        """What its KV is told apart by. With ``prompt_logprobs`` it finds no KV of others: it needs every logit."""
+        return self.cache_salt if self.sampling.prompt_logprobs is None else f"{self.cache_salt}\0{self.request_id}"
 
     @property
     def is_resumed(self) -> bool:

@@ -23,7 +23,7 @@ from lorikeet.core.messages import (
     StepOutputs,
     Submit,
 )
-from lorikeet.core.plan import StepPlan, StepResult
+from lorikeet.core.plan import PromptLogprobs, StepPlan, StepResult
 from lorikeet.core.request import Request
 from lorikeet.engine.recording import (
     EventsSent,
@@ -81,6 +81,7 @@ class Engine:
         self._dropped: set[AdapterDigest] = set()
         self._must_replan = False
         self._last_plan = _NOTHING
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self._steps = self._computed_tokens = 0
         self._steps_by_tokens = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
 
@@ -188,6 +189,7 @@ class Engine:
         now = self._clock.now()
         self._recorder.note(PlanRan(now, result))
         self._scheduler.commit(plan, result, now)
+        self._prompt_logprobs += result.prompt_logprobs
         if plan.sequences:
             tokens = sum([step.tokens for step in plan.sequences])
             self._steps += result.steps_run
@@ -201,7 +203,8 @@ class Engine:
         adapter_events = self._memory.take_events()
         if events or adapter_events:
             self._recorder.note(EventsSent(events, adapter_events))
-        return StepOutputs(tokens, events, adapter_events, exported_kv=exported_kv)
+        prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return StepOutputs(tokens, events, adapter_events, exported_kv=exported_kv, prompt_logprobs=prompt_logprobs)
 
     @property
     def is_busy(self) -> bool:
@@ -323,7 +326,7 @@ class PendingExports:
         memory = self._memory
         adapter = BASE if request.adapter is None else memory.register(request.adapter)
         token_ids = request.prompt_token_ids + request.output_token_ids
-        keys = memory.keys_of(request.digest, token_ids, salt=request.cache_salt)
+        keys = memory.keys_of(request.digest, token_ids, salt=request.kv_salt)
         self._leases[request.request_id] = memory.kv_migration.begin_export(adapter, keys, now)
 
     def adapters(self) -> set[AdapterDigest | None]:

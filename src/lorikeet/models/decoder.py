@@ -127,9 +127,18 @@ class Decoder:
         cut._in_one_call = None
         return cut
 
+    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
+        """Compute one step; return the logits ``[S, vocab]`` of its sample rows. As :meth:`hidden` and :meth:`head`."""
+        return self.head(self.hidden(batch, kv))
+
     @torch.inference_mode()
-    def forward(self, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
-        """Compute one step, and store its keys and values.
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`, in the weights' dtype."""
+        return self._kernels.linear(hidden, self._weights.lm_head, None)
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
+        """Compute the layers of one step, and store its keys and values.
 
         After the attention of the last layer only the sample rows are needed, so only these are computed.
 
@@ -137,18 +146,16 @@ class Decoder:
             batch: tokens, positions and block tables of the step.
             kv: ``[layers, blocks, 2, block_size, kv_heads, head_dim]`` (see ``kernels.base.kv_view``), changed in
                 place.
-            logits: False skips the output layer, for ranks that do not sample.
 
         Returns:
-            Logits ``[S, vocab]`` of ``batch.sample_rows``, in the weights' dtype; ``[0, vocab]`` without ``logits``.
+            Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``.
         """
         weights, kernels = self._weights, self._kernels
         x = weights.embedding[batch.token_ids]
         cos, sin = self._rotary(batch.positions, x.dtype)
         in_one_call = self._in_one_call if fits_one_call(batch) else None
         x, delta = (in_one_call or self._by_kernels)(x, cos, sin, kv, batch)
-        normed = kernels.add_norm(x, delta, weights.final_norm, self._shape.eps)
-        return kernels.linear(normed if logits else normed[:0], weights.lm_head, None)
+        return kernels.add_norm(x, delta, weights.final_norm, self._shape.eps)
 
     def _by_kernels(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute all layers kernel by kernel; arguments and result are those of ``kernels.base.Layers``.

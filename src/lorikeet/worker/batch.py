@@ -62,6 +62,8 @@ class SequenceState:
         prompt_tokens: how many of ``token_ids`` are prompt.
         token_ids: prompt and outputs, including those of earlier attempts.
         blocks: its block table.
+        scores_prompt: whether the log probabilities of its prompt are wanted. Those of a sequence with outputs of
+            earlier attempts have been reported.
     """
 
     def __init__(self, start: SequenceStart) -> None:
@@ -71,6 +73,11 @@ class SequenceState:
         self.prompt_tokens = start.prompt_tokens
         self.token_ids = GrowingInts(start.token_ids)
         self.blocks = GrowingInts()
+        self.scores_prompt = start.sampling.prompt_logprobs is not None and len(start.token_ids) == start.prompt_tokens
+
+    def scored_tokens(self, start: int, tokens: int) -> int:
+        """Return how many of the ``tokens`` from ``start`` on are followed by a prompt token that is to be scored."""
+        return max(0, min(tokens, self.prompt_tokens - 1 - start)) if self.scores_prompt else 0
 
     def add_blocks(self, blocks: Iterable[BlockId]) -> None:
         """Append to the block table."""
@@ -89,12 +96,14 @@ class BatchRow(NamedTuple):
         start: position of the first token computed.
         tokens: how many tokens are computed.
         samples: whether the last token's logits are sampled.
+        scored: how many of the tokens, from the first on, have logits that score the prompt.
     """
 
     sequence: SequenceState
     start: int
     tokens: int
     samples: bool
+    scored: int = 0
 
 
 class AdapterRows(NamedTuple):
@@ -164,7 +173,7 @@ def build_batch(
         row_starts=_tensor(np.concatenate(([0], stops))),
         contexts=_tensor(starts + counts),
         block_tables=_tensor(_padded(tables)),
-        sample_rows=_tensor(stops[np.array([row.samples for row in rows], dtype=bool)] - 1),
+        sample_rows=_tensor(_sample_rows(rows, firsts, stops)),
     )
     return Batch(
         token_ids=tensor(_concatenate([r.sequence.token_ids.values[r.start : r.start + r.tokens] for r in rows])),
@@ -185,6 +194,15 @@ def build_batch(
         lora=lora_batch(rows, weights, form, merged),
         host=host,
     )
+
+
+def _sample_rows(rows: Sequence[BatchRow], firsts: Ints, stops: Ints) -> Ints:
+    """Return the rows of a batch that need logits: of each sequence those that score its prompt, and its last."""
+    last = stops[np.array([row.samples for row in rows], dtype=bool)] - 1
+    if not any(row.scored for row in rows):
+        return last
+    scored = [first + np.arange(row.scored) for row, first in zip(rows, firsts, strict=True)]
+    return np.sort(np.concatenate([last, *scored]))
 
 
 def lora_batch(

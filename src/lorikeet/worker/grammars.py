@@ -153,13 +153,30 @@ class Masks(NamedTuple):
     """The tokens that may come next in each of some sequences.
 
     Attributes:
-        addends: fp32 ``[rows, vocab]`` on the device of the logits: 0 for a token that may come next, else -inf. All
-            are -inf if they could not be computed.
+        bits: int32 ``[rows, words]``, a bit for each token that may come next; none if they could not be computed.
+        addends: fp32 ``[rows, vocab]`` on the host: 0 for such a token, else -inf. None for logits on a device.
         end: whether none but stop tokens may come next.
     """
 
-    addends: Tensor
+    bits: NDArray[np.int32]
+    addends: Tensor | None
     end: tuple[bool, ...]
+
+    def addends_for(self, logits: Tensor) -> Tensor:
+        """Return the addends on the device of ``logits``, as wide as these."""
+        return device_addends(self.bits, logits) if self.addends is None else self.addends[:, : logits.shape[-1]]
+
+
+def host_addends(bits: NDArray[np.int32]) -> Tensor:
+    """Return fp32 ``[rows, 32 * words]``: 0 for each bit that is set, else -inf."""
+    return torch.from_numpy(np.take(_ADDENDS_OF_BYTE, bits.view(np.uint8), axis=0).reshape(len(bits), -1))
+
+
+def device_addends(bits: NDArray[np.int32], logits: Tensor) -> Tensor:
+    """Return the same on the device of ``logits``, as wide as these; a copy of the bits is a 32nd of the size."""
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_set = (to_device(torch.from_numpy(bits), logits.device).unsqueeze(-1) >> shifts) & 1
+    return torch.where(is_set.flatten(1)[:, : logits.shape[-1]] == 1, 0.0, -torch.inf)
 
 
 class GrammarMasks:
@@ -175,14 +192,16 @@ class GrammarMasks:
         self._states: WeakKeyDictionary[Follower, _State] = WeakKeyDictionary()
         self._words = -(-compiler.vocabulary // 32)
 
-    def begin(self, sequences: Sequence[Follower], device: torch.device) -> "Future[Masks]":
+    def begin(self, sequences: Sequence[Follower], *, on_host: bool) -> "Future[Masks]":
         """Begin to compute the masks for the next token of sequences that have a grammar.
 
-        Their token ids may not change before the result is there.
+        Args:
+            sequences: their token ids may not change before the result is there.
+            on_host: whether the logits will be in host memory.
         """
         if self._thread is None:
             self._thread = SingleThread("masks")
-        return self._thread.submit(self._masks, sequences, device)
+        return self._thread.submit(self._masks, sequences, on_host)
 
     def error(self, sequence: Follower) -> str:
         """Return why the mask of a sequence could not be computed; empty if it could."""
@@ -194,7 +213,7 @@ class GrammarMasks:
         if self._thread is not None:
             self._thread.close()
 
-    def _masks(self, sequences: Sequence[Follower], device: torch.device) -> Masks:
+    def _masks(self, sequences: Sequence[Follower], on_host: bool) -> Masks:
         bits = np.zeros((len(sequences), self._words), dtype=np.int32)
         for row, sequence in zip(bits, sequences, strict=True):
             state = self._states.get(sequence)
@@ -203,13 +222,7 @@ class GrammarMasks:
             state.fill(row, sequence)
         stops = [sequence.sampling.stop_token_ids for sequence in sequences]
         end = tuple(map(_is_end, bits, stops))
-        vocabulary = self._compiler.vocabulary
-        if device.type == "cpu":
-            addends = np.take(_ADDENDS_OF_BYTE, bits.view(np.uint8), axis=0).reshape(len(sequences), -1)
-            return Masks(torch.from_numpy(addends[:, :vocabulary]), end)
-        on_device = to_device(torch.from_numpy(bits), device)
-        is_set = (on_device.unsqueeze(-1) >> torch.arange(32, device=device)) & 1
-        return Masks(torch.where(is_set.flatten(1)[:, :vocabulary] == 1, 0.0, -torch.inf), end)
+        return Masks(bits, host_addends(bits) if on_host else None, end)
 
 
 class _State:

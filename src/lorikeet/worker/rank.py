@@ -10,10 +10,11 @@ from torch import Tensor
 
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import SequenceStep, StepPlan
-from lorikeet.kernels.base import LoraBatch, LoraWeights, kv_view
+from lorikeet.core.plan import PromptLogprobs, SequenceStep, StepPlan
+from lorikeet.kernels.base import LoraBatch, LoraWeights, kv_view, to_device
 from lorikeet.worker.batch import BatchRow, SequenceState, build_batch, check_rows, lora_batch
 from lorikeet.worker.host_lora.assisted_step import HostLoraSide
+from lorikeet.worker.prompt_logprobs import ScoredRows, score_prompts
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.threads import CpuBudget, ThreadPinning
 from lorikeet.worker.transfer.state import PartialAdapter
@@ -84,16 +85,17 @@ class Rank:
         """Return a context for the steps of an applied plan, in which threads may be pinned to cores."""
         return self._threads.pinned(plan)
 
-    def forward(self, plan: StepPlan, ran: int, *, logits: bool = True) -> Tensor:
+    def forward(self, plan: StepPlan, ran: int, *, samples: bool = True) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
         """Run one step.
 
         Args:
             plan: an applied plan with sequences.
             ran: how many of its identical steps have run before.
-            logits: False skips the output layer, for ranks that do not sample.
+            samples: False skips the output layer, for ranks that do not sample.
 
         Returns:
-            Logits ``[S, vocab]`` of the sequences that sample, in the model's dtype; ``S`` is 0 without ``logits``.
+            Logits ``[S, vocab]`` of the sequences that sample, in the model's dtype, and the log probabilities of
+            prompts. ``S`` is 0 without ``samples``.
 
         Raises:
             ExecutorError: an adapter, tokens or blocks that the plan needs are missing.
@@ -105,11 +107,12 @@ class Rank:
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
         if not partial:
-            return self._decoder.forward(batch, self._kv, logits=logits)
+            return self._outputs(self._decoder.hidden(batch, self._kv), rows, samples=samples)
         if self._host_lora is None or batch.lora is None:
             raise ExecutorError(f"step {plan.step} has assisted prefills, but there are no host workers")
         with self._host_lora.assisting(batch.lora, partial) as assist:
-            return self._decoder.forward(replace(batch, assist=assist), self._kv, logits=logits)
+            hidden = self._decoder.hidden(replace(batch, assist=assist), self._kv)
+        return self._outputs(hidden, rows, samples=samples)
 
     def wait(self) -> None:
         """Block until the device has finished all steps so far.
@@ -152,13 +155,35 @@ class Rank:
 
     def _rows(self, plan: StepPlan, ran: int) -> list[BatchRow]:
         """Return the batch rows of one step of a plan."""
-        rows = [
-            BatchRow(self.sequence(step.request_id), step.start + ran, step.tokens, step.samples)
-            for step in plan.sequences
-        ]
+        rows = [self._row(step, ran) for step in plan.sequences]
         if plan.merged is not None and any(row.sequence.adapter != plan.merged for row in rows):
             raise ExecutorError(f"step {plan.step}: only adapter {plan.merged} can run while it is merged")
         return rows
+
+    def _row(self, step: SequenceStep, ran: int) -> BatchRow:
+        sequence, start = self.sequence(step.request_id), step.start + ran
+        return BatchRow(sequence, start, step.tokens, step.samples, sequence.scored_tokens(start, step.tokens))
+
+    def _outputs(
+        self, hidden: Tensor, rows: Seq[BatchRow], *, samples: bool
+    ) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
+        """Return logits and log probabilities of prompts from the rows of a step that need logits."""
+        if not samples:
+            return self._decoder.head(hidden[:0]), ()
+        sampled: list[int] = []
+        scored: list[ScoredRows] = []
+        at = 0
+        for row in rows:
+            if row.scored:
+                scored.append(ScoredRows(row.sequence, at, row.start + 1, row.scored))
+            at += row.scored
+            if row.samples:
+                sampled.append(at)
+                at += 1
+        if not scored:
+            return self._decoder.head(hidden), ()
+        prompts = score_prompts(self._decoder.head, hidden, scored)
+        return self._decoder.head(hidden[to_device(torch.tensor(sampled, dtype=torch.int64), hidden.device)]), prompts
 
     def _adapters(
         self, rows: Seq[BatchRow], plan: StepPlan

@@ -1,8 +1,8 @@
 """Samples tokens from logits: edits logits on the host where a request needs it, and calls ``Kernels.choose``.
 
-The order is: log probabilities to report (of the unmodified distribution), bias, penalties, ``min_tokens``, grammar,
-and then, in ``kernels.choose``, temperature, min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there
-``min_tokens`` and the grammar come before the penalties.
+The order is: log probabilities to report (of the unmodified distribution), bias, penalties, forbidden tokens (by
+``allowed_token_ids``, ``bad_words``, ``min_tokens`` and the grammar), and then, in ``kernels.choose``, temperature,
+min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there tokens are forbidden before the penalties.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +21,9 @@ from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.base import SamplingTensors, to_device
 from lorikeet.worker.batch import GrowingInts, Ints
 from lorikeet.worker.grammars import GrammarMasks, Masks
+
+NOT_FINITE = "the model's output is not finite"
+_NONE_ALLOWED = "no token may come next: allowed_token_ids, bad_words, logit_bias and the grammar leave none"
 
 Choose = Callable[[Tensor, SamplingTensors], Tensor]
 """``Kernels.choose``."""
@@ -98,12 +101,12 @@ class Sampler:
         masked = self._rows_of(sequences).masked
         if masked:
             assert self._grammars is not None, "a request has a grammar, and this executor has no masks"
-            self._masks = self._grammars.begin(masked, device)
+            self._masks = self._grammars.begin(masked, on_host=device.type == "cpu")
 
     def sample(
         self, logits: Tensor, sequences: Sequence[Sampled], chosen: list[int] | None = None
-    ) -> list[Token | None]:
-        """Sample one token per row; None for a row whose largest logit, before or after edits, is not finite.
+    ) -> list[Token | str]:
+        """Sample one token per row; for a row whose largest logit is not finite, or is edited so, return the reason.
 
         Args:
             logits: ``[S, vocab]`` of any floating dtype; not changed.
@@ -118,10 +121,11 @@ class Sampler:
             rows.chosen.position.numpy()[:] = positions
             chosen = self._choose(logits, rows.chosen.on(logits.device)).tolist()
         token_ids = list(chosen)
+        reasons: dict[int, str] = {}
         if rows.chosen_edited is not None:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
             edited = logits[to_device(torch.tensor(rows.edited), logits.device)].float()
-            masks = self._take_masks()
+            masks = self._take_masks(edited)
             for edited_row, i, bias in zip(edited, rows.edited, rows.biases, strict=True):
                 addends, is_end = next(masks) if sequences[i].sampling.grammar else (None, False)
                 edit_logits(edited_row, sequences[i], bias, is_end=is_end)
@@ -129,18 +133,16 @@ class Sampler:
                     edited_row += addends
             chosen_edited = self._choose(edited, rows.chosen_edited.on(logits.device))
             for i, token_id in zip(rows.edited, chosen_edited.tolist(), strict=True):
-                token_ids[i] = -1 if token_ids[i] < 0 else token_id
-        tokens = [Token(token_id) if token_id >= 0 else None for token_id in token_ids]
-        reported = [i for i in rows.reported if tokens[i] is not None]
-        wanted = [(token_ids[i], sequences[i].sampling.logprobs or 0) for i in reported]
+                if token_ids[i] >= 0:
+                    token_ids[i], reasons[i] = token_id, self._grammar_error(sequences[i]) or _NONE_ALLOWED
+        tokens = [
+            Token(token_id) if token_id >= 0 else reasons.get(i, NOT_FINITE) for i, token_id in enumerate(token_ids)
+        ]
+        reported = [i for i in rows.reported if token_ids[i] >= 0]
+        wanted = [(token_ids[i], sequences[i].sampling) for i in reported]
         for i, token in zip(reported, _with_logprobs(logits, reported, wanted), strict=True):
             tokens[i] = token
         return tokens
-
-    def why_failed(self, sequence: Sampled) -> str:
-        """Return why :meth:`sample` has returned None for a sequence."""
-        error = self._grammars.error(sequence) if self._grammars is not None else ""
-        return error or "the model's output is not finite"
 
     def parameters(self, sequences: Sequence[Sampled]) -> SamplingTensors:
         """Return the sampling parameters without positions. Rows whose logits are edited are greedy in it."""
@@ -151,10 +153,16 @@ class Sampler:
         rows = self._rows_of(sequences)
         return not rows.edited and not rows.reported
 
-    def _take_masks(self) -> Iterator[tuple[Tensor, bool]]:
-        """Return addends and ``Masks.end`` of each sequence that has a grammar."""
+    def _grammar_error(self, sequence: Sampled) -> str:
+        return self._grammars.error(sequence) if self._grammars is not None and sequence.sampling.grammar else ""
+
+    def _take_masks(self, logits: Tensor) -> Iterator[tuple[Tensor, bool]]:
+        """Return addends to the logits, and ``Masks.end``, of each sequence that has a grammar."""
         pending, self._masks = self._masks, None
-        return zip(*pending.result(), strict=True) if pending is not None else iter(())
+        if pending is None:
+            return iter(())
+        masks = pending.result()
+        return zip(masks.addends_for(logits), masks.end, strict=True)
 
     def _rows_of(self, sequences: Sequence[Sampled]) -> _Prepared:
         last = self._rows
@@ -171,7 +179,7 @@ def bias_of(params: SamplingParams) -> Bias:
 
 
 def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias, *, is_end: bool = False) -> None:
-    """Apply bias, penalties and ``min_tokens`` to one row's fp32 ``logits [vocab]``, in place.
+    """Apply all but the grammar to one row's fp32 ``logits [vocab]``, in place.
 
     Token ids outside the vocabulary have no effect. With ``is_end`` the grammar allows nothing but stop tokens, so
     ``min_tokens`` has no effect.
@@ -190,7 +198,17 @@ def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias, *, is_end: bool =
         ids, counts = np.unique(outputs, return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * counts[_is_within(ids, logits)]
         logits[_indices(ids, logits)] -= _values(penalty, logits)
-    if _is_held(sequence) and not is_end:  # last, since a penalty of 0 would make NaN of -inf
+    # Tokens are forbidden last, since a penalty of 0 would make NaN of -inf.
+    if params.allowed_token_ids:
+        allowed = _indices(np.array(params.allowed_token_ids, dtype=np.int64), logits)
+        kept = logits[allowed]
+        logits.fill_(-torch.inf)
+        logits[allowed] = kept
+    for word in params.bad_words:
+        *begin, last = word
+        if outputs[max(0, len(outputs) - len(begin)) :].tolist() == begin:
+            logits[_indices(np.array([last], dtype=np.int64), logits)] = -torch.inf
+    if _is_held(sequence) and not is_end:
         logits[_indices(np.array(params.stop_token_ids, dtype=np.int64), logits)] = -torch.inf
 
 
@@ -228,6 +246,8 @@ def _edits(params: SamplingParams) -> bool:
         or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
+        or params.allowed_token_ids
+        or params.bad_words
         or params.grammar
     )
 
@@ -238,7 +258,7 @@ def _is_held(sequence: Sampled) -> bool:
     return bool(params.stop_token_ids) and len(sequence.token_ids) - sequence.prompt_tokens < params.min_tokens
 
 
-def _with_logprobs(logits: Tensor, rows: Sequence[int], wanted: Sequence[tuple[int, int]]) -> list[Token]:
+def _with_logprobs(logits: Tensor, rows: Sequence[int], wanted: Sequence[tuple[int, SamplingParams]]) -> list[Token]:
     """Return tokens with log probabilities. All rows are computed before the device is waited for.
 
     Each row is computed alone: torch sums the rows of a batch in another order, which changes the last digits.
@@ -246,20 +266,26 @@ def _with_logprobs(logits: Tensor, rows: Sequence[int], wanted: Sequence[tuple[i
     Args:
         logits: ``[S, vocab]``.
         rows: of the logits.
-        wanted: for each row the sampled token, and how many of the most likely tokens to report.
+        wanted: for each row the sampled token, and what to report.
     """
     if not rows:
         return []
-    of_chosen, most_likely = [], []
-    for row, (token_id, alternatives) in zip(rows, wanted, strict=True):
+    of_chosen, best_ids, best_values = [], [], []
+    for row, (token_id, params) in zip(rows, wanted, strict=True):
         logprobs = logits[row].float().log_softmax(dim=-1)
         of_chosen.append(logprobs[token_id])
-        most_likely.append(logprobs.topk(min(alternatives, len(logprobs))))
-    ids = iter(torch.cat([best.indices for best in most_likely]).tolist())
-    values = iter(torch.cat([best.values for best in most_likely]).tolist())
+        if params.logprob_token_ids:
+            named = np.array([token_id, *(each for each in params.logprob_token_ids if each != token_id)])
+            indices = _indices(named, logprobs)
+            values = logprobs[indices]
+        else:
+            values, indices = logprobs.topk(min(params.logprobs or 0, len(logprobs)))
+        best_ids.append(indices)
+        best_values.append(values)
+    all_ids, all_values = iter(torch.cat(best_ids).tolist()), iter(torch.cat(best_values).tolist())
     return [
-        Token(token_id, logprob, tuple(islice(zip(ids, values, strict=True), len(best.values))))
-        for (token_id, _), logprob, best in zip(wanted, torch.stack(of_chosen).tolist(), most_likely, strict=True)
+        Token(token_id, logprob, tuple(islice(zip(all_ids, all_values, strict=True), len(values))))
+        for (token_id, _), logprob, values in zip(wanted, torch.stack(of_chosen).tolist(), best_values, strict=True)
     ]
 
 

@@ -153,7 +153,7 @@ def follow(rank: Rank, plan: StepPlan, group: RankGroup) -> None:
     steps = sampling_steps(plan)
     with rank.pin_threads(plan):
         for ran in range(plan.repeat if plan.sequences else 0):
-            rank.forward(plan, ran, logits=False)
+            rank.forward(plan, ran, samples=False)
             received = group.broadcast(torch.zeros(1 + len(steps), dtype=torch.int64, device=rank.device)).tolist()
             rank.append(steps, received[1:])
             if not received[0]:

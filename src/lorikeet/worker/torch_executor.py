@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -13,7 +13,7 @@ from lorikeet.config import Settings
 from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
-from lorikeet.core.plan import StepPlan, StepResult, Token, TransferDone
+from lorikeet.core.plan import PromptLogprobs, StepPlan, StepResult, Token, TransferDone
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.presets import resolve_preset
@@ -25,7 +25,7 @@ from lorikeet.worker.host_lora.start import build_host_lora, start_worker_proces
 from lorikeet.worker.memory_profiling import arena_blocks, host_arena_blocks
 from lorikeet.worker.rank import Rank, sampling_steps
 from lorikeet.worker.rank_setup import RankModel, allocate_arena, load_rank, max_model_len
-from lorikeet.worker.sampler import Sampler
+from lorikeet.worker.sampler import NOT_FINITE, Sampler
 from lorikeet.worker.tensor_parallel import RankProcesses
 from lorikeet.worker.threads import CpuBudget, requested_threads
 from lorikeet.worker.transfer.finished import FinishedTransfers
@@ -38,18 +38,20 @@ class StepRunner(Protocol):
 
     Attributes:
         lead: number of steps that can be launched before the tokens of the previous step are known.
+        prompt_logprobs: of the steps launched so far.
     """
 
     lead: int
+    prompt_logprobs: tuple[PromptLogprobs, ...]
 
     def launch(self) -> None:
         """Start the next step."""
         ...
 
-    def take(self) -> list[Token | None]:
-        """Wait for the oldest step that was launched; return a token for each sequence that samples.
+    def take(self) -> list[Token | str]:
+        """Wait for the oldest step that was launched; return a token, or why there is none, for each that samples.
 
-        A token is None if the logits were not finite. The caller appends the tokens to the sequences before it launches
+        The caller appends the tokens to the sequences before it launches
         another step beyond the lead.
         """
         ...
@@ -74,14 +76,16 @@ class EagerRunner:
         self._sequences = sequences
         self._ran = 0
         self._logits: Tensor | None = None
+        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     def launch(self) -> None:
         """Compute the logits of the next step."""
         self._sampler.begin(self._sequences, self._rank.device)
-        self._logits = self._rank.forward(self._plan, self._ran)
+        self._logits, scored = self._rank.forward(self._plan, self._ran)
+        self.prompt_logprobs += scored
         self._ran += 1
 
-    def take(self) -> list[Token | None]:
+    def take(self) -> list[Token | str]:
         """Sample. Without sampling sequences, still wait for the device, so that the plan's duration is right."""
         assert self._logits is not None
         if not self._sequences:
@@ -117,6 +121,7 @@ class GraphRunner:
         self._runs_ahead = sampler.needs_only_choose(sequences)
         self._ran = 0
         self.lead = 1 if self._runs_ahead else 0
+        self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     def keep(self, sequences: Sequence[RankSequence]) -> None:
         """Return tokens for these sequences only. If some have ended, no further step may be launched."""
@@ -134,12 +139,28 @@ class GraphRunner:
             self._sampler.begin(self._sequences, self._rank.device)
         self._ran += 1
 
-    def take(self) -> list[Token | None]:
+    def take(self) -> list[Token | str]:
         """Wait for the tokens of the oldest step."""
         chosen = self._graphs.take()
         if self._runs_ahead:
-            return [None if chosen[row] < 0 else Token(chosen[row]) for row in self._kept_rows]
+            return [NOT_FINITE if chosen[row] < 0 else Token(chosen[row]) for row in self._kept_rows]
         return self._sampler.sample(self._graphs.logits[: len(chosen)], self._sequences, chosen)
+
+
+class _PlanRun(NamedTuple):
+    """The outcome of a plan's steps.
+
+    Attributes:
+        tokens: of each sequence that samples.
+        failed: the requests that got none, and why.
+        steps_run: number of steps.
+        prompt_logprobs: of the prompts that were scored.
+    """
+
+    tokens: list[list[Token]]
+    failed: dict[RequestId, str]
+    steps_run: int
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 _DEAD_RANK_TIMEOUT_S = 5.0
@@ -246,23 +267,24 @@ class TorchExecutor:
             self._others.send(plan)
             switch_s = self._rank.apply(plan)
             with self._rank.pin_threads(plan):
-                tokens, failed, steps_run = self._run(plan, started_s) if plan.sequences else ([], {}, plan.repeat)
+                ran = self._run(plan, started_s) if plan.sequences else _PlanRun([], {}, plan.repeat)
         except ExecutorError:
             raise
         except (RuntimeError, OSError) as error:
             # When a rank dies, a collective or a pipe fails first. The reason of the death is the better message.
             self._others.check(grace_s=_DEAD_RANK_TIMEOUT_S)
             raise ExecutorError(f"step {plan.step}: {error}") from error
-        by_request = {step.request_id: sampled for step, sampled in zip(sampling_steps(plan), tokens, strict=True)}
+        by_request = {step.request_id: each for step, each in zip(sampling_steps(plan), ran.tokens, strict=True)}
         self._returned_s = time.monotonic()
         return StepResult(
             step=plan.step,
             tokens=tuple(tuple(by_request.get(step.request_id, ())) for step in plan.sequences),
-            steps_run=steps_run,
+            steps_run=ran.steps_run,
             duration_s=self._returned_s - started_s,
-            failed=failed,
+            failed=ran.failed,
             switch_s=switch_s,
             next_runs=bool(plan.sequences) and self._running is not None,
+            prompt_logprobs=ran.prompt_logprobs,
         )
 
     def assist_counters(self) -> AssistCounters | None:
@@ -308,12 +330,8 @@ class TorchExecutor:
             self._graphs.close()
         self._cores.close()
 
-    def _run(self, plan: StepPlan, started_s: float) -> tuple[list[list[Token]], dict[RequestId, str], int]:
-        """Run the steps of a plan.
-
-        Returns:
-            Tokens of each sequence that samples, the requests that got none and why, and the number of steps.
-        """
+    def _run(self, plan: StepPlan, started_s: float) -> "_PlanRun":
+        """Run the steps of a plan."""
         steps = sampling_steps(plan)
         sequences = [self._rank.sequence(step.request_id) for step in steps]
         runner, launched = self._start(plan, sequences)
@@ -330,22 +348,22 @@ class TorchExecutor:
             for sequence, token, collected in zip(sequences, sampled, tokens, strict=True):
                 if sequence.request_id in ended:
                     continue  # the step was launched before the end was known
-                if token is None:
-                    failed[sequence.request_id] = self._sampler.why_failed(sequence)
+                if isinstance(token, str):
+                    failed[sequence.request_id] = token
                 else:
                     collected.append(token)
-                if token is None or token.token_id in sequence.sampling.stop_token_ids:
+                if isinstance(token, str) or token.token_id in sequence.sampling.stop_token_ids:
                     ended.add(sequence.request_id)
             if plan.overlapped:
                 wanted = taken  # steps that were launched run on
             elif ended or time.monotonic() - started_s >= plan.max_duration_s:
                 wanted = launched
             # A sequence that failed gets token 0 for the bookkeeping of this step. The engine drops it next.
-            chosen = [0 if token is None else token.token_id for token in sampled]
+            chosen = [0 if isinstance(token, str) else token.token_id for token in sampled]
             self._others.broadcast(chosen, has_more=taken < wanted)
             self._rank.append(steps, chosen)
         self._running = runner if isinstance(runner, GraphRunner) and launched > taken else None
-        return tokens, failed, taken
+        return _PlanRun(tokens, failed, taken, runner.prompt_logprobs)
 
     def _start(self, plan: StepPlan, sequences: Sequence[RankSequence]) -> tuple[StepRunner, int]:
         """Return the runner of a plan's steps, and how many of them have been launched already."""

@@ -1,0 +1,66 @@
+"""Log probabilities of the tokens of prompts."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorikeet.core.plan import PromptLogprobs, PromptToken
+from lorikeet.kernels.base import to_device
+from lorikeet.worker.batch import SequenceState
+
+_SLICE_ROWS = 64
+"""Rows whose logits are held at once: those of a whole prompt would take gigabytes."""
+
+
+class ScoredRows(NamedTuple):
+    """Rows that score the prompt of a sequence.
+
+    Attributes:
+        sequence: whose prompt.
+        first: the first of the rows.
+        position: of the token that it scores.
+        tokens: number of rows, and of tokens.
+    """
+
+    sequence: SequenceState
+    first: int
+    position: int
+    tokens: int
+
+
+def score_prompts(
+    head: Callable[[Tensor], Tensor], hidden: Tensor, scored: Sequence[ScoredRows]
+) -> tuple[PromptLogprobs, ...]:
+    """Return the log probabilities of prompt tokens.
+
+    Args:
+        head: the output layer: logits ``[rows, vocab]`` of hidden states.
+        hidden: its input for all rows of the step that need logits.
+        scored: which of them score what.
+    """
+    return tuple(
+        PromptLogprobs(rows.sequence.request_id, rows.position, tuple(_tokens(head, hidden, rows))) for rows in scored
+    )
+
+
+@torch.inference_mode()
+def _tokens(head: Callable[[Tensor], Tensor], hidden: Tensor, rows: ScoredRows) -> list[PromptToken]:
+    alternatives = rows.sequence.sampling.prompt_logprobs or 0
+    token_ids = rows.sequence.token_ids.values[rows.position : rows.position + rows.tokens].copy()
+    found: list[PromptToken] = []
+    for begin in range(0, rows.tokens, _SLICE_ROWS):
+        end = min(begin + _SLICE_ROWS, rows.tokens)
+        logprobs = head(hidden[rows.first + begin : rows.first + end]).float().log_softmax(dim=-1)
+        wanted = to_device(torch.from_numpy(token_ids[begin:end]), logprobs.device)
+        own = logprobs.gather(1, wanted[:, None])
+        ranks = (logprobs > own).sum(dim=1) + 1
+        best = logprobs.topk(min(alternatives, logprobs.shape[1]), dim=1)
+        columns = (token_ids[begin:end].tolist(), own[:, 0].tolist(), ranks.tolist())
+        tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        found += [
+            PromptToken(token_id, logprob, rank, tuple(zip(ids, values, strict=True)))
+            for token_id, logprob, rank, (ids, values) in zip(*columns, tops, strict=True)
+        ]
+    return found

@@ -1,0 +1,195 @@
+"""Every answer that ends by itself follows its grammar, on base and adapters in one batch, whatever happens."""
+
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import msgspec
+import pytest
+from llguidance import LLTokenizer
+
+from lorikeet.api.grammar_process import GrammarKind, GrammarReader, GrammarSpec
+from lorikeet.client.client import EngineClient, RequestHandle
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import FinishReason
+from lorikeet.core.ids import RequestId
+from lorikeet.core.request import Request, SamplingParams
+from lorikeet.engine.build import build_replica
+from lorikeet.engine.loop import Engine
+from tests.api.conftest import END, TOKENIZER
+from tests.support.live import engine_process, live_settings, make_adapter, make_model
+from tests.support.schemas import published_schemas, random_regex, random_schema
+from tests.support.waiting import until
+
+VOCABULARY = TOKENIZER.get_vocab_size()
+SCHEMAS, REGEXES = 10, 2
+"""Of requests that run together."""
+READER = GrammarReader(LLTokenizer(TOKENIZER.to_str(), n_vocab=VOCABULARY, eos_token=[END]))
+CLOSING = tuple((token_id, 6.0) for token_id in {TOKENIZER.encode(text).ids[0] for text in '"}],:0'} | {END})
+"""Biases towards the ends of strings and lists, which a model without training seldom chooses."""
+
+
+class Case(NamedTuple):
+    """A grammar that was checked, and how an answer is judged."""
+
+    grammar: str
+    schema: dict[str, Any] | None = None
+    regex: str = ""
+
+    def judge(self, text: str) -> None:
+        if self.schema is not None:
+            # Exactly: the model may write 1.00000000000000000001, which is more than 1.
+            jsonschema.Draft202012Validator(self.schema).validate(json.loads(text, parse_float=Decimal))
+        else:
+            assert re.fullmatch(self.regex, text, re.ASCII), f"{self.regex} {text!r}"
+
+
+def schema_case(schema: dict[str, Any]) -> Case:
+    checked = READER.check(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema), "p"))
+    return Case(checked.grammar, schema)
+
+
+def regex_case(pattern: str) -> Case:
+    return Case(READER.check(GrammarSpec(GrammarKind.REGEX, pattern, "p")).grammar, regex=pattern)
+
+
+def cases_of(group: int) -> list[Case]:
+    choose = random.Random(group)
+    schemas = [schema_case(random_schema(choose)) for _ in range(SCHEMAS)]
+    return [*schemas, *(regex_case(random_regex(choose)) for _ in range(REGEXES))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_model(tmp_path_factory.mktemp("models") / "tiny", vocab_size=VOCABULARY)
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def owners(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[AdapterRef | None]:
+    folder = tmp_path_factory.mktemp("adapters")
+    return [None, make_adapter(folder / "a", model, 1), make_adapter(folder / "b", model, 2)]
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    made = build_replica(live_settings(model, num_scheduler_steps=4)).engine
+    yield made
+    made.close()
+
+
+def requests(cases: Sequence[Case], owners: list[AdapterRef | None], max_tokens: int = 250) -> list[Request]:
+    """One for each case, and two without a grammar."""
+    free = [Case(""), Case("")]
+    return [
+        Request(
+            RequestId(f"{number}"),
+            [5, 6, 7, number % VOCABULARY],
+            SamplingParams(max_tokens, number, logit_bias=CLOSING, stop_token_ids=(END,), grammar=case.grammar),
+            0.0,
+            owners[number % len(owners)],
+        )
+        for number, case in enumerate([*cases, *free])
+    ]
+
+
+def run(engine: Engine, asked: list[Request]) -> dict[str, str]:
+    """Return the answers that ended with an end token."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
+    reasons: dict[str, FinishReason] = {}
+    for request in asked:
+        engine.submit(request)
+    while engine.has_requests:
+        outputs = engine.step()
+        for output in outputs.tokens:
+            tokens[output.request_id] += [token.token_id for token in output.tokens]
+        for event in outputs.events:
+            if hasattr(event, "reason"):
+                assert event.reason is not FinishReason.ERROR, event
+                reasons[event.request_id] = event.reason
+        if not engine.is_busy:
+            engine.wait_for_transfer()
+    return {each: TOKENIZER.decode(tokens[each]) for each, why in reasons.items() if why is FinishReason.STOP}
+
+
+def judge_all(cases: Sequence[Case], answers: dict[str, str]) -> int:
+    """Judge the answers; return how many of those with a grammar ended by themselves."""
+    for number, case in enumerate(cases):
+        if str(number) in answers:
+            case.judge(answers[str(number)])
+    return sum(str(number) in answers for number in range(len(cases)))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("third", range(2))
+@pytest.mark.parametrize("second", range(5))
+@pytest.mark.parametrize("first", range(5))
+def test_random_grammars_on_base_and_adapters_in_one_batch(
+    engine: Engine, owners: list[AdapterRef | None], first: int, second: int, third: int
+) -> None:
+    """500 schemas and 100 regexes in all."""
+    cases = cases_of((first * 5 + second) * 2 + third)
+    assert all(case.grammar for case in cases)
+    assert judge_all(cases, run(engine, requests(cases, owners))) >= len(cases) / 2
+
+
+def test_schemas_that_packages_publish(engine: Engine, owners: list[AdapterRef | None]) -> None:
+    published = [schema_case(schema) for schema in published_schemas()]
+    cases = [case for case in published if case.grammar]
+    assert len(cases) >= 25
+    assert judge_all(cases, run(engine, requests(cases, owners))) >= len(cases) / 2
+
+
+def test_preempted_sequences_go_on_with_their_grammar(model: Path, owners: list[AdapterRef | None]) -> None:
+    cases = [case for group in (0, 1) for case in cases_of(group)]
+    settings = live_settings(model, memory_bytes=180_000, max_num_seqs=24)
+    settings = msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, max_model_len=120))
+    engine = build_replica(settings).engine
+    try:
+        asked = requests(cases, owners, 110)
+        answers = run(engine, asked)
+        assert engine.stats().preemptions >= 3
+    finally:
+        engine.close()
+    assert judge_all(cases, answers) >= len(cases) / 3
+
+
+@pytest.mark.slow
+async def test_answers_follow_their_grammars_across_the_death_of_an_engine(
+    model: Path, owners: list[AdapterRef | None]
+) -> None:
+    cases = cases_of(3)
+    async with engine_process(live_settings(model)) as client:
+        handles = [client.submit(request) for request in requests(cases, owners)]
+        await until(lambda: sum(len(handle.token_ids) > 3 for handle in handles) > 5, "answers have begun")
+        await kill(client)
+        answers = dict(filter(None, await asyncio.gather(*map(read, handles))))
+    assert any(handle.deaths for handle in handles)
+    assert judge_all(cases, answers) >= len(cases) / 2
+
+
+async def kill(client: EngineClient) -> None:
+    """Kill the engine and wait until another one is ready."""
+    assert client.process_id is not None
+    os.kill(client.process_id, signal.SIGKILL)
+    await until(lambda: client.restarts > 0 and client.alive, "another engine is ready")
+
+
+async def read(handle: RequestHandle) -> tuple[str, str] | None:
+    """Return id and answer of a request that ended with an end token."""
+    async for output in handle:
+        if output.finished is not None:
+            assert output.finished.reason is not FinishReason.ERROR, output.finished
+            if output.finished.reason is FinishReason.STOP:
+                return handle.request.request_id, TOKENIZER.decode(handle.token_ids)
+    return None
