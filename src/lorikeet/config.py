@@ -54,6 +54,15 @@ class ReplicaStart(StrEnum):
     """By the server, as processes on its own machine, without Ray."""
 
 
+class AdapterDirMode(StrEnum):
+    """What ``adapter_dir`` is for."""
+
+    SERVE = "serve"
+    """Each adapter in it is served under the name of its folder, and loaded when a request first names it."""
+    ALLOW = "allow"
+    """Adapters may be loaded from it by the adapter routes."""
+
+
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The base model, and how it is loaded.
 
@@ -172,6 +181,12 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         preload: ``name=source`` pairs, registered at every start, also if another version was loaded under such a name
             at run time.
         adapter_dir: the only folder from which local adapters may be loaded at run time; empty allows none.
+        adapter_dir_mode: ``serve``: requests may also name every adapter in it by its folder's name; it is loaded
+            then. ``allow``: only adapter routes load from it.
+        resolvers: URL prefixes (``hf://org/``, ``s3://bucket/team/``) below which an adapter is looked for when a
+            request names one that is not registered; sources below them are allowed, too.
+        ttl_s: an adapter that was loaded because a request named it is removed after this time without requests; 0:
+            never.
         allowed_sources: URL prefixes (``s3://bucket/team/``, ``hf://org/``) from which adapters may be loaded.
         store_dir: folder for the files of registered adapters; empty for the user's data folder.
         registry_url: SQLAlchemy URL of the registry; empty for SQLite in ``store_dir``.
@@ -183,6 +198,9 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool = True
     preload: tuple[str, ...] = ()
     adapter_dir: str = ""
+    adapter_dir_mode: AdapterDirMode = AdapterDirMode.SERVE
+    resolvers: tuple[str, ...] = ()
+    ttl_s: Seconds = 0.0
     allowed_sources: tuple[str, ...] = ()
     store_dir: str = ""
     registry_url: str = ""
@@ -314,7 +332,7 @@ def for_engines(settings: Settings) -> Settings:
     replace = msgspec.structs.replace
     return replace(
         settings,
-        adapters=replace(settings.adapters, preload=(), allowed_sources=(), registry_url=""),
+        adapters=replace(settings.adapters, preload=(), allowed_sources=(), resolvers=(), registry_url=""),
         server=replace(settings.server, api_keys=(), admin_keys=()),
         cluster=replace(settings.cluster, registry_url=""),
     )

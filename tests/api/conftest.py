@@ -20,7 +20,7 @@ from lorikeet.api.sampling import ModelLimits
 from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
 from lorikeet.api.text_processor import TextProcessor
-from lorikeet.config import AdapterSettings, ServerSettings, Settings
+from lorikeet.config import AdapterDirMode, AdapterSettings, ServerSettings, Settings
 from lorikeet.core.chat_template import ChatTemplate
 from tests.api.fakes import GEOMETRY, FakeEngine, byte_level_tokenizer, write_adapter
 from tests.support.quick_server import serving
@@ -65,10 +65,13 @@ def start(tmp_path: Path, sources: Path) -> Start:
         lora: bool = True,
         lengths: AnswerLengthPredictor | None = None,
         max_model_len: int = 256,
+        adapters: dict[str, object] | None = None,
         **server: object,
     ) -> AsyncIterator[Running]:
+        folders = {"adapter_dir": str(sources), "store_dir": str(tmp_path / "store")}
+        given = {**folders, "adapter_dir_mode": AdapterDirMode.ALLOW, **(adapters or {})}
         settings = Settings(
-            adapters=AdapterSettings(enabled=lora, adapter_dir=str(sources), store_dir=str(tmp_path / "store")),
+            adapters=AdapterSettings(enabled=lora, **given),
             server=msgspec.structs.replace(ServerSettings(), **server),
         )
         engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END], max_model_len=max_model_len)
@@ -86,6 +89,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
                 yield Running(http, engine, service, sources)
         finally:
             await service.prompt_processes.close()
+            await service.loader.close()
             await service.grammars.close()
             catalog.close()
 

@@ -18,6 +18,7 @@ from lorikeet.core.messages import (
     MessageCodec,
     Progress,
     RegisterAdapters,
+    SetPaused,
     Shutdown,
     StepOutputs,
     Submit,
@@ -181,6 +182,17 @@ def test_an_abort_frees_the_blocks_of_a_running_request(peer: Peer, bench: Bench
     peer.send(Abort(long.request_id), Abort(request("unknown", [1]).request_id))
     assert peer.finished("r").reason is FinishReason.ABORT
     assert peer.idle_stats().kv_blocks == 0
+
+
+def test_a_paused_engine_runs_no_step_until_it_goes_on(peer: Peer, bench: Bench) -> None:
+    peer.send(SetPaused(True), Submit(request("r", [1, 2, 3, 4, 5], max_tokens=3)))
+    heartbeats = 0
+    while heartbeats < 2:
+        message = peer.receive(heartbeats=True)
+        heartbeats += isinstance(message, Heartbeat)
+        assert not (isinstance(message, StepOutputs) and message.tokens)
+    peer.send(SetPaused(False))
+    assert peer.finished("r").reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(("host_blocks", "freed_blocks"), [(0, 3 + 1), (16, 3 + 1 + 3)])

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -112,7 +112,9 @@ class AdapterCatalog:
         *,
         replace: bool = False,
         trusted: bool = False,
+        persistent: bool | None = None,
         overrides: ChatOverrides = NO_OVERRIDES,
+        shown_source: str = "",
     ) -> RegisteredAdapter:
         """Fetch an adapter from ``source``, check it, and register it under ``name``.
 
@@ -120,9 +122,11 @@ class AdapterCatalog:
             name: the name that clients send as ``model``.
             source: a folder or URL.
             replace: whether an existing name may be replaced; the same content changes nothing.
-            trusted: whether the source is given on the command line. It may then be anywhere, and the name is not
-                written to the registry, since the next start names it again.
+            trusted: whether the source is given by the operator, and may be anywhere.
+            persistent: whether to write the name to the registry, so that it is there at the next start; None: unless
+                it is trusted, since the command line names it again then.
             overrides: what counts instead of what its files say about conversations.
+            shown_source: reported instead of ``source``, which is not there later.
 
         Returns:
             The adapter to which the name points, the one that it replaced, and warnings about keys that are ignored.
@@ -139,7 +143,30 @@ class AdapterCatalog:
                 raise AdapterExists(f"adapter {name!r} is registered already; unload it first, or replace it")
             with self._store.stage(source, trusted, overrides) as staged, self._changes:
                 self._check_open()
-                return self._register_staged(name, source, staged, replace, persistent=not trusted)
+                is_kept = not trusted if persistent is None else persistent
+                return self._register_staged(name, shown_source or source, staged, replace, is_kept)
+
+    def receiving(self) -> AbstractContextManager[Path]:
+        """Return a context with an empty folder for files that arrive."""
+        return self._store.receiving()
+
+    def alias(self, name: str, of: str, *, replace: bool = False) -> RegisteredAdapter:
+        """Register the version of another name under ``name``, too; it costs no memory of its own.
+
+        Raises:
+            UnknownAdapter: no adapter is called ``of``.
+            AdapterExists, AdapterBusy, AdapterStoreError, AdapterError: as of :meth:`register`.
+        """
+        check_name(name, self._reserved)
+        with self._reserve(name), self._changes:
+            self._check_open()
+            if name in self._records and not replace:
+                raise AdapterExists(f"adapter {name!r} is registered already; unload it first, or replace it")
+            record = self.get(of)
+            if record is None:
+                raise UnknownAdapter(f"no adapter is called {of!r}")
+            row = record.row._replace(name=name, created_at=self._now())
+            return self._point(AdapterRecord(row, record.folder, record.persistent), replace)
 
     def remove(self, name: str) -> AdapterRecord:
         """Remove a name. The files of its version are deleted when no name and no request uses them any more.
@@ -196,6 +223,9 @@ class AdapterCatalog:
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._records
 
     def acquire(self, digest: AdapterDigest) -> None:
         """Keep the files of a version for a request until ``release``.
@@ -285,7 +315,6 @@ class AdapterCatalog:
     def _register_staged(
         self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool
     ) -> RegisteredAdapter:
-        old, warnings = self._records.get(name), staged.description.warnings
         max_rank = max(max(by_layer) for by_layer in staged.ranks.values())
         row = RegistryRow(
             name=name,
@@ -300,25 +329,31 @@ class AdapterCatalog:
         record = AdapterRecord(row, str(self._store.folder(staged.digest)), persistent)
         self._accept(record.ref)
         self._store.publish(staged)
-        is_same = old is not None and old.digest == staged.digest and old.row.chat == row.chat
-        if old is not None and is_same and (old.persistent or not persistent):
-            self._missing.discard(staged.digest)
+        return self._point(record, replace, staged.description.warnings)
+
+    def _point(self, record: AdapterRecord, replace: bool, warnings: tuple[str, ...] = ()) -> RegisteredAdapter:
+        """Let a name point to a stored version. Call with ``_changes`` held."""
+        name, digest = record.name, record.digest
+        old = self._records.get(name)
+        is_same = old is not None and old.digest == digest and old.row.chat == record.row.chat
+        if old is not None and is_same and (old.persistent or not record.persistent):
+            self._missing.discard(digest)
             return RegisteredAdapter(old, None, warnings)
         try:
-            if persistent:
-                self._registry.add(row, replace)
+            if record.persistent:
+                self._registry.add(record.row, replace)
         except Exception:
-            self._drop_if_unused(staged.digest)
+            self._drop_if_unused(digest)
             raise
         with self._state:
-            self._missing.discard(staged.digest)
+            self._missing.discard(digest)
             self._records[name] = record
-            self._names[record.digest] += 1
+            self._names[digest] += 1
             if old is not None:
                 self._names[old.digest] -= 1
         if old is not None:
             self._drop_if_unused(old.digest)
-        replaced = old if old is not None and old.digest != record.digest else None
+        replaced = old if old is not None and old.digest != digest else None
         return RegisteredAdapter(record, replaced, warnings)
 
     def _chat_of(self, source: str, staged: StagedVersion) -> str:

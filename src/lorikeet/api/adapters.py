@@ -2,11 +2,11 @@
 
 import asyncio
 import bisect
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
@@ -22,14 +22,27 @@ from lorikeet.adapters.errors import (
 from lorikeet.adapters.sources import MAX_SOURCE_CHARS
 from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.logs import log
-from lorikeet.api.protocol import DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
+from lorikeet.api.protocol import AdapterChange, DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
 from lorikeet.api.served_models import describe_chat
-from lorikeet.api.service import JsonBody, Service, ServiceDep
+from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
+from lorikeet.api.uploads import check_config, receive_weights, write_config
 from lorikeet.client.supervisor import EngineError
 
 DRAIN_S = 30.0
 """Seconds that an unload waits for running requests of the adapter before it answers; the unload itself goes on."""
+
+
+async def _alias(service: Service, name: str, of: str, replace: bool) -> RegisteredAdapter:
+    """Register a name for the version of another; raises as :func:`load_adapter`."""
+    _check_enabled(service)
+    target = await service.resolve(of, generates=False)
+    if target.adapter is None:
+        raise ApiError(400, f"{of!r} is the base model, which has no alias.", param="alias_of")
+    with service.versions.hold(target.adapter):
+        return await _register(
+            service, name, lambda: service.catalog.alias(name, target.name, replace=replace), "replace"
+        )
 
 
 async def load_adapter(
@@ -40,6 +53,7 @@ async def load_adapter(
     replace: bool,
     replaced_by: str = "load_inplace",
     overrides: ChatOverrides = NO_OVERRIDES,
+    persistent: bool = True,
 ) -> RegisteredAdapter:
     """Register an adapter.
 
@@ -50,6 +64,7 @@ async def load_adapter(
         replace: whether an existing name may get the new content.
         replaced_by: the field of the body that says so.
         overrides: what counts instead of what its files say about conversations.
+        persistent: whether it is there at the next start; if not, it waits for its turn however many others do.
 
     Raises:
         ApiError: 400 for a name, source or adapter that is not valid, 404 for a source that does not exist, 409 if
@@ -58,11 +73,21 @@ async def load_adapter(
     _check_enabled(service)
     if service.models.is_base(name):
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
+    async with service.loads.of(source, may_refuse=persistent):
+        return await _register(
+            service,
+            name,
+            lambda: service.catalog.register(name, source, replace=replace, persistent=persistent, overrides=overrides),
+            replaced_by,
+        )
+
+
+async def _register(
+    service: Service, name: str, register: Callable[[], RegisteredAdapter], replaced_by: str
+) -> RegisteredAdapter:
+    """Register a name, tell the engines, and drop the version that it replaces."""
     try:
-        async with service.loads.of(source):
-            loaded = await in_daemon_thread(
-                lambda: service.catalog.register(name, source, replace=replace, overrides=overrides)
-            )
+        loaded = await in_daemon_thread(register)
     except AdapterExists:
         raise invalid_input(
             f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
@@ -73,9 +98,11 @@ async def load_adapter(
     except AdapterStoreError as error:
         raise _store_error(name, error) from error
     except AdapterError as error:
-        log.warning("adapter not loaded", adapter=name[:200], source=source[:MAX_SOURCE_CHARS], error=str(error))
+        log.warning("adapter not loaded", adapter=name[:200], error=str(error)[:MAX_SOURCE_CHARS])
         raise ApiError(404 if isinstance(error, AdapterNotFound) else 400, _for_client(name, error)) from error
     record, old, warnings = loaded
+    if record.persistent:
+        service.loader.forget(name)
     for warning in warnings:
         log.warning("adapter key ignored", adapter=name, warning=warning)
     log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
@@ -187,9 +214,47 @@ async def list_adapters(
 @router.post("/v1/adapters", dependencies=[JsonBody], status_code=201)
 async def add_adapter(body: NewAdapter, service: ServiceDep) -> dict[str, Any]:
     """Register an adapter, or replace it."""
+    if (body.source is None) == (body.alias_of is None):
+        raise ApiError(400, "Give either source or alias_of.", param="source")
+    if body.source is None:
+        loaded = await _alias(service, body.name, body.alias_of or "", body.replace)
+        return _card(service, loaded.record)
     loaded = await load_adapter(
         service, body.name, body.source, replace=body.replace, replaced_by="replace", overrides=_overrides(body)
     )
+    return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
+
+
+UPLOAD_PATH = "/v1/adapters/upload"
+
+
+@router.post(UPLOAD_PATH, status_code=201)
+async def upload_adapter(
+    http: Request,
+    service: ServiceDep,
+    name: Annotated[str, Query(min_length=1)],
+    replace: bool = False,
+    config: str | None = None,
+) -> dict[str, Any]:
+    """Register an adapter whose weights, a safetensors file, are the body.
+
+    Its config is the query's, else in the file's metadata under ``adapter_config``, else that of the version that it
+    replaces.
+    """
+    _check_enabled(service)
+    check_config(config)
+    source = "upload"
+    async with service.loads.of(source):
+        with service.catalog.receiving() as folder:
+            await receive_weights(http.stream(), folder)
+
+            def register() -> RegisteredAdapter:
+                write_config(folder, config, service.catalog.get(name) if replace else None)
+                return service.catalog.register(
+                    name, str(folder), replace=replace, trusted=True, persistent=True, shown_source=source
+                )
+
+            loaded = await _register(service, name, register, "replace")
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
 
 
@@ -243,6 +308,19 @@ async def get_adapter(name: str, service: ServiceDep) -> dict[str, Any]:
     return _card(service, _record(service, name))
 
 
+@router.patch("/v1/adapters/{name:path}", dependencies=[JsonBody])
+async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
+    """Pin an adapter, or bring it onto the device; it is loaded if it is only named so far."""
+    target = await service.resolve(name, generates=bool(body.warm))
+    if target.adapter is None:
+        raise ApiError(400, f"{name!r} is the base model.", param="name")
+    if body.pinned is not None:
+        service.loader.pin(target.name, body.pinned)
+    if body.warm:
+        await service.warm(target, sender)
+    return _card(service, _record(service, target.name))
+
+
 @router.delete("/v1/adapters/{name:path}")
 async def delete_adapter(name: str, service: ServiceDep) -> dict[str, Any]:
     """Remove an adapter once its running requests have ended."""
@@ -268,6 +346,7 @@ def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
         "rank": record.max_rank,
         "weight_bytes": record.row.weight_bytes,
         **_residency(service, record),
+        "pinned": record.name not in service.loader.used_s or record.name in service.loader.pinned,
         **({"chat": describe_chat(record.chat)} if record.row.chat else {}),
     }
 

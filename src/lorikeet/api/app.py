@@ -4,9 +4,10 @@ from fastapi import FastAPI
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.api import adapters, cluster, completions, info
+from lorikeet.api import adapters, cluster, completions, info, training
 from lorikeet.api.adapter_chat import AdapterChats
-from lorikeet.api.errors import install_handlers
+from lorikeet.api.adapter_loader import AdapterLoader
+from lorikeet.api.errors import ApiError, install_handlers
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate, PromptProcesses
 from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
 from lorikeet.api.logs import log
@@ -61,6 +62,16 @@ def create_service(
     usage = AdapterUsage(settings.server.metrics_adapters)
     lengths = lengths or AnswerLengthPredictor()
     forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
+
+    async def load(name: str, source: str) -> None:
+        await adapters.load_adapter(service, name, source, replace=False, persistent=False)
+
+    async def unload(name: str) -> None:
+        try:
+            await adapters.unload_adapter(service, name)
+        except ApiError as error:
+            log.info("adapter not removed", adapter=name, reason=error.message)
+
     service = Service(
         settings=settings.server,
         adapter_settings=settings.adapters,
@@ -68,6 +79,8 @@ def create_service(
         catalog=catalog,
         chats=chats,
         versions=HeldVersions(catalog),
+        ranks=settings.engine.tensor_parallel,
+        loader=AdapterLoader(settings.adapters, load, unload),
         models=models,
         targets=read_targets(settings.server, settings.cluster),
         gate=AdmissionGate(settings.server.max_queued),
@@ -98,13 +111,16 @@ def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves ``service``."""
     app = FastAPI(title="Lorikeet", version=__version__)
     app.state.service = service
-    for routes in (info, completions, adapters, cluster):
+    for routes in (info, completions, adapters, cluster, training):
         app.include_router(routes.router)
     install_handlers(app)
     add_middleware(
         app,
         max_body_bytes=min(SMALL_BODY_BYTES, service.settings.max_body_bytes),
-        larger_bodies=dict.fromkeys(PATHS, service.settings.max_body_bytes),
+        larger_bodies={
+            **dict.fromkeys(PATHS, service.settings.max_body_bytes),
+            adapters.UPLOAD_PATH: service.adapter_settings.max_bytes,
+        },
         api_keys=service.settings.api_keys,
         admin_keys=service.settings.admin_keys,
         tenant_header=service.settings.tenant_header,

@@ -12,6 +12,7 @@ from lorikeet.api.large_bodies import PromptRoute, prepared_body
 from lorikeet.api.prompt_process import TOKENIZE_PATH
 from lorikeet.api.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
 from lorikeet.api.service import JsonBody, ServiceDep
+from lorikeet.api.threads import in_daemon_thread
 
 router = APIRouter()
 prompts = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
@@ -78,13 +79,16 @@ async def metrics(service: ServiceDep) -> Response:
 @router.get("/v1/models")
 async def models(service: ServiceDep) -> Response:
     """Return all models, the base first. FastAPI's own encoder would block the event loop for thousands of cards."""
-    body = {"object": "list", "data": service.models.cards()}
+    unloaded = await in_daemon_thread(service.loader.names) if service.loader.is_enabled else []
+    body = {"object": "list", "data": service.models.cards(unloaded)}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, service: ServiceDep) -> dict[str, Any]:
     """Return one model."""
+    if service.models.missing(name) and name in await in_daemon_thread(service.loader.names):
+        return service.models.unloaded_card(name)
     return service.models.card(name)
 
 
@@ -93,7 +97,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) ->
     """Return the token ids of a prompt, or of messages with the chat template as in chat completions."""
     refuse_unsupported(body)
     prepared = prepared_body(http)
-    target = prepared.target if prepared else await service.resolve(body.model)
+    target = prepared.target if prepared else await service.resolve(body.model, generates=False)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")
     if body.messages is not None and body.add_special_tokens:
@@ -125,7 +129,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) ->
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Any:
     """Return the text of token ids."""
     prepared = prepared_body(http)
-    target = prepared.target if prepared else await service.resolve(body.model)
+    target = prepared.target if prepared else await service.resolve(body.model, generates=False)
     if prepared:
         return Response(prepared.answer, media_type="application/json")
     if outside := [token for token in body.tokens if token >= service.limits.vocabulary]:

@@ -22,7 +22,7 @@ from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.errors import ApiError, bad_request
 from lorikeet.api.helper_processes import HelperProcesses
 from lorikeet.api.logs import log
-from lorikeet.api.prompt_process import MODEL, PATHS, BodyRead, BodyRefused, PromptSetup, WhichModel
+from lorikeet.api.prompt_process import GENERATING, MODEL, PATHS, BodyRead, BodyRefused, PromptSetup, WhichModel
 from lorikeet.api.served_models import ResolvedModel
 
 SMALL_BODY_BYTES = 64 * 1024
@@ -217,6 +217,14 @@ class _SmallRequest(Request):
         return self._small
 
 
+class _NotLoaded(Exception):
+    """The model of a body must be loaded first."""
+
+    def __init__(self, model: str | None, lora_path: str | None) -> None:
+        super().__init__(model, lora_path)
+        self.model, self.lora_path = model, lora_path
+
+
 class PromptRoute(APIRoute):
     """A route whose large bodies are read in another process. The route asks :func:`prepared_body`."""
 
@@ -237,15 +245,23 @@ class PromptRoute(APIRoute):
                 if len(body) > SMALL_BODY_BYTES:
                     arrival_s = time.monotonic()
                     service.gate.enter(1).release()  # else nothing need be read
+                    if self.path in GENERATING:
+                        await service.unpaused.wait()
                     targets: list[ResolvedModel] = []
 
                     async def resolve(model: str | None, lora_path: str | None) -> AdapterChat:
-                        target: ResolvedModel = await service.resolve(model, lora_path)
+                        if service.loader.is_enabled and service.models.missing(model, lora_path):
+                            raise _NotLoaded(model, lora_path)
+                        target: ResolvedModel = await service.resolve(model, lora_path, generates=False)
                         targets.append(target)
                         holding.enter_context(service.versions.hold(target.adapter))
                         return target.chat
 
-                    read = await service.prompt_processes.read(self.path, body, resolve)
+                    try:
+                        read = await service.prompt_processes.read(self.path, body, resolve)
+                    except _NotLoaded as which:  # a load may take minutes, so it holds no process
+                        await service.resolve(which.model, which.lora_path, generates=False)
+                        read = await service.prompt_processes.read(self.path, body, resolve)
                     request.scope["state"][_PREPARED] = PreparedBody(
                         unpacked(read), read.texts, read.answer, arrival_s, targets[0]
                     )

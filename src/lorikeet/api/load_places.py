@@ -30,15 +30,19 @@ class LoadPlaces:
         self._hosts: dict[str | None, _Host] = {}
 
     @asynccontextmanager
-    async def of(self, source: str) -> AsyncIterator[None]:
+    async def of(self, source: str, *, may_refuse: bool = True) -> AsyncIterator[None]:
         """Wait for a place to load an adapter from ``source``, and keep it during the block.
+
+        Args:
+            source: folder or URL.
+            may_refuse: False waits however many others do.
 
         Raises:
             ApiError: 429, too many are waiting.
         """
         name = host_of(source)
         host = self._hosts.setdefault(name, _Host())
-        if host.loads >= LOADS_AT_ONCE + MAX_WAITING:
+        if may_refuse and host.loads >= LOADS_AT_ONCE + MAX_WAITING:
             raise ApiError(
                 429,
                 f"{host.loads} adapters are being loaded from {name or 'local folders'}; try again later.",

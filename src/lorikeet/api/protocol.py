@@ -346,16 +346,27 @@ class UnloadAdapter(Body):
 
 
 class NewAdapter(Body):
-    """Body of ``POST /v1/adapters``. The last five count more than the adapter's files; None for what those say."""
+    """Body of ``POST /v1/adapters``, with a source or another adapter's name.
+
+    The last five count more than the adapter's files; None for what those say.
+    """
 
     name: Annotated[str, Field(min_length=1)]
-    source: Annotated[str, Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1)] | None = None
+    alias_of: Annotated[str, Field(min_length=1)] | None = None
     replace: bool = False
     chat_template: str | None = None
     system_prompt: str | None = None
     generation_config: dict[str, Any] | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+
+
+class AdapterChange(Body):
+    """Body of ``PATCH /v1/adapters/{name}``; None changes nothing."""
+
+    pinned: bool | None = None
+    warm: bool | None = None
 
 
 class AdapterSource(Body):

@@ -125,6 +125,7 @@ async def _serve(settings: Settings) -> None:
             lengths,
         )
         stack.push_async_callback(service.prompt_processes.close)
+        stack.push_async_callback(service.loader.close)
         stack.push_async_callback(service.grammars.close)
         for note in (*catalog.notes, lengths_note):
             log.info(note)
@@ -135,7 +136,7 @@ async def _serve(settings: Settings) -> None:
 
         def on_ready() -> None:
             progress.display.stop()
-            shown = names_to_show(catalog, settings.adapters.preload)
+            shown = list(dict.fromkeys([*names_to_show(catalog, settings.adapters.preload), *service.loader.names()]))
             show_ready(url, names.base, shown, needs_key=needs_key, as_json=as_json)
 
         limits = _connection_limits(settings.server)
@@ -285,8 +286,9 @@ def _open_catalog(
             )
 
     reserved = (*model.names, *model.aliases)
+    sources = settings.adapters
     return AdapterCatalog(
-        settings.adapters,
+        msgspec.structs.replace(sources, allowed_sources=(*sources.allowed_sources, *sources.resolvers)),
         model.identity,
         engine_info.geometry,
         reserved_names=reserved,

@@ -1,5 +1,6 @@
 """Names of the base model and the adapters: resolves the model of a request, and lists models."""
 
+import re
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -11,6 +12,9 @@ from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterFilesMissing
 from lorikeet.api.errors import bad_request, hide_paths, model_not_found
 from lorikeet.core.adapter import AdapterRef
+
+_VERSIONED = re.compile(r"(.+)@([0-9a-f]{8,64})")
+"""An adapter's name, and the beginning of the digest that it must have."""
 
 
 class ResolvedModel(NamedTuple):
@@ -65,6 +69,8 @@ class ServedModels:
     def resolve(self, model: str | None, lora_path: str | None = None) -> ResolvedModel:
         """Resolve the names in a request: an exact name first, then ``base:adapter``.
 
+        An adapter may be named with the beginning of its digest, ``name@05d07048``; another version is not found then.
+
         Args:
             model: None or empty for the base model, as in vLLM.
             lora_path: SGLang's field, an adapter's name.
@@ -76,14 +82,26 @@ class ServedModels:
         target = self._by_model(model)
         if not lora_path:
             return target
-        if target.adapter is not None and target.name != lora_path:
+        if target.adapter is not None and target.name != self._unversioned(lora_path):
             raise bad_request(f"model asks for adapter {target.name!r}, lora_path for {lora_path!r}.", "lora_path")
         return self._adapter(lora_path, lora_path)
+
+    def missing(self, model: str | None, lora_path: str | None = None) -> list[str]:
+        """Return the adapters that a request names and that are not registered."""
+        names = [lora_path] if lora_path else []
+        if model and model not in self._base and model not in self._catalog:
+            names.append(next((model[len(base) + 1 :] for base in self._base if model.startswith(f"{base}:")), model))
+        return [name for name in map(self._unversioned, names) if name not in self._catalog]
+
+    def _unversioned(self, name: str) -> str:
+        """Return the name in ``name@version``, and any other name as it is."""
+        found = _VERSIONED.fullmatch(name)
+        return name if found is None or name in self._catalog else found[1]
 
     def _by_model(self, model: str | None) -> ResolvedModel:
         if not model or model in self._base:
             return ResolvedModel(model if model in self.base_names else self.base, None)
-        if self.record(model) is not None:
+        if self.record(self._unversioned(model)) is not None:
             return self._adapter(model, model)
         for base in self._base:
             if model.startswith(f"{base}:"):
@@ -91,10 +109,11 @@ class ServedModels:
         raise model_not_found(model)
 
     def _adapter(self, name: str, asked: str) -> ResolvedModel:
-        record = self.record(name)
-        if record is None:
+        plain = self._unversioned(name)
+        record = self.record(plain)
+        if record is None or (plain != name and not record.digest.startswith(name[len(plain) + 1 :])):
             raise model_not_found(asked)
-        return ResolvedModel(name, record.ref, record.chat)
+        return ResolvedModel(plain, record.ref, record.chat)
 
     def record(self, name: str) -> AdapterRecord | None:
         """Return an adapter's record, None if no adapter has that name.
@@ -107,10 +126,20 @@ class ServedModels:
         except AdapterFilesMissing as error:
             raise bad_request(hide_paths(str(error)), "model") from error
 
-    def cards(self) -> list[dict[str, Any]]:
-        """Return a card for every model, the base model's first, which clients use by default."""
+    def cards(self, unloaded: Iterable[str] = ()) -> list[dict[str, Any]]:
+        """Return a card for every model, the base model's first, which clients use by default.
+
+        Args:
+            unloaded: names of adapters that would be loaded if a request named them.
+        """
         cards = [self._card(name, self._created, self._root, None) for name in self.base_names]
-        return cards + [self.adapter_card(record) for record in self._catalog.list()]
+        cards += [self.adapter_card(record) for record in self._catalog.list()]
+        names = (name for name in unloaded if name not in self._catalog and name not in self._base)
+        return cards + [self.unloaded_card(name) for name in names]
+
+    def unloaded_card(self, name: str) -> dict[str, Any]:
+        """Return the card of an adapter that would be loaded if a request named it."""
+        return self._card(name, self._created, name, self.base)
 
     def card(self, name: str) -> dict[str, Any]:
         """Return one card.

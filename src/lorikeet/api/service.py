@@ -20,6 +20,7 @@ from fastapi import Request as HttpRequest
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.api.adapter_chat import AdapterChats
+from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionStats
 from lorikeet.api.errors import ApiError, engine_unavailable
@@ -31,7 +32,14 @@ from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.prompt_process import CHAT_PATH, BodyRead
-from lorikeet.api.protocol import Body, ChatFields, GenerationBody, may_hold_surrogates, refuse_lone_surrogates
+from lorikeet.api.protocol import (
+    Body,
+    ChatFields,
+    CompletionRequest,
+    GenerationBody,
+    may_hold_surrogates,
+    refuse_lone_surrogates,
+)
 from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
 from lorikeet.api.served_models import ResolvedModel, ServedModels
 from lorikeet.api.slo_targets import SloTargets
@@ -87,6 +95,12 @@ class Sender(NamedTuple):
     tenant: str
 
 
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class Service:
     """The parts of a running server, shared by all routes."""
@@ -105,6 +119,11 @@ class Service:
     grammars: GrammarChecks
     observer: RequestObserver
     versions: HeldVersions
+    loader: AdapterLoader
+    ranks: int = 1
+    """Tensor-parallel ranks of a replica."""
+    unpaused: asyncio.Event = field(default_factory=_set_event)
+    """Cleared while generation is paused."""
     connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
     """Versions that requests used, so that metrics can name those whose name was removed."""
@@ -127,9 +146,49 @@ class Service:
         """Limits and defaults of the base model."""
         return self.chats.base.limits
 
-    async def resolve(self, model: str | None, lora_path: str | None = None) -> ResolvedModel:
-        """Return the model that a request names; raises as ``ServedModels.resolve``."""
-        return self.models.resolve(model, lora_path)
+    async def resolve(
+        self, model: str | None, lora_path: str | None = None, *, generates: bool = True
+    ) -> ResolvedModel:
+        """Return the model that a request names; an adapter that is not registered is loaded, if there is a source.
+
+        Args:
+            model, lora_path: the names.
+            generates: whether the request must wait while generation is paused. It then gets the version that its
+                adapter has after that.
+
+        Raises:
+            ApiError: as ``ServedModels.resolve`` and ``AdapterLoader.load``.
+        """
+        if generates:
+            await self.unpaused.wait()
+        if self.loader.is_enabled:
+            for name in self.models.missing(model, lora_path):
+                await self.loader.load(name)
+        while True:
+            target = self.models.resolve(model, lora_path)
+            if target.adapter is None or self.versions.hold_for_now(target.adapter):
+                break  # else another thread has just replaced it
+        if target.adapter is not None:
+            self.loader.use(target.name)
+        return target
+
+    async def warm(self, target: ResolvedModel, sender: Sender) -> None:
+        """Bring an adapter onto the device, by a request of one token.
+
+        Raises:
+            ApiError: the engine cannot serve it.
+        """
+        body = CompletionRequest(model=target.name, prompt=[0], max_tokens=1)
+
+        async def encode() -> list[list[int]]:
+            return [[0]]
+
+        generation = await self.start(body, target, GenerationSpec(1, encode, "prompt", 1, None), sender)
+        try:
+            async for _ in generation.deltas():
+                pass
+        finally:
+            generation.close()
 
     async def chat_of(self, target: ResolvedModel) -> ChatSettings:
         """Return the chat settings of a model."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import UnknownAdapter
@@ -51,6 +51,16 @@ class HeldVersions:
                     if not waiting.done():
                         waiting.set_result(None)
             self._catalog.release(adapter.digest)
+
+    def hold_for_now(self, adapter: AdapterRef) -> bool:
+        """Keep a version until the caller gives up control; return False if it is gone already."""
+        holding = ExitStack()
+        try:
+            holding.enter_context(self.hold(adapter))
+        except ApiError:
+            return False
+        asyncio.get_running_loop().call_soon(holding.close)
+        return True
 
     async def all_sent(self, digest: AdapterDigest) -> None:
         """Wait until no request holds a version."""

@@ -151,7 +151,22 @@ FLAGS = (
         preload_pair,
         "NAME=SOURCE",
     ),
-    Flag("--adapter-dir", "adapters.adapter_dir", str, "The only folder from which clients may add adapters."),
+    Flag(
+        "--adapter-dir",
+        "adapters.adapter_dir",
+        str,
+        "Folder whose adapters are served; others may be added only from it.",
+    ),
+    Flag(
+        "--adapter-dir-mode", "adapters.adapter_dir_mode", str, "serve, or allow: only add adapters from it by routes."
+    ),
+    Flag(
+        "--adapter-resolver",
+        "adapters.resolvers",
+        list[str],
+        "URL prefix, such as hf://org/, below which adapters that requests name are looked for; repeatable.",
+    ),
+    Flag("--adapter-ttl", "adapters.ttl_s", float, "Seconds until such an unused adapter is removed; 0: never."),
     Flag(
         "--allow-source", "adapters.allowed_sources", list[str], "URL prefix that adapters may come from; repeatable."
     ),
