@@ -24,6 +24,8 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.loop import Engine
+from lorikeet.engine.recording import Recording
+from lorikeet.engine.replay import replay
 from tests.api.conftest import END, TOKENIZER
 from tests.support.live import engine_process, live_settings, make_adapter, make_model
 from tests.support.schemas import published_schemas, random_regex, random_schema
@@ -148,6 +150,26 @@ def test_schemas_that_packages_publish(engine: Engine, owners: list[AdapterRef |
     cases = [case for case in published if case.grammar]
     assert len(cases) >= 25
     assert judge_all(cases, run(engine, requests(cases, owners))) >= len(cases) / 2
+
+
+def test_tokens_that_must_come_are_taken_at_once(model: Path, owners: list[AdapterRef | None], tmp_path: Path) -> None:
+    """An answer that is one text takes few steps, except where its log probabilities are wanted."""
+    text = "the lorikeet is a small parrot"
+    choice = READER.check(GrammarSpec(GrammarKind.CHOICE, json.dumps([text]), "p"))
+    quick, *_ = requests([Case(choice.grammar)], owners)
+    slow = msgspec.structs.replace(quick, sampling=msgspec.structs.replace(quick.sampling, logprobs=0))
+    steps = []
+    for request in (quick, slow):
+        recording = tmp_path / str(len(steps))
+        engine = build_replica(live_settings(model, record=str(recording))).engine
+        try:
+            answers = run(engine, [request])
+            steps.append(engine.stats().steps)
+        finally:
+            engine.close()
+        assert answers["0"] == text
+        assert replay(Recording(recording)).difference is None
+    assert steps[0] <= 3 < steps[1]
 
 
 def test_preempted_sequences_go_on_with_their_grammar(model: Path, owners: list[AdapterRef | None]) -> None:

@@ -31,6 +31,8 @@ _MAX_COMPILED = 256
 """Grammars that are kept compiled. Most take some hundred kilobytes."""
 _STACK_BYTES = 64 * 2**20
 """llguidance recurses along rules that refer to each other; the API's check has a smaller stack."""
+_MAX_FORCED = 32
+"""Tokens that are taken at once: the next step computes them like a part of a prompt."""
 _MAX_MASK_S = 1.0
 """Most time of a core for one mask, on which all sequences of the step wait; then its sequence ends with an error."""
 
@@ -154,11 +156,14 @@ class Masks(NamedTuple):
         addends: ``[rows, vocab]`` in host memory, of the logits' dtype: 0 for such a token, else -inf. None for logits
             on a device.
         end: whether none but stop tokens may come next.
+        forced: tokens that must follow the next one, which then is the only one that may come. Empty where there are
+            several ways to go on.
     """
 
     bits: NDArray[np.int32]
     addends: Tensor | None
     end: tuple[bool, ...]
+    forced: tuple[tuple[int, ...], ...]
 
     def addends_for(self, logits: Tensor) -> Tensor:
         """Return the addends on the device of ``logits``, as wide as these."""
@@ -192,13 +197,17 @@ class GrammarMasks:
     Args:
         compiler: compiles the grammars.
         device, dtype: of the logits.
+        forces: whether tokens that must come are taken at once.
 
     Attributes:
         on_host: whether the logits are in host memory.
     """
 
-    def __init__(self, compiler: GrammarCompiler, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, compiler: GrammarCompiler, device: torch.device, dtype: torch.dtype, *, forces: bool = False
+    ) -> None:
         self._compiler = compiler
+        self._forces = forces
         self.on_host = device.type == "cpu"
         self._dtype = dtype
         self._thread: SingleThread | None = None
@@ -226,14 +235,16 @@ class GrammarMasks:
 
     def _masks(self, sequences: Sequence[Follower]) -> Masks:
         bits = np.zeros((len(sequences), self._words), dtype=np.int32)
+        forced: list[tuple[int, ...]] = []
         for row, sequence in zip(bits, sequences, strict=True):
             state = self._states.get(sequence)
             if state is None:
                 state = self._states[sequence] = _State(self._compiler, sequence.sampling.grammar)
             state.fill(row, sequence)
+            forced.append(state.force(row) if self._forces and _may_force(sequence.sampling) else ())
         stops = [sequence.sampling.stop_token_ids for sequence in sequences]
         end = tuple(map(_is_end, bits, stops))
-        return Masks(bits, host_addends(bits, self._dtype) if self.on_host else None, end)
+        return Masks(bits, host_addends(bits, self._dtype) if self.on_host else None, end, tuple(forced))
 
 
 class _State:
@@ -268,6 +279,20 @@ class _State:
             self.error = "the grammar takes too long: simplify it, above all its repetitions"
         if self.error:
             row[:] = 0
+
+    def force(self, row: NDArray[np.int32]) -> tuple[int, ...]:
+        """If several tokens must come next, leave the first alone in the row; return the others, at most so many."""
+        tokens = [] if self.error else self._matcher.compute_ff_tokens()
+        if len(tokens) < 2:
+            return ()
+        row[:] = 0
+        row[tokens[0] // 32] = np.uint32(1 << (tokens[0] % 32)).astype(np.int32)
+        return tuple(tokens[1 : 1 + _MAX_FORCED])
+
+
+def _may_force(params: SamplingParams) -> bool:
+    """Whether tokens may be taken without their logits: these are not reported, and forbid none of them."""
+    return params.logprobs is None and not (params.allowed_token_ids or params.bad_words)
 
 
 def _is_end(row: NDArray[np.int32], stop_token_ids: Sequence[int]) -> bool:

@@ -92,6 +92,7 @@ class Sampler:
         self._choose = choose
         self._grammars = grammars
         self._masks: Future[Masks] | None = None
+        self._forced: dict[int, tuple[int, ...]] = {}
         self._rows = _prepare((), in_place=False)
 
     def begin(self, sequences: Sequence[Sampled]) -> None:
@@ -153,6 +154,11 @@ class Sampler:
             tokens[i] = token
         return tokens
 
+    def take_forced(self) -> dict[int, tuple[int, ...]]:
+        """Return the tokens that grammars force after those of the last :meth:`sample`, by row."""
+        forced, self._forced = self._forced, {}
+        return forced
+
     def parameters(self, sequences: Sequence[Sampled]) -> SamplingTensors:
         """Return the sampling parameters without positions. Rows whose logits are edited are greedy in it."""
         return self._rows_of(sequences).chosen
@@ -171,6 +177,7 @@ class Sampler:
         if pending is None:
             return {}
         masks = pending.result()
+        self._forced = {i: forced for i, forced in zip(self._rows.masked, masks.forced, strict=True) if forced}
         return dict(zip(self._rows.masked, zip(masks.addends_for(logits), masks.end, strict=True), strict=True))
 
     def _rows_of(self, sequences: Sequence[Sampled]) -> _Prepared:
