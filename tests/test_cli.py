@@ -247,7 +247,6 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
         ("--no-enable-log-requests", None),
         ("--disable-uvicorn-access-log", "--log-level warning"),
         ("--download-dir /d", "HF_HUB_CACHE"),
-        ("--reasoning-parser deepseek_r1", "in the text of its answer"),
         ("--root-path /llm", "take its prefix off"),
         ("--allow-credentials", "no cookies"),
         ('--allowed-methods ["*"]', None),
