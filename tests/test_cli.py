@@ -248,6 +248,7 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
         ("--disable-uvicorn-access-log", "--log-level warning"),
         ("--download-dir /d", "HF_HUB_CACHE"),
         ("--root-path /llm", "take its prefix off"),
+        ("--enable-auto-tool-choice", None),
         ("--allow-credentials", "no cookies"),
         ('--allowed-methods ["*"]', None),
         ('--allowed-headers ["X"]', "may use any"),
