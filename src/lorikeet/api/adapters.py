@@ -41,7 +41,7 @@ async def _alias(service: Service, name: str, of: str, replace: bool) -> Registe
         raise ApiError(400, f"{of!r} is the base model, which has no alias.", param="alias_of")
     with service.versions.hold(target.adapter):
         return await _register(
-            service, name, lambda: service.catalog.alias(name, target.name, replace=replace), "replace"
+            service, name, of, lambda: service.catalog.alias(name, target.name, replace=replace), "replace"
         )
 
 
@@ -77,13 +77,14 @@ async def load_adapter(
         return await _register(
             service,
             name,
+            source,
             lambda: service.catalog.register(name, source, replace=replace, persistent=persistent, overrides=overrides),
             replaced_by,
         )
 
 
 async def _register(
-    service: Service, name: str, register: Callable[[], RegisteredAdapter], replaced_by: str
+    service: Service, name: str, source: str, register: Callable[[], RegisteredAdapter], replaced_by: str
 ) -> RegisteredAdapter:
     """Register a name, tell the engines, and drop the version that it replaces."""
     try:
@@ -98,7 +99,7 @@ async def _register(
     except AdapterStoreError as error:
         raise _store_error(name, error) from error
     except AdapterError as error:
-        log.warning("adapter not loaded", adapter=name[:200], error=str(error)[:MAX_SOURCE_CHARS])
+        log.warning("adapter not loaded", adapter=name[:200], source=source[:MAX_SOURCE_CHARS], error=str(error))
         raise ApiError(404 if isinstance(error, AdapterNotFound) else 400, _for_client(name, error)) from error
     record, old, warnings = loaded
     if record.persistent:
@@ -254,7 +255,7 @@ async def upload_adapter(
                     name, str(folder), replace=replace, trusted=True, persistent=True, shown_source=source
                 )
 
-            loaded = await _register(service, name, register, "replace")
+            loaded = await _register(service, name, source, register, "replace")
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
 
 
