@@ -120,11 +120,14 @@ class Sampler:
             return []
         rows = self._rows_of(sequences)
         positions = [len(sequence.token_ids) for sequence in sequences]
-        masks = self._take_masks(logits)
+        addends, masks = self._take_masks(logits)
         unmasked = {i: logits[i].clone() for i in rows.masked_only if i in rows.reported}
         with torch.inference_mode():  # these are inference tensors
-            for i in rows.masked_only:
-                logits[i] += masks[i][0]
+            if addends is not None and len(rows.masked_only) == len(sequences):
+                logits += addends
+            else:
+                for i in rows.masked_only:
+                    logits[i].add_(masks[i][0])  # += would copy the row back, too
         if chosen is None:
             rows.chosen.position.numpy()[:] = positions
             chosen = self._choose(logits, rows.chosen.on(logits.device)).tolist()
@@ -134,10 +137,10 @@ class Sampler:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
             edited = logits[to_device(torch.tensor(rows.edited), logits.device)].float()
             for edited_row, i, bias in zip(edited, rows.edited, rows.biases, strict=True):
-                addends, is_end = masks.get(i, (None, False))
+                mask, is_end = masks.get(i, (None, False))
                 edit_logits(edited_row, sequences[i], bias, is_end=is_end)
-                if addends is not None:
-                    edited_row += addends
+                if mask is not None:
+                    edited_row += mask
             chosen_edited = self._choose(edited, rows.chosen_edited.on(logits.device))
             for i, token_id in zip(rows.edited, chosen_edited.tolist(), strict=True):
                 if token_ids[i] >= 0:
@@ -171,14 +174,15 @@ class Sampler:
     def _grammar_error(self, sequence: Sampled) -> str:
         return self._grammars.error(sequence) if self._grammars is not None and sequence.sampling.grammar else ""
 
-    def _take_masks(self, logits: Tensor) -> dict[int, tuple[Tensor, bool]]:
-        """Return addends to the logits, and ``Masks.end``, of each row whose answer follows a grammar."""
+    def _take_masks(self, logits: Tensor) -> tuple[Tensor | None, dict[int, tuple[Tensor, bool]]]:
+        """Return addends to the logits of all rows that follow a grammar, and by row, there with ``Masks.end``."""
         pending, self._masks = self._masks, None
         if pending is None:
-            return {}
+            return None, {}
         masks = pending.result()
         self._forced = {i: forced for i, forced in zip(self._rows.masked, masks.forced, strict=True) if forced}
-        return dict(zip(self._rows.masked, zip(masks.addends_for(logits), masks.end, strict=True), strict=True))
+        addends = masks.addends_for(logits)
+        return addends, dict(zip(self._rows.masked, zip(addends, masks.end, strict=True), strict=True))
 
     def _rows_of(self, sequences: Sequence[Sampled]) -> _Prepared:
         last = self._rows
