@@ -208,8 +208,8 @@ async def test_a_version_that_lost_its_name_while_it_was_loaded_is_not_made_know
 ) -> None:
     catalog, register = server.service.catalog, server.service.catalog.register
 
-    def register_and_lose(name: str, source: str, *, replace: bool) -> RegisteredAdapter:
-        registered = register(name, source, replace=replace)
+    def register_and_lose(name: str, source: str, **options: Any) -> RegisteredAdapter:
+        registered = register(name, source, **options)
         catalog.remove(name)
         return registered
 
@@ -225,10 +225,10 @@ async def test_two_replacements_at_once_free_what_each_replaced(
     both_have_begun, turn = threading.Barrier(2, timeout=30), threading.Lock()
     versions = {record.digest for record in catalog.list()}
 
-    def register_in_turn(name: str, source: str, *, replace: bool) -> RegisteredAdapter:
+    def register_in_turn(name: str, source: str, **options: Any) -> RegisteredAdapter:
         both_have_begun.wait()
         with turn:
-            registered = register(name, source, replace=replace)
+            registered = register(name, source, **options)
         versions.add(registered.record.digest)
         return registered
 

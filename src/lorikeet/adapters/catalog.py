@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -114,6 +114,7 @@ class AdapterCatalog:
         trusted: bool = False,
         persistent: bool | None = None,
         overrides: ChatOverrides = NO_OVERRIDES,
+        shown_source: str = "",
     ) -> RegisteredAdapter:
         """Fetch an adapter from ``source``, check it, and register it under ``name``.
 
@@ -125,6 +126,7 @@ class AdapterCatalog:
             persistent: whether to write the name to the registry, so that it is there at the next start; None: unless
                 it is trusted, since the command line names it again then.
             overrides: what counts instead of what its files say about conversations.
+            shown_source: reported instead of ``source``, which is not there later.
 
         Returns:
             The adapter to which the name points, the one that it replaced, and warnings about keys that are ignored.
@@ -142,7 +144,11 @@ class AdapterCatalog:
             with self._store.stage(source, trusted, overrides) as staged, self._changes:
                 self._check_open()
                 is_kept = not trusted if persistent is None else persistent
-                return self._register_staged(name, source, staged, replace, is_kept)
+                return self._register_staged(name, shown_source or source, staged, replace, is_kept)
+
+    def receiving(self) -> AbstractContextManager[Path]:
+        """Return a context with an empty folder for files that arrive."""
+        return self._store.receiving()
 
     def alias(self, name: str, of: str, *, replace: bool = False) -> RegisteredAdapter:
         """Register the version of another name under ``name``, too; it costs no memory of its own.

@@ -203,6 +203,12 @@ class AdapterStore:
         with self._temporary_folder() as parent, _writing(), suppress(FileNotFoundError):
             os.rename(self.folder(digest), Path(parent) / "version")
 
+    @contextmanager
+    def receiving(self) -> Iterator[Path]:
+        """Yield an empty folder for files that arrive; it is deleted when the block ends."""
+        with self._temporary_folder() as folder:
+            yield Path(folder)
+
     def _temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
         with _writing():
             return tempfile.TemporaryDirectory(dir=self._incoming, ignore_cleanup_errors=True)

@@ -238,7 +238,8 @@ def _open_http(read: UrlRead, name: str) -> Iterator[tuple[IO[bytes], int | None
             answer = _OPENER.open(urllib.request.Request(plain, headers=headers), timeout=_SOCKET_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             with error:
-                if error.code in (404, 410):
+                # Storage that lets nobody list its content refuses what is not there.
+                if error.code in (404, 410) or (error.code in (401, 403) and name in read.optional):
                     raise AdapterNotFound(f"{source}: {name} is not there (status {error.code})") from error
                 target = error.headers.get("Location")
                 if error.code not in (301, 302, 303, 307, 308) or target is None:

@@ -22,7 +22,7 @@ from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.errors import ApiError, bad_request
 from lorikeet.api.helper_processes import HelperProcesses
 from lorikeet.api.logs import log
-from lorikeet.api.prompt_process import MODEL, PATHS, BodyRead, BodyRefused, PromptSetup, WhichModel
+from lorikeet.api.prompt_process import GENERATING, MODEL, PATHS, BodyRead, BodyRefused, PromptSetup, WhichModel
 from lorikeet.api.served_models import ResolvedModel
 
 SMALL_BODY_BYTES = 64 * 1024
@@ -245,12 +245,14 @@ class PromptRoute(APIRoute):
                 if len(body) > SMALL_BODY_BYTES:
                     arrival_s = time.monotonic()
                     service.gate.enter(1).release()  # else nothing need be read
+                    if self.path in GENERATING:
+                        await service.unpaused.wait()
                     targets: list[ResolvedModel] = []
 
                     async def resolve(model: str | None, lora_path: str | None) -> AdapterChat:
                         if service.loader.is_enabled and service.models.missing(model, lora_path):
                             raise _NotLoaded(model, lora_path)
-                        target: ResolvedModel = await service.resolve(model, lora_path)
+                        target: ResolvedModel = await service.resolve(model, lora_path, generates=False)
                         targets.append(target)
                         holding.enter_context(service.versions.hold(target.adapter))
                         return target.chat
@@ -258,7 +260,7 @@ class PromptRoute(APIRoute):
                     try:
                         read = await service.prompt_processes.read(self.path, body, resolve)
                     except _NotLoaded as which:  # a load may take minutes, so it holds no process
-                        await service.resolve(which.model, which.lora_path)
+                        await service.resolve(which.model, which.lora_path, generates=False)
                         read = await service.prompt_processes.read(self.path, body, resolve)
                     request.scope["state"][_PREPARED] = PreparedBody(
                         unpacked(read), read.texts, read.answer, arrival_s, targets[0]

@@ -54,6 +54,8 @@ PATHS: dict[str, type[Body]] = {
     "/detokenize": DetokenizeRequest,
 }
 """Routes whose bodies may be large. A message to the process is a body after the number of its route, one byte."""
+GENERATING = ("/v1/completions", CHAT_PATH)
+"""Those whose answers are generated."""
 MODEL = b"\xff"
 """Begins a message that says what the model of the last body has of its own."""
 MAX_TOKENS = 2**20
