@@ -722,8 +722,8 @@ SCHEDULING = Measurement(
         "adapters": "200 of ranks 8, 16, 32, 64 on q, k and v, equally popular; simulation: as Azure's functions",
         "models": f"PrePerf and DecPerf fitted to {PROFILED_REQUESTS:,} requests in batches of {BATCHES} and ranks "
         f"{RANKS}, with noise for an R² of {R2}, of another seed than the runs",
-        "limit on TPT": "1.5 × the base model's with one request at a time; the table also has the other reading, 1.5 × "
-        "the base model's under the same load, by which no scheduler loses much",
+        "limit on TPT": "1.5 × the base model's with one request at a time; the table also has the other reading, 1.5 "
+        "× the base model's under the same load, by which no scheduler loses much",
         "first fit": f"packs fewer than {MAX_PACKED} requests in a step",
         "window": "20 s of arrivals, simulation 15 s; the first fourth does not count",
         "seeds": "five, the same for all schedulers",
