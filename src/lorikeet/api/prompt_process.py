@@ -279,16 +279,20 @@ def main() -> None:
 
 
 def _answer(reader: PromptReader, path: str, body: bytes) -> BodyRead | BodyRefused:
+    # Each error is dropped at once: kept beside its own frames it would keep the body until a collection.
     try:
         return reader.read(path, body)
     except ApiError as error:
-        refusal = error
+        return _refused(error)
     except MemoryError:
-        refusal = ApiError(413, "Reading the body takes too much memory.")
+        return _refused(ApiError(413, "Reading the body takes too much memory."))
     except Exception:
         sys.excepthook(*sys.exc_info())
-        refusal = unexpected_failure()
-    return BodyRefused(refusal.status, refusal.message, refusal.param, refusal.type)
+        return _refused(unexpected_failure())
+
+
+def _refused(error: ApiError) -> BodyRefused:
+    return BodyRefused(error.status, error.message, error.param, error.type)
 
 
 def _texts(setup: PromptSetup) -> TextProcessor:

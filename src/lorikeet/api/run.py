@@ -39,7 +39,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.extras import install_command
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
-from lorikeet.core.process_tuning import frozen_gc
+from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_config
 
@@ -64,6 +64,7 @@ def serve(settings: Settings, name_settings: Callable[[str], str] = str) -> None
         fail(name_settings(str(error)), as_json=as_json)
     if as_json:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    return_large_blocks()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings))

@@ -23,7 +23,7 @@ from lorikeet.cluster.placement.service import LocalPlacementService
 from lorikeet.config import ConfigError
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.logs import configure_logs
-from lorikeet.core.process_tuning import frozen_gc
+from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
 from lorikeet.core.request import Slo
 from lorikeet.core.urls import server_root
 from lorikeet.costs.catalog import load_profile
@@ -93,6 +93,7 @@ def run_router(options: RouterOptions) -> None:
     except ValueError as error:
         configure_logs("info", as_json=options.log_json)
         fail(str(error), as_json=options.log_json)
+    return_large_blocks()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(options))
