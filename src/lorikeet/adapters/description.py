@@ -56,6 +56,8 @@ class AdapterDescription(msgspec.Struct, frozen=True):
         shards: names of the weights files of a sharded adapter that were not merged, else empty. The byte ranges of
             its tensors are then those of the merged file, and so is ``weight_bytes``.
         digest: its version; "" if the weights were not read.
+        largest: bound of all that is computed from its weights alone, as ``numbers.fits`` takes it; 0 if they were not
+            read.
         warnings: sentences about keys that are ignored.
     """
 
@@ -64,6 +66,7 @@ class AdapterDescription(msgspec.Struct, frozen=True):
     weight_bytes: int
     shards: tuple[str, ...] = ()
     digest: str = ""
+    largest: float = 0.0
     warnings: tuple[str, ...] = ()
 
     @property
