@@ -104,7 +104,7 @@ async def _serve(settings: Settings) -> None:
         client.register_adapters(await to_thread.run_sync(catalog.versions))
         log.info("adapters registered", adapters=len(catalog.names()))
 
-        names = ServedModels(model.names, model.aliases, str(model.path), catalog, engine_info.max_model_len)
+        names = ServedModels(model.names, model.aliases, model.identity, catalog, engine_info.max_model_len)
         service = create_service(
             settings,
             client,
