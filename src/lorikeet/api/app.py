@@ -98,7 +98,7 @@ def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves ``service``."""
     app = FastAPI(title="Lorikeet", version=__version__)
     app.state.service = service
-    for routes in (info, completions, adapters, cluster):
+    for routes in (completions, info, adapters, cluster):  # a request is matched with each route before its own
         app.include_router(routes.router)
     install_handlers(app)
     add_middleware(
