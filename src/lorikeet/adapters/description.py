@@ -9,6 +9,11 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = "adapter_model.safetensors.index.json"
 """Of a sharded adapter: says which file has each tensor."""
 
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header."""
+MAX_HEADER_BYTES = 4 * 2**20
+"""A model of 126 layers with LoRA on all modules has 400 KB."""
+
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a safetensors file.

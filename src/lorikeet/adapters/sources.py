@@ -124,7 +124,7 @@ def host_of(source: str) -> str | None:
 
 def shown_source(source: str) -> str:
     """Return a source as clients see it: where folders lie on the server is nothing for them, only their names are."""
-    is_absolute = host_of(source) is None and source.startswith(("/", "~", "file:"))
+    is_absolute = host_of(source) is None and ("://" in source or source.startswith(("/", "~")))
     return source.rstrip("/").rpartition("/")[2] if is_absolute else source
 
 
