@@ -341,7 +341,7 @@ def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
         "name": record.name,
         "object": "adapter",
         "digest": record.digest,
-        "source": record.source,
+        "source": record.shown_source,
         "base": service.models.base,
         "created": int(record.created_at),
         "rank": record.max_rank,
@@ -418,7 +418,7 @@ def _sglang(service: Service, error: str | None, status: int = 400, warnings: Se
         **_warnings(warnings),
         "success": error is None,
         "error_message": error or "",
-        "loaded_adapters": {record.name: record.source for record in service.catalog.list()},
+        "loaded_adapters": {record.name: record.shown_source for record in service.catalog.list()},
     }
     return JSONResponse(body, 200 if error is None else status)
 

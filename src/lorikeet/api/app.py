@@ -111,7 +111,8 @@ def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves ``service``."""
     app = FastAPI(title="Lorikeet", version=__version__)
     app.state.service = service
-    for routes in (info, completions, adapters, cluster, training):
+    # A request is matched with each route before its own.
+    for routes in (completions, info, adapters, cluster, training):
         app.include_router(routes.router)
     install_handlers(app)
     add_middleware(

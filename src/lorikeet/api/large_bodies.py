@@ -63,14 +63,18 @@ class BodyGate:
         Raises:
             ApiError: 429; there was no room for too long.
         """
+        await self.enter(size)
+        try:
+            yield
+        finally:
+            self.leave(size)
+
+    async def enter(self, size: int) -> None:
+        """Hold so many bytes until :meth:`leave`; raises as :meth:`hold`."""
         if self._waiting or self.held_bytes + size > self._max_bytes:
             await self._wait(size)
         else:
             self.held_bytes += size
-        try:
-            yield
-        finally:
-            self._release(size)
 
     async def _wait(self, size: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -80,17 +84,18 @@ class BodyGate:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
-                self._release(size)
+                self.leave(size)
             else:
                 self._waiting.remove((size, turn))
-                self._release(0)  # those behind it may have room
+                self.leave(0)  # those behind it may have room
             if isinstance(error, TimeoutError):
                 raise ApiError(
                     429, "Too many large bodies are being read; try again later.", headers={"Retry-After": "1"}
                 ) from None
             raise
 
-    def _release(self, size: int) -> None:
+    def leave(self, size: int) -> None:
+        """Hold so many bytes less."""
         self.held_bytes -= size
         while self._waiting and self.held_bytes + self._waiting[0][0] <= self._max_bytes:
             waiting, turn = self._waiting.popleft()

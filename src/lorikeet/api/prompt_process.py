@@ -337,16 +337,20 @@ def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
 
 
 def _answer(read: Callable[[], WhichModel | BodyRead]) -> WhichModel | BodyRead | BodyRefused:
+    # Each error is dropped at once: kept beside its own frames it would keep the body until a collection.
     try:
         return read()
     except ApiError as error:
-        refusal = error
+        return _refused(error)
     except MemoryError:
-        refusal = ApiError(413, "Reading the body takes too much memory.")
+        return _refused(ApiError(413, "Reading the body takes too much memory."))
     except Exception:
         sys.excepthook(*sys.exc_info())
-        refusal = unexpected_failure()
-    return BodyRefused(refusal.status, refusal.message, refusal.param, refusal.type)
+        return _refused(unexpected_failure())
+
+
+def _refused(error: ApiError) -> BodyRefused:
+    return BodyRefused(error.status, error.message, error.param, error.type)
 
 
 def _texts(setup: PromptSetup) -> TextProcessor:
