@@ -338,9 +338,9 @@ PLACES = {
     "30/s": Place(8, 200, 30.0, "uniform", 20.0),
     "40/s": Place(8, 200, 40.0, "uniform", 20.0),
     "50/s": Place(8, 200, 50.0, "uniform", 20.0),
-    SIMULATION: Place(15, 10_000, 85.0, "functions", 15.0),
+    SIMULATION: Place(6, 4_000, 34.0, "functions", 15.0),
 }
-"""The testbed (Fig. 18), and a quarter of the simulated cluster of 60 servers and 40,000 functions (Fig. 19)."""
+"""The testbed (Fig. 18), and a tenth of the simulated cluster of 60 servers and 40,000 functions (Fig. 19)."""
 BY_DLORA, BY_CHANCE, FIRST_FIT = "toppings:dlora", "toppings:random", "toppings:first-fit"
 SCHEDULERS = (OURS, BY_DLORA, BY_CHANCE, FIRST_FIT)
 SLO_FACTOR, MAX_PACKED = 1.5, 64
@@ -717,13 +717,13 @@ PRODUCTION = Measurement(
 SCHEDULING = Measurement(
     "Scheduling in clusters",
     {
-        "servers": "8 of TOPPINGS' servers; simulation: 15 at 85/s with 10,000 functions, a quarter of 60 at 340/s "
+        "servers": "8 of TOPPINGS' servers; simulation: 6 at 34/s with 4,000 functions, a tenth of 60 at 340/s "
         "with 40,000",
         "adapters": "200 of ranks 8, 16, 32, 64 on q, k and v, equally popular; simulation: as Azure's functions",
         "models": f"PrePerf and DecPerf fitted to {PROFILED_REQUESTS:,} requests in batches of {BATCHES} and ranks "
         f"{RANKS}, with noise for an R² of {R2}, of another seed than the runs",
-        "limit on TPT": "1.5 × the base model's with one request at a time; the table also has the other reading, 1.5 "
-        "× the base model's under the same load, by which no scheduler loses much",
+        "limit on TPT": "1.5 × the base model's with one request at a time; the table has the other reading, 1.5 × "
+        "the base model's under the same load, by which no scheduler loses much",
         "first fit": f"packs fewer than {MAX_PACKED} requests in a step",
         "window": "20 s of arrivals, simulation 15 s; the first fourth does not count",
         "seeds": "five, the same for all schedulers",
