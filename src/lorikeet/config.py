@@ -111,7 +111,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             included. The memory of the largest step is measured at start-up, and as much again is reserved for CUDA
             graphs. Not used with ``memory_bytes``, or on a CPU.
         host_memory_bytes: size of the host arena, which caches adapters and KV that are not on the device; 0 for none.
-            Not set: as large as the device arena, but no more than a quarter of the free memory of the machine or
+            Not set: twice the device arena, but no more than a quarter of the free memory of the machine or
             container for all ranks and replicas together. Pages are allocated when they are first used.
         touch_memory: allocate all pages of both arenas at start-up instead of when they are first used. Start-up takes
             longer, and requests do not wait for new pages, which can be slow on a virtual machine.
