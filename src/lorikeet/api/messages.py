@@ -14,7 +14,7 @@ from lorikeet.api.answer_blocks import AnswerBlocks, Block, BlockAdded, BlockEve
 from lorikeet.api.chat_answer import ChatAnswer, check_one_answer, start_chat
 from lorikeet.api.errors import ApiError
 from lorikeet.api.large_bodies import PromptRoute, prepared_body
-from lorikeet.api.messages_body import UNSUPPORTED, CountTokensRequest, MessagesRequest
+from lorikeet.api.messages_body import CountTokensRequest, MessagesRequest
 from lorikeet.api.prompt_process import TOKENIZE_PATH
 from lorikeet.api.protocol import refuse_unsupported
 from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
@@ -45,7 +45,7 @@ _DELTA = {
 @router.post(_PATH)
 async def messages(http: Request, body: MessagesRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Answer a conversation."""
-    refuse_unsupported(body, UNSUPPORTED)
+    refuse_unsupported(body)
     check_one_answer(body)
     answer = await start_chat(service, body.chat(), sender, prepared_body(http))
     writer = MessageWriter(answer, f"msg_{sender.request_id}")
@@ -64,7 +64,7 @@ async def messages(http: Request, body: MessagesRequest, service: ServiceDep, se
 @router.post(f"{_PATH}/count_tokens")
 async def count_tokens(http: Request, body: CountTokensRequest, service: ServiceDep) -> Any:
     """Return the number of tokens of a prompt."""
-    refuse_unsupported(body, UNSUPPORTED)
+    refuse_unsupported(body)
     if prepared := prepared_body(http):
         return Response(prepared.answer, media_type="application/json")
     chat = await service.chat_of(await service.resolve(body.model, body.lora_path))

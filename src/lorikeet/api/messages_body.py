@@ -18,7 +18,7 @@ from lorikeet.api.protocol import (
     validated,
 )
 
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "container": ((), "Containers are not supported."),
     "mcp_servers": (([],), "MCP servers are not supported; call them from the client."),
     "context_management": (({}, {"edits": []}), "Editing the context is not supported; send shorter messages."),
@@ -83,6 +83,8 @@ class OutputConfig(Body):
 
 class MessagesPrompt(Body):
     """Fields that make the prompt."""
+
+    refused = _REFUSED
 
     model: str | None = None
     messages: Annotated[list[MessageParam], Field(min_length=1, fail_fast=True)]

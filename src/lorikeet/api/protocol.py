@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -24,9 +24,14 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Body(BaseModel):
-    """Base of all bodies. Unknown fields are kept, so that those that change the answer can be refused by name."""
+    """Base of all bodies. Unknown fields are kept, so that those that change the answer can be refused by name.
+
+    Attributes:
+        refused: such fields of one API, as in ``_FIELDS``.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    refused: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = MappingProxyType({})
 
 
 _B = TypeVar("_B", bound=Body)
@@ -440,18 +445,14 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
 """By field: the values that change nothing, as null does for all fields, and the error message for other values."""
 
 
-def refuse_unsupported(body: Body, more: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType({})) -> None:
+def refuse_unsupported(body: Body) -> None:
     """Check the fields that the body's model does not have.
-
-    Args:
-        body: validated.
-        more: such fields of one API, as in ``_FIELDS``.
 
     Raises:
         ApiError: 501 for the first field that asks for a feature that is not implemented.
     """
     for name, value in (body.model_extra or {}).items():
-        known = more.get(name) or _FIELDS.get(name)
+        known = type(body).refused.get(name) or _FIELDS.get(name)
         if known is None or value is None:
             continue
         neutral, message = known

@@ -26,7 +26,7 @@ from lorikeet.api.logprobs import TokenNames, chat_logprobs
 from lorikeet.api.logs import log
 from lorikeet.api.prompt_process import RESPONSES_PATH
 from lorikeet.api.protocol import ChatCompletionRequest, refuse_unsupported
-from lorikeet.api.responses_body import UNSUPPORTED, ResponsesRequest, in_these_words
+from lorikeet.api.responses_body import ResponsesRequest, in_these_words
 from lorikeet.api.service import JsonBody, Sender, SenderDep, Service, ServiceDep
 from lorikeet.api.stored_responses import BackgroundRun, StoredResponse
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
@@ -45,7 +45,7 @@ _NO_BYTES = b""
 @creation.post(RESPONSES_PATH)
 async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Answer an input, after a stored response or anew."""
-    refuse_unsupported(body, UNSUPPORTED)
+    refuse_unsupported(body)
     check_one_answer(body)
     stores = body.store is not False and service.responses.max_number > 0
     if body.background and not stores:

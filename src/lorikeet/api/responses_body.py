@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter
 from lorikeet.api.errors import ApiError, bad_request, not_supported
 from lorikeet.api.protocol import Body, ChatCompletionRequest, Count, GenerationBody, validated
 
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "conversation": ((), "Conversations are not supported; use previous_response_id."),
     "prompt": ((), "Stored prompts are not supported; send the input itself."),
     "context_management": (([],), "Managing the context is not supported."),
@@ -93,6 +93,8 @@ class ReasoningConfig(Body):
 
 class ResponsesRequest(GenerationBody):
     """Body of ``POST /v1/responses``. Fields of chat completions that this API lacks may be given, too."""
+
+    refused = _REFUSED
 
     input: str | Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
