@@ -55,7 +55,7 @@ class ToolParam(Body):
     """A tool; one without a type is a function."""
 
     type: str | None = None
-    name: str
+    name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 

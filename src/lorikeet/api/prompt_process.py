@@ -188,8 +188,8 @@ class PromptReader:
         check_structure(content, self._max)
         body = self._body = _body_of(PATHS[path], content)
         refuse_unsupported(body)
-        names = ("model", "lora_path", "previous_response_id")
-        return WhichModel(*(getattr(body, name, None) for name in names))
+        previous = body.previous_response_id if isinstance(body, ResponsesRequest) else None
+        return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None), previous)
 
     def read(self, needs: BodyNeeds) -> BodyRead:
         """Return what a body says.

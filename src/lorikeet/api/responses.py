@@ -55,14 +55,14 @@ async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sen
     with ExitStack() as holding:
         if len(previous) > SMALL_BODY_BYTES:
             prepared = await _prepare(service, body, len(previous), sender, holding)
+        conversation = _NO_BYTES
+        if stores:
+            conversation = prepared.conversation if prepared else body.conversation(previous)
         try:
             chat = body.chat(_NO_BYTES if prepared else previous)
             answer = await start_chat(service, chat, sender, prepared)
         except ApiError as error:
             raise in_these_words(error) from error
-    conversation = _NO_BYTES
-    if stores:
-        conversation = prepared.conversation if prepared else body.conversation(previous)
     names = TokenNames(answer.chat.text_processor, as_ids=bool(body.return_tokens_as_token_ids))
     writer = ResponseWriter(body, chat, answer, names if body.wants_logprobs else None, is_stored=stores)
     stored = StoredResponse(writer.response_id, conversation)
