@@ -505,7 +505,7 @@ def _table(
     if placement == "everywhere":
         everywhere = tuple(ReplicaShare(replica_id, 1 / REPLICAS) for replica_id in replicas)
         return RoutingTable(1, dict.fromkeys(adapters, everywhere))
-    counts = (1, 1, 1, 2, 4) if placement in ("loraserve", "loraserve:literal", "dlora") else (1,)
+    counts = (1, 1, 1, 2, 4) if placement in ("loraserve", "rank-groups", "dlora") else (1,)
     homes = {adapter: draw.sample(replicas, draw.choice(counts)) for adapter in adapters}
     return RoutingTable(1, {each: tuple(ReplicaShare(home, 1 / len(of)) for home in of) for each, of in homes.items()})
 

@@ -61,7 +61,7 @@ PREFILL_TOKENS, PREFILL_SEQUENCES, PREFILLS = 8192, 4, 6
 LORA = ((8, 8, 16), (100, 100, 16), (8, 32, 1024), (100, 100, 256))
 """Distinct adapters, rows and tokens of their prompts."""
 COLD_RANKS, COLD_TOKENS, COLD_REPEATS = (32, 64, 128), (64, 512), 5
-COLD_PRESETS = ("cached", "toppings:on-demand", "toppings", "toppings:auto", "toppings:strawman")
+COLD_PRESETS = ("cached", "toppings:on-demand", "toppings", "lorikeet:assist", "toppings:strawman")
 GIB = 2**30
 _COPY_BYTES, _LINK_BYTES = 2**30, 2**28
 _GEMM = (8192, 4096, 11008)

@@ -21,13 +21,13 @@ import numpy as np
 import psutil
 import torch
 
-from lorikeet.bench.machine_limits import cpu_model
 from lorikeet.bench.statistics import median_interval
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.ids import RequestId
+from lorikeet.core.machine import cpu_model
 from lorikeet.core.plan import Token
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import Replica, build_replica

@@ -1,211 +1,595 @@
-"""dLoRA's settings, modelled: batching modes on one engine by skew, and its cluster.
+"""dLoRA's settings, modelled: batching modes on one server by skew, clusters of three models, migration and scale.
 
-Wu and others, "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving" (OSDI 2024). Numbers beside
-ours are those of the text. On one server: Llama-2-7B, 8 adapters of rank 8, lengths of ShareGPT, calls of Azure's
-functions; all are maxima over a grid of skewness that is not printed. The cluster is half of the paper's: Llama-2-70B
-on 4 replicas of four A100, 16 adapters.
+Wu and others, "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving" (OSDI 2024). What it leaves
+open (skews, rates, the largest batch, credits, how instances that swap share a device) is a grid, which is written down
+here and shown whole.
 """
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
+from statistics import NormalDist
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from benchmarks.harness import print_table
-from benchmarks.papers.runs import (
-    Cluster,
-    Engine,
-    Figures,
-    Options,
-    Runs,
-    highest,
-    ladder,
-    main,
-    mean_of,
-    peak,
-    run_cluster,
-    run_engine,
-    work_of,
+from benchmarks.papers.measure import (
+    SEEDS,
+    Answer,
+    Figure,
+    Measurement,
+    Paper,
+    Plot,
+    Run,
+    Series,
+    Table,
+    compared,
+    over_seeds,
+    times,
 )
+from benchmarks.papers.runs import Cluster, Engine, Figures, peak, run_cluster, run_engine, work_of
+from benchmarks.papers.verdicts import Reason
 from lorikeet.bench.arrivals import Rates, at_rate
 from lorikeet.bench.memory_work import MemoryWork
 from lorikeet.bench.recipe import FUNCTION_ARRIVALS, Recipe
 from lorikeet.bench.synthetic import adapter_names, synthetic_adapters
-from lorikeet.bench.workload import Range, WorkloadRequest
+from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.profile import Constant, CostProfile, Switching
 
-PROFILE, CLUSTER_PROFILE = "a100-80-llama-2-7b", "a100-80x4-llama-2-70b"
-OURS, MERGED, UNMERGED = "dlora", "merged-only", "unmerged-only"
-PRESETS = (OURS, MERGED, UNMERGED, "dlora:peft", "dlora:vllm-uniform", "dlora:s-lora")
-ABLATIONS = ("dlora:no-credits", "dlora:no-tuning", "dlora:alone")
-PRINTED = {MERGED: 3.9, UNMERGED: 2.4, "dlora:s-lora": 1.8}
-"""Times dLoRA's average latency per output token, at the most (7.3, 7.7)."""
-SKEWS, PHASES = (1, 10, 100, 1000), "phases"
-"""Functions that follow one another to the same adapter (7.1)."""
-ADAPTERS, RANK, VARIATION, SEED = 8, 8, 4.0, 7
-PHASE_ADAPTERS, PHASE_S, PHASE_SHARE, PHASE_LOAD = 32, 120.0, 0.95, 0.7
-"""One adapter has nearly all requests, then all have as many, then the one again; at a share of the peak."""
-SLO_STEPS = 10
-"""Limit of the average latency per output token, in decode steps (7.1)."""
-ADAPTER_SHARE = 0.389
-"""Time of an adapter's computation over the base's (4.1)."""
-MEAN_TOKENS, SIGMA, LONGEST = (161, 338), 1.0, 2048
-"""Of ShareGPT's prompts and answers, as the paper of vLLM prints them (Kwon and others, 2023, Fig. 11)."""
+# --- the grid: written down before anything was run --------------------------------------------------
 
-REPLICAS, CLUSTER_ADAPTERS = 4, 16
-PROACTIVE, ROUND_ROBIN, PEFT, VLLM = "dlora:proactive", "dlora:rr", "dlora:peft", "dlora:vllm-uniform"
-CLUSTER_PRESETS = (OURS, PROACTIVE, ROUND_ROBIN, PEFT, VLLM)
-CLUSTER_RATES = {PEFT: 26.0, VLLM: 57.9}
-"""Times the request rate within the limit at the most (7.2)."""
-CLUSTER_WAITS = {PROACTIVE: 1.4, ROUND_ROBIN: 3.6}
-"""Times dLoRA's mean queueing delay, on one server of 8 devices (7.4)."""
-RATES = ladder(1.5, 1.2, 25)
-SEEDS = (7, 8, 9, 10)
+SKEWS = (1, 10, 100, 1000)
+"""Functions that follow one another to the same adapter (7.1): from nearly even to one adapter with nearly all."""
+LOADS = (0.7, 1.0)
+"""Shares of the rate at which dLoRA's average latency is the limit (7.3)."""
+BATCH, SMALL_BATCH = 32, 8
+"""Most requests in a batch. It is not printed. The printed limit of ten iterations is 0.5 s, and by the profile an
+iteration of 7B takes 50 ms with about 200 requests; a run costs as much time as it has requests, which the limit makes
+proportional to the batch. So claims of one server are judged at 32, the rest of the grid and the clusters have 8."""
+CREDITS = ("dlora:patience-64", "dlora:patience-16384", "dlora:no-credits", "dlora:no-tuning", "lorikeet:merge-turns")
+"""Credits of other sizes than ours (1,024), the ablations, and our extension."""
+SLICES_S = (0.0, 1.0, 10.0, float("inf"))
+"""Seconds of steps after which vLLM's instances on a device swap; 0: after every step, infinite: when one is idle. The
+first is the one of the claims: instances do not know of each other, and vLLM schedules every iteration anew."""
+SHARED_SLICE_S = 0.1
+"""The same for instances that are in memory together."""
+SCALES = (1.0, 2.0, 4.0)
+"""Factors on the lengths of prompts and answers (7.4)."""
+
+# --- the setting -------------------------------------------------------------------------------------
+
+PROFILES = {"7b": "a100-80-llama-2-7b", "13b": "a100-80-llama-2-13b", "70b": "a100-80x4-llama-2-70b"}
+OURS, MERGED, UNMERGED, S_LORA = "dlora", "merged-only", "unmerged-only", "dlora:s-lora"
+SYSTEMS = (OURS, MERGED, UNMERGED, S_LORA)
+PEFT, VLLM, RR, PROACTIVE = "dlora:peft", "dlora:vllm-uniform", "dlora:rr", "dlora:proactive"
+ADAPTERS, RANK = 8, 8
+ADAPTERS_PER_DEVICE, DEVICES = 4, 2
+"""128 models on 32 devices, 32 of 70B on 8 times 4 (7.2); here 8 on 2, or on 2 times 4."""
+VARIATION = 4.0
+"""Coefficient of variation of the gaps between an adapter's calls."""
+SLO_STEPS, SLO_TOKENS = 10, 400
+"""The limit of the average latency per output token, in iterations (7.1) of a full batch, and its context."""
+WINDOW_LIMITS = 5
+"""Length of a run in latencies that the limit allows a mean answer."""
+MEAN_TOKENS, LONGEST, CONTEXT, CONVERSATIONS = (161, 338), (636.7, 163.9), 4096, 90_000
+"""ShareGPT's prompts and answers: means (Kwon and others, 2023, Fig. 11), longest over mean (2.3), and about how many
+conversations it has. Longer requests are clipped at the model's context."""
+SHORT_POOL_BYTES = 3 * 10**9
+"""Of a replica in 7.4, where memory is short. The device's 64 GB hold 476 tokens for each of 256 requests, the largest
+batch of vLLM: less than a mean request has in the end. 3 GB hold 715 for each of 8, and one request of 4,096."""
+FAST = Switching(Constant(0.0, "s"), Constant(0.0, "s/rank"), Constant(0.0, "s"))
+"""Of models that are in memory together: to run another costs nothing."""
+
+KEPT = ("latency_per_token_s", "ttft_mean_s", "e2e_p90_s", "drained_s")
 
 
-def run(runs: Runs, options: Options) -> None:
-    """Run all and print the tables."""
-    requests, precision = (1_000, 0.2) if options.quick else (1_500, 0.05)
-    kinds: list[int | str] = [10, PHASES] if options.quick else [*SKEWS, PHASES]
-    peaks = runs.all(
-        {f"peak-{kind}": (find, UNMERGED if kind == PHASES else OURS, kind, requests, precision) for kind in kinds}
+@cache
+def lengths(scale: float = 1.0) -> tuple[WorkloadRequest, ...]:
+    """Return requests with ShareGPT's printed means and longest requests, log-normal, clipped at the context."""
+    generator = np.random.default_rng(7)
+    prompts, answers = (
+        generator.permutation(np.maximum(1, np.rint(scale * mean * of_mean(longest))))
+        for mean, longest in zip(MEAN_TOKENS, LONGEST, strict=True)
     )
-    rates = {kind: peaks[f"peak-{kind}"] * (PHASE_LOAD if kind == PHASES else 1) for kind in kinds}
-    found = runs.all(
-        {
-            f"{kind}-{preset}": (run_at, preset, kind, rates[kind], requests)
-            for kind, preset in product(kinds, (*PRESETS, *ABLATIONS))
-        }
-    )
-    rows = []
-    for preset in (*PRESETS, *ABLATIONS):
-        times = {kind: found[f"{kind}-{preset}"]["latency_per_token_s"] for kind in kinds}
-        beside = {kind: times[kind] / found[f"{kind}-{OURS}"]["latency_per_token_s"] for kind in kinds}
-        largest = max(ratio for kind, ratio in beside.items() if kind != PHASES)
-        paper = f"{PRINTED[preset]:g}" if preset in PRINTED else ""
-        rows.append([preset, *(f"{each:.2f}" for each in beside.values()), f"{largest:.2f}", paper])
-    columns = [f"{'' if kind == PHASES else 'skew '}{kind}, {rates[kind]:.1f}/s" for kind in kinds]
-    title = f"Latency per output token over dLoRA's, one server ({PROFILE})"
-    print_table(title, ["preset", *columns, "largest over skews", "paper, at most"], rows)
-    cluster(runs, options)
+    prompts = np.minimum(prompts, CONTEXT - 1)
+    answers = np.minimum(answers, CONTEXT - prompts)
+    return tuple(WorkloadRequest(0.0, None, int(p), int(a)) for p, a in zip(prompts, answers, strict=True))
 
 
-def cluster(runs: Runs, options: Options) -> None:
-    """Print rates within the limit, and waits at dLoRA's."""
-    duration_s, seeds = (30.0, SEEDS[:1]) if options.quick else (100.0, SEEDS)
-    searched = (OURS, PEFT, VLLM)
-    rates = runs.all({f"cluster-peak-{preset}": (find_cluster, preset, duration_s) for preset in searched})
-    rate = rates[f"cluster-peak-{OURS}"] or RATES[0]
-    made = runs.all(
-        {
-            f"cluster-{preset}-{seed}": (run_cluster_at, preset, rate, seed, duration_s)
-            for preset, seed in product(CLUSTER_PRESETS, seeds)
-        }
-    )
-    rows = []
-    for preset in CLUSTER_PRESETS:
-        own = [made[f"cluster-{preset}-{seed}"] for seed in seeds]
-        ours = [made[f"cluster-{OURS}-{seed}"] for seed in seeds]
-        found = rates.get(f"cluster-peak-{preset}")
-        times = "" if found is None else f"{(rates[f'cluster-peak-{OURS}'] or RATES[0]) / (found or RATES[0]):.1f}"
-        waits = f"{mean_of(own, 'ttft_mean_s') / mean_of(ours, 'ttft_mean_s'):.2f}"
-        shown = "" if found is None else f"{found:.1f}"
-        papers = [f"{each[preset]:g}" if preset in each else "" for each in (CLUSTER_RATES, CLUSTER_WAITS)]
-        rows.append([preset, shown, times, papers[0], waits, papers[1], f"{mean_of(own, 'latency_per_token_s'):.3f}"])
-    headings = ["preset", "requests/s", "dLoRA's is x times", "paper", "mean TTFT / dLoRA's", "paper", "s per token"]
-    print_table(f"{REPLICAS} replicas ({CLUSTER_PROFILE}), at {rate:.1f}/s", headings, rows)
+@cache
+def of_mean(longest: float) -> np.ndarray:
+    """Return the quantiles of the log-normal distribution whose longest of ``CONVERSATIONS`` is so many means."""
+    normal = NormalDist()
+    places = np.array([normal.inv_cdf((number + 0.5) / CONVERSATIONS) for number in range(CONVERSATIONS)])
+    low, high = 0.1, float(places[-1])
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        drawn = np.exp(middle * places)
+        low, high = (middle, high) if drawn[-1] < longest * drawn.mean() else (low, middle)
+    drawn = np.exp(low * places)
+    return drawn / drawn.mean()
 
 
-# --- one server --------------------------------------------------------------------------------------
+def mean_answer_tokens(scale: float = 1.0) -> float:
+    """Return the mean length of an answer."""
+    return float(np.mean([request.output_tokens for request in lengths(scale)]))
 
 
-def find(preset: str, kind: int | str, requests: int, precision: float) -> float:
-    """Return the highest rate at which the average latency per output token keeps the limit."""
-    limit_s = slo_s(PROFILE)
-    return peak(lambda rate: limit_s / run_at(preset, kind, rate, requests)["latency_per_token_s"], 4.0, precision)
+@cache
+def slo_s(model: str, batch: int = SMALL_BATCH) -> float:
+    """Return the limit of the average latency per output token: ten decode iterations of a full batch (7.1)."""
+    profile = load_profile(PROFILES[model])
+    work = [SequenceWork(SLO_TOKENS, 1, True, request % ADAPTERS, RANK) for request in range(batch)]
+    form = KernelForm.EINSUM
+    return SLO_STEPS * CostModel(profile, form).step_s(step_work(work, form))
 
 
-def run_at(preset: str, kind: int | str, rate: float, requests: int) -> Figures:
-    """Return a preset's figures on functions of a skew, or on the phases; what it prefetches is there at first."""
-    adapters = PHASE_ADAPTERS if kind == PHASES else ADAPTERS
-    engine = Engine(profile=load_profile(PROFILE), adapters=adapters, ranks=(RANK,), settle=True)
-    work = phases(rate, requests) if kind == PHASES else functions(rate, int(kind), requests)
-    return run_engine(preset, engine, work)
+def window_s(model: str, batch: int = SMALL_BATCH, scale: float = 1.0) -> float:
+    """Return how long requests arrive."""
+    return WINDOW_LIMITS * slo_s(model, batch) * mean_answer_tokens(scale)
 
 
-def slo_s(profile: str) -> float:
-    """Return the limit of the average latency per output token: ten decode steps."""
-    form, step = KernelForm.EINSUM, SequenceWork(MEAN_TOKENS[0], 1, True, None, 0.0)
-    return SLO_STEPS * CostModel(load_profile(profile), form).step_s(step_work([step], form))
-
-
-def functions(rate: float, skew: int, count: int, adapters: int = ADAPTERS, seed: int = SEED) -> MemoryWork:
-    """Return calls of adapters that stand for functions, each in bursts of its own."""
+def functions(
+    rate: float,
+    skew: int,
+    adapters: int,
+    seed: int,
+    duration_s: float,
+    scale: float = 1.0,
+) -> MemoryWork:
+    """Return calls of adapters that stand for functions, each in bursts of its own; at least a hundred."""
     rates, names = Rates.constant(rate), tuple(adapter_names(adapters))
     recipe = Recipe(
         arrivals=FUNCTION_ARRIVALS,
         function_chunk=skew,
         variation=VARIATION,
-        lengths=lengths(),
+        lengths=lengths(scale),
         rates=rates,
-        count=count,
+        count=max(100, round(rate * duration_s)),
         adapters=names,
         seed=seed,
     )
     return work_of(at_rate(recipe.requests(), rates), names, seed)
 
 
-def lengths() -> tuple[WorkloadRequest, ...]:
-    """Return requests as long as ShareGPT's on average, log-normal."""
-    generator = np.random.default_rng(SEED)
-    drawn = [generator.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA, 10_000) for mean in MEAN_TOKENS]
-    tokens = np.clip(np.rint(np.stack(drawn)), 1, LONGEST).astype(int)
-    return tuple(WorkloadRequest(0.0, None, *each) for each in tokens.T.tolist())
+def kept(figures: Figures, *more: str) -> Figures:
+    """Return the figures that claims use, and the requests per second served."""
+    count = len(figures["ttft_s"])
+    return {key: figures[key] for key in (*KEPT, *more)} | {"served_per_s": count / figures["drained_s"]}
 
 
-def phases(rate: float, requests: int) -> MemoryWork:
-    """Return requests of three phases: one adapter has nearly all, then all have as many, then the one again."""
-    names, rates, phase_s = tuple(adapter_names(PHASE_ADAPTERS)), Rates.constant(rate), PHASE_S * requests / 1_500
-    recipe = Recipe(
-        rates=rates,
-        count=round(3 * phase_s * rate),
-        prompt_tokens=Range(1, 321),
-        output_tokens=Range(1, 675),
-        adapters=names,
-        seed=3,
+# --- one server (7.3, 7.5, 7.7) ----------------------------------------------------------------------
+
+
+def find_rate(skew: int, batch: int) -> float:
+    """Return the rate at which dLoRA's average latency per output token is about the limit."""
+    limit_s = slo_s("7b", batch)
+    holds = lambda rate: limit_s / serve(1.0, OURS, skew, rate, batch, SEEDS[0])["latency_per_token_s"]  # noqa: E731
+    return peak(holds, 2.0 if batch == SMALL_BATCH else 5.0, 0.1)
+
+
+def serve(found: float, preset: str, skew: int, load: float, batch: int, seed: int) -> Figures:
+    """Return a preset's figures on one server at a share of the rate that was found."""
+    engine = Engine(
+        profile=load_profile(PROFILES["7b"]), adapters=ADAPTERS, ranks=(RANK,), settle=True, max_num_seqs=batch
     )
-    generator = np.random.default_rng(3)
-
-    def adapter(arrival_s: float) -> str:
-        is_first, other = generator.random() < PHASE_SHARE, int(generator.integers(len(names)))
-        if phase_s <= arrival_s < 2 * phase_s:
-            return names[other]
-        return names[0] if is_first else names[1 + other % (len(names) - 1)]
-
-    asked = at_rate(recipe.requests(), rates)
-    return work_of([msgspec.structs.replace(each, adapter=adapter(each.arrival_s)) for each in asked], names, 3)
+    work = functions(found * load, skew, ADAPTERS, seed, window_s("7b", batch))
+    return kept(run_engine(preset, engine, work), "switches", "switch_s", "merged_steps")
 
 
-# --- the cluster -------------------------------------------------------------------------------------
+def rate_of(skew: int, batch: int = BATCH) -> Run:
+    """Return the run that finds the rate of a skew."""
+    return Run(find_rate, (skew, batch))
 
 
-def find_cluster(preset: str, duration_s: float) -> float:
-    """Return the highest of ``RATES`` at which the average latency per output token keeps the limit; 0 for none."""
-    limit_s = slo_s(CLUSTER_PROFILE)
-    return highest(
-        RATES, lambda rate: run_cluster_at(preset, rate, SEEDS[0], duration_s)["latency_per_token_s"] <= limit_s
+def served(
+    preset: str, skew: int, load: float = 1.0, batch: int = BATCH, seeds: Sequence[int] = SEEDS
+) -> tuple[Run, ...]:
+    """Return the runs of a preset on one server, one a seed."""
+    return tuple(Run(serve, (preset, skew, load, batch, seed), (rate_of(skew, batch),)) for seed in seeds)
+
+
+def largest(baseline: str, key: str) -> Figure:
+    """Return the most times that dLoRA's figure is in a baseline's, over the skews at the limit (the claims' "up to").
+
+    Each skew is compared seed by seed, and the skew with the largest mean is the answer.
+    """
+    count = len(SEEDS)
+    runs = [run for skew in SKEWS for preset in (baseline, OURS) for run in served(preset, skew)]
+
+    def of(made: Sequence[Figures]) -> Answer:
+        answers = []
+        for first in range(0, len(made), 2 * count):
+            theirs, ours = made[first : first + count], made[first + count : first + 2 * count]
+            answers.append(over_seeds([times(a[key], b[key]) for a, b in zip(theirs, ours, strict=True)]))
+        return max(answers, key=lambda answer: answer.value)
+
+    return Figure(tuple(runs), of)
+
+
+def inference_share(made: Sequence[Figures]) -> float:
+    """Return the least share of a run, in percent, that no switch took. The solver runs beside the engines."""
+    return min(100 * (1 - each["switch_s"] / each["drained_s"]) for each in made)
+
+
+GRID = [(skew, 1.0, BATCH) for skew in SKEWS] + [(skew, load, SMALL_BATCH) for load in LOADS for skew in SKEWS]
+
+
+def seeds_of(load: float, batch: int) -> tuple[int, ...]:
+    """Return the seeds of a cell of the grid: all where the claims are judged."""
+    return SEEDS if load == 1.0 else SEEDS[:1]
+
+
+GRID_RUNS = tuple(
+    run
+    for skew, load, batch in GRID
+    for preset in SYSTEMS
+    for run in served(preset, skew, load, batch, seeds_of(load, batch))
+)
+CREDIT_RUNS = tuple(
+    run for skew, preset in product(SKEWS, CREDITS) for run in served(preset, skew, batch=SMALL_BATCH, seeds=SEEDS[:1])
+)
+
+
+def grid_rows(made: Sequence[Figures]) -> list[list[Any]]:
+    """Return a row for each cell: dLoRA's latency, and the others' over it."""
+    rows, rest = [], iter(made)
+    for skew, load, batch in GRID:
+        latencies = [[next(rest)["latency_per_token_s"] for _ in seeds_of(load, batch)] for _ in SYSTEMS]
+        ours = latencies[0]
+        ratios = [over_seeds([times(a, b) for a, b in zip(each, ours, strict=True)]).value for each in latencies[1:]]
+        limits = np.mean(ours) / slo_s("7b", batch)
+        rows.append([skew, load, batch, len(ours), f"{limits:.2f}", *(f"{ratio:.2f}" for ratio in ratios)])
+    return rows
+
+
+def credit_rows(made: Sequence[Figures]) -> list[list[Any]]:
+    """Return a row for each skew: latencies over dLoRA's with our credits."""
+    rows, rest = [], iter(made)
+    base = [next(rest) for _ in SKEWS]
+    for skew, ours in zip(SKEWS, base, strict=True):
+        ratios = [times(next(rest)["latency_per_token_s"], ours["latency_per_token_s"]) for _ in CREDITS]
+        rows.append([skew, *(f"{ratio:.2f}" for ratio in ratios)])
+    return rows
+
+
+BASE_RUNS = tuple(run for skew in SKEWS for run in served(OURS, skew, batch=SMALL_BATCH, seeds=SEEDS[:1]))
+
+
+def by_skew(key: str, runs: tuple[Run, ...]) -> Callable[[Sequence[Figures]], list[Series]]:
+    """Return the lines of a plot: each system's mean over the seeds by skew."""
+
+    def series(made: Sequence[Figures]) -> list[Series]:
+        lines, count = [], len(SEEDS)
+        for number, preset in enumerate(SYSTEMS):
+            means = []
+            for place in range(len(SKEWS)):
+                first = (place * len(SYSTEMS) + number) * count
+                means.append(float(np.mean([each[key] for each in made[first : first + count]])))
+            lines.append(Series(preset, [float(np.log10(skew)) for skew in SKEWS], means))
+        return lines
+
+    return series
+
+
+SKEW_RUNS = tuple(run for skew in SKEWS for preset in SYSTEMS for run in served(preset, skew))
+
+ONE_SERVER = Measurement(
+    "Batching modes on one server (7.3, 7.5, 7.7)",
+    {
+        "model": "Llama-2-7B, 8 adapters of rank 8",
+        "device": "one A100 80 GB (the A800 differs in NVLink only)",
+        "link": "PCI Express 4.0 by data sheet; all adapters are on the device",
+        "lengths": "ShareGPT: means 161 and 338 tokens, longest 636.7 and 163.9 times the mean, clipped at 4,096",
+        "arrivals": "functions in gamma gaps (variation 4), mapped round robin in chunks of the skew",
+        "load": "the rate of each skew at which dLoRA's average latency is the limit, by a search with the first seed",
+        "limit": "10 decode iterations of a full batch by the profile: 0.19 s (32), 0.14 s (8); printed 0.5 s",
+        "window": "5 times the latency that the limit allows a mean answer; arrivals then stop, all are answered",
+        "grid": f"skews {SKEWS}, loads {LOADS}, largest batch 32 and 8, five readings of the credits",
+        "seeds": "5, paired; 1 at 0.7 of the limit's rate and for other readings",
+    },
+    {
+        "avg-latency-vs-merged-only": largest(MERGED, "latency_per_token_s"),
+        "avg-latency-vs-unmerged-only": largest(UNMERGED, "latency_per_token_s"),
+        "p90-latency-vs-merged-only": largest(MERGED, "e2e_p90_s"),
+        "p90-latency-vs-unmerged-only": largest(UNMERGED, "e2e_p90_s"),
+        "latency-vs-slora": largest(S_LORA, "latency_per_token_s"),
+        "overhead-inference-share": Figure(
+            tuple(
+                run for skew, load in product(SKEWS, LOADS) for run in served(OURS, skew, load, SMALL_BATCH, SEEDS[:1])
+            ),
+            inference_share,
+        ),
+    },
+    plots=[
+        Plot(
+            "Average latency by skew at dLoRA's limit, batch 32",
+            "log10 of the skew",
+            "seconds per output token",
+            SKEW_RUNS,
+            by_skew("latency_per_token_s", SKEW_RUNS),
+            log_y=True,
+        )
+    ],
+    tables=[
+        Table(
+            "The whole grid: average latency per token, others' over dLoRA's",
+            ["skew", "load", "batch", "seeds", "dLoRA / limit", *SYSTEMS[1:]],
+            GRID_RUNS,
+            grid_rows,
+        ),
+        Table(
+            "Other readings, at the limit: average latency per token over dLoRA's",
+            ["skew", *CREDITS],
+            (*BASE_RUNS, *CREDIT_RUNS),
+            credit_rows,
+        ),
+    ],
+)
+
+# --- clusters (7.2, 7.5) -----------------------------------------------------------------------------
+
+
+def cluster_profile(preset: str, model: str) -> tuple[CostProfile, int]:
+    """Return the profile of a replica, and its memory for adapters and KV (0: all that the profile has).
+
+    vLLM's instances of 7B are in memory together: to run another costs nothing, and their weights take the memory.
+    """
+    profile = load_profile(PROFILES[model])
+    if preset.startswith(VLLM) and model == "7b":
+        others = (ADAPTERS_PER_DEVICE - 1) * (profile.weight_bytes or 0)
+        return msgspec.structs.replace(profile, switching=FAST), profile.pool_bytes - others
+    return profile, 0
+
+
+def vllm(model: str, slice_s: float) -> str:
+    """Return vLLM's preset: instances that take turns of so many seconds."""
+    mode = "whole-models" if slice_s == float("inf") else f"whole-models:{slice_s:g}-s"
+    return f"{VLLM},batching_mode={mode}" + (",merge_by=delta" if model == "7b" else "")
+
+
+def run_at(preset: str, model: str, rate: float, seed: int, adapters: int, scale: float = 1.0) -> Figures:
+    """Return a preset's figures on two replicas at a rate; functions have the skew 10."""
+    profile, memory_bytes = cluster_profile(preset, model)
+    setting = Cluster(
+        profile=profile,
+        replicas=DEVICES,
+        adapters=tuple(synthetic_adapters(adapters, (RANK,), profile.geometry)),
+        memory_bytes=memory_bytes,
+        max_num_seqs=SMALL_BATCH,
+    )
+    work = functions(rate, 10, adapters, seed, window_s(model, scale=scale), scale)
+    return kept(run_cluster(preset, setting, work.requests, seed), "moves")
+
+
+def find_peak_rate(preset: str, model: str, seed: int) -> float:
+    """Return the highest rate at which the average latency per output token keeps the limit."""
+    limit_s, adapters = slo_s(model), ADAPTERS_PER_DEVICE * DEVICES
+    first = 4.0 if preset == OURS else 0.25
+    return peak(lambda rate: limit_s / run_at(preset, model, rate, seed, adapters)["latency_per_token_s"], first, 0.2)
+
+
+CLUSTER_SEEDS = SEEDS[:3]
+"""A search costs several runs."""
+
+
+def peaks(preset: str, model: str, seeds: Sequence[int] = CLUSTER_SEEDS) -> tuple[Run, ...]:
+    """Return the searches of a preset, one a seed."""
+    return tuple(Run(find_peak_rate, (preset, model, seed)) for seed in seeds)
+
+
+def rates_over(model: str, preset: str) -> Figure:
+    """Return how many times a baseline's highest rate dLoRA's is, seed by seed."""
+    count = len(CLUSTER_SEEDS)
+    return Figure(
+        (*peaks(OURS, model), *peaks(preset, model)),
+        lambda made: over_seeds([times(a, b) for a, b in zip(made[:count], made[count:], strict=True)]),
     )
 
 
-def run_cluster_at(preset: str, rate: float, seed: int, duration_s: float) -> Figures:
-    """Return the figures of a run; functions have the least skew, since none is printed."""
-    profile = load_profile(CLUSTER_PROFILE)
-    adapters = tuple(synthetic_adapters(CLUSTER_ADAPTERS, (RANK,), profile.geometry))
-    work = functions(rate, 1, round(rate * duration_s), CLUSTER_ADAPTERS, seed)
-    return run_cluster(preset, Cluster(profile=profile, replicas=REPLICAS, adapters=adapters), work.requests, seed)
+def serve_cluster(found: float, preset: str, adapters: int, seed: int) -> Figures:
+    """Return a preset's figures at dLoRA's highest rate for more adapters."""
+    return run_at(preset, "7b", found, seed, adapters)
 
 
-if __name__ == "__main__":
-    main(__doc__ or "", "dlora", run)
+def drop_of(preset: str) -> Figure:
+    """Return how many times less a preset serves with all adapters than with one a device, at the same rate."""
+    found = peaks(OURS, "7b", SEEDS[:1])
+    few, many = (
+        tuple(Run(serve_cluster, (preset, adapters, seed), found) for seed in CLUSTER_SEEDS)
+        for adapters in (DEVICES, ADAPTERS_PER_DEVICE * DEVICES)
+    )
+    return compared(times, few, many, "served_per_s")
+
+
+SWAPPED = ("13b", "70b")
+SLICE_RUNS = tuple(
+    run
+    for model in SWAPPED
+    for preset in (OURS, *(vllm(model, slice_s) for slice_s in SLICES_S))
+    for run in peaks(preset, model, SEEDS[:1])
+)
+
+
+def slice_rows(made: Sequence[float]) -> list[list[Any]]:
+    """Return a row for each model: dLoRA's rate over vLLM's by slice."""
+    size = 1 + len(SLICES_S)
+    rows = []
+    for number, model in enumerate(SWAPPED):
+        ours, *theirs = made[number * size : (number + 1) * size]
+        rows.append([model, f"{ours:.2f}", *(f"{times(ours, each):.1f}" for each in theirs)])
+    return rows
+
+
+CLUSTERS = Measurement(
+    "Highest rates of three models (7.2), and more adapters (7.5)",
+    {
+        "model": "Llama-2-7B and 13B, 8 adapters on 2 devices; 70B, 8 on 2 replicas of 4 devices; rank 8",
+        "device": "A100 80 GB; the paper has 32, and as many models a device",
+        "link": "PCI Express 4.0 by data sheet: a swap takes 1.0 s (13B), 1.4 s (70B)",
+        "lengths": "as on one server",
+        "arrivals": "as on one server, skew 10",
+        "load": "searched to 20 %",
+        "limit": "10 decode iterations of a full batch by the profiles: 0.14 to 0.46 s; printed 0.5 s",
+        "window": "5 times the latency that the limit allows a mean answer, and at least 100 requests",
+        "vLLM": "separate instances: of 7B four share a device by time, of 13B and 70B they swap after every iteration",
+        "seeds": "3, paired; 1 for the slices",
+    },
+    {
+        **{f"throughput-vs-peft-{model}": rates_over(model, PEFT) for model in ("7b", "13b")},
+        "throughput-vs-peft-70b-max": rates_over("70b", PEFT),
+        "throughput-vs-vllm-7b": rates_over("7b", vllm("7b", SHARED_SLICE_S)),
+        "throughput-vs-vllm-13b": rates_over("13b", vllm("13b", SLICES_S[0])),
+        "throughput-vs-vllm-70b-max": rates_over("70b", vllm("70b", SLICES_S[0])),
+        "scalability-vllm-throughput-drop": drop_of(vllm("7b", SHARED_SLICE_S)),
+        "scalability-peft-throughput-drop": drop_of(PEFT),
+    },
+    tables=[
+        Table(
+            "dLoRA's highest rate over vLLM's, by seconds between swaps",
+            ["model", "dLoRA, requests/s", *(f"{slice_s:g} s" for slice_s in SLICES_S)],
+            SLICE_RUNS,
+            slice_rows,
+        )
+    ],
+)
+
+# --- load balancing (7.4, 2.3) -----------------------------------------------------------------------
+
+REPLICAS = 4
+"""Of the server's eight devices: half of them with half of the adapters."""
+
+
+def run_balanced(preset: str, rate: float, seed: int, scale: float) -> Figures:
+    """Return a preset's figures on the server, whose replicas are short of memory."""
+    profile, adapters = load_profile(PROFILES["7b"]), REPLICAS * ADAPTERS_PER_DEVICE
+    setting = Cluster(
+        profile=profile,
+        replicas=REPLICAS,
+        adapters=tuple(synthetic_adapters(adapters, (RANK,), profile.geometry)),
+        memory_bytes=SHORT_POOL_BYTES,
+        max_num_seqs=SMALL_BATCH,
+    )
+    work = functions(rate, 10, adapters, seed, window_s("7b"), scale)
+    return kept(run_cluster(preset, setting, work.requests, seed), "moves")
+
+
+def find_balanced() -> float:
+    """Return dLoRA's highest rate there."""
+    limit_s = slo_s("7b")
+    return peak(lambda rate: limit_s / run_balanced(OURS, rate, 1, 1.0)["latency_per_token_s"], 8.0, 0.1)
+
+
+BALANCED_LOAD = 0.9
+"""Share of that rate: "under SLO"."""
+
+
+def balance(found: float, preset: str, scale: float, seed: int) -> Figures:
+    """Return a preset's figures at a rate that falls as lengths grow."""
+    return run_balanced(preset, BALANCED_LOAD * found / scale, seed, scale)
+
+
+def balanced(preset: str, scale: float = 1.0, seeds: Sequence[int] = SEEDS) -> tuple[Run, ...]:
+    """Return the runs of a preset on the server, one a seed."""
+    return tuple(Run(balance, (preset, scale, seed), (Run(find_balanced),)) for seed in seeds)
+
+
+def largest_of_scales(first: str, second: str) -> Figure:
+    """Return the most times that one system's latency is the other's, over the scales."""
+    seeds = SEEDS[:1]
+    runs = [run for scale in SCALES for preset in (first, second) for run in balanced(preset, scale, seeds)]
+
+    def of(made: Sequence[Figures]) -> Answer:
+        answers, count = [], len(seeds)
+        for start in range(0, len(made), 2 * count):
+            pairs = zip(made[start : start + count], made[start + count : start + 2 * count], strict=True)
+            answers.append(over_seeds([times(a["latency_per_token_s"], b["latency_per_token_s"]) for a, b in pairs]))
+        return max(answers, key=lambda answer: answer.value)
+
+    return Figure(tuple(runs), of)
+
+
+def imbalance(seed: int) -> float:
+    """Return the longest mean TTFT of eight replicas over the shortest: 32 adapters, four pinned to each."""
+    waits = []
+    for replica in range(8):
+        engine = Engine(
+            profile=load_profile(PROFILES["7b"]),
+            adapters=ADAPTERS_PER_DEVICE,
+            ranks=(RANK,),
+            settle=True,
+            max_num_seqs=SMALL_BATCH,
+        )
+        work = functions(1.5, 1, ADAPTERS_PER_DEVICE, 100 * seed + replica, window_s("7b") / 2)
+        waits.append(run_engine(PEFT, engine, work)["ttft_mean_s"])
+    return max(waits) / min(waits)
+
+
+BALANCING = Measurement(
+    "Load balancing (7.4, 2.3)",
+    {
+        "model": "Llama-2-7B (7.4 names none), 16 adapters of rank 8",
+        "device": "4 A100 80 GB",
+        "memory": "3 GB each for adapters and KV: about as short for 8 requests as all of it for 256",
+        "lengths": "as on one server, times 1, 2 and 4",
+        "arrivals": "as on one server, skew 10",
+        "load": "0.9 of dLoRA's highest rate; divided by the factor on the lengths",
+        "queueing delay": "time to the first token",
+        "imbalance (2.3)": "8 replicas, 1.5 requests/s each, four adapters pinned to each, served as PEFT does",
+        "seeds": "5, paired; 1 for the lengths",
+    },
+    {
+        "queueing-delay-vs-rr": compared(times, balanced(RR), balanced(OURS), "ttft_mean_s"),
+        "queueing-delay-vs-proactive": compared(times, balanced(PROACTIVE), balanced(OURS), "ttft_mean_s"),
+        "length-scale-latency-rr-vs-dlora": largest_of_scales(RR, OURS),
+        "length-scale-latency-proactive-vs-rr": largest_of_scales(RR, PROACTIVE),
+        "length-scale-latency-proactive-vs-dlora": largest_of_scales(PROACTIVE, OURS),
+        "motivation-queue-delay-imbalance": Figure((Run(imbalance, (1,)), Run(imbalance, (2,))), max),
+    },
+)
+
+# --- arithmetic --------------------------------------------------------------------------------------
+
+
+def longest_over_mean(part: int) -> Callable[[Sequence[Any]], float]:
+    """Return the longest of the generated prompts (0) or answers (1) over their mean, before they are clipped."""
+    return lambda _: float(of_mean(LONGEST[part]).max())
+
+
+def kv_blocks_of_adapter(_: Sequence[Any]) -> float:
+    """Return the blocks of 16 tokens' KV that the printed 56 MB hold: the printed 7 "tokens" are blocks."""
+    return 56e6 / (16 * load_profile(PROFILES["7b"]).geometry.block_bytes(1))
+
+
+def adapter_mb(_: Sequence[Any]) -> float:
+    """Return the size of an adapter of rank 8 on all seven linear layers, in fp16."""
+    geometry = load_profile(PROFILES["7b"]).geometry
+    elements = sum(shape.in_features + shape.out_features for shape in geometry.modules.values())
+    return geometry.layers * RANK * elements * 2 / 1e6
+
+
+ARITHMETIC = Measurement(
+    "Statistics of the workload, and arithmetic",
+    {"lengths": "90,000 quantiles of log-normal distributions", "limit": "10 iterations of 8 requests on 70B"},
+    {
+        "sharegpt-longest-input-over-mean": Figure((), longest_over_mean(0)),
+        "sharegpt-longest-output-over-mean": Figure((), longest_over_mean(1)),
+        "adapter-size-llama-7b": Figure((), adapter_mb),
+        "adapter-size-in-kv-tokens": Figure((), kv_blocks_of_adapter),
+        "motivation-peft-utilisation": Figure((), lambda _: 100 * 3 / (2 * 3)),
+        "slo-seconds": Figure((), lambda _: slo_s("70b")),
+        "slo-multiple-of-decode-iteration": Figure((), lambda _: float(SLO_STEPS)),
+    },
+)
+
+PAPER = Paper(
+    about="`dlora` is the printed system: Algorithms 1 to 3 and the tuning to the letter, times from the profile, "
+    "placement by burst tolerance, dispatch by pending time, and the relaxed co-migration of section 5.2. What the "
+    "paper prints no value for is in [a decision](../decisions/batching-mode.md).",
+    measurements=[ONE_SERVER, CLUSTERS, BALANCING, ARITHMETIC],
+    not_testable={"unmerged-adapter-compute-overhead": Reason.INPUT},
+)

@@ -26,6 +26,7 @@ from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.bench.workload import WorkloadRequest, read_any
+from lorikeet.cluster.routing.base import PerformanceModel
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.request import Slo
@@ -146,8 +147,19 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     settle: bool = False
 
 
-def run_engine(preset: str, engine: Engine, work: MemoryWork) -> Figures:
+def run_engine(
+    preset: str,
+    engine: Engine,
+    work: MemoryWork,
+    also: Callable[[Sequence[RequestRecord]], Figures] = lambda exchanges: {},
+) -> Figures:
     """Run a workload on a fresh modelled engine whose adapters lie on the host, and return its figures.
+
+    Args:
+        preset: of the engine.
+        engine: its setting.
+        work: the workload.
+        also: returns further figures.
 
     Raises:
         RuntimeError: a request got no whole answer.
@@ -171,7 +183,8 @@ def run_engine(preset: str, engine: Engine, work: MemoryWork) -> Figures:
         predictor=make_predictor(engine.predictor, work.requests, work.seed) if engine.predictor else None,
     )
     figures = preset_figures(preset, done)
-    return figures | latencies(preset, done.run.exchanges) | msgspec.to_builtins(done.engine.modes)
+    figures |= latencies(preset, done.run.exchanges) | msgspec.to_builtins(done.engine.modes)
+    return figures | also(done.run.exchanges)
 
 
 def latencies(preset: str, exchanges: Sequence[RequestRecord], limits_s: Sequence[float] = ()) -> Figures:
@@ -190,12 +203,15 @@ def latencies(preset: str, exchanges: Sequence[RequestRecord], limits_s: Sequenc
     ttft_s = np.array([each.token_times_s[0] - each.due_s for each in exchanges])
     tokens = np.array([each.output_tokens for each in exchanges])
     tpt_s = latencies_s / tokens
+    later = tokens > 1
     return {
         "ttft_s": [round(float(each), 4) for each in ttft_s],
         "ttft_mean_s": float(ttft_s.mean()),
         **{f"ttft_p{percent}_s": float(np.percentile(ttft_s, percent)) for percent in (50, 95, 99)},
         "tpt_mean_s": float(tpt_s.mean()),
         "e2e_mean_s": float(latencies_s.mean()),
+        "tbt_mean_s": float(((latencies_s - ttft_s)[later] / (tokens[later] - 1)).mean()) if later.any() else 0.0,
+        "e2e_p90_s": float(np.percentile(latencies_s, 90)),
         "latency_per_token_s": float(latencies_s.sum() / tokens.sum()),
         "within": [float((tpt_s <= limit_s).mean()) for limit_s in limits_s],
         "drained_s": max(each.ended_s for each in exchanges),
@@ -211,7 +227,10 @@ def work_of(requests: Sequence[WorkloadRequest], names: Sequence[str], seed: int
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """Where presets run, as for one engine; requests that arrive before ``since_s`` do not count."""
+    """Where presets run, as for one engine; requests that arrive before ``since_s`` do not count.
+
+    ``step_models`` are TOPPINGS', see ``ClusterOptions``.
+    """
 
     profile: CostProfile
     replicas: int
@@ -222,6 +241,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     max_num_seqs: int = 256
     since_s: float = 0.0
+    step_models: tuple[PerformanceModel, PerformanceModel] | None = None
 
 
 def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadRequest], seed: int) -> Figures:
@@ -239,7 +259,7 @@ def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadReques
         link_bytes_per_s=setting.link_bytes_per_s,
     )
     refs: dict[str, AdapterRef] = {ref.name: ref for ref in setting.adapters}
-    choice = ClusterChoice(setting.replicas, seed, setting.slo)
+    choice = ClusterChoice(setting.replicas, seed, setting.slo, step_models=setting.step_models)
     made = simulate_cluster(Settings(engine=engine), setting.profile, requests, refs, Prompts(seed), choice)
     assert made.cluster is not None
     counted = [each for each in made.run.exchanges if each.error is not None or each.due_s >= setting.since_s]

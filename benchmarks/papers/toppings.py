@@ -1,60 +1,92 @@
-"""TOPPINGS' settings, modelled: cold starts on one server, and its scheduler on its clusters.
+"""TOPPINGS' figures, modelled: cold starts on one server, and its scheduler on its clusters."""
 
-"TOPPINGS: CPU-Assisted, Rank-Aware Adapter Serving for LLM Inference". Numbers beside ours are those of the text.
-Adapters are as TOPPINGS prints them where it does, with a host that adds what it prints. On its engine a step takes
-about three times what the device needs: steps of the 7B model lie on the line through its prefills of 256 and 1,000
-tokens (44 and 90 ms, Fig. 4). It prints neither its link nor how long a load takes: cold starts take 29 % of its
-serving time at 9 requests/s of rank 64 (2.3), so the link has 3.1 GB/s if every request has one.
-"""
-
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
-from typing import NamedTuple
+from math import comb
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from benchmarks.harness import print_table
-from benchmarks.papers.dlora import ADAPTER_SHARE
-from benchmarks.papers.runs import (
-    Cluster,
-    Engine,
-    Figures,
-    Options,
-    Runs,
-    main,
-    mean_of,
-    more,
-    ms,
-    printed,
-    run_cluster,
-    run_engine,
-    work_of,
+from benchmarks.papers.measure import (
+    SEEDS,
+    Answer,
+    Figure,
+    Measurement,
+    Paper,
+    Plot,
+    Run,
+    Series,
+    Table,
+    compared,
+    difference,
+    increase,
+    over_seeds,
+    reduction,
+    times,
 )
+from benchmarks.papers.runs import Cluster, Engine, Figures, run_cluster, run_engine, work_of
+from benchmarks.papers.verdicts import Reason
 from lorikeet.bench.arrivals import Rates, at_rate
+from lorikeet.bench.load_report import RequestRecord
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import adapter_names, synthetic_adapters
 from lorikeet.bench.workload import WorkloadRequest
+from lorikeet.cluster.routing.base import PerformanceModel, fit_performance
 from lorikeet.core.assist_costs import ASSISTED_MODULES
 from lorikeet.core.plan import KernelForm
+from lorikeet.core.prefill_pipeline import ComputePlace
 from lorikeet.core.request import Slo
 from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.cold_prefill import assist_costs
+from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import Constant, CostProfile, Curve
+from lorikeet.costs.transfers import TransferModel
+from lorikeet.presets import resolve_preset
 
 COMPOSED, SEVENTY_B, SEVEN_B = "a100-80-llama-2-7b@toppings", "a100-80x4-llama-2-70b@toppings", "printed"
 """The last is the first with steps as long as the paper prints them."""
-OURS, CACHED, DLORA = "toppings", "cached", "dlora"
-PRESETS = (CACHED, OURS, "toppings:on-demand", "toppings:strawman", "toppings:s-lora", DLORA)
-ABLATIONS = ("toppings:auto", "toppings:one-group", "toppings:static", "toppings:fewer-cores")
+FREE_HOST = "printed, host cores cost nothing"
+OURS, CACHED, S_LORA, DLORA = "toppings", "cached", "toppings:s-lora", "dlora"
+FEWER_CORES, ON_DEMAND, STRAWMAN = "toppings:fewer-cores", "toppings:on-demand", "toppings:strawman"
 MEMORY_BYTES = 200 * 10**9
 """CACHED has unlimited memory (7.1). So have all here: it is not what they differ by."""
 MAX_RUNNING = 1_000
 """Nothing waits for a slot."""
 PREFILL_S = {256: 0.044, 1000: 0.090}
-LINK_BYTES_PER_S = 96 * 2**20 * 9 / 0.29
 PROMPT_QUANTILES = {1.281552: 256, 2.326348: 1000}
 """Prompts of 256 and 1,000 tokens are longer than 90 and 99 % of LMSYS-Chat-1M's (Fig. 4), by normal quantile."""
-ANSWER_MEAN, LONGEST, SEED = 215, 2048, 7
-"""Answers are of exponential length; the paper does not print any."""
+LONGEST_TOKENS = 2048
+EINSUM_SHARE = 0.389
+"""Of the base's computation: what dLoRA's kernel for mixed adapters takes (dLoRA, section 4.1)."""
+REQUESTS, GRID_REQUESTS = 240, 150
+"""Of a run; the second of one that finds the cell."""
+QKV_SHARE = 6 / 8
+"""Of a rank over q, k, v and o, as profiles count it: adapters are on q, k and v (7.1)."""
+REPLICATED = 3.1
+"""Bytes of an adapter on a rank of the 70B model over a fourth of it: A is on every rank whole (section 6)."""
+
+
+# --- the conditions that the paper leaves open ---------------------------------------------------------
+
+
+LINKS_GB_S = (1, 2, 3, 4, 6, 8, 12, 16)
+ANSWER_TOKENS = (50, 100, 215)
+"""Means of exponential lengths; the last is LMSYS-Chat-1M's (214.5, Zheng et al., 2024, table 1)."""
+RATES = (3, 6, 9)
+INTERRUPTED = {3: (13, 4), 6: (22, 10), 9: (29, 25)}
+"""By requests per second, on-demand loading's mean share of serving time, percent, and median count (section 2.3)."""
+
+
+class Cell(NamedTuple):
+    """One cell of the grid of open conditions."""
+
+    link_gb_s: float
+    answer_tokens: int
+
+
+CELLS = tuple(Cell(*each) for each in product(LINKS_GB_S, ANSWER_TOKENS))
 
 
 class Setting(NamedTuple):
@@ -68,118 +100,24 @@ class Setting(NamedTuple):
 
 
 SETTINGS = {
-    "S1": Setting(SEVEN_B, 200, 32, 9.0),
-    "S2": Setting(SEVEN_B, 200, 64, 6.0),
     "S3": Setting(SEVEN_B, 200, 64, 9.0),
-    "S3 composed": Setting(COMPOSED, 200, 64, 9.0),
+    "S3, free host": Setting(FREE_HOST, 200, 64, 9.0),
     "S5": Setting(SEVENTY_B, 200, 32, 3.0),
     "S6": Setting(SEVENTY_B, 200, 64, 3.0),
     "MAF 128": Setting(SEVEN_B, 128, 64, 1.5, "functions"),
     "MAF 256": Setting(SEVEN_B, 256, 64, 3.6, "functions"),
     "MAF 512": Setting(SEVEN_B, 512, 64, 7.7, "functions"),
+    **{f"{rate}/s": Setting(SEVEN_B, 512, 64, float(rate), "functions") for rate in RATES},
 }
-
-Increase = tuple[float | None, float | None, float | None]
-INCREASES: dict[tuple[str, str], Increase] = {
-    ("MAF 128", "toppings"): (0.09, None, None),
-    ("MAF 128", "toppings:s-lora"): (0.43, 0.07, 0.05),
-    ("MAF 128", "dlora"): (None, 0.29, 0.29),
-    ("MAF 256", "dlora"): (None, 0.86, 0.90),
-    ("MAF 512", "toppings:s-lora"): (None, 0.43, 0.43),
-    ("S3", "toppings"): (0.06, 0.06, 0.07),
-    ("S3", "toppings:s-lora"): (0.82, 0.80, 0.81),
-    ("S3", "dlora"): (0.29, 0.58, 0.57),
-    ("S3", "toppings:fewer-cores"): (0.17, 0.11, 0.10),
-    ("S5", "toppings"): (0.24, 0.30, 0.33),
-    ("S5", "toppings:s-lora"): (0.65, 0.65, 0.61),
-    ("S5", "dlora"): (0.18, 0.59, 0.61),
-}
-"""How much longer TTFT, TPT (latency per output token) and latency are than CACHED's (7.2, Figs. 13, 14 and 16)."""
-MEANS = ("ttft_mean_s", "tpt_mean_s", "e2e_mean_s")
+"""The last are those of section 2.3."""
 
 
-class Place(NamedTuple):
-    """Servers of a cluster, their adapters, requests per second, and the choice of adapters."""
-
-    servers: int
-    adapters: int
-    rate: float
-    choice: str
-
-
-SIMULATION = "simulation"
-PLACES = {
-    "30/s": Place(8, 200, 30.0, "uniform"),
-    "40/s": Place(8, 200, 40.0, "uniform"),
-    "50/s": Place(8, 200, 50.0, "uniform"),
-    SIMULATION: Place(15, 10_000, 85.0, "functions"),
-}
-"""The testbed (Fig. 18), and a quarter of the simulated cluster of 60 servers and 40,000 functions (Fig. 19)."""
-SCHEDULERS = (OURS, "toppings:dlora", "toppings:random", "toppings:first-fit", "toppings:empty-free")
-GAINS = {"40/s": 0.21, "50/s": 0.26}
-"""By which the share within the limit is larger than under dLoRA's scheduler (7.4); read as points."""
-TPT_LESS = {"toppings:dlora": 0.22, "toppings:random": 0.23, "toppings:first-fit": 0.57}
-"""By which the mean TPT is less than that of each in the simulation (7.4)."""
-CLUSTER_RANKS, SLO_FACTOR, MAX_PACKED, SEEDS = (8, 16, 32, 64), 1.5, 64, (1, 2)
-"""Of the limit on TPT: times what the base model reaches without LoRA. First fit packs fewer in a step (5)."""
-
-
-def run(runs: Runs, options: Options) -> None:
-    """Run all and print the tables."""
-    count = 400 if options.quick else 2_000
-    settings = ["S3", "S5", "MAF 128"] if options.quick else list(SETTINGS)
-    cases = [(setting, preset, LINK_BYTES_PER_S) for setting, preset in product(settings, PRESETS)]
-    ablations = [("S3", preset, LINK_BYTES_PER_S) for preset in ABLATIONS]
-    sheet = [("S3", preset, 0.0) for preset in (*PRESETS, *ABLATIONS)]
-    found = runs.all(
-        {f"{each[0]}-{each[1]}-{each[2]:.0f}": (run_case, *each, count) for each in (*cases, *ablations, *sheet)}
-    )
-    for title, shown in (("Cold starts on one server", cases), ("Ablations", ablations), ("PCI Express 4.0", sheet)):
-        rows = []
-        for setting, preset, link in shown:
-            own, cached = (found[f"{setting}-{each}-{link:.0f}"] for each in (preset, CACHED))
-            row = [setting, preset]
-            for mean, paper in zip(MEANS, INCREASES.get((setting, preset), (None,) * 3), strict=True):
-                row += [ms(own[mean]), "" if preset == CACHED else more(own[mean], cached[mean])]
-                row.append(printed(paper if link else None))
-            rows.append(row)
-        columns = [word for mean in ("TTFT, ms", "TPT, ms", "latency, ms") for word in (mean, "more", "paper")]
-        print_table(f"{title}, means over {CACHED}'s", ["setting", "preset", *columns], rows)
-    cluster(runs, options)
-
-
-def cluster(runs: Runs, options: Options) -> None:
-    """Print attainment and latency per token by scheduler."""
-    duration_s, seeds = (30.0, SEEDS[:1]) if options.quick else (60.0, SEEDS)
-    places = ["40/s"] if options.quick else list(PLACES)
-    limits = runs.all({f"limit-{place}": (limit_of, place, duration_s) for place in places})
-    made = runs.all(
-        {
-            f"cluster-{place}-{preset}-{seed}": (run_place, place, preset, limits[f"limit-{place}"], seed, duration_s)
-            for place, preset, seed in product(places, SCHEDULERS, seeds)
-        }
-    )
-    rows = []
-    for place, preset in product(places, SCHEDULERS):
-        own, ours = ([made[f"cluster-{place}-{each}-{seed}"] for seed in seeds] for each in (preset, OURS))
-        within, best = (float(np.mean([each["within"][0] for each in some])) for some in (own, ours))
-        gain = "" if preset == OURS else f"{best - within:+.1%}"
-        paper = printed(GAINS.get(place) if preset == "toppings:dlora" else None)
-        tpt, mine = mean_of(own, "tpt_mean_s"), mean_of(ours, "tpt_mean_s")
-        less_by = printed(TPT_LESS.get(preset) if place == SIMULATION else None, ".0%")
-        rows.append([place, preset, f"{within:.1%}", gain, paper, ms(tpt), f"{1 - mine / tpt:.0%}", less_by])
-    headings = ["place", "preset", "within the limit", "toppings more by", "paper", "TPT, ms", "toppings less", "paper"]
-    print_table("Schedulers of a cluster", headings, rows)
-
-
-# --- one server --------------------------------------------------------------------------------------
-
-
-def run_case(setting: str, preset: str, link_bytes_per_s: float, requests: int) -> Figures:
+def run_case(cell: Sequence[float], setting: str, preset: str, seed: int, requests: int = REQUESTS) -> Figures:
     """Return the figures of a preset in a setting; what it prefetches is there at first."""
-    about = SETTINGS[setting]
+    open_conditions, about = Cell(cell[0], int(cell[1])), SETTINGS[setting]
+    link_bytes_per_s = 1e9 * open_conditions.link_gb_s / (REPLICATED if about.profile == SEVENTY_B else 1)
     engine = Engine(
-        profile=printed_steps() if about.profile == SEVEN_B else load_profile(about.profile),
+        profile=profile_of(about.profile),
         adapters=about.adapters,
         ranks=(about.rank,),
         modules=ASSISTED_MODULES,
@@ -192,14 +130,98 @@ def run_case(setting: str, preset: str, link_bytes_per_s: float, requests: int) 
     preset = f"{DLORA},prefetch=all" if preset == DLORA else preset
     rates, names = Rates.constant(about.rate), tuple(adapter_names(about.adapters))
     recipe = Recipe(
-        lengths=lengths(requests, SEED),
+        lengths=lengths(requests, open_conditions.answer_tokens, seed),
         rates=rates,
         count=requests,
         adapters=names,
         adapter_choice=about.choice,
-        seed=SEED,
+        seed=seed,
     )
-    return run_engine(preset, engine, work_of(at_rate(recipe.requests(), rates), names, SEED))
+    work = work_of(at_rate(recipe.requests(), rates), names, seed)
+    figures = run_engine(preset, engine, work, each_request)
+    return {name: value for name, value in figures.items() if name != "ttft_s"}
+
+
+def each_request(exchanges: Sequence[RequestRecord]) -> Figures:
+    """Return each request's serving time, and how many others interrupted its decoding.
+
+    Each request whose first token comes while another decodes interrupts it: "the i-th arrival interrupts the decoding
+    of the ongoing i - 1 requests".
+    """
+    first_s, last_s = np.array([(each.token_times_s[0], each.ended_s) for each in exchanges]).T
+    counts = [int(np.sum((first_s > first) & (first_s < last))) for first, last in zip(first_s, last_s, strict=True)]
+    return {
+        "e2e_s": [round(each.ended_s - each.due_s, 5) for each in exchanges],
+        "interruptions": float(np.median(counts)),
+    }
+
+
+def interrupted_share(on_demand: Figures, cached: Figures) -> float:
+    """Return the mean share of serving time by which interruptions for loads are longer than those for prefills alone.
+
+    Requests are the same, so it is what each takes longer than with all adapters on the device.
+    """
+    own, theirs = np.array(on_demand["e2e_s"]), np.array(cached["e2e_s"])
+    return float(np.mean(1 - theirs / own))
+
+
+def choose_cell(*made: Figures) -> Cell:
+    """Return the cell whose figures of on-demand loading are nearest to the printed ones, by their mean log ratio."""
+    return min(cells_by_distance(made))[1]
+
+
+def load_s(cell: Cell) -> float:
+    """Return the time to load an adapter of rank 64."""
+    return adapter_bytes(64) / (1e9 * cell.link_gb_s)
+
+
+def cells_by_distance(made: Sequence[Figures]) -> list[tuple[float, Cell]]:
+    """Return each cell of the grid with its distance: the mean absolute logarithm of ours over the printed figures."""
+    found = []
+    for cell in CELLS:
+        ours = [value for rate in RATES for value in interrupted_in(made, cell, rate)]
+        printed = [value for rate in RATES for value in INTERRUPTED[rate]]
+        ratios = np.maximum(np.array(ours) / np.array(printed), 0.01)
+        found.append((float(np.abs(np.log(ratios)).mean()), cell))
+    return found
+
+
+def interrupted_in(made: Sequence[Figures], cell: Cell, rate: int) -> tuple[float, float]:
+    """Return the share of interruptions in percent, and their median count, in a cell of the grid's results."""
+    results = dict(zip(GRID_KEYS, made, strict=True))
+    on_demand, cached = results[cell, rate], results[Cell(LINKS_GB_S[0], cell.answer_tokens), rate, CACHED]
+    return 100 * interrupted_share(on_demand, cached), float(on_demand["interruptions"])
+
+
+GRID_KEYS: list[tuple[Any, ...]] = [
+    *product(CELLS, RATES),
+    *product((Cell(LINKS_GB_S[0], tokens) for tokens in ANSWER_TOKENS), RATES, (CACHED,)),
+]
+"""Cells and rates of on-demand loading; CACHED loads nothing, so its link does not matter."""
+GRID = tuple(
+    Run(run_case, (tuple(key[0]), f"{key[1]}/s", key[2] if len(key) > 2 else ON_DEMAND, SEEDS[0], GRID_REQUESTS))
+    for key in GRID_KEYS
+)
+CELL = Run(choose_cell, after=GRID)
+
+
+def cases(setting: str, preset: str) -> list[Run]:
+    """Return the runs of a preset in a setting, one a seed, in the chosen cell."""
+    return [Run(run_case, (setting, preset, seed), after=(CELL,)) for seed in SEEDS]
+
+
+# --- costs -------------------------------------------------------------------------------------------
+
+
+@cache
+def profile_of(name: str) -> CostProfile:
+    """Return a profile by name, :data:`SEVEN_B` among them."""
+    if name == FREE_HOST:
+        profile, nothing = printed_steps(), Constant(0.0, "s", source="left out")
+        assert profile.host_lora is not None
+        free = msgspec.structs.replace(profile.host_lora, token=nothing, token_rank=nothing)
+        return msgspec.structs.replace(profile, host_lora=free)
+    return printed_steps() if name == SEVEN_B else load_profile(name)
 
 
 def printed_steps() -> CostProfile:
@@ -222,61 +244,618 @@ def printed_steps() -> CostProfile:
     # dLoRA's share is one of the base's computation, so of these steps.
     einsum = msgspec.structs.replace(
         profile.lora_costs(KernelForm.EINSUM),
-        fixed=Constant(ADAPTER_SHARE * once_s, "s", source=source),
-        row=Constant(ADAPTER_SHARE * token_s, "s/token", source=source),
+        fixed=Constant(EINSUM_SHARE * once_s, "s", source=source),
+        row=Constant(EINSUM_SHARE * token_s, "s/token", source=source),
     )
     return msgspec.structs.replace(profile, name=SEVEN_B, step=step, lora=profile.lora | {KernelForm.EINSUM: einsum})
 
 
-def lengths(count: int, seed: int) -> tuple[WorkloadRequest, ...]:
+def lengths(count: int, answer_tokens: int, seed: int) -> tuple[WorkloadRequest, ...]:
     """Return requests with prompts of the log-normal distribution that has both printed quantiles."""
     generator = np.random.default_rng(seed)
     (low, low_tokens), (high, high_tokens) = PROMPT_QUANTILES.items()
     sigma = np.log(high_tokens / low_tokens) / (high - low)
     prompts = generator.lognormal(np.log(low_tokens) - sigma * low, sigma, count)
-    answers = generator.exponential(ANSWER_MEAN, count)
-    tokens = np.clip(np.rint(np.stack([prompts, answers])), 1, LONGEST).astype(int)
+    answers = generator.exponential(answer_tokens, count)
+    tokens = np.clip(np.rint(np.stack([prompts, answers])), 1, LONGEST_TOKENS).astype(int)
     return tuple(WorkloadRequest(0.0, None, *each) for each in tokens.T.tolist())
 
 
-# --- clusters ----------------------------------------------------------------------------------------
+# --- performance models (section 5) ------------------------------------------------------------------
 
 
-def limit_of(place: str, duration_s: float) -> float:
-    """Return the limit on TPT in seconds: of the base model on one server under the place's load, and half more."""
-    about = PLACES[place]
-    setting = Cluster(
-        profile=printed_steps(), replicas=1, adapters=(), memory_bytes=MEMORY_BYTES, since_s=duration_s / 4
-    )
-    rates = Rates.constant(about.rate / about.servers)
-    recipe = Recipe(lengths=lengths(2_000, SEEDS[0]), rates=rates, duration_s=4 * duration_s, seed=SEEDS[0])
-    return SLO_FACTOR * float(run_cluster("toppings:random", setting, recipe.requests(), SEEDS[0])["tpt_mean_s"])
+BATCHES, RANKS = (4, 8, 16, 32), (8, 16, 32, 64)
+PROFILED_REQUESTS, R2 = 7_618, 0.96
+PROFILING_SEED = 1_000
+"""Not one of the evaluation's."""
 
 
-def run_place(place: str, preset: str, limit_s: float, seed: int, duration_s: float) -> Figures:
-    """Return the figures of a preset at a place. How popular an adapter is has nothing to do with its rank."""
-    about, profile = PLACES[place], printed_steps()
+def profiled(form: KernelForm, answer_tokens: int, *, prefill: bool) -> PerformanceModel:
+    """Return PrePerf or DecPerf, fitted to steps of mixed ranks and lengths that are as noisy as the printed R²."""
+    generator, model = np.random.default_rng(PROFILING_SEED), CostModel(profile_of(SEVEN_B), form)
+    drawn = lengths(PROFILED_REQUESTS, answer_tokens, PROFILING_SEED)
+    steps: list[tuple[list[int], float]] = []
+    begin: int = 0
+    while begin + max(BATCHES) <= len(drawn):
+        own = drawn[begin : begin + int(generator.choice(BATCHES))]
+        ranks = generator.choice(RANKS, len(own)).tolist()
+        works = [
+            SequenceWork(0, each.input_tokens, True, number, QKV_SHARE * rank)
+            if prefill
+            else SequenceWork(each.input_tokens + each.output_tokens // 2, 1, True, number, QKV_SHARE * rank)
+            for number, (each, rank) in enumerate(zip(own, ranks, strict=True))
+        ]
+        steps.append((ranks, model.step_s(step_work(works, form))))
+        begin += len(own)
+    exact = fit_performance(form, steps)
+    explained = np.var([exact.slope_s * work_of_ranks(form, ranks) for ranks, _ in steps])
+    scatter = np.var([seconds for _, seconds in steps]) - explained
+    noise_s = max(0.0, float(explained * (1 / R2 - 1) - scatter)) ** 0.5
+    noisy = [(ranks, seconds + noise_s * float(generator.standard_normal())) for ranks, seconds in steps]
+    return fit_performance(form, noisy)
+
+
+def work_of_ranks(form: KernelForm, ranks: Sequence[int]) -> int:
+    """Return what equation 2 multiplies with its slope."""
+    return sum(ranks) if form is KernelForm.UNPADDED else len(ranks) * max(ranks)
+
+
+def determination(form: str) -> float:
+    """Return R² of the models of decode steps that were profiled without noise."""
+    kernel_form, generator = KernelForm(form), np.random.default_rng(PROFILING_SEED)
+    model = CostModel(profile_of(SEVEN_B), kernel_form)
+    steps: list[tuple[list[int], float]] = []
+    for _ in range(PROFILED_REQUESTS // 15):
+        size = int(generator.choice(BATCHES))
+        ranks = generator.choice(RANKS, size).tolist()
+        contexts = lengths(size, ANSWER_TOKENS[1], int(generator.integers(2**31)))
+        works = [
+            SequenceWork(each.input_tokens + each.output_tokens // 2, 1, True, number, QKV_SHARE * rank)
+            for number, (each, rank) in enumerate(zip(contexts, ranks, strict=True))
+        ]
+        steps.append((ranks, model.step_s(step_work(works, kernel_form))))
+    fitted = fit_performance(kernel_form, steps)
+    seconds = np.array([each for _, each in steps])
+    predicted = np.array([fitted.slope_s * work_of_ranks(kernel_form, ranks) + fitted.fixed_s for ranks, _ in steps])
+    return float(1 - np.var(seconds - predicted) / np.var(seconds))
+
+
+# --- clusters (section 7.4) --------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Servers of a cluster, their adapters, requests per second, their choice, and the seconds of arrivals."""
+
+    servers: int
+    adapters: int
+    rate: float
+    choice: str
+    window_s: float
+
+
+SIMULATION = "simulation"
+PLACES = {
+    "30/s": Place(8, 200, 30.0, "uniform", 20.0),
+    "40/s": Place(8, 200, 40.0, "uniform", 20.0),
+    "50/s": Place(8, 200, 50.0, "uniform", 20.0),
+    SIMULATION: Place(15, 10_000, 85.0, "functions", 15.0),
+}
+"""The testbed (Fig. 18), and a quarter of the simulated cluster of 60 servers and 40,000 functions (Fig. 19)."""
+BY_DLORA, BY_CHANCE, FIRST_FIT = "toppings:dlora", "toppings:random", "toppings:first-fit"
+SCHEDULERS = (OURS, BY_DLORA, BY_CHANCE, FIRST_FIT)
+SLO_FACTOR, MAX_PACKED = 1.5, 64
+"""Of the limit on TPT: times what the base model reaches without LoRA. First fit packs fewer in a step (5)."""
+READINGS = ("alone", "loaded")
+"""What the limit is 1.5 times of: the TPT of the base model with one request at a time, or under the same load."""
+UNPADDED = ",kernel_form=unpadded"
+
+
+def limits_of(cell: Sequence[float], place: str) -> list[float]:
+    """Return the limit on TPT in seconds by reading."""
+    about, answers = PLACES[place], int(cell[1])
+    return [SLO_FACTOR * _base_tpt_s(answers, rate) for rate in (0.05, about.rate / about.servers)]
+
+
+def _base_tpt_s(answer_tokens: int, rate: float) -> float:
+    setting = Cluster(profile=profile_of(SEVEN_B), replicas=1, adapters=(), memory_bytes=MEMORY_BYTES)
+    rates = Rates.constant(rate)
+    recipe = Recipe(lengths=lengths(2_000, answer_tokens, SEEDS[0]), rates=rates, count=200, seed=SEEDS[0])
+    return float(run_cluster(BY_CHANCE, setting, recipe.requests(), SEEDS[0])["tpt_mean_s"])
+
+
+def run_place(
+    cell: Sequence[float], limits_s: Sequence[float], place: str, preset: str, reading: str, seed: int
+) -> Figures:
+    """Return the figures of a preset at a place. How popular an adapter is has nothing to do with its rank.
+
+    ``reading`` is of the limit that the preset schedules by; the share within both limits is counted.
+    """
+    about, profile, answers = PLACES[place], profile_of(SEVEN_B), int(cell[1])
+    form = resolve_preset(preset)[1].kernel_form
     setting = Cluster(
         profile=profile,
         replicas=about.servers,
-        adapters=tuple(synthetic_adapters(about.adapters, CLUSTER_RANKS, profile.geometry, modules=ASSISTED_MODULES)),
-        slo=Slo(tpot_s=limit_s),
-        limits_s=(limit_s,),
-        link_bytes_per_s=LINK_BYTES_PER_S,
+        adapters=tuple(synthetic_adapters(about.adapters, RANKS, profile.geometry, modules=ASSISTED_MODULES)),
+        slo=Slo(tpot_s=limits_s[READINGS.index(reading)]),
+        limits_s=tuple(limits_s),
+        link_bytes_per_s=1e9 * cell[0],
         memory_bytes=MEMORY_BYTES,
-        max_num_seqs=MAX_PACKED if preset == "toppings:first-fit" else 256,
-        since_s=duration_s / 4,
+        max_num_seqs=MAX_PACKED if preset.startswith(FIRST_FIT) else 256,
+        since_s=about.window_s / 4,
+        step_models=(
+            profiled(form, answers, prefill=True),
+            profiled(form, answers, prefill=False),
+        ),
     )
     requests = Recipe(
-        lengths=lengths(2_000, seed),
+        lengths=lengths(2_000, answers, seed),
         rates=Rates.constant(about.rate),
-        duration_s=duration_s,
+        duration_s=about.window_s,
         adapters=tuple(np.random.default_rng(seed).permutation(adapter_names(about.adapters)).tolist()),
         adapter_choice=about.choice,
         seed=seed,
     ).requests()
-    return run_cluster(preset, setting, requests, seed)
+    made = run_cluster(preset, setting, requests, seed)
+    return {name: made[name] for name in ("ttft_mean_s", "tpt_mean_s", "e2e_mean_s", "within")}
 
 
-if __name__ == "__main__":
-    main(__doc__ or "", "toppings", run)
+LIMITS = {place: Run(limits_of, (place,), after=(CELL,)) for place in PLACES}
+
+
+def placed(place: str, preset: str, reading: str = READINGS[1]) -> list[Run]:
+    """Return the runs of a preset at a place, one a seed. Only TOPPINGS' scheduler goes by the limit."""
+    reading = reading if preset.startswith(OURS) and ":" not in preset else READINGS[1]
+    return [Run(run_place, (place, preset, reading, seed), after=(CELL, LIMITS[place])) for seed in SEEDS]
+
+
+# --- single steps and prefills -----------------------------------------------------------------------
+
+
+def decode_s(form: str, batch: int, ranks: Sequence[int], context_tokens: int = 128) -> float:
+    """Return the time of a decode step of so many requests, whose ranks repeat, each with its own adapter."""
+    kernel_form = KernelForm(form)
+    works = [
+        SequenceWork(context_tokens, 1, True, number, QKV_SHARE * ranks[number % len(ranks)]) for number in range(batch)
+    ]
+    return CostModel(profile_of(SEVEN_B), kernel_form).step_s(step_work(works, kernel_form))
+
+
+def cold_prefill_s(cell: Sequence[float], preset: str, rank: int, tokens: int) -> float:
+    """Return the time to the first token of one cold request on an idle server."""
+    engine = Engine(
+        profile=profile_of(SEVEN_B),
+        adapters=1,
+        ranks=(rank,),
+        modules=ASSISTED_MODULES,
+        memory_bytes=MEMORY_BYTES,
+        link_bytes_per_s=1e9 * cell[0],
+    )
+    (name,) = adapter_names(1)
+    return float(run_engine(preset, engine, work_of([WorkloadRequest(0.0, name, tokens, 2)], [name], 1))["ttft_mean_s"])
+
+
+def host_ms(cell: Sequence[float]) -> float:
+    """Return the mean time, in milliseconds, that a cold prefill of S3 spends on layers that host cores compute."""
+    profile = profile_of(SEVEN_B)
+    transfers = TransferModel(profile, profile.geometry.block_bytes(16), 1e9 * cell[0])
+    costs = assist_costs(transfers, resolve_preset(OURS)[1])
+    assert costs is not None
+    (ref,) = synthetic_adapters(1, (SETTINGS["S3"].rank,), profile.geometry, modules=ASSISTED_MODULES)
+    spent = []
+    for each in lengths(REQUESTS, int(cell[1]), SEEDS[0]):
+        course = costs.assisted(ref, each.input_tokens)
+        layer_s = costs.times(each.input_tokens, costs.rank(ref)).host_s
+        spent.append(sum(place is ComputePlace.HOST for place in course.places) * layer_s)
+    return 1e3 * float(np.mean(spent))
+
+
+# --- figures -----------------------------------------------------------------------------------------
+
+
+TTFT, TPT, E2E = "ttft_mean_s", "tpt_mean_s", "e2e_mean_s"
+MEANS = {"ttft": TTFT, "tpt": TPT, "e2e": E2E}
+
+
+def over_cached(setting: str, preset: str) -> dict[str, Figure]:
+    """Return by how many percent a preset's TTFT, TPT and latency are more than CACHED's."""
+    own, cached = cases(setting, preset), cases(setting, CACHED)
+    return {name: compared(increase, own, cached, key) for name, key in MEANS.items()}
+
+
+def of_settings(*parts: tuple[str, str, str, str]) -> dict[str, Figure]:
+    """Return the figures of claims by (prefix of the claim, setting, preset, which means)."""
+    return {
+        f"{prefix}-{name}": figure
+        for prefix, setting, preset, wanted in parts
+        for name, figure in over_cached(setting, preset).items()
+        if name in wanted.split()
+    }
+
+
+def speedups(prefix: str, setting: str) -> dict[str, Figure]:
+    """Return how many times S-LoRA's means are TOPPINGS'."""
+    theirs, own = cases(setting, S_LORA), cases(setting, OURS)
+    return {f"{prefix}-{name}": compared(times, theirs, own, key) for name, key in MEANS.items()}
+
+
+def most_reduced() -> Figure:
+    """Return by how many percent TOPPINGS' latency is less than a rival's at most, over settings and rivals."""
+    pairs = [("S3", S_LORA), ("S3", DLORA), ("MAF 256", DLORA), ("MAF 512", S_LORA), ("S5", S_LORA), ("S5", DLORA)]
+    figures = [compared(reduction, cases(setting, OURS), cases(setting, rival), E2E) for setting, rival in pairs]
+    runs = tuple(run for figure in figures for run in figure.runs)
+
+    def of(made: Sequence[Any]) -> Answer:
+        count = 2 * len(SEEDS)
+        answers = [figure.of(made[number * count : (number + 1) * count]) for number, figure in enumerate(figures)]
+        return max((each for each in answers if isinstance(each, Answer)), key=lambda each: each.value)
+
+    return Figure(runs, of)
+
+
+def mean_of_seeds(runs: Sequence[Run], value: Callable[[Figures], float]) -> Figure:
+    """Return the mean over seeds of one number."""
+    return Figure(tuple(runs), lambda made: over_seeds([value(each) for each in made]))
+
+
+def computed(value: Callable[[], float]) -> Figure:
+    """Return a figure that needs no run."""
+    return Figure((), lambda _: value())
+
+
+def choose_reading(*by_chance: Figures) -> str:
+    """Return the reading of the limit by which Random performs well at 30 requests/s, as the paper says it does.
+
+    That is the stricter one, of the base model alone, if nine of ten requests keep it.
+    """
+    alone = float(np.mean([each["within"][0] for each in by_chance]))
+    return READINGS[0] if alone >= 0.9 else READINGS[1]
+
+
+READING = Run(choose_reading, after=tuple(placed("30/s", BY_CHANCE)))
+
+
+def attainment_gain(place: str) -> Figure:
+    """Return by how many points more requests keep the limit under TOPPINGS' scheduler than under dLoRA's."""
+    both, rival = [placed(place, OURS, reading) for reading in READINGS], placed(place, BY_DLORA)
+
+    def of(made: Sequence[Any]) -> Answer:
+        chosen = READINGS.index(made[0])
+        alone, loaded, theirs = (made[1 + part * len(SEEDS) : 1 + (part + 1) * len(SEEDS)] for part in range(3))
+        own = (alone, loaded)[chosen]
+        pairs = zip(own, theirs, strict=True)
+        return over_seeds([difference(one["within"][chosen], other["within"][chosen]) for one, other in pairs])
+
+    return Figure((READING, *both[0], *both[1], *rival), of)
+
+
+def best_attainment() -> Figure:
+    """Return the highest share of requests within the limit, over the testbed's rates."""
+    rates = ("30/s", "40/s", "50/s")
+    both = [placed(place, OURS, reading) for reading in READINGS for place in rates]
+
+    def of(made: Sequence[Any]) -> Answer:
+        chosen, count = READINGS.index(made[0]), len(SEEDS)
+        begin = 1 + chosen * len(rates) * count
+        own = [made[begin + part * count : begin + (part + 1) * count] for part in range(len(rates))]
+        answers = [over_seeds([100 * each["within"][chosen] for each in seeds]) for seeds in own]
+        return max(answers, key=lambda each: each.value)
+
+    return Figure((READING, *(run for runs in both for run in runs)), of)
+
+
+SHOWN = [
+    (place, preset, reading)
+    for place in ("30/s", "40/s", "50/s")
+    for preset in SCHEDULERS
+    for reading in (READINGS if preset == OURS else READINGS[1:])
+    if place != "30/s" or preset in (OURS, BY_CHANCE)
+]
+SHOWN += [(SIMULATION, preset, READINGS[1]) for preset in SCHEDULERS]
+SHOWN += [(SIMULATION, preset + UNPADDED, READINGS[1]) for preset in (OURS, BY_DLORA)]
+"""Places, presets and the reading that the preset goes by, of the table of clusters."""
+
+
+def attainment_rows(made: Sequence[Any]) -> list[list[Any]]:
+    """Return attainment by both readings, and TPT, by place and scheduler."""
+    rows, count = [], len(SEEDS)
+    for number, shown in enumerate(SHOWN):
+        own = made[number * count : (number + 1) * count]
+        shares = [f"{100 * np.mean([each['within'][part] for each in own]):.1f}" for part in range(len(READINGS))]
+        rows.append([*shown, *shares, f"{1e3 * np.mean([each[TPT] for each in own]):.1f}"])
+    return rows
+
+
+def grid_rows(made: Sequence[Any]) -> list[list[Any]]:
+    """Return the whole grid, nearest cell first."""
+    rows = []
+    for distance, cell in sorted(cells_by_distance(made)):
+        figures = ["{:.0f} %, {:.0f}".format(*interrupted_in(made, cell, rate)) for rate in RATES]
+        rows.append([cell.link_gb_s, f"{1e3 * load_s(cell):.0f}", cell.answer_tokens, *figures, f"{distance:.2f}"])
+    return rows
+
+
+def share_by_link(made: Sequence[Any]) -> list[Series]:
+    """Return the share of interruptions at the highest rate by link, a line for each mean answer."""
+    rate = RATES[-1]
+    lines = [
+        Series(
+            f"answers of {tokens} tokens",
+            LINKS_GB_S,
+            [interrupted_in(made, Cell(link, tokens), rate)[0] for link in LINKS_GB_S],
+        )
+        for tokens in ANSWER_TOKENS
+    ]
+    return [*lines, Series("printed", LINKS_GB_S, [INTERRUPTED[rate][0]] * len(LINKS_GB_S), printed=True)]
+
+
+def adapter_bytes(rank: int) -> int:
+    """Return the bytes of an adapter of Llama-2-7B on q, k and v."""
+    geometry = profile_of(SEVEN_B).geometry
+    shapes = [geometry.modules[module] for module in ASSISTED_MODULES]
+    return geometry.layers * sum(shape.in_features + shape.out_features for shape in shapes) * rank * 2
+
+
+def gflop(tokens: int, rank: int) -> float:
+    """Return the operations of one layer's q, k and v adapters, in 10^9."""
+    return adapter_bytes(rank) / 2 / profile_of(SEVEN_B).geometry.layers * 2 * tokens / 1e9
+
+
+def free_host_rows(made: Sequence[Any]) -> list[list[Any]]:
+    """Return the means of CACHED, TOPPINGS, and TOPPINGS with a host that takes no time."""
+    rows, cached = [], made[: len(SEEDS)]
+    for number, name in enumerate((CACHED, OURS, f"{OURS}, free host")):
+        own, row = made[number * len(SEEDS) : (number + 1) * len(SEEDS)], [name]
+        for key in MEANS.values():
+            value, base = (float(np.mean([each[key] for each in some])) for some in (own, cached))
+            row += [f"{1e3 * value:.1f}", f"{increase(value, base):+.0f} %"]
+        rows.append(row)
+    return rows
+
+
+LARGEST_BATCH = 64
+"""The largest that the paper names (2.3)."""
+
+
+def heterogeneity() -> float:
+    """Return how many times longer a batch takes if one request has rank 64, and the others 8."""
+    one_large = decode_s(KernelForm.PADDED, LARGEST_BATCH, (64, *[8] * (LARGEST_BATCH - 1)))
+    return one_large / decode_s(KernelForm.PADDED, LARGEST_BATCH, (8,))
+
+
+def pipelined(rank: int, change: Callable[[float, float], float]) -> Figure:
+    """Return what loading in groups changes in the cold prefill of 256 tokens."""
+    runs = tuple(Run(cold_prefill_s, (preset, rank, 256), after=(CELL,)) for preset in ("toppings:one-group", OURS))
+    return Figure(runs, lambda made: change(made[0], made[1]))
+
+
+def interrupted(rate: int) -> dict[str, Figure]:
+    """Return the figures of on-demand loading at a rate."""
+    runs, cached = cases(f"{rate}/s", ON_DEMAND), cases(f"{rate}/s", CACHED)
+
+    def of(made: Sequence[Any]) -> Answer:
+        pairs = zip(made[: len(SEEDS)], made[len(SEEDS) :], strict=True)
+        return over_seeds([100 * interrupted_share(own, theirs) for own, theirs in pairs])
+
+    return {
+        f"mot-interrupt-share-rps{rate}": Figure((*runs, *cached), of),
+        f"mot-interrupt-count-rps{rate}": mean_of_seeds(runs, lambda made: float(made["interruptions"])),
+    }
+
+
+# --- the paper ---------------------------------------------------------------------------------------
+
+
+SERVER = {
+    "model, device": "Llama-2-7B on an A100 80 GB; S5 and S6: Llama-2-70B on four",
+    "steps": "7B: on the line through the printed prefills of 256 and 1,000 tokens; 70B: composed from Vidur's tables",
+    "LoRA": "BGMV and MBGMV with the slopes of Fig. 6; dLoRA's einsum 38.9 % of the base's computation",
+    "host cores": "the costs that 7.3's prefills of 64 and 256 tokens imply",
+    "memory": "unlimited for all, as 7.1 has it for CACHED",
+    "batching": "an arrival interrupts the decodes for a step of prompts (2.2)",
+    "arrivals": f"Poisson, {REQUESTS} requests a run",
+    "prompts": "log-normal, through the two printed quantiles of LMSYS-Chat-1M (256 and 1,000 tokens)",
+    "answers, link": "the chosen cell of the grid below",
+    "seeds": "five, the same for all presets",
+}
+INTERRUPTIONS = Measurement(
+    "Interruptions by loading on demand",
+    SERVER
+    | {
+        "adapters": "512 of rank 64, popular as Azure's functions",
+        "load": "3, 6 and 9 requests/s",
+        "interruption": "what each request takes longer than with CACHED, as a share of its serving time; the count is "
+        "of requests that begin while it decodes",
+        "grid": f"link {LINKS_GB_S} GB/s × mean answer {ANSWER_TOKENS} tokens",
+    },
+    {
+        **{claim: figure for rate in RATES for claim, figure in interrupted(rate).items()},
+        "head-interrupt": compared(increase, cases("9/s", ON_DEMAND), cases("9/s", CACHED), TPT),
+    },
+    plots=[
+        Plot(
+            f"Share of serving time lost to loads at {RATES[-1]} requests/s",
+            "link, GB/s",
+            "share of serving time, %",
+            GRID,
+            share_by_link,
+        )
+    ],
+    tables=[
+        Table(
+            "The whole grid, nearest cell first: mean share of serving time and median count of interruptions; the "
+            "distance is the mean absolute logarithm of ours over the printed figures",
+            ["link, GB/s", "load of rank 64, ms", "answer, tokens", *(f"{rate}/s" for rate in RATES), "distance"],
+            GRID,
+            grid_rows,
+        )
+    ],
+)
+SYNTHETIC = Measurement(
+    "Synthetic settings",
+    SERVER | {"adapters": "200, each request another one: always cold", "load": "S3: 9/s; S5, S6: 3/s"},
+    {
+        **of_settings(
+            ("s3-toppings", "S3", OURS, "ttft tpt e2e"),
+            ("s3-s-lora", "S3", S_LORA, "ttft tpt e2e"),
+            ("s3-dlora", "S3", DLORA, "ttft tpt e2e"),
+            ("s3-toppings-lowcpu", "S3", FEWER_CORES, "ttft tpt e2e"),
+            ("s5-s-lora", "S5", S_LORA, "ttft tpt e2e"),
+            ("s5-dlora", "S5", DLORA, "ttft tpt e2e"),
+            ("s5-toppings", "S5", OURS, "ttft tpt e2e"),
+        ),
+        **speedups("s6-toppings-vs-s-lora", "S6"),
+        "head-latency-max": compared(times, cases("S3", S_LORA), cases("S3", OURS), E2E),
+        "head-latency-avg": compared(times, cases("S3", S_LORA), cases("S3", OURS), E2E),
+        "head-latency-reduction": most_reduced(),
+        "head-ideal-overhead": over_cached("S3", OURS)["e2e"],
+        "mot-strawman-ttft": compared(times, cases("S3", STRAWMAN), cases("S3", CACHED), TTFT),
+        "mot-strawman-tpt": compared(times, cases("S3", STRAWMAN), cases("S3", CACHED), TPT),
+        "s3-toppings-cpu-time": Figure((Run(host_ms, after=(CELL,)),), lambda made: float(made[0])),
+    },
+    tables=[
+        Table(
+            "What the host's computing costs in S3: means without it, and over CACHED's",
+            ["preset", "TTFT, ms", "more", "TPT, ms", "more", "latency, ms", "more"],
+            (*cases("S3", CACHED), *cases("S3", OURS), *cases("S3, free host", OURS)),
+            free_host_rows,
+        )
+    ],
+)
+PRODUCTION = Measurement(
+    "Scaled production workload",
+    SERVER | {"adapters": "128, 256, 512 of rank 64, popular as Azure's functions", "load": "1.5, 3.6, 7.7 requests/s"},
+    {
+        **of_settings(
+            ("maf128-s-lora", "MAF 128", S_LORA, "ttft tpt e2e"),
+            ("maf128-dlora", "MAF 128", DLORA, "tpt e2e"),
+            ("maf128-toppings", "MAF 128", OURS, "ttft"),
+            ("maf256-dlora", "MAF 256", DLORA, "tpt e2e"),
+            ("maf512-s-lora", "MAF 512", S_LORA, "tpt e2e"),
+        ),
+        **speedups("maf512-toppings-vs-s-lora", "MAF 512"),
+    },
+)
+SCHEDULING = Measurement(
+    "Scheduling in clusters",
+    {
+        "servers": "8 of TOPPINGS' servers; simulation: 15 at 85/s with 10,000 functions, a quarter of 60 at 340/s "
+        "with 40,000",
+        "adapters": "200 of ranks 8, 16, 32, 64 on q, k and v, equally popular; simulation: as Azure's functions",
+        "models": f"PrePerf and DecPerf fitted to {PROFILED_REQUESTS:,} requests in batches of {BATCHES} and ranks "
+        f"{RANKS}, with noise for an R² of {R2}, of another seed than the runs",
+        "limit on TPT": "1.5 × the base model's: alone, or under the same load. Judged by the stricter one if Random "
+        "keeps 90 % at 30/s under it, else by the other; the table has both",
+        "first fit": f"packs fewer than {MAX_PACKED} requests in a step",
+        "window": "20 s of arrivals, simulation 15 s; the first fourth does not count",
+        "seeds": "five, the same for all schedulers",
+    },
+    {
+        "cluster-slo-rps40": attainment_gain("40/s"),
+        "cluster-slo-rps50": attainment_gain("50/s"),
+        "head-slo": best_attainment(),
+        **{
+            claim: compared(reduction, placed(SIMULATION, OURS), placed(SIMULATION, rival), TPT)
+            for claim, rival in (
+                ("sim-tpt-vs-dlora", BY_DLORA),
+                ("sim-tpt-vs-random", BY_CHANCE),
+                ("sim-tpt-vs-firstfit", FIRST_FIT),
+                ("head-tpt", FIRST_FIT),
+            )
+        },
+    },
+    tables=[
+        Table(
+            "Requests within the limit, by both readings, and mean TPT; with MBGMV last",
+            ["place", "scheduler", "schedules by", "within, alone, %", "within, loaded, %", "TPT, ms"],
+            tuple(run for shown in SHOWN for run in placed(*shown)),
+            attainment_rows,
+        )
+    ],
+)
+SINGLE = Measurement(
+    "Single steps and prefills",
+    {
+        "model, device": "Llama-2-7B on an A100 80 GB, printed steps",
+        "decode": "contexts of 128 tokens, each request its own adapter",
+        "heterogeneity": f"a batch of {LARGEST_BATCH}: one request of rank 64 and the others of 8, beside all of 8",
+        "cold prefill": "one prompt of 256 tokens on an idle server, in groups of layers beside one group",
+        "R²": f"of decode steps of mixed ranks and contexts, {PROFILED_REQUESTS:,} requests, without noise",
+    },
+    {
+        "toy-bgmv-i1": computed(lambda: 1e3 * decode_s(KernelForm.PADDED, 24, (32,))),
+        "toy-bgmv-i2": computed(lambda: 1e3 * decode_s(KernelForm.PADDED, 16, (64,))),
+        "toy-mbgmv-i1": computed(lambda: 1e3 * decode_s(KernelForm.UNPADDED, 24, (32,))),
+        "toy-mbgmv-i2": computed(lambda: 1e3 * decode_s(KernelForm.UNPADDED, 16, (64,))),
+        "head-heterogeneity": computed(heterogeneity),
+        "mot-heterogeneity-28": computed(lambda: increase(heterogeneity(), 1.0)),
+        "model-r2-bgmv": computed(lambda: determination(KernelForm.PADDED)),
+        "model-r2-mbgmv": computed(lambda: determination(KernelForm.UNPADDED)),
+        "micro-pipeline-r128": pipelined(128, times),
+        "micro-pipeline-r64": pipelined(64, times),
+        "design-pipeline": pipelined(128, lambda whole, grouped: reduction(grouped, whole)),
+        "mot-prefill-256": computed(lambda: 1e3 * PREFILL_S[256]),
+        "mot-prefill-1000": computed(lambda: 1e3 * PREFILL_S[1000]),
+        "mot-adapter-size": computed(lambda: adapter_bytes(64) / 2**20),
+        "mot-adapter-kv-tokens": computed(lambda: adapter_bytes(64) / profile_of(SEVEN_B).geometry.block_bytes(1)),
+        "mot-combinations": computed(lambda: float(sum(comb(4 + size, size) for size in range(1, 65)))),
+        "head-lora-load": computed(lambda: gflop(256, 64)),
+    },
+)
+HOST_COSTS = """
+Host cores cost what section 7.3 prints: with LoRA on the host on every layer a prefill of 64 tokens takes 61 ms and one
+of 256 tokens 126 ms, where the line through Fig. 4's prefills has 32 and 44 ms. The host computes layers until the load
+is ahead of it, and every decode waits for that, at each arrival. The last table of *Synthetic settings* has S3 with a
+host that costs nothing. How 7.2's overhead follows from 7.3's prefills, the paper does not say.
+""".strip()
+EINSUM_COSTS = """
+dLoRA prints the cost of its kernel in one setting, 38.9 % of the base's computation at rank 8, and it is taken to hold
+for any number of adapters and any rank. In S3 BGMV's 3.5 µs for each rank of a row cost CACHED as much, so dLoRA does
+not lose to it there; with 128 functions (`maf128-dlora-tpt`), where few requests run together, it comes out as printed.
+What dLoRA's kernel takes at rank 64 with tens of adapters in a step, neither paper prints.
+""".strip()
+CAUSES = {
+    **dict.fromkeys(
+        [
+            "head-ideal-overhead",
+            "maf128-toppings-ttft",
+            *(f"{prefix}-{name}" for prefix in ("s3-toppings", "s3-toppings-lowcpu", "s5-toppings") for name in MEANS),
+        ],
+        HOST_COSTS,
+    ),
+    **dict.fromkeys([f"s3-dlora-{name}" for name in MEANS], EINSUM_COSTS),
+    **dict.fromkeys(["maf256-dlora-tpt", "maf256-dlora-e2e"], EINSUM_COSTS),
+}
+
+PAPER = Paper(
+    about="""
+Everything here is modelled: the engine's own loop, memory and policies on a virtual clock. The paper prints neither
+its link nor the lengths of answers. Both come from a grid that was written down before it was run. Its cell is the one
+whose *on-demand loading*, a baseline, is nearest to what section 2.3 prints, and was fixed before `toppings` ran.
+`python -m benchmarks.papers run toppings` makes what is missing.
+""",
+    measurements=[INTERRUPTIONS, SYNTHETIC, PRODUCTION, SCHEDULING, SINGLE],
+    not_testable={
+        "head-invocation": Reason.MICROBENCHMARK,
+        "head-invocation-shm": Reason.MICROBENCHMARK,
+        "design-syncfree": Reason.MICROBENCHMARK,
+        "design-multicpu": Reason.MICROBENCHMARK,
+        "micro-syncfree-64-speedup": Reason.MICROBENCHMARK,
+        "micro-syncfree-64-native": Reason.MICROBENCHMARK,
+        "micro-syncfree-64-ours": Reason.INPUT,
+        "micro-syncfree-256-speedup": Reason.MICROBENCHMARK,
+        "micro-syncfree-256-native": Reason.MICROBENCHMARK,
+        "micro-syncfree-256-ours": Reason.INPUT,
+        "model-infer-sec5": Reason.MICROBENCHMARK,
+        "model-infer-sec74": Reason.MICROBENCHMARK,
+        "mot-lmsys-p90": Reason.INPUT,
+        "mot-lmsys-p99": Reason.INPUT,
+        "toy-slo": Reason.INPUT,
+        "s3-s-lora-gpu-util": Reason.COUNTER,
+        "s3-s-lora-cpu-util": Reason.COUNTER,
+        "s3-dlora-gpu-util": Reason.COUNTER,
+        "s3-dlora-cpu-util": Reason.COUNTER,
+        "s3-toppings-gpu-util": Reason.COUNTER,
+        "s3-toppings-cpu-util": Reason.COUNTER,
+    },
+    causes=CAUSES,
+)

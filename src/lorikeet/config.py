@@ -118,7 +118,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         link_bytes_per_s: declared bandwidth between host and device, in each direction. Copies of the CPU backend,
             which are faster than any real link, are slowed down to it; 0 does not limit them.
         block_size: tokens of KV in a block.
-        max_num_seqs: most sequences that hold blocks at the same time.
+        max_num_seqs: most sequences in a step. Those that a batching mode lets wait keep their blocks beside them.
         max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks.
         num_scheduler_steps: most identical decode steps in one plan. On a GPU tokens are returned after each step, and
             an arriving request ends the plan; there, plans have up to 32 steps while no request waits, unless this

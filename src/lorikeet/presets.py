@@ -87,6 +87,17 @@ class HostLayers(StrEnum):
     """On the layers of the first group; for the others the prefill waits."""
 
 
+class MigrationProblem(StrEnum):
+    """Which problem is solved to move requests and adapters between replicas (dLoRA, section 5.2)."""
+
+    RELAXED = "relaxed"
+    """Requests may be split until the end, and memory that is short costs time for swapping."""
+    FULL = "full"
+    """The integer program: whole requests, each in the memory of a device or a host."""
+    PRINTED_FACTOR = "printed-factor"
+    """As ``relaxed``, with the printed migration factor, which does not tell staying from moving."""
+
+
 class PreemptedKv(StrEnum):
     """What happens to the KV of a preempted sequence."""
 
@@ -108,6 +119,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         memory_split: whether adapters and KV share all blocks of the device, or each has a fixed part.
         adapter_share: share of the device for adapters if ``memory_split`` is ``static``.
         padded_slots: whether every adapter takes as many blocks as the largest registered one.
+        adapter_chain: whether an adapter is a chain of nodes of one block, which is evicted from its end as far as
+            blocks are needed, and completed when the adapter is loaded. Else it is one node, moved as one.
         keep_adapters: whether an adapter stays cached after its last running request, until its blocks are needed.
         dependency_tree: whether KV is evicted before its adapter, and later KV before earlier. Else any unneeded node
             may be evicted, and KV may stay without its adapter.
@@ -118,6 +131,9 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         evict_to: share of the device that stays in use when the swapper evicts from a full device.
         admission: which of the waiting requests is tried next.
         max_step_adapters: most adapters in one step; 0 for no limit.
+        prefill_apart: whether prompts are computed in steps of their own, while decodes wait; else beside decodes.
+        decodes_between_prefills: while sequences run, requests are admitted only after so many decode steps since the
+            last prefill.
         preempted_kv: what happens to the KV of a preempted sequence.
         batching_mode: which requests run together, and whether their adapter is merged into the base weights.
         merge_by: how the merged adapter is changed.
@@ -131,6 +147,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         routing: which of the replicas placed for its adapter gets a request.
         pool_prefetch: whether replicas fetch newly placed adapters immediately; else with the first request.
         comigration: whether requests and their adapters move together from busy replicas to idle ones.
+        comigration_problem: which problem says what moves.
     """
 
     kernel_form: KernelForm = KernelForm.UNPADDED
@@ -139,6 +156,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_split: MemorySplit = MemorySplit.UNIFIED
     adapter_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.2
     padded_slots: bool = False
+    adapter_chain: bool = False
     keep_adapters: bool = True
     dependency_tree: bool = True
     eviction: str = "lru"
@@ -148,6 +166,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evict_to: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
     admission: str = "fifo"
     max_step_adapters: Count = 0
+    prefill_apart: bool = False
+    decodes_between_prefills: Count = 0
     preempted_kv: PreemptedKv = PreemptedKv.CHEAPER
     batching_mode: str = "unmerged"
     merge_by: MergeBy = MergeBy.DELTA
@@ -160,6 +180,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     routing: str = "least-loaded"
     pool_prefetch: bool = False
     comigration: bool = False
+    comigration_problem: MigrationProblem = MigrationProblem.RELAXED
 
 
 def _but(preset: Preset, **options: Any) -> Preset:
@@ -168,13 +189,21 @@ def _but(preset: Preset, **options: Any) -> Preset:
 
 
 _PLAIN = Preset(routing="kv-affinity")
-_AUTO = _but(_PLAIN, host_kv=HostKv.AHEAD, prefetch="newest-first", swap_interval_s=0.1, admission="bounded-sjf")
-_ELORA = Preset(eviction="elora", prefetch="best-first", swap_interval_s=0.1)
+_AUTO = _but(
+    _PLAIN,
+    host_kv=HostKv.AHEAD,
+    preempted_kv=PreemptedKv.KEPT,  # at no cost: it is evicted as other KV, without a copy
+    prefetch="newest-first",
+    swap_interval_s=0.1,
+    admission="bounded-sjf",
+)
+_ELORA = Preset(adapter_chain=True, eviction="elora", prefetch="best-first", swap_interval_s=0.1)
 _CHAMELEON = Preset(
     kv_after_finish=KvAfterFinish.DROPPED,
     eviction="chameleon",
     prefetch="queue",
     admission="chameleon",
+    prefill_apart=True,
     cold_start=ColdStart.BLOCK,
 )
 _DLORA = Preset(
@@ -198,11 +227,14 @@ _ON_DEMAND = Preset(
 _VLLM = Preset(memory_split=MemorySplit.STATIC, padded_slots=True, dependency_tree=False)
 
 
-_CACHE_ALONE = _but(_CHAMELEON, admission="fifo")
+_CACHE_ALONE = _but(_CHAMELEON, admission="s-lora")
 _NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
 _S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
-_TOPPINGS = _but(_ON_DEMAND, cold_start=ColdStart.ASSIST, routing="toppings")
-_LORASERVE = _but(_S_LORA, kernel_form=KernelForm.PADDED, placement="loraserve", routing="table")
+# TOPPINGS and its baselines compute prompts in steps of their own: a request that arrives interrupts the decodes
+# (section 2.2).
+_PREFILL_APART = _but(_ON_DEMAND, prefill_apart=True)
+_TOPPINGS = _but(_PREFILL_APART, cold_start=ColdStart.ASSIST, routing="toppings")
+_LORASERVE = _but(_ON_DEMAND, prefetch="queue", placement="loraserve", routing="table")
 _REPLICATED = _but(_LORASERVE, placement="everywhere", pool_prefetch=True)
 _UNMANAGED: dict[str, Any] = {
     "placement": "everywhere",
@@ -235,6 +267,9 @@ PRESETS: dict[str, Preset] = {
     "lorikeet:priority": _but(_AUTO, admission="priority"),
     # Requests by the deadline of their first token.
     "lorikeet:deadline": _but(_AUTO, admission="deadline"),
+    # Small requests first, by a multi-level queue with token quotas: Chameleon's, changed where memory stays empty or
+    # large requests starve. Mean TTFT falls, P99 may rise: docs/decisions/chameleon-queues.md.
+    "lorikeet:size-aware": _but(_AUTO, admission="size-aware"),
     # Routing to the replica that has most of the prompt's KV; another name of lorikeet:auto.
     "lorikeet:kv-affinity": _AUTO,
     # Routing to replicas that have the adapter loaded.
@@ -245,30 +280,34 @@ PRESETS: dict[str, Preset] = {
     "lorikeet:round-robin": _but(_AUTO, routing="round-robin"),
     # Routing to a random replica.
     "lorikeet:random": _but(_AUTO, routing="random"),
-    # ELORA: KV and adapters in one dependency tree, evicted and prefetched by its cost model; then its ablations.
+    # ELORA's tree, pool and prefetch with LRU in place of its cost model, and adapters moved as one.
+    "lorikeet:tree-lru": Preset(eviction="lru", prefetch="newest-first", swap_interval_s=0.1),
+    # LoRAServe, with replicas of one rank that share its adapters, the least work instead of a draw, and overflow to
+    # other ranks: shorter TTFT tails, for more copies of adapters (docs/decisions/loraserve-placement.md).
+    "lorikeet:rank-groups": _but(_LORASERVE, placement="rank-groups", routing="placed-work"),
+    # dLoRA, with merged turns for starving adapters, and thresholds and times learned while serving: lower latency
+    # below saturation, and on machines where LoRA costs several times the base model (docs/decisions/batching-mode.md).
+    "lorikeet:merge-turns": _but(_DLORA, batching_mode="merge-turns"),
+    # ELORA as printed: KV and adapters in one tree, evicted and prefetched by its cost model, t in seconds, adapters as
+    # chains of blocks. Then without the tree (flat tables), the swapper's model (LRU), Eq. 4, visits or recency; with
+    # other policies in place of the model; and S-LoRA as the paper measures it.
     "elora": _ELORA,
-    "elora:literal": _but(_ELORA, eviction="elora:literal"),
-    "elora:tau-1": _but(_ELORA, eviction="elora:tau-1"),
-    "elora:tau-10": _but(_ELORA, eviction="elora:tau-10"),
-    "elora:tau-300": _but(_ELORA, eviction="elora:tau-300"),
-    "elora:wom": _but(_ELORA, dependency_tree=False, prefetch="best-first:flat"),
+    "elora:wom": _but(_ELORA, dependency_tree=False, eviction="elora:wom", prefetch="best-first:flat"),
     "elora:wos": _but(_ELORA, eviction="lru", prefetch="newest-first"),
     "elora:wol": _but(_ELORA, eviction="elora:wol"),
-    "elora:woc": _but(_ELORA, eviction="elora:woc"),
     "elora:wov": _but(_ELORA, eviction="elora:wov"),
     "elora:wou": _but(_ELORA, eviction="elora:wou"),
-    "elora:bfs": _but(_ELORA, eviction="bfs", prefetch="branches"),
+    "elora:bfs": _but(_ELORA, adapter_chain=False, eviction="bfs", prefetch="branches"),
     "elora:rrip": _but(_ELORA, eviction="rrip", prefetch="newest-first"),
     "elora:hawkeye": _but(_ELORA, eviction="hawkeye", prefetch="newest-first"),
     "elora:halp": _but(_ELORA, eviction="halp", prefetch="newest-first"),
     "elora:s-lora": Preset(kv_after_finish=KvAfterFinish.DROPPED),
-    # vLLM: a fixed number of adapter slots, the rest of the memory for KV.
+    # vLLM: a fixed number of adapter slots, the rest of the memory for KV; evicted KV goes to the host, or is gone.
     "vllm-static": _VLLM,
     "vllm-static:discard": _but(_VLLM, host_kv=HostKv.NONE),
-    # Chameleon: an adapter cache, and a multi-level queue by request size; then its ablations and baselines.
+    # Chameleon as printed: an adapter cache, and a multi-level queue by request size; then its ablations, and S-LoRA
+    # with its own batching, on which the paper builds.
     "chameleon": _CHAMELEON,
-    "chameleon:literal": _but(_CHAMELEON, admission="chameleon:literal"),
-    "chameleon:lazy": _but(_CHAMELEON, admission="chameleon:lazy"),
     "chameleon:output-only": _but(_CHAMELEON, admission="chameleon:output-only"),
     "chameleon:no-cache": _but(_CHAMELEON, **_NO_CACHE),
     "chameleon:no-scheduler": _CACHE_ALONE,
@@ -278,13 +317,20 @@ PRESETS: dict[str, Preset] = {
     "chameleon:fairshare-full": _but(_CHAMELEON, eviction="chameleon:fairshare"),
     "chameleon:prefetch": _but(_CHAMELEON, prefetch="histogram"),
     "chameleon:s-lora": _S_LORA,
+    # As its published code batches: requests are admitted after ten decode steps. The paper has both systems admit in
+    # every iteration.
+    "chameleon:s-lora-code": _but(_S_LORA, decodes_between_prefills=10),
     "chameleon:sjf": _but(_S_LORA, admission="sjf"),
     "chameleon:sjf-aging": _but(_S_LORA, admission="sjf:aging"),
-    # dLoRA: merged and unmerged batches in turn, proactive placement, co-migration; then its ablations and baselines.
+    # dLoRA as printed: merged and unmerged batches, placement by burst tolerance, co-migration; then credits of other
+    # sizes, its ablations and its baselines.
     "dlora": _DLORA,
     "dlora:no-credits": _but(_DLORA, batching_mode="dlora:no-credits"),
     "dlora:no-tuning": _but(_DLORA, batching_mode="dlora:no-tuning"),
-    "dlora:alone": _but(_DLORA, batching_mode="dlora:alone"),
+    "dlora:patience-64": _but(_DLORA, batching_mode="dlora:patience-64"),
+    "dlora:patience-16384": _but(_DLORA, batching_mode="dlora:patience-16384"),
+    "dlora:full-ilp": _but(_DLORA, comigration_problem=MigrationProblem.FULL),
+    "dlora:printed-factor": _but(_DLORA, comigration_problem=MigrationProblem.PRINTED_FACTOR),
     "dlora:proactive": _but(_DLORA, comigration=False),
     "dlora:rr": _but(_DLORA, routing="round-robin", comigration=False),
     "merged-only": _but(_DLORA, batching_mode="merged-only"),
@@ -292,32 +338,58 @@ PRESETS: dict[str, Preset] = {
     "dlora:peft": _but(_DLORA, **_UNMANAGED, batching_mode="one-adapter", kernel_form=KernelForm.UNPADDED),
     "dlora:vllm-uniform": _but(
         _DLORA,
-        batching_mode="whole-models",
+        batching_mode="whole-models:1-s",
         merge_by=MergeBy.MODEL,
         placement="random",
         routing="table",
         comigration=False,
     ),
-    "dlora:s-lora": _but(_DLORA, **_UNMANAGED, batching_mode="unmerged", kernel_form=KernelForm.UNPADDED),
-    # TOPPINGS: host cores assist prefills while their adapter is loaded; then its variants and baselines.
+    "dlora:s-lora": _but(
+        _DLORA,
+        **_UNMANAGED,
+        batching_mode="unmerged",
+        kernel_form=KernelForm.UNPADDED,
+        admission="s-lora",
+        prefill_apart=True,
+        decodes_between_prefills=10,
+    ),
+    # TOPPINGS as printed: host cores compute LoRA of a prefill on layers whose weights have not arrived, BGMV computes
+    # the rest, and an adapter stays while a request uses it. Requests go where Algorithm 1 says. The paper leaves open
+    # what an empty queue costs: here what the sum of equation 2 gives for no requests.
     "toppings": _TOPPINGS,
-    "toppings:auto": _but(_TOPPINGS, cold_start=ColdStart.AUTO),
+    # As toppings, by the other reading of equation 2: an empty queue costs nothing.
+    "toppings:empty-free": _but(_TOPPINGS, routing="toppings:empty-free"),
+    # The adapter arrives as one group (M = 1 in sections 4.1 and 7.3).
     "toppings:one-group": _but(_TOPPINGS, layer_groups=LayerGroups.ONE),
-    "toppings:patient": _but(_TOPPINGS, host_layers=HostLayers.PATIENT),
+    # Which layers the host computes is planned, instead of what has not arrived (section 4.1).
     "toppings:static": _but(_TOPPINGS, host_layers=HostLayers.STATIC),
+    # Each host core gets four times as many tokens (section 7.2, S3).
     "toppings:fewer-cores": _but(_TOPPINGS, host_chunk=4),
+    # The schedulers of section 7.4, on TOPPINGS' servers: dLoRA's, first fit, random.
     "toppings:dlora": _but(_TOPPINGS, routing="dlora", comigration=True),
     "toppings:first-fit": _but(_TOPPINGS, routing="first-fit"),
     "toppings:random": _but(_TOPPINGS, routing="random"),
-    "toppings:empty-free": _but(_TOPPINGS, routing="toppings:empty-free"),
-    "toppings:on-demand": _ON_DEMAND,
-    "toppings:strawman": _but(_ON_DEMAND, cold_start=ColdStart.WAIT),
-    "toppings:s-lora": _but(_ON_DEMAND, kernel_form=KernelForm.UNPADDED),
-    "cached": _but(_ON_DEMAND, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
-    # LoRAServe: placement of adapters on replicas by rank and demand; then its variants and baselines.
-    "loraserve": _but(_LORASERVE, routing="loraserve"),
-    "loraserve:literal": _but(_LORASERVE, placement="loraserve:literal"),
-    "loraserve:prefetch": _but(_LORASERVE, routing="loraserve", pool_prefetch=True),
+    # All requests wait while an adapter is loaded for a prefill, as in section 2.3.
+    "toppings:on-demand": _PREFILL_APART,
+    # Decodes go on while it is loaded, and its prefill begins then (section 4, "strawman").
+    "toppings:strawman": _but(_PREFILL_APART, cold_start=ColdStart.WAIT),
+    # S-LoRA as TOPPINGS has it: on demand, with MBGMV.
+    "toppings:s-lora": _but(_PREFILL_APART, kernel_form=KernelForm.UNPADDED),
+    # All adapters are on the device (section 7.1).
+    "cached": _but(_PREFILL_APART, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
+    # TOPPINGS' servers, but the host assists only if the first token comes sooner with it than after a whole load, and
+    # prompts run beside decodes. Wins where links are fast, prompts long, or cores few.
+    "lorikeet:assist": _but(_TOPPINGS, cold_start=ColdStart.AUTO, prefill_apart=False),
+    # The same with a host that waits for a layer which arrives before it would be done.
+    "lorikeet:assist-patient": _but(
+        _TOPPINGS,
+        cold_start=ColdStart.AUTO,
+        host_layers=HostLayers.PATIENT,
+        prefill_apart=False,
+    ),
+    # LoRAServe as printed: placement of adapters on replicas by rank and demand; then a variant and its baselines.
+    "loraserve": _LORASERVE,
+    "loraserve:prefetch": _but(_LORASERVE, pool_prefetch=True),
     "loraserve:random": _but(_LORASERVE, placement="random"),
     "loraserve:random-iid": _but(_LORASERVE, placement="random-iid"),
     "loraserve:contiguous": _but(_LORASERVE, placement="contiguous"),
@@ -333,10 +405,23 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Allowed values of the options that are not policies with tables."""
 
-_CLUSTER_OPTIONS = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration")
+_CLUSTER_OPTIONS = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration", "comigration_problem")
 
 MERGING_MODES = frozenset(
-    {"dlora", "dlora:no-credits", "dlora:no-tuning", "dlora:alone", "merged-only", "whole-models"}
+    {
+        "dlora",
+        "dlora:no-credits",
+        "dlora:no-tuning",
+        "dlora:patience-64",
+        "dlora:patience-16384",
+        "merge-turns",
+        "merged-only",
+        "whole-models",
+        "whole-models:0-s",
+        "whole-models:0.1-s",
+        "whole-models:1-s",
+        "whole-models:10-s",
+    }
 )
 """Batching modes that may merge an adapter into the base weights; ranks keep unmerged copies only for them."""
 

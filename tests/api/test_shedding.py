@@ -166,7 +166,7 @@ def test_time_that_passed_since_the_arrival_counts() -> None:
     ("admission", "waiting", "new", "ahead"),
     [
         ("fifo", {"priority": 9}, {"priority": 0}, 10),
-        ("chameleon:lazy", {"tokens": 9}, {"tokens": 8}, 10),
+        ("size-aware", {"tokens": 9}, {"tokens": 8}, 10),
         ("priority", {"priority": 1}, {"priority": 0}, 0),
         ("priority", {"priority": 1}, {"priority": 1}, 10),
         ("deadline", {"slo": Slo(ttft_s=9.0)}, {"slo": Slo(ttft_s=1.0)}, 0),

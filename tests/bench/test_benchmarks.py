@@ -11,15 +11,14 @@ import pytest
 
 from benchmarks import faults, gpu, steps
 from benchmarks.harness import in_turns, print_table
-from benchmarks.papers import chameleon, dlora, elora, loraserve, toppings
+from benchmarks.papers import dlora, loraserve
 from benchmarks.papers.runs import Options, highest, peak
 from benchmarks.request_path import show
 from lorikeet.bench.model_shapes import MODEL_SHAPES
 from lorikeet.bench.synthetic import PAPER_RANKS
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
-from lorikeet.costs.catalog import load_profile
-from lorikeet.costs.profile import OperatingLoads, encode_profile
+from lorikeet.costs.profile import OperatingLoads
 from tests.support import hostile_clients as hostile
 
 SMALL = MODEL_SHAPES["llama-2-7b"] | {
@@ -122,7 +121,7 @@ def test_the_parts_for_a_gpu_run_on_a_cpu(
     printed = capsys.readouterr().out
     assert "decode, 4 rows at 8" in printed
     assert "prefill, 2 adapters on 64 tokens" in printed
-    assert "toppings:auto" in printed
+    assert "lorikeet:assist" in printed
 
 
 def test_what_the_host_adds_is_measured_on_a_device_that_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,22 +141,6 @@ def test_a_short_run_of_dlora() -> None:
     assert dlora.run_at("dlora", 10, 2.0, 20)["latency_per_token_s"] > 0
     assert dlora.run_at("merged-only", dlora.PHASES, 2.0, 20)["latency_per_token_s"] > 0
     assert dlora.run_cluster_at("dlora:rr", 2.0, 7, 5.0)["ttft_mean_s"] > 0
-
-
-def test_a_short_run_of_toppings() -> None:
-    assert toppings.run_case("S3", toppings.OURS, toppings.LINK_BYTES_PER_S, 10)["tpt_mean_s"] > 0
-    assert 0 <= toppings.run_place("30/s", "toppings:random", 0.1, 1, 2.0)["within"][0] <= 1
-
-
-def test_a_short_run_of_chameleon() -> None:
-    assert chameleon.run_at(chameleon.OURS, 1.0, 20, "oracle:0.8")["adapter_hit_rate"] is not None
-    growing = {"ttft_s": [0.5 * i for i in range(30)]}
-    assert chameleon.growth_of(growing, rate=1.0) == pytest.approx(0.5)
-
-
-def test_a_short_run_of_elora() -> None:
-    profile = encode_profile(load_profile("a40-llama-2-7b"))
-    assert elora.run_conversations(profile, elora.OURS, 5.0, 20)["completed"] >= 20
 
 
 def test_a_short_run_of_loraserve() -> None:
@@ -197,19 +180,13 @@ class CannedRuns:
     def _of(self, function: str) -> Any:
         if function.startswith(("find", "limit")):
             return 2.0
-        if function == "run_large":
-            presets = elora.LARGE_PRESETS
-            return {"peaks": dict.fromkeys(presets, 2.0), "loads": {preset: [FIGURES, FIGURES] for preset in presets}}
         return FIGURES
 
 
 @pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize("paper", [elora, chameleon, toppings, dlora, loraserve], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("paper", [dlora, loraserve], ids=lambda each: each.__name__)
 def test_every_paper_prints_its_tables(
     paper: Any, quick: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(elora, "run_conversations", lambda *arguments: FIGURES)
-    monkeypatch.setattr(chameleon, "run_at", lambda *arguments: FIGURES)
-    monkeypatch.setattr(chameleon, "alone", lambda: [["8", "1", "2", "3"]])
     paper.run(CannedRuns(), Options(quick, Namespace(live=False)))
     assert "paper" in capsys.readouterr().out

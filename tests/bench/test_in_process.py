@@ -37,7 +37,7 @@ class Seen(RunObserver):
 
 
 def replica(**engine: object) -> StartedReplica:
-    given = {"num_scheduler_steps": 1, **engine}
+    given = {"num_scheduler_steps": 1, "host_memory_bytes": 0, **engine}
     return modelled_replica(Settings(ModelSettings(), EngineSettings(**given)), round_profile())  # type: ignore[arg-type]
 
 

@@ -2,7 +2,6 @@
 
 import msgspec
 import pytest
-from structlog.testing import capture_logs
 
 from lorikeet.cluster.build import (
     ClusterOptions,
@@ -12,14 +11,13 @@ from lorikeet.cluster.build import (
     loads_that_fit,
     performance_models,
 )
-from lorikeet.cluster.open import note_profile
 from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
 from lorikeet.cluster.placement.burst import BurstTolerance
 from lorikeet.cluster.placement.loraserve import LoRAServe
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.dlora import PendingTime
 from lorikeet.cluster.routing.toppings import Toppings
-from lorikeet.config import ConfigError, EngineSettings, ExecutorKind
+from lorikeet.config import ConfigError
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 from lorikeet.costs.catalog import load_profile
@@ -52,7 +50,7 @@ def test_every_row_places_and_routes_with_a_published_profile(name: str, publish
     router.table = placement.place(DEMANDS_B, 0.0)
     assert router.table.shares.keys() == {demand.adapter for demand in DEMANDS_B}
     fleet = fleet_of(*REPLICAS)
-    may_leave = PRESETS[name].routing in ("loraserve", "dlora")  # when the named ones are busy
+    may_leave = PRESETS[name].routing in ("placed-work", "dlora")  # when the named ones are busy
     for demand in DEMANDS_B:
         adapter, named = demand.adapter, router.table.replicas(demand.adapter)
         if may_leave:
@@ -82,8 +80,7 @@ def test_rows_that_need_no_profile_do_without() -> None:
     assert {routing for routing, _ in built}.isdisjoint(by_costs)
     assert {placement for _, placement in built} == {"everywhere", "random", "random-iid", "contiguous"}
     assert all(
-        routing in by_costs or placement in ("loraserve", "loraserve:literal", "dlora")
-        for routing, placement in refused
+        routing in by_costs or placement in ("loraserve", "rank-groups", "dlora") for routing, placement in refused
     )
 
 
@@ -254,7 +251,7 @@ def test_without_a_profile_operating_points_may_come_with_the_options() -> None:
     assert build_placement(PRESETS["loraserve"], REPLICAS, None, OPTIONS).place(DEMANDS_B, 0.0).replicas(digest("8.0"))
 
 
-@pytest.mark.parametrize("name", ["loraserve", "loraserve:literal", "dlora"])
+@pytest.mark.parametrize("name", ["loraserve", "rank-groups", "dlora"])
 def test_a_placement_made_by_hand_says_what_it_lacks(name: str) -> None:
     with pytest.raises(ValueError, match="needs"):
         PLACEMENT[name](REPLICAS, PlacementOptions())
@@ -264,18 +261,3 @@ def test_a_target_of_zero_is_none() -> None:
     assert ClusterOptions().slo == Slo()
     assert ClusterOptions(ttft_s=0.5).slo == Slo(ttft_s=0.5)
     assert ClusterOptions(ttft_s=10.0, e2e_s=60.0).slo == Slo(ttft_s=10.0, e2e_s=60.0)
-
-
-@pytest.mark.parametrize(
-    ("profile", "engine", "warns"),
-    [
-        ("a40-llama-2-7b", EngineSettings(device="cpu"), True),
-        ("a40-llama-2-7b", EngineSettings(device="cuda"), False),
-        ("a40-llama-2-7b", EngineSettings(executor=ExecutorKind.PACED), False),
-    ],
-)
-def test_another_devices_profile_is_not_taken_silently(profile: str, engine: EngineSettings, warns: bool) -> None:
-    with capture_logs() as logs:
-        note_profile(load_profile(profile), engine)
-    assert logs[0]["device"] == load_profile(profile).device
-    assert [entry["log_level"] for entry in logs[1:]] == ["warning"] * warns

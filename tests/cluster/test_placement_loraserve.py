@@ -3,13 +3,14 @@
 import random
 from itertools import permutations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.placement.loraserve import (
-    LITERAL,
+    RANK_GROUPS,
     LoadPacking,
     LoRAServe,
     LoRAServeParams,
@@ -38,7 +39,7 @@ from tests.support.placement import (
 )
 from tests.support.step_counts import examples
 
-NO_HYSTERESIS = LoRAServeParams(hysteresis=None)
+NO_HYSTERESIS = msgspec.structs.replace(RANK_GROUPS, hysteresis=None)
 
 
 def bins_of(packing: LoadPacking) -> list[dict[str, float]]:
@@ -56,7 +57,6 @@ def test_example_a_splits_an_adapter_and_merges_a_leftover_with_its_other_part()
         {"a1": 0.1667, "a2": 1.0},
     ]
     assert packing.utilisations == pytest.approx([1.0, 0.60, 0.75, 0.65])
-    assert bins_of(packing_of(DEMANDS_A, 4, POINTS_A, literal=True)) == bins_of(packing)
 
 
 def test_example_b_trims_the_rank_that_gained_most_from_rounding() -> None:
@@ -67,12 +67,6 @@ def test_example_b_trims_the_rank_that_gained_most_from_rounding() -> None:
     homes = {str(adapter): number for number, content in enumerate(packing.bins) for adapter in content}
     assert [homes[f"8.{number}"] for number in range(5)] == [1, 2, 2, 3, 3]
     assert packing.bins[0][digest("128.4")] == pytest.approx(1)
-
-
-def test_example_b_literal_sends_all_of_rank_8_to_the_largest_rank() -> None:
-    packing = packing_of(DEMANDS_B, 4, POINTS_B, literal=True)
-    assert {f"8.{number}" for number in range(5)} < packing.bins[0].keys()
-    assert packing.utilisations[0] == pytest.approx(2.0)
 
 
 def test_example_c_fills_spare_replicas_with_leftovers() -> None:
@@ -86,10 +80,6 @@ def test_example_c_fills_spare_replicas_with_leftovers() -> None:
         {"x": 1.0, "y": 1.0},
     ]
     assert packing.utilisations == pytest.approx([1.0, 1.0, 1.2, 0.8])
-
-
-def test_example_c_literal_leaves_replicas_idle() -> None:
-    assert packing_of(DEMANDS_C, 4, LEVEL, literal=True).utilisations == pytest.approx([3.0, 1.0, 0.0, 0.0])
 
 
 def test_example_d_moves_two_of_five_adapters() -> None:
@@ -145,13 +135,13 @@ def test_slivers_are_not_cut_off() -> None:
     # 1.005 bins of one adapter, then one that fits: a copy for half a percent is not worth it.
     packing = packing_of(demands_of({8: {"hot": 1005, "rest": 995}}), 2, LEVEL)
     assert bins_of(packing) == [{"hot": 1.0}, {"rest": 1.0}]
-    exact = LoadPacking(demands_of({8: {"hot": 1005, "rest": 995}}), 2, LEVEL, PackingParams(min_fraction=0, group=1))
+    exact = LoadPacking(demands_of({8: {"hot": 1005, "rest": 995}}), 2, LEVEL, PackingParams())
     assert bins_of(exact) == [{"hot": 0.995}, {"hot": 0.005, "rest": 1.0}]
 
 
 def test_replicas_of_a_rank_share_its_adapters_but_for_small_ones() -> None:
     packing = LoadPacking(
-        demands_of({8: {"hot": 1900, "warm": 1000, "cold": 60, "cool": 40}}), 3, LEVEL, PackingParams()
+        demands_of({8: {"hot": 1900, "warm": 1000, "cold": 60, "cool": 40}}), 3, LEVEL, RANK_GROUPS.packing
     )
     third = pytest.approx(1 / 3)
     assert packing.bins == [
@@ -164,7 +154,9 @@ def test_replicas_of_a_rank_share_its_adapters_but_for_small_ones() -> None:
 def test_groups_are_few_and_as_large_as_each_other() -> None:
     assert [list(group) for group in groups_of(range(2, 9), 3)] == [[2, 3], [4, 5], [6, 7, 8]]
     assert list(groups_of(range(5, 5), 3)) == []
-    packing = LoadPacking(demands_of({8: {"hot": 3000, "warm": 1000}}), 4, LEVEL, PackingParams(group=2))
+    packing = LoadPacking(
+        demands_of({8: {"hot": 3000, "warm": 1000}}), 4, LEVEL, PackingParams(group=2, whole_below=0.1)
+    )
     assert bins_of(packing) == [{"hot": 0.3333}, {"hot": 0.3333}, *[{"hot": 0.1667, "warm": 0.5}] * 2]
 
 
@@ -178,7 +170,7 @@ def test_silent_adapters_count_for_a_part_of_the_mean() -> None:
     assert [each.tokens_per_s for each in floored(demands, 0.05)] == pytest.approx([100, 1.7, 2])
 
 
-@pytest.mark.parametrize("params", [LoRAServeParams(), LITERAL])
+@pytest.mark.parametrize("params", [RANK_GROUPS, LoRAServeParams()])
 def test_without_any_demand_the_placement_stays(params: LoRAServeParams) -> None:
     placement = LoRAServe(replicas_of(4), POINTS_A, params)
     silent = [demand._replace(tokens_per_s=0.0) for demand in DEMANDS_A]
@@ -193,14 +185,14 @@ def equal(demands: list[AdapterDemand]) -> list[AdapterDemand]:
     return [demand._replace(tokens_per_s=8.0) for demand in demands]
 
 
-def test_literal_variant_places_adapters_without_demand() -> None:
+def test_adapters_without_demand_are_placed() -> None:
     demands = demands_of({8: {"a": 100, "silent": 0}, 16: {"never": 0}})
-    table = LoRAServe(replicas_of(2), LEVEL, LITERAL).place(demands, 0.0)
+    table = LoRAServe(replicas_of(2), LEVEL).place(demands, 0.0)
     assert table.shares.keys() == {"a", "silent", "never"}
 
 
 def test_hysteresis_keeps_a_placement_that_is_nearly_as_good() -> None:
-    placement = LoRAServe(replicas_of(4), POINTS_A, LoRAServeParams(hysteresis=0.1))
+    placement = LoRAServe(replicas_of(4), POINTS_A, RANK_GROUPS)
     first = placement.place(DEMANDS_A, 0.0)
     drifted = [demand._replace(tokens_per_s=demand.tokens_per_s * 1.05) for demand in DEMANDS_A[:2]] + DEMANDS_A[2:]
     assert placement.place(drifted, 1.0) is first
@@ -210,7 +202,7 @@ def test_hysteresis_keeps_a_placement_that_is_nearly_as_good() -> None:
 
 def test_hysteresis_keeps_no_replica_idle_that_has_joined() -> None:
     demands = [demand_of(f"a{number:02}", 8, 100) for number in range(60)]
-    placement = LoRAServe(replicas_of(12), LEVEL)
+    placement = LoRAServe(replicas_of(12), LEVEL, RANK_GROUPS)
     first = placement.place(demands, 0.0)
     placement.replicas = replicas_of(13)
     silent = [demand._replace(tokens_per_s=0.0) for demand in demands]
@@ -220,16 +212,16 @@ def test_hysteresis_keeps_no_replica_idle_that_has_joined() -> None:
     drifted = [demands[0]._replace(tokens_per_s=104.0), *demands[1:]]
     assert placement.place(drifted, 3.0) is second, "it counts again"
 
-    later = LoRAServe(replicas_of(14), LEVEL)
+    later = LoRAServe(replicas_of(14), LEVEL, RANK_GROUPS)
     later.resume(second)
     assert {replica for _, replica in later.place(demands, 4.0).pairs()} == {*replicas_of(14)}, "while nobody looked"
-    again = LoRAServe(replicas_of(13), LEVEL)
+    again = LoRAServe(replicas_of(13), LEVEL, RANK_GROUPS)
     again.resume(second)
     assert again.place(drifted, 4.0) is second
 
 
 def test_an_adapter_that_comes_or_goes_moves_no_other() -> None:
-    placement = LoRAServe(replicas_of(4), POINTS_A)
+    placement = LoRAServe(replicas_of(4), POINTS_A, RANK_GROUPS)
     first = placement.place(DEMANDS_A, 0.0)
     more = placement.place([*DEMANDS_A, demand_of("b3", 32, 30)], 1.0)
     assert more.shares == {**first.shares, digest("b3"): more.shares[digest("b3")]}
@@ -280,7 +272,7 @@ def test_movement_may_be_counted_from_the_actual_holders() -> None:
 RANKS = st.sampled_from([8, 16, 32, 64, 128])
 LOADS = st.one_of(st.just(0.0), st.floats(0.01, 5000))
 ADAPTERS = st.lists(st.tuples(RANKS, LOADS), min_size=1, max_size=30)
-PARAMS = st.sampled_from([LoRAServeParams(), NO_HYSTERESIS, LITERAL])
+PARAMS = st.sampled_from([RANK_GROUPS, NO_HYSTERESIS, LoRAServeParams()])
 
 
 def numbered(adapters: list[tuple[int, float]]) -> list[AdapterDemand]:
@@ -307,7 +299,7 @@ def test_shares_add_up_to_one_and_every_adapter_has_a_home(
 @given(
     st.lists(st.tuples(RANKS, st.floats(1, 100)), min_size=1, max_size=40),
     st.integers(1, 20),
-    st.sampled_from([PackingParams(), PackingParams(group=1), PackingParams(group=3)]),
+    st.sampled_from([PackingParams(), RANK_GROUPS.packing, PackingParams(group=3)]),
 )
 def test_no_replica_has_more_than_twice_the_mean_if_all_ranks_cost_the_same(
     adapters: list[tuple[int, float]], bins: int, params: PackingParams
@@ -346,7 +338,7 @@ def test_no_permutation_moves_fewer_bytes(seed: int, count: int) -> None:
 
 @given(st.lists(st.floats(0.1, 2000), min_size=8, max_size=8), st.lists(st.floats(0.1, 2000), min_size=8, max_size=8))
 def test_a_placement_kept_by_hysteresis_is_within_its_margin(first: list[float], second: list[float]) -> None:
-    placement = LoRAServe(replicas_of(3), LEVEL, LoRAServeParams(hysteresis=0.2))
+    placement = LoRAServe(replicas_of(3), LEVEL, msgspec.structs.replace(RANK_GROUPS, hysteresis=0.2))
     old = placement.place([demand_of(f"a{number}", 8 << number % 3, load) for number, load in enumerate(first)], 0.0)
     demands = [demand_of(f"a{number}", 8 << number % 3, load) for number, load in enumerate(second)]
     new = placement.place(demands, 1.0)

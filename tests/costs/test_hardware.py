@@ -1,3 +1,6 @@
+from collections.abc import Iterator
+
+import msgspec
 import pytest
 
 from lorikeet.core.geometry import ModuleShape
@@ -5,8 +8,17 @@ from lorikeet.core.plan import KernelForm
 from lorikeet.costs.catalog import compose_profile, load_profile, profile_names, token_curve
 from lorikeet.costs.devices import DEVICES, MODELS, Device
 from lorikeet.costs.model import CostModel, StepWork
-from lorikeet.costs.operators import LIMITS, all_reduce, gemm_s, measured_shares, operator_medians
-from lorikeet.costs.profile import ProfileError
+from lorikeet.costs.operators import (
+    LIMITS,
+    OPERATORS_OF_A_LAYER,
+    all_reduce,
+    gemm_s,
+    measured_shares,
+    operator_medians,
+    operator_ratio,
+)
+from lorikeet.costs.profile import Constant, Curve, ProfileError
+from lorikeet.costs.published_lora import LoraPaper
 
 SEVEN_B, SEVENTY_B = MODELS["llama-2-7b"], MODELS["llama-2-70b"]
 
@@ -63,6 +75,16 @@ def test_a_product_takes_the_larger_of_its_bytes_and_operations() -> None:
     assert gemm_s(a100, square, 4096, LIMITS) == pytest.approx(2 * 4096**3 / 312e12)
 
 
+def test_a_model_without_tables_is_scaled_from_one_that_has_some() -> None:
+    h100, model = DEVICES["h100"], MODELS["llama-2-34b"]
+    ratio = {name: operator_ratio(h100, model, 4, name, 1) for name in OPERATORS_OF_A_LAYER}
+    assert ratio["attn_pre_proj"] == ratio["attn_post_proj"] == ratio["attn_rope"] == ratio["add"] == 1
+    assert ratio["mlp_up_proj"] == pytest.approx(22016 / 28672, rel=1e-3)
+    assert ratio["mlp_act"] == pytest.approx(22016 / 28672)
+    with_tables, scaled = (dict(token_curve(h100, each, 4).points)[64] for each in (SEVENTY_B, model))
+    assert 48 / 80 * 0.8 < scaled / with_tables < 48 / 80
+
+
 @pytest.mark.parametrize("name", ["a40", "a100-80", "h100"])
 @pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.name)
 def test_measured_products_stay_below_the_data_sheet(name: str, model) -> None:  # type: ignore[no-untyped-def]
@@ -87,29 +109,44 @@ def test_attention_reads_the_kv_of_its_share_of_heads() -> None:
     assert profile.step.prefill_attention.value == pytest.approx(4 * 8192 * 80 / 4 / (312e12 * 0.615))
 
 
-def test_links_follow_the_generation_of_pci_express() -> None:
+def test_links_reach_what_was_measured_of_their_generation_of_pci_express() -> None:
     a40, h100 = load_profile("a40-llama-2-7b").transfers, load_profile("h100x2-llama-2-7b").transfers
     assert a40.host_to_device is not None
     assert h100.host_to_device is not None
-    assert a40.host_to_device.bandwidth.value == pytest.approx(31.5e9, rel=1e-3)
-    assert h100.host_to_device.bandwidth.value == pytest.approx(2 * 63.0e9, rel=1e-3)
+    assert a40.host_to_device.bandwidth.value == pytest.approx(24.8e9)
+    assert h100.host_to_device.bandwidth.value == pytest.approx(2 * 55.6e9)
     assert h100.device_to_host == h100.host_to_device
     assert h100.source_to_host == h100.source_to_device
+    assert a40.host_to_device.seconds(0) == 6e-6
+    assert a40.source_to_host is not None
+    assert a40.source_to_host.seconds(6_800_000) == pytest.approx(80e-6 + 1e-3)
 
 
-@pytest.mark.parametrize("name", profile_names())
+def figures_of(part: object) -> Iterator[Constant | Curve]:
+    """Yield every figure of a part of a profile."""
+    if isinstance(part, Constant | Curve):
+        yield part
+    elif isinstance(part, msgspec.Struct):
+        for field in part.__struct_fields__:
+            yield from figures_of(getattr(part, field))
+    elif isinstance(part, dict):
+        for each in part.values():
+            yield from figures_of(each)
+
+
+@pytest.mark.parametrize("name", [*profile_names(), *(f"a100-80-llama-2-7b@{paper}" for paper in LoraPaper)])
 def test_every_profile_prices_whole_steps_and_says_where_each_figure_is_from(name: str) -> None:
     profile = load_profile(name)
     assert profile.name == name
     assert profile.pool_bytes > 0
     counts = [count for count, _ in profile.step.tokens.points]
     assert counts == sorted(set(counts))
-    assert profile.step.tokens.source
     assert set(profile.lora) == set(KernelForm)
-    for costs in profile.lora.values():
-        for figure in (costs.fixed, costs.decode_row_rank, costs.prefill_token_rank, costs.adapter_rank):
-            assert figure.value >= 0
-            assert figure.source
+    figures = list(figures_of(profile))
+    assert len(figures) > 30
+    for figure in figures:
+        assert figure.source
+        assert isinstance(figure, Curve) or figure.value >= 0
     decode = CostModel(profile, KernelForm.UNPADDED).step_s(StepWork(8, 8, 8, 8000, 0, 0, None))
     prefill = CostModel(profile, KernelForm.UNPADDED).step_s(StepWork(2048, 1, 0, 0, 1, 2048 * 2049 // 2, None))
     assert 0 < decode < prefill

@@ -20,6 +20,7 @@ TABLES = [
     for device in DEVICES.values()
     if device.measured == device.name
     for model in MODELS.values()
+    if model.measured == model.name
     for degree in (1, 2, 4, 8)
 ]
 

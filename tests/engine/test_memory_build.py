@@ -16,7 +16,7 @@ SIZES = EngineSizes(LLAMA_2_7B, LLAMA_2_7B, 1000, 1000, 16, LONG, 500, "none", C
 
 
 def test_of_a_prompt_that_takes_several_steps_the_first_ones_part_decides() -> None:
-    _, preset = resolve_preset("toppings:auto")
+    _, preset = resolve_preset("lorikeet:assist")
     assert COSTS.pays(_adapter(RANK), 512)
     assert not COSTS.pays(_adapter(RANK), LONG)
     assist = build_memory(preset, SIZES, 512)._assist

@@ -363,6 +363,30 @@ def test_elora_prefetches_adapters_and_then_their_kv_while_memory_is_idle() -> N
     assert (stats.prefetched_used, stats.prefetched) == (1, 6)
 
 
+def test_as_a_chain_an_adapter_is_evicted_from_its_end_and_only_what_is_missing_is_copied() -> None:
+    bench = Bench(blocks=12, host_blocks=40, preset=ELORA)
+    ask(bench, "x", [1, 2], "a", blocks=6)
+    ask(bench, "y", words(0, 7))  # eight blocks with its answer: two of the adapter's have to go
+    node = bench.memory.tree.adapter(AdapterDigest("digest-a"))
+    assert node is not None
+    assert (bench.memory.resident(), bench.memory.tree.kept[node]) == ({}, 4)
+    assert bench.memory.counts().cached == 11, "seven of KV, and four of the adapter"
+    before = bench.engine.memory_stats().transfers["host-device"].bytes if "host-device" in routes(bench) else 0
+    ask(bench, "z", [1, 2], "a", blocks=6)
+    assert bench.memory.resident() == {"digest-a": 6}
+    copied = bench.engine.memory_stats().transfers["host-device"].bytes - before
+    assert copied == 2 * bench.memory.block_bytes
+
+
+def test_retiring_an_adapter_frees_what_it_has_kept() -> None:
+    bench = Bench(blocks=12, host_blocks=40, preset=ELORA)
+    ask(bench, "x", [1, 2], "a", blocks=6)
+    ask(bench, "y", words(0, 7))
+    assert bench.memory.retire(AdapterDigest("digest-a"), bench.clock.now())
+    bench.memory.check_integrity()
+    assert bench.memory.tree.adapter(AdapterDigest("digest-a")) is None
+
+
 @pytest.mark.parametrize("name", ["elora", "lorikeet:plain"])
 def test_file_prefetches_are_few_at_a_time_and_all_arrive(name: str) -> None:
     preset = msgspec.structs.replace(PRESETS[name], prefetch="all" if name != "elora" else PRESETS[name].prefetch)

@@ -22,7 +22,8 @@ def test_a_node_scores_the_sum_of_eval_over_its_branch(seed: int, data: st.DataO
     asked = data.draw(st.lists(st.sampled_from(nodes), min_size=1))
     scores = Bfs(view).scores(np.array(asked), 60.0)
     for node, score in zip(asked, scores, strict=True):
-        total = sum(math.exp(each[other]) for other in nodes if tree.top[other] == tree.top[node])
+        branch = [other for other in nodes if tree.top[other] == tree.top[node]]
+        total = sum(tree.size[other] * math.exp(each[other]) for other in branch)
         assert score == pytest.approx(math.log(total) if total else LOWEST)
 
 

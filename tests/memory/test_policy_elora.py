@@ -11,7 +11,6 @@ from lorikeet.memory.policies.base import LOWEST
 from lorikeet.memory.policies.elora import (
     Elora,
     Factor,
-    LoraEval,
     WindowMean,
     quantity_coefficient,
     required_adapters,
@@ -52,7 +51,7 @@ def test_the_coefficient_rises_to_1_and_is_1_if_nothing_is_required() -> None:
 def test_recency_is_one_minus_sigmoid(age: float, expected: float) -> None:
     tree = DependencyTree()
     node = add_kv(tree, BASE)
-    score = Elora(view_of(tree), tau_s=1.0).scores(np.array([node]), age)[0]
+    score = Elora(view_of(tree)).scores(np.array([node]), age)[0]
     assert math.exp(score) == pytest.approx(expected, rel=0.02)
 
 
@@ -60,25 +59,24 @@ def test_ages_at_which_the_printed_form_is_0_or_overflows_keep_their_order() -> 
     tree = DependencyTree()
     nodes = [add_kv(tree, BASE, last_use_s=last) for last in (0.0, 900.0, 960.0, 963.0)]
     assert 1 - 1 / (1 + math.exp(-37.0)) == 0.0
-    scores = Elora(view_of(tree), tau_s=1.0).scores(np.array(nodes), 1000.0)
+    scores = Elora(view_of(tree)).scores(np.array(nodes), 1000.0)
     assert scores == pytest.approx([-1000.0, -100.0, -40.0, -37.0])
 
 
-def plain_score(tree: DependencyTree, node: int, now: float, tau_s: float, without: Factor | None) -> float:
-    """Equation 5, factor by factor."""
-    cost = 1.0 if without is Factor.COST else float(tree.size[node])
+def plain_score(tree: DependencyTree, node: int, now: float, without: Factor | None) -> float:
+    """Equation 5, factor by factor; each node costs one block."""
     visit = 1.0 if without is Factor.VISIT else float(tree.visits[node])
-    age = (now - float(tree.last_use_s[node])) / tau_s
+    age = now - float(tree.last_use_s[node])
     recency = 1.0 if without is Factor.RECENCY else 1 / (1 + math.exp(age))
-    return math.log(cost * visit * recency) if visit else LOWEST
+    return math.log(visit * recency) if visit else LOWEST
 
 
-@given(st.integers(0, 1000), st.floats(50, 200), st.sampled_from((1.0, 10.0, 60.0)), st.sampled_from((None, *Factor)))
-def test_scores_are_those_of_the_plain_formula(seed: int, now: float, tau_s: float, without: Factor | None) -> None:
+@given(st.integers(0, 1000), st.floats(50, 200), st.sampled_from((None, *Factor)))
+def test_scores_are_those_of_the_plain_formula(seed: int, now: float, without: Factor | None) -> None:
     tree = random_tree(seed)
     nodes = nodes_of(tree)
-    scores = Elora(view_of(tree), tau_s=tau_s, without=without).scores(np.array(nodes), now)
-    assert scores == pytest.approx([plain_score(tree, node, now, tau_s, without) for node in nodes])
+    scores = Elora(view_of(tree), without=without).scores(np.array(nodes), now)
+    assert scores == pytest.approx([plain_score(tree, node, now, without) for node in nodes])
 
 
 def test_unrequested_adapter_has_the_lowest_finite_score() -> None:
@@ -90,23 +88,21 @@ def test_unrequested_adapter_has_the_lowest_finite_score() -> None:
     assert scores[0] + np.inf == np.inf
 
 
-def test_a_larger_adapter_is_worth_more_unless_cost_is_left_out() -> None:
+def test_each_block_of_an_adapter_costs_the_same_whatever_the_rank() -> None:
     tree = DependencyTree()
     nodes = np.array([add_adapter(tree, size=5), add_adapter(tree, size=10)])
-    view = view_of(tree)
-    assert np.diff(Elora(view).scores(nodes, 1.0)) == pytest.approx(math.log(2))
-    assert np.diff(Elora(view, without=Factor.COST).scores(nodes, 1.0)) == 0
+    assert np.diff(Elora(view_of(tree)).scores(nodes, 1.0)) == 0
 
 
 # --- the quantity of adapters ------------------------------------------------------------------------
 
 
-def with_adapters(there: int, away: int, **options: object) -> Elora:
+def with_adapters(there: int, away: int, without: Factor | None = None) -> Elora:
     """Adapters used alike, and a batch of 32 for the last 5 seconds."""
     tree = DependencyTree()
     for n in range(there + away):
         add_adapter(tree, there=n < there)
-    policy = Elora(view_of(tree), **options)  # type: ignore[arg-type]
+    policy = Elora(view_of(tree), without=without)
     policy.batch(32, 0.0)
     return policy
 
@@ -117,18 +113,16 @@ def test_low_comes_from_the_visits_and_the_batch() -> None:
 
 
 @pytest.mark.parametrize("resident", [2, 5, 10, 16])
-def test_below_low_an_adapter_that_would_leave_counts_n_over_n_minus_1_of_kv(resident: int) -> None:
-    mirrored, literal = (with_adapters(resident, 20 - resident, lora_eval=mode) for mode in list(LoraEval)[:2])
-    assert math.exp(mirrored.adapter_offset(5.0)) == pytest.approx(resident / (resident - 1))
-    assert math.exp(literal.adapter_offset(5.0)) == pytest.approx((resident - 1) / resident)
+def test_below_low_an_adapter_that_would_leave_counts_n_minus_1_over_n_of_kv(resident: int) -> None:
+    policy = with_adapters(resident, 20 - resident)
+    assert math.exp(policy.adapter_offset(5.0)) == pytest.approx((resident - 1) / resident)
 
 
 @pytest.mark.parametrize("resident", [1, 5, 16])
 def test_below_low_an_adapter_that_would_come_counts_n_plus_1_over_n_of_kv(resident: int) -> None:
-    for mode in list(LoraEval)[:2]:
-        policy = with_adapters(resident, 20 - resident, lora_eval=mode)
-        coefficients = min(1.0, (resident + 1) / policy.low(5.0)), resident / policy.low(5.0)
-        assert math.exp(policy.prefetch_adapter_offset(5.0)) == pytest.approx(coefficients[0] / coefficients[1])
+    policy = with_adapters(resident, 20 - resident)
+    coefficients = min(1.0, (resident + 1) / policy.low(5.0)), resident / policy.low(5.0)
+    assert math.exp(policy.prefetch_adapter_offset(5.0)) == pytest.approx(coefficients[0] / coefficients[1])
 
 
 def test_above_low_the_number_of_adapters_does_not_matter() -> None:
@@ -136,9 +130,8 @@ def test_above_low_the_number_of_adapters_does_not_matter() -> None:
     assert (policy.adapter_offset(5.0), policy.prefetch_adapter_offset(5.0)) == (0.0, 0.0)
 
 
-def test_last_adapter_stays_behind_kv_and_by_printed_formula_leaves_first() -> None:
-    assert with_adapters(1, 9).adapter_offset(5.0) == np.inf
-    assert with_adapters(1, 9, lora_eval=LoraEval.LITERAL).adapter_offset(5.0) == -np.inf
+def test_by_the_printed_formula_the_last_adapter_leaves_before_all_kv() -> None:
+    assert with_adapters(1, 9).adapter_offset(5.0) == -np.inf
 
 
 def test_without_any_adapter_all_kv_comes_after_all_adapters() -> None:
@@ -147,7 +140,7 @@ def test_without_any_adapter_all_kv_comes_after_all_adapters() -> None:
 
 def test_left_out_the_coefficient_never_matters() -> None:
     for resident in range(4):
-        policy = with_adapters(resident, 9, lora_eval=LoraEval.OFF)
+        policy = with_adapters(resident, 9, Factor.LORA_EVAL)
         assert (policy.adapter_offset(5.0), policy.prefetch_adapter_offset(5.0)) == (0.0, 0.0)
 
 

@@ -1,13 +1,18 @@
 """dLoRA's algorithms: the worked examples of the spec, one test each."""
 
+from collections.abc import Sequence
+from math import inf
+
 import pytest
 
 from lorikeet.core.ids import AdapterDigest
-from lorikeet.scheduling.batching.dlora import CreditParams, Credits, DLora, credit_transfers
+from lorikeet.core.iteration_costs import IterationCosts
+from lorikeet.scheduling.batching.credits import Credits, credit_transfers
+from lorikeet.scheduling.batching.dlora import DLora
 from lorikeet.scheduling.batching.dynamic import Decision, decide
-from lorikeet.scheduling.batching.mode import BatchWork, Unmerged
-from lorikeet.scheduling.batching.mode_times import Iteration, ModeBatch, ThresholdParams, Thresholds, throughput
+from lorikeet.scheduling.batching.mode import LiveRequest, Unmerged
 from lorikeet.scheduling.batching.one_adapter import OneAdapter
+from lorikeet.scheduling.batching.thresholds import Iteration, ThresholdParams, Thresholds
 from tests.support.batching import A, B, C, batch_of, ids, live_of, run, setup_of
 
 EVERY = frozenset((A, B, C))
@@ -100,33 +105,29 @@ class FixedTimes:
 
     is_known = True
 
-    def batch_s(self, batch: ModeBatch) -> float:
-        return 100.0 if batch.lora else 50.0
+    def merged_s(self, batch: Sequence[LiveRequest]) -> float:
+        return 50.0
+
+    def unmerged_s(self, batch: Sequence[LiveRequest]) -> float:
+        return 100.0
 
     def switch_s(self, to_merged: bool) -> float:
         return 100.0
 
 
 def after(
-    steps: int, merged: AdapterDigest | None, sizes: tuple[int, int], alpha: float = 0.8, beta: float = 0.65
+    iterations: int, merged: AdapterDigest | None, sizes: tuple[int, int], alpha: float = 0.8, beta: float = 0.65
 ) -> Thresholds:
-    """Return the thresholds after a period in which so many requests would run merged, or unmerged, in each step."""
-    thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha, beta, period_steps=steps, from_even=False))
+    """Return the thresholds after a period in which so many requests would run merged, or unmerged, each time."""
+    thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha, beta, period_iterations=iterations))
     thresholds.start_iteration(merged, A)
-    thresholds.note(Iteration(ModeBatch(sizes[0]), ModeBatch(sizes[1], lora=8.0)), steps)
+    thresholds.note(Iteration(sizes[0], 50.0, sizes[1], 100.0), iterations)
     return thresholds
 
 
-@pytest.mark.parametrize(("steps", "stay", "switch"), [(3, 300, 250), (2, 200, 200), (1, 100, 150)])
-def test_ex_4a_the_switch_is_spread_over_the_iterations(steps: int, stay: float, switch: float) -> None:
-    merged, unmerged = [(ModeBatch(4), steps)], [(ModeBatch(4, lora=8.0), steps)]
-    assert throughput(unmerged, FixedTimes()) == pytest.approx(4 * steps / stay)
-    assert throughput(merged, FixedTimes(), 100.0) == pytest.approx(4 * steps / switch)
-
-
-@pytest.mark.parametrize(("steps", "alpha"), [(3, 0.85), (2, 0.99), (1, 0.99)])
-def test_ex_4b_alpha_falls_where_merging_would_have_served_more(steps: int, alpha: float) -> None:
-    assert after(steps, None, (4, 4), alpha=0.9).alpha == pytest.approx(alpha)
+@pytest.mark.parametrize(("iterations", "alpha"), [(3, 0.85), (2, 0.99), (1, 0.99)])
+def test_ex_4b_alpha_falls_where_merging_would_have_served_more(iterations: int, alpha: float) -> None:
+    assert after(iterations, None, (4, 4), alpha=0.9).alpha == pytest.approx(alpha)
 
 
 @pytest.mark.parametrize(("size", "beta"), [(1, 0.55), (4, 0.5 / 1.1)])
@@ -134,69 +135,60 @@ def test_ex_4c_beta_rises_where_unmerging_would_have_served_more(size: int, beta
     assert after(3, A, (size, 4), beta=0.5).beta == pytest.approx(beta)
 
 
-def test_alpha_stays_within_its_limits_and_pushes_beta_down() -> None:
+def test_thresholds_stay_within_their_limits() -> None:
     low = after(3, None, (4, 4), alpha=0.22, beta=0.17)
     assert (low.alpha, low.beta) == pytest.approx((0.2, 0.15))
-    assert after(1, None, (4, 4), alpha=1.15).alpha == pytest.approx(1.2)
-
-
-def test_beta_stays_within_its_limits_and_pushes_alpha_up() -> None:
-    high = after(3, A, (1, 4), alpha=0.7, beta=0.65)
-    assert (high.alpha, high.beta) == pytest.approx((0.75, 0.7))
+    assert after(1, None, (4, 4), alpha=1.9).alpha == pytest.approx(2.0)
+    assert after(3, A, (1, 4), alpha=0.7, beta=0.65).beta == pytest.approx(0.65), "below alpha by the gap"
     assert after(3, A, (4, 4), beta=0.052).beta == pytest.approx(0.05)
-    most = after(3, A, (1, 4), alpha=1.19, beta=1.14)
-    assert (most.alpha, most.beta) == pytest.approx((1.2, 1.15))
 
 
 def test_period_ends_with_a_switch_a_new_candidate_or_its_longest_time() -> None:
-    thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha=0.9, period_steps=32, from_even=False))
-    iteration = Iteration(ModeBatch(4), ModeBatch(4, lora=8.0))
+    thresholds = Thresholds(FixedTimes(), ThresholdParams(alpha=0.9))
 
-    def note(merged: AdapterDigest | None, candidate: AdapterDigest, steps: int) -> float:
+    def note(merged: AdapterDigest | None, candidate: AdapterDigest, iterations: int) -> float:
         thresholds.start_iteration(merged, candidate)
-        thresholds.note(iteration, steps)
+        thresholds.note(Iteration(4, 50.0, 4, 100.0), iterations)
         return thresholds.alpha
 
     assert note(None, A, 3) == pytest.approx(0.9)
     assert note(None, A, 3) == pytest.approx(0.9), "the same period goes on"
     assert note(None, B, 1) == pytest.approx(0.85), "another candidate: six iterations of A were worth a switch"
     assert note(B, B, 3) == pytest.approx(0.935), "a switch: one iteration of B was not"
-    assert thresholds.steps_left == 29
+    assert thresholds.iterations_left == 29
     beta = thresholds.beta
     assert note(B, B, 29) == pytest.approx(0.935)
     assert thresholds.beta == pytest.approx(beta / 1.1), "the longest period"
-    assert thresholds.steps_left == 32
+    assert thresholds.iterations_left == 32
 
 
-class LateTimes(FixedTimes):
-    is_known = False
+COSTS = IterationCosts(
+    requests_s=((1, 0.01), (4, 0.013)),
+    context_token_s=1e-5,
+    lora_s=0.004,
+    lora_row_s=1e-4,
+    lora_work_s=1e-6,
+    lora_adapter_s=1e-3,
+    merge_s=0.006,
+    unmerge_s=0.005,
+)
 
 
-def test_as_long_as_the_modes_cannot_be_compared_the_thresholds_stay() -> None:
-    thresholds = Thresholds(LateTimes())
-    thresholds.start_iteration(None, A)
-    thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 32)
-    assert (thresholds.alpha, thresholds.beta) == (0.8, 0.65)
+def test_iterations_take_as_long_as_the_profile_says() -> None:
+    times = DLora(setup_of()._replace(iterations=COSTS)).times
+    assert times.is_known
+    live = live_of("AAB-", tokens=100)
+    assert times.merged_s(live) == pytest.approx(0.013 + 400e-5)
+    assert times.unmerged_s(live) == pytest.approx(0.017 + 0.004 + 3e-4 + 3 * 8e-6 + 2e-3)
+    assert times.unmerged_s(live[3:]) == pytest.approx(0.01 + 100e-5), "the base model alone"
+    assert (times.switch_s(to_merged=True), times.switch_s(to_merged=False)) == (0.006, 0.005)
 
 
-def test_thresholds_start_at_the_break_even_of_merging_once_known() -> None:
-    times = LateTimes()
-    thresholds = Thresholds(times)
-    thresholds.start_iteration(A, A)
-    assert thresholds.steps_left == 32, "merged iterations tell nothing of the other mode"
-    thresholds.note(Iteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 2)
-    thresholds.start_iteration(None, A)
-    assert thresholds.steps_left == 1
-    times.is_known = True
-    thresholds.note(Iteration(ModeBatch(1), ModeBatch(2, lora=8.0)), 1)
-    even = 50 / 100 + 100 / 32 / 100  # the longest period has 32 iterations, and each bears its share of a switch
-    assert (thresholds.alpha, thresholds.beta) == pytest.approx((even * 1.1, even * 1.1 - 0.15))
-    assert thresholds.steps_left == 32
-    thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 32)
-    assert thresholds.alpha == pytest.approx(even * 1.1 - 0.05), "from then on it moves"
-    thresholds.recalibrate()
-    thresholds.note(Iteration(ModeBatch(4), ModeBatch(4, lora=8.0)), 1)
-    assert thresholds.alpha == pytest.approx(even * 1.1), "until it is to be set anew"
+def test_thresholds_stay_until_the_times_of_both_states_are_measured() -> None:
+    mode, live = DLora(setup_of()), live_of("AAB")
+    for _ in range(40):
+        run(mode, live)
+    assert (mode.thresholds.alpha, mode.thresholds.beta) == (0.8, 0.65), "there was no merged iteration"
 
 
 # --- Algorithm 3 -------------------------------------------------------------------------------------
@@ -204,60 +196,43 @@ def test_thresholds_start_at_the_break_even_of_merging_once_known() -> None:
 QUEUE = "AAABAA"
 
 
-def example(starves_above: int = 6, backfill: bool = False) -> DLora:
-    return DLora(
-        setup_of(max_batch=4),
-        tuned=False,
-        backfill=backfill,
-        threshold_params=ThresholdParams(alpha=0.5, beta=0.1),
-        credit_params=CreditParams(initial=4, starves_above=starves_above, normal_below=5),
-    )
+def example(patience: float = 2) -> DLora:
+    """Return the examples' mode: T_starve is two credits above the initial ones."""
+    mode = DLora(setup_of(max_batch=4), tuned=False, patience=patience)
+    mode.thresholds.alpha, mode.thresholds.beta = 0.5, 0.1
+    return mode
 
 
 def test_ex_5_skipped_request_earns_credit_until_it_comes_first() -> None:
     mode, live = example(), live_of(QUEUE)
-    seen = []
+    initial, seen = mode.credits[C], []
     for _ in range(5):
         choice = run(mode, live)
-        seen.append((choice.merged, ids(batch_of(choice, live)), mode.credits[A], mode.credits[B]))
+        credits = mode.credits[A] - initial, mode.credits[B] - initial
+        seen.append((choice.merged, ids(batch_of(choice, live)), *credits))
     hot = ["A1", "A2", "A3", "A4"]
-    assert seen == [(A, hot, 3, 5), (A, hot, 2, 6), (A, hot, 1, 7), (None, ["B1"], 4, 4), (A, hot, 3, 5)]
+    assert seen == [(A, hot, -1, 1), (A, hot, -2, 2), (A, hot, -3, 3), (None, ["B1"], 0, 0), (A, hot, -1, 1)]
 
 
 def test_ex_5b_an_adapter_without_credit_is_not_merged() -> None:
-    mode, live = example(starves_above=10), live_of(QUEUE)
-    mode.credits.update_types([A, B])
-    mode.credits.apply({A: -4, B: 4}, 1)
+    mode, live = example(patience=10), live_of(QUEUE)
+    initial = mode.credits[A]
+    mode.credits.apply({A: -initial}, 1)
     choice = run(mode, live)
     assert (choice.merged, ids(batch_of(choice, live))) == (None, ["A1", "A2", "A3", "B1"])
-    assert (mode.credits[A], mode.credits[B]) == (0, 8), "nobody was passed over"
+    assert (mode.credits[A], mode.credits[B]) == (0, initial), "nobody was passed over"
 
 
 def test_ex_5b_merged_adapter_out_of_credit_is_unmerged() -> None:
-    mode, live = example(starves_above=10), live_of(QUEUE)
-    assert [run(mode, live).merged for _ in range(4)] == [A] * 4
-    assert (mode.credits[A], mode.credits[B]) == (0, 8)
-    choice = run(mode, live)
-    assert (choice.merged, ids(batch_of(choice, live))) == (None, ["A1", "A2", "A3", "B1"])
-    assert (mode.credits[A], mode.credits[B]) == (0, 8)
+    mode, live = example(patience=10), live_of(QUEUE)
+    mode.credits.apply({A: 2 - mode.credits[A]}, 1)
+    assert [run(mode, live).merged for _ in range(3)] == [A, A, None]
+    assert mode.credits[A] == 0
 
 
-def test_a_starving_batch_is_filled_up_only_by_backfill() -> None:
-    mode, live = example(backfill=True), live_of(QUEUE)
-    for _ in range(3):
-        run(mode, live)
-    choice = run(mode, live)
-    assert (choice.merged, ids(batch_of(choice, live))) == (None, ["A1", "A2", "A3", "B1"])
-    assert (mode.credits[A], mode.credits[B]) == (3, 5), "nobody was passed over, and B pays 2 of the 3 it was owed"
-
-
-def test_repayment_is_at_most_the_credit_owed() -> None:
-    credits = Credits(CreditParams(initial=10, starves_above=14, normal_below=12, price=3))
-    credits.update_types([A, B, C, None])
-    credits.apply({A: -8, B: 6, C: 2}, 1)
-    assert credits.repayments(live_of("AABBC-")) == {B: -6, C: -2, A: 8}
-    assert credits.repayments(live_of("ABC")) == {B: -3, C: -2, A: 5}
-    assert credits.repayments(live_of("BC")) == {}, "nobody among them owes anything"
+def test_between_two_merged_adapters_is_an_unmerged_iteration() -> None:
+    mode = DLora(setup_of(max_batch=4))
+    assert [run(mode, live_of(types)).merged for types in ("AA", "BB", "BB")] == [A, None, B]
 
 
 def test_the_starving_run_merged_if_all_are_of_the_merged_adapter() -> None:
@@ -270,8 +245,21 @@ def test_the_starving_run_merged_if_all_are_of_the_merged_adapter() -> None:
 
 def test_requests_of_the_base_model_are_owed_like_any_other() -> None:
     mode, live = example(), live_of("AAA-AA")
-    merged = [run(mode, live).merged for _ in range(4)]
-    assert merged == [A, A, A, None]
+    assert [run(mode, live).merged for _ in range(4)] == [A, A, A, None]
+
+
+def test_an_adapter_can_pay_until_all_others_starve() -> None:
+    credits = Credits(lambda: 3, patience=8, max_batch=4)
+    assert credits[A] == 24
+    credits.apply({A: -18, B: 9, C: 9}, 1)
+    assert credits.starving((A, B, C)) == {B, C}
+    assert credits[A] >= 4, "what a merged iteration costs at most"
+
+
+def test_without_patience_for_an_end_no_type_starves() -> None:
+    mode, live = example(patience=inf), live_of(QUEUE)
+    assert {run(mode, live).merged for _ in range(100)} == {A}
+    assert mode.steps_until_review() == inf
 
 
 def test_types_running_instead_of_others_pay_in_proportion() -> None:
@@ -282,91 +270,3 @@ def test_types_running_instead_of_others_pay_in_proportion() -> None:
     assert credit_transfers(live[:1], live[:4]) == {A: 1 - 3, B: 1, C: 1}
     assert credit_transfers(live[:4], live[:4]) == {}
     assert credit_transfers(live_of("CCCAB")[3:], live_of("CCC")) == {C: 3, A: -1, B: -2}, "whole credits"
-
-
-def test_what_a_type_was_owed_goes_back_when_its_last_request_leaves() -> None:
-    mode, live = example(starves_above=10), live_of(QUEUE)
-    for _ in range(3):
-        run(mode, live)
-    assert (mode.credits[A], mode.credits[B]) == (1, 7)
-    run(mode, live_of("AAAAA"))
-    assert (mode.credits[A], len(mode.credits)) == (4, 1)
-
-
-def test_debt_of_a_type_ends_with_its_last_request() -> None:
-    mode = example(starves_above=10)
-    for _ in range(3):
-        run(mode, live_of(QUEUE))
-    run(mode, live_of("B"))
-    assert (mode.credits[B], len(mode.credits)) == (4, 1)
-    mode.choose(live_of("AB"))
-    assert mode.credits[A] == 4
-
-
-def test_request_beside_many_short_lived_types_starves_no_longer() -> None:
-    credits = Credits(CreditParams(initial=8, starves_above=10, normal_below=9, turn_ends_below=4))
-    for other in (B, C) * 4:
-        credits.update_types((A, other))
-        credits.apply({A: 5, other: -5}, 1)
-        assert A in credits.starving()
-        credits.update_types((A,))
-        assert credits[A] == 8
-        assert A not in credits.starving()
-
-
-def test_adapter_is_merged_at_once_when_the_previous_one_has_no_requests() -> None:
-    mode = DLora(setup_of(max_batch=4))
-    assert [run(mode, live_of(types)).merged for types in ("AA", "BB", "AABA")] == [A, B, None]
-
-
-def test_no_request_starves_with_a_single_adapter() -> None:
-    mode = example()
-    run(mode, live_of("-B"))
-    mode.credits.apply({None: -3, B: 3}, 1)
-    assert run(mode, live_of("-B")).merged is None, "B starves, and its turn passes over another"
-    assert run(mode, live_of("B")).merged == B
-
-
-def starving_mode(types: str, lora_s: float, switch_s: float = 0.0) -> DLora:
-    """Return a mode that knows how long steps and switches take, and in which B is about to starve beside a hot A."""
-    mode = DLora(
-        setup_of(max_batch=4),
-        tuned=False,
-        backfill=True,
-        threshold_params=ThresholdParams(alpha=0.4, beta=0.1),
-        credit_params=CreditParams(initial=6, starves_above=8, normal_below=7, turn_ends_below=3),
-    )
-    mode.times.note(8, BatchWork(0, 0, 4, {}), 0.01)
-    mode.times.note(8, BatchWork(0, 0, 4, {A: 2, B: 2}), lora_s)
-    mode.times.note_switch(True, switch_s)
-    live = live_of(types)
-    while mode.credits[B] <= 8:
-        assert run(mode, live, step_s=0.01).merged == A
-    return mode
-
-
-def test_a_turn_of_a_starving_adapter_is_merged_and_lasts_until_it_owes() -> None:
-    mode, live = starving_mode("AAAB", lora_s=0.04), live_of("AAAB")
-    seen = []
-    for _ in range(4):
-        choice = run(mode, live, step_s=0.01)
-        seen.append((choice.merged, ids(batch_of(choice, live)), mode.credits[B]))
-    hot = ["A1", "A2", "A3"]
-    assert seen == [(B, ["B1"], 6), (B, ["B1"], 3), (B, ["B1"], 0), (A, hot, 1)], "and then A is merged at once"
-
-
-@pytest.mark.parametrize(
-    ("types", "lora_s", "switch_s"),
-    [("AAAB", 0.012, 0.0), ("AACB", 0.022, 0.0), ("AAAB", 0.04, 0.1)],
-    ids=["adapters cost little", "three adapters' turns", "switches cost more"],
-)
-def test_all_run_unmerged_on_a_turn_where_that_is_the_faster_way(types: str, lora_s: float, switch_s: float) -> None:
-    mode, live = starving_mode(types, lora_s, switch_s), live_of(types)
-    choice = run(mode, live)
-    assert (choice.merged, len(batch_of(choice, live))) == (None, 4)
-    assert mode.credits[B] == 7, "it pays two for an iteration of its request in which nobody is passed over"
-
-
-def test_two_adapters_alternate_merged_where_that_takes_less_time() -> None:
-    mode, live = starving_mode("AAAB", lora_s=0.022), live_of("AAAB")
-    assert run(mode, live).merged == B

@@ -11,9 +11,9 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import KernelForm
 from lorikeet.presets import MERGING_MODES, PRESETS
 from lorikeet.scheduling.batching import BATCHING
-from lorikeet.scheduling.batching.dlora import CreditParams, DLora
+from lorikeet.scheduling.batching.merge_turns import CreditParams, MergeTurns
 from lorikeet.scheduling.batching.mode import ALL_REQUESTS, BatchWork, LiveRequest, Unmerged
-from lorikeet.scheduling.batching.mode_times import ModeBatch, ModeTimes, lora_work
+from lorikeet.scheduling.batching.mode_times import BreakEvenParams, ModeBatch, ModeTimes, lora_work
 from lorikeet.scheduling.batching.one_adapter import OneAdapter
 from tests.support.batching import RANK, A, B, C, batch_of, ids, live_of, run, setup_of, work_of
 
@@ -104,7 +104,7 @@ class Machine:
     lora_row_s: float
     switch_s: float = 0.05
 
-    def run(self, mode: DLora, hot: float, steps: int) -> tuple[float, float]:
+    def run(self, mode: MergeTurns, hot: float, steps: int) -> tuple[float, float]:
         """Run, and return the share of merged steps and tokens per second in the second half."""
         chance, number = random.Random(5), 0
         merged: AdapterDigest | None = None
@@ -138,18 +138,18 @@ DEAR, FREE = Machine(lora_s=0.01, lora_row_s=0.002), Machine(lora_s=0.0, lora_ro
 
 
 def test_where_merging_pays_alpha_falls_and_it_merges() -> None:
-    mode = DLora(setup_of(max_batch=256))
+    mode = MergeTurns(setup_of(max_batch=256))
     share, tokens_per_s = DEAR.run(mode, hot=0.95, steps=4000)
     assert mode.thresholds.alpha < 0.8
     assert share > 0.5
-    unmerged = DLora(setup_of(max_batch=256), tuned=False)
-    unmerged.thresholds.alpha = 2.0
+    never = BreakEvenParams(alpha=2.0, least_alpha=2.0, most_alpha=2.0, from_even=False)
+    unmerged = MergeTurns(setup_of(max_batch=256), threshold_params=never)
     assert tokens_per_s > 1.15 * DEAR.run(unmerged, hot=0.95, steps=4000)[1]
 
 
 @pytest.mark.parametrize("hot", [0.7, 0.95])
 def test_where_merging_pays_nothing_alpha_rises_and_it_stays_unmerged(hot: float) -> None:
-    mode = DLora(setup_of(max_batch=256))
+    mode = MergeTurns(setup_of(max_batch=256))
     share, tokens_per_s = FREE.run(mode, hot, steps=4000)
     assert mode.thresholds.alpha > 0.8
     assert share < 0.1
@@ -157,14 +157,14 @@ def test_where_merging_pays_nothing_alpha_rises_and_it_stays_unmerged(hot: float
 
 
 def test_break_even_of_merging_is_measured_again() -> None:
-    mode = DLora(setup_of(max_batch=256))
+    mode = MergeTurns(setup_of(max_batch=256))
     FREE.run(mode, hot=0.95, steps=2000)
     assert mode.thresholds.alpha > 1.0
     share, _ = DEAR.run(mode, hot=0.95, steps=4000)
     assert share > 0.5
 
 
-def serve_one_by_one(mode: DLora, steps: int, held_up_s: Mapping[int, float]) -> float:
+def serve_one_by_one(mode: MergeTurns, steps: int, held_up_s: Mapping[int, float]) -> float:
     """Run requests that come when the last has gone, where LoRA costs 2 ms of 12 and a switch 50.
 
     Args:
@@ -192,11 +192,11 @@ def serve_one_by_one(mode: DLora, steps: int, held_up_s: Mapping[int, float]) ->
 
 @pytest.mark.parametrize("held_up_s", [{}, {0: 1.0}, {3: 1.0}, {8: 3.0}], ids=["none", "first", "fourth", "ninth"])
 def test_a_step_that_was_held_up_does_not_make_merging_pay_for_good(held_up_s: Mapping[int, float]) -> None:
-    assert serve_one_by_one(DLora(setup_of(max_batch=256)), 4000, held_up_s) < 0.2
+    assert serve_one_by_one(MergeTurns(setup_of(max_batch=256)), 4000, held_up_s) < 0.2
 
 
 def test_due_trial_does_not_shorten_plans_of_a_merged_adapter() -> None:
-    mode, live = DLora(setup_of(), credited=False), live_of("AAAA")
+    mode, live = MergeTurns(setup_of()), live_of("AAAA")
     for _ in range(10):
         run(mode, live)
     assert mode.times.lora_steps_due == 8
@@ -208,7 +208,7 @@ def test_due_trial_does_not_shorten_plans_of_a_merged_adapter() -> None:
 
 
 def test_a_turn_that_none_of_the_starving_could_take_costs_them_nothing() -> None:
-    mode = DLora(setup_of(), backfill=True, credit_params=CreditParams(16, starves_above=20, normal_below=18))
+    mode = MergeTurns(setup_of(), credit_params=CreditParams(16, starves_above=20, normal_below=18))
     live = live_of("BAAA", illegal="B")
     run(mode, live)
     mode.credits.apply({A: -8, B: 8}, 1)
@@ -225,7 +225,7 @@ def test_what_many_cost_together_is_measured_before_it_is_held_against_turns(
     together_s: float, merged: AdapterDigest | None
 ) -> None:
     """One adapter alone adds 20 ms a preset, so that eight seem to cost 170 ms; in turns they take 80."""
-    mode = DLora(setup_of(max_batch=16), backfill=True)
+    mode = MergeTurns(setup_of(max_batch=16))
     for index in range(16):
         mode.times.note(1, BatchWork(0, 0, 1, {B: 1} if index % 2 else {}), 0.03 if index % 2 else 0.01)
     live = live_of("ACDEFGHI")
@@ -239,7 +239,7 @@ def test_what_many_cost_together_is_measured_before_it_is_held_against_turns(
 
 
 def test_base_model_need_not_be_measured_together_with_adapters() -> None:
-    mode, live = DLora(setup_of(), backfill=True), live_of("A-")
+    mode, live = MergeTurns(setup_of()), live_of("A-")
     for index in range(16):
         mode.times.note(1, BatchWork(0, 0, 1, {A: 1} if index % 2 else {}), 0.1 if index % 2 else 0.01)
     mode.choose(live)
@@ -248,7 +248,7 @@ def test_base_model_need_not_be_measured_together_with_adapters() -> None:
 
 
 def test_a_step_that_the_host_assists_tells_nothing_of_how_long_others_take() -> None:
-    mode, live = DLora(setup_of()), live_of("AAAA")
+    mode, live = MergeTurns(setup_of()), live_of("AAAA")
     mode.choose(live)
     mode.ran(1, BatchWork(4, 40, 0, {A: 40}, {A}, is_assisted=True), 5.0, 0.0)
     assert mode.times._seen == [0, 0]

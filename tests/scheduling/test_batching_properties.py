@@ -2,15 +2,17 @@
 
 import copy
 from collections.abc import Iterator, Sequence
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.scheduling.batching.dlora import CreditParams, DLora, default_credit_params
+from lorikeet.scheduling.batching.dlora import DLora
+from lorikeet.scheduling.batching.merge_turns import CreditParams, MergeTurns, default_credit_params
 from lorikeet.scheduling.batching.mode import BatchingChoice, BatchWork, LiveRequest
-from lorikeet.scheduling.batching.mode_times import ThresholdParams
+from lorikeet.scheduling.batching.mode_times import BreakEvenParams
 from tests.support.batching import A, B, C, batch_of, live_of, run, setup_of, work_of
 from tests.support.step_counts import examples
 
@@ -21,13 +23,12 @@ UP_TO_6 = st.integers(0, 6)
 
 
 def mode_of(
-    max_batch: int, spare: int, band: int, margin: int, backfill: bool, alpha: float, debt: int | None, is_known: bool
-) -> DLora:
+    max_batch: int, spare: int, band: int, margin: int, alpha: float, debt: int | None, is_known: bool
+) -> MergeTurns:
     initial = max_batch + spare
-    mode = DLora(
+    mode = MergeTurns(
         setup_of(max_batch),
-        backfill=backfill,
-        threshold_params=ThresholdParams(alpha=alpha, beta=alpha / 2, period_steps=5),
+        threshold_params=BreakEvenParams(alpha=alpha, beta=alpha / 2, period_steps=5),
         credit_params=CreditParams(
             initial,
             starves_above=initial + band + margin,
@@ -42,7 +43,7 @@ def mode_of(
     return mode
 
 
-def modes(is_known: bool) -> st.SearchStrategy[DLora]:
+def modes(is_known: bool) -> st.SearchStrategy[MergeTurns]:
     """Return modes of any kind, to which both modes' times are known from the beginning or not."""
     return st.builds(
         mode_of,
@@ -50,7 +51,6 @@ def modes(is_known: bool) -> st.SearchStrategy[DLora]:
         UP_TO_6,
         UP_TO_6,
         UP_TO_6,
-        st.booleans(),
         st.floats(0.2, 1.2),
         st.none() | UP_TO_6,
         st.just(is_known),
@@ -73,7 +73,7 @@ def duration_s(choice: BatchingChoice, live: Sequence[LiveRequest]) -> float:
     return 0.01 + 0.001 * rows + (0.0 if choice.merged else 0.0007 + 0.0011 * rows)
 
 
-def step(mode: DLora, live: Sequence[LiveRequest], steps: int = 1) -> BatchingChoice:
+def step(mode: MergeTurns, live: Sequence[LiveRequest], steps: int = 1) -> BatchingChoice:
     choice = mode.choose(live)
     if live:
         mode.ran(steps, work_of(choice, live), duration_s(choice, live), 0.0)
@@ -83,7 +83,7 @@ def step(mode: DLora, live: Sequence[LiveRequest], steps: int = 1) -> BatchingCh
 @settings(max_examples=examples(100))
 @given(modes(is_known=False) | modes(is_known=True), TRAFFIC, st.sampled_from(("", "B", "AC")))
 def test_batches_credits_and_switches_keep_their_bounds(
-    mode: DLora, traffic: list[tuple[str, set[int]]], illegal: str
+    mode: MergeTurns, traffic: list[tuple[str, set[int]]], illegal: str
 ) -> None:
     merged: AdapterDigest | None = None
     initial = mode.credits[AdapterDigest("nobody's")]
@@ -104,7 +104,7 @@ def test_batches_credits_and_switches_keep_their_bounds(
         assert mode.thresholds.beta <= mode.thresholds.alpha - 0.05 + 1e-9
 
 
-def check_several_at_once(mode: DLora, traffic: Sequence[tuple[str, set[int]]], most: int) -> None:
+def check_several_at_once(mode: MergeTurns, traffic: Sequence[tuple[str, set[int]]], most: int) -> None:
     for live in lists_of(traffic):
         if not live:
             mode.choose(live)
@@ -125,7 +125,7 @@ def check_several_at_once(mode: DLora, traffic: Sequence[tuple[str, set[int]]], 
 @settings(max_examples=examples(100))
 @given(modes(is_known=False), TRAFFIC, st.integers(1, 12))
 def test_several_steps_at_once_are_the_same_steps_one_by_one(
-    mode: DLora, traffic: list[tuple[str, set[int]]], most: int
+    mode: MergeTurns, traffic: list[tuple[str, set[int]]], most: int
 ) -> None:
     check_several_at_once(mode, traffic, most)
 
@@ -134,20 +134,18 @@ def test_each_step_decides_after_a_period_ended_by_another_candidate() -> None:
     stay: tuple[str, set[int]] = ("", set())
     before = [("AAC-B", set[int]()), ("A-AAA", set[int]()), ("ABC", {0, 2, 7}), ("B", set[int]())]
     leave: list[tuple[str, set[int]]] = [("C", set()), ("", {5}), ("", {5}), ("", {0, 1, 3})]
-    mode = mode_of(max_batch=3, spare=1, band=0, margin=5, backfill=False, alpha=1.0, debt=None, is_known=False)
+    mode = mode_of(max_batch=3, spare=1, band=0, margin=5, alpha=1.0, debt=None, is_known=False)
     check_several_at_once(mode, [*before, stay, stay, stay, stay, *leave], most=2)
 
 
-@given(st.integers(2, 40), st.booleans(), st.data())
-def test_a_lone_request_is_rescued_after_so_many_iterations(
-    max_batch: int, backfill: bool, data: st.DataObject
-) -> None:
+@given(st.integers(2, 40), st.data())
+def test_a_lone_request_is_rescued_after_so_many_iterations(max_batch: int, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, max_batch - 1))
     others = data.draw(st.integers(max(place, 1), 2 * max_batch))
     live = live_of("A" * place + "B" + "A" * (others - place))
-    mode, rules = DLora(setup_of(max_batch), backfill=backfill), default_credit_params(max_batch, has_turns=backfill)
+    mode, rules = MergeTurns(setup_of(max_batch)), default_credit_params(max_batch)
     most = rules.starves_above - rules.initial + 1
-    assert most == (17 if backfill else 65)
+    assert most == 17
     passed_over = 0
     while live[place] not in batch_of(run(mode, live), live):
         passed_over += 1
@@ -156,7 +154,7 @@ def test_a_lone_request_is_rescued_after_so_many_iterations(
 
 def test_lone_request_beside_a_hot_adapter_runs_after_a_known_number_of_steps() -> None:
     live = live_of("BAAAAAAAA")
-    mode = DLora(setup_of(max_batch=8), credit_params=CreditParams(200, starves_above=264, normal_below=216))
+    mode = DLora(setup_of(max_batch=8), patience=64)
     choices = [run(mode, live) for _ in range(66)]
     assert [choice.merged for choice in choices] == [A] * 65 + [None]
     assert [request.adapter for request in batch_of(choices[-1], live)] == [B]
@@ -164,5 +162,5 @@ def test_lone_request_beside_a_hot_adapter_runs_after_a_known_number_of_steps() 
 
 def test_without_credits_it_may_wait_for_ever() -> None:
     live = live_of("BAAAAAAAA")
-    mode = DLora(setup_of(max_batch=8), credited=False)
+    mode = DLora(setup_of(max_batch=8), patience=inf)
     assert {run(mode, live).merged for _ in range(500)} == {A}

@@ -1,10 +1,10 @@
-"""Chameleon's queue: the worked examples of its spec, and what must hold under any traffic."""
+"""Chameleon's queue as printed, Lorikeet's, worked examples, and what must hold under any traffic."""
 
 import os
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -16,11 +16,12 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.scheduling.admission import AdmissionQueue, RunningRequest
-from lorikeet.scheduling.multilevel.options import AdapterCharge, ChameleonOptions
+from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, RunningRequest
+from lorikeet.scheduling.multilevel.options import MultilevelOptions
 from lorikeet.scheduling.multilevel.queue import ChameleonQueue, InitialClasses, wait_in_steps
-from lorikeet.scheduling.multilevel.quotas import SurplusShare, class_load
-from lorikeet.scheduling.multilevel.size_classes import RequestSize, SizeClasses
+from lorikeet.scheduling.multilevel.quotas import class_load
+from lorikeet.scheduling.multilevel.size_aware import SIZE_AWARE, SizeAwareQueue
+from lorikeet.scheduling.multilevel.size_classes import OUTPUT_ONLY_WEIGHTS, RequestSize, SizeClasses
 from lorikeet.scheduling.policies.fifo import Fifo
 from lorikeet.scheduling.state import StepTimeEstimator
 from tests.support.scripted import adapter as make_adapter
@@ -92,7 +93,8 @@ def ask(name: str, prompt: int, output: int, arrival_s: float = 0.0, adapter: Ad
 
 def admit(queue: AdmissionQueue, world: World, now: float = 0.0, slots: int = 1000) -> list[str]:
     """One step's admission, which ends when so many run; return who was admitted."""
-    admitted, policy = [], queue.admit(now)
+    admitted: list[str] = []
+    policy = queue.admit(now)
     try:
         request = next(policy)
         while True:
@@ -111,12 +113,19 @@ def with_quotas(
     world: World,
     quotas: tuple[int, ...],
     class_of: Callable[[RequestSize], int] = lambda sizes: 0,
-    longest_run_s: Mapping[int, float] | None = None,
-    **options: object,
 ) -> ChameleonQueue:
-    """A queue whose classes are given."""
-    start = InitialClasses(quotas, class_of, longest_run_s or {})
-    return ChameleonQueue(world, ChameleonOptions(**options), start)  # type: ignore[arg-type]
+    """The printed queue, with classes that are given."""
+    return ChameleonQueue(world, initial=InitialClasses(quotas, class_of, {}))
+
+
+def size_aware(
+    world: World,
+    quotas: tuple[int, ...],
+    class_of: Callable[[RequestSize], int] = lambda sizes: 0,
+    longest_run_s: Mapping[int, float] | None = None,
+) -> SizeAwareQueue:
+    """Lorikeet's queue, with classes that are given."""
+    return SizeAwareQueue(world, initial=InitialClasses(quotas, class_of, longest_run_s or {}))
 
 
 def input_above(tokens: int) -> Callable[[RequestSize], int]:
@@ -172,10 +181,10 @@ def test_request_above_its_class_quota_runs_when_none_of_it_is_held() -> None:
     assert sum(state.quotas) == 29
 
 
-def bypass_world(**options: object) -> tuple[World, ChameleonQueue]:
+def bypass_world() -> tuple[World, ChameleonQueue]:
     """100 tokens free; one that ends in 10 steps frees 60, one that ends in 25 frees 200."""
     world = World(total_tokens=360)
-    queue = with_quotas(world, (10_000,), **options)  # type: ignore[arg-type]
+    queue = with_quotas(world, (10_000,))
     for name, kv, left in (("ten", 60, 10), ("twenty-five", 200, 25)):
         request = ask(name, kv - 5, 5 + left, -1.0)
         queue.add(request, 0.0)
@@ -247,7 +256,7 @@ def test_squashed_request_never_bypasses_again_after_a_preemption() -> None:
 
 def test_run_time_counts_admission_to_end_without_time_spent_preempted() -> None:
     world = World()
-    queue = with_quotas(world, (1000,))
+    queue = size_aware(world, (1000,))
     request = ask("x", 10, 5)
     queue.add(request, 0.0)
     assert admit(queue, world, 0.0) == ["x"]
@@ -256,14 +265,14 @@ def test_run_time_counts_admission_to_end_without_time_spent_preempted() -> None
     queue.add(msgspec.structs.replace(request, exports=1), 4.0)
     assert admit(queue, world, 10.0) == ["x"]
     queue.ended(request, 16.0)
-    assert queue.figures().longest_run_s == {0: 10.0}
+    assert queue.longest_run_s == {0: 10.0}
     queue.add(ask("y", 10, 5, 310.0), 310.0)
     assert queue.figures().refreshes == 1
-    assert queue.state().longest_run_s == {0: 10.0}, "of those that ended lately"
+    assert queue.longest_run_s == {0: 10.0}, "of those that ended lately"
 
 
 def test_classes_come_with_the_hundredth_arrival_after_a_quiet_time_too() -> None:
-    queue = ChameleonQueue(World(), ChameleonOptions())
+    queue = ChameleonQueue(World())
     queue.view.step_times.note(100, 4, 0.1)
     queue.add(ask("alone", 10, 10), 0.0)
     queue.add(ask("later", 10, 10, 400.0), 400.0)
@@ -276,7 +285,7 @@ def test_classes_come_with_the_hundredth_arrival_after_a_quiet_time_too() -> Non
 
 def test_large_head_is_not_starved_by_a_stream_of_small_requests() -> None:
     world = World(total_tokens=1000)
-    queue = with_quotas(world, (1010, 140), input_above(100), longest_run_s={0: 10.0, 1: 10.0})
+    queue = size_aware(world, (1010, 140), input_above(100), longest_run_s={0: 10.0, 1: 10.0})
     for number in range(50):
         queue.add(ask(f"s{number}", 19, 1, number), 0.0)
     assert len(admit(queue, world, 0.0)) == 50
@@ -294,7 +303,7 @@ def test_large_head_is_not_starved_by_a_stream_of_small_requests() -> None:
 def test_a_head_that_is_held_back_is_waited_for_when_it_is_the_oldest() -> None:
     """Else a class whose heads always lack room would keep the next class from ever being tried."""
     world = World(total_tokens=1000)
-    queue = with_quotas(world, (10_000, 10_000), input_above(500))
+    queue = size_aware(world, (10_000, 10_000), input_above(500))
     for number in range(2):
         queue.add(ask(f"first{number}", 400, 1, number), 0.0)
     assert admit(queue, world, 0.0) == ["first0", "first1"]
@@ -312,7 +321,7 @@ def test_a_head_that_is_held_back_is_waited_for_when_it_is_the_oldest() -> None:
 def with_stuck_head(quotas: tuple[int, int], first: int, large: int) -> tuple[ChameleonQueue, World]:
     """Two large prompts of so many tokens, of which the second is not admitted, in a pool of 160."""
     world = World(total_tokens=160)
-    queue = with_quotas(world, quotas, input_above(50))
+    queue = size_aware(world, quotas, input_above(50))
     for name, prompt, arrival_s in (("first", first, 0.0), ("large", large, 1.0)):
         queue.add(ask(name, prompt, 5, arrival_s), arrival_s)
     assert admit(queue, world, 1.0) == ["first"]
@@ -336,10 +345,10 @@ def test_no_room_is_left_for_a_head_that_may_not_run_now() -> None:
 
 def joining_world(
     quotas: tuple[int, ...] = (10_000, 10_000), longest_run_s: Mapping[int, float] | None = None
-) -> tuple[World, ChameleonQueue, AdapterRef]:
+) -> tuple[World, SizeAwareQueue, AdapterRef]:
     """One request runs under an adapter of 100 tokens, in a pool of which 60 tokens are free."""
     world, big = World(total_tokens=200), make_adapter("big", 25)
-    queue = with_quotas(world, quotas, input_above(100), longest_run_s, charge=AdapterCharge.SHARED, join_from=0.5)
+    queue = size_aware(world, quotas, input_above(100), longest_run_s)
     queue.add(ask("first", 40, 10, 0.0, big), 0.0)
     assert admit(queue, world, 0.0) == ["first"]
     assert world.free_tokens() == 60
@@ -348,15 +357,15 @@ def joining_world(
 
 def test_request_joining_a_running_large_adapter_comes_first() -> None:
     world, queue, big = joining_world()
-    world.total_tokens = 400
+    world.total_tokens = 800
     for request in (
-        ask("head", 20, 10, 1.0, make_adapter("other", 60)),
-        ask("long", 195, 10, 2.0, big),
+        ask("head", 20, 10, 1.0, make_adapter("other", 160)),
+        ask("long", 515, 10, 2.0, big),
         ask("joins", 150, 10, 3.0, big),
     ):
         queue.add(request, 4.0)
     policy = queue.admit(4.0)
-    assert next(policy).request_id == "joins", "100 tokens of adapter are less than half of 205"
+    assert next(policy).request_id == "joins", "100 tokens of adapter are less than a quarter of 525"
     policy.close()
     assert admit(queue, world, 4.0) == ["joins"]
     assert (queue.stats().joined, queue.stats().bypassed) == (1, 0)
@@ -389,7 +398,7 @@ def test_joining_request_leaves_room_to_a_head_that_waited_half_the_longest_run(
 
 def test_head_of_a_class_is_not_starved_by_a_stream_of_joining_requests() -> None:
     world, big = World(total_tokens=2000), make_adapter("big", 25)
-    queue = with_quotas(world, (300,), longest_run_s={0: 10.0}, charge=AdapterCharge.SHARED, join_from=0.5)
+    queue = size_aware(world, (300,), longest_run_s={0: 10.0})
     queue.add(ask("first", 20, 30, 0.0, big), 0.0)
     assert admit(queue, world, 0.0) == ["first"]
     queue.add(ask("head", 180, 20, 1.0), 1.0)
@@ -428,20 +437,18 @@ def test_full_steps_do_not_keep_a_class_from_being_tried_for_ever(joins: bool) -
 
 def test_patience_follows_what_ended_lately() -> None:
     world = World()
-    queue = ChameleonQueue(world, ChameleonOptions(least_samples=2, refresh_s=10.0))
+    queue = SizeAwareQueue(world, replace(SIZE_AWARE, least_samples=2, refresh_s=10.0))
     for arrival_s, ran_s in ((0.0, 6.0), (0.0, 5.0), (20.0, 1.0), (40.0, 2.0)):
-        before = queue.figures().longest_run_s
         request = ask(f"at {arrival_s}", 10, 10, arrival_s)
         queue.add(request, arrival_s)
         assert admit(queue, world, arrival_s) == [request.request_id]
         world.running_now.clear()
         queue.ended(request, arrival_s + ran_s)
-        assert queue.state().longest_run_s == {0: max(ran_s, 6.0 if arrival_s == 0.0 else 0.0)}
-        assert queue.figures().longest_run_s == {0: 6.0} or not before, "since the start"
+        assert queue.longest_run_s == {0: max(ran_s, 6.0 if arrival_s == 0.0 else 0.0)}
 
 
 def test_classes_are_found_again_when_twice_as_many_have_arrived() -> None:
-    queue = ChameleonQueue(World(), ChameleonOptions())
+    queue = ChameleonQueue(World())
     queue.view.step_times.note(100, 4, 0.1)
     found = []
     for number in range(5000):
@@ -449,18 +456,6 @@ def test_classes_are_found_again_when_twice_as_many_have_arrived() -> None:
         queue.add(ask(f"r{number}", 10 + 3 * (number % 60), 5, 0.1 * number), 0.1 * number)
         found += [number + 1] * (queue.figures().refreshes - before)
     assert found == [100, 200, 400, 800, 1600, 4600], "five minutes hold 3,000, and are over then"
-
-
-def test_lazily_it_is_sent_back_only_if_the_head_could_start_then() -> None:
-    world, queue = bypass_world(lazy_squash=True)
-    for request in (ask("head", 56, 10, 1.0, make_adapter("big", 50)), ask("x", 40, 20, 2.0)):
-        queue.add(request, 1.0)
-    assert admit(queue, world, 1.0) == ["x"]
-    world.running_now[RequestId("x")] = world.running_now[RequestId("x")][0], 20
-    assert queue.review(2.0) == []
-    world.running_now[RequestId("x")] = world.running_now[RequestId("x")][0], 21
-    del world.running_now[RequestId("twenty-five")]
-    assert [request.request_id for request in queue.review(3.0)] == ["x"]
 
 
 def test_a_head_without_room_for_its_kv_is_not_passed() -> None:
@@ -485,19 +480,21 @@ def test_request_running_longer_than_predicted_holds_more() -> None:
     assert held(queue) == [0]
 
 
-@pytest.mark.parametrize("charge", list(AdapterCharge))
-def test_adapter_tokens_are_charged_by_the_charge_option(charge: AdapterCharge) -> None:
+@pytest.mark.parametrize(("make", "tokens"), [(with_quotas, 60), (size_aware, 40)])
+def test_every_request_is_charged_for_its_adapter_or_one_of_its_users(
+    make: Callable[..., ChameleonQueue], tokens: int
+) -> None:
     world, lora = World(), make_adapter("a", 5)
-    queue = with_quotas(world, (1000,), charge=charge)
+    queue = make(world, (1000,))
     for index in range(2):
         queue.add(ask(f"{index}", 9, 1, index, lora), 0.0)
     assert admit(queue, world) == ["0", "1"]
-    assert held(queue) == [{AdapterCharge.PER_REQUEST: 60}.get(charge, 40)]
+    assert held(queue) == [tokens]
 
 
 def test_shared_charge_passes_on_when_the_paying_request_ends() -> None:
     world, lora = World(), make_adapter("a", 5)
-    queue = with_quotas(world, (1000,), charge=AdapterCharge.SHARED)
+    queue = size_aware(world, (1000,))
     requests = [ask(f"{index}", 9, 1, index, lora) for index in range(3)]
     for request in requests:
         queue.add(request, 0.0)
@@ -507,30 +504,6 @@ def test_shared_charge_passes_on_when_the_paying_request_ends() -> None:
         del world.running_now[request.request_id]
         queue.ended(request, 1.0)
         assert held(queue) == [left]
-
-
-def test_a_lazy_one_stays_if_the_head_can_start_anyway_and_one_is_enough() -> None:
-    world, queue = bypass_world(lazy_squash=True)
-    for request in (ask("head", 56, 10, 1.0, make_adapter("big", 50)), ask("x", 20, 10, 2.0), ask("z", 20, 10, 3.0)):
-        queue.add(request, 1.0)
-    assert admit(queue, world, 1.0) == ["x", "z"]
-    for name in ("x", "z"):
-        world.running_now[RequestId(name)] = world.running_now[RequestId(name)][0], 10
-    del world.running_now[RequestId("twenty-five")]
-    assert world.free_tokens() == 360 - 60 - 30 - 30
-    assert [request.request_id for request in queue.review(2.0)] == ["x"]
-    del world.running_now[RequestId("ten")]
-    assert queue.review(3.0) == [], "there is room for the head now"
-
-
-def test_a_gap_that_goes_on_is_told() -> None:
-    world = World(total_tokens=100)
-    queue = with_quotas(world, (100,))
-    for name in ("a", "b"):
-        queue.add(ask(name, 60, 5), 0.0)
-    assert admit(queue, world, 1.0) == ["a"]
-    assert admit(queue, world, 9.0) == []
-    assert queue.figures().longest_gap_s == {0: 8.0}
 
 
 def test_empty_class_has_no_load() -> None:
@@ -549,16 +522,18 @@ class Traffic:
     """Random requests through a queue, with true lengths that the predictions miss."""
 
     seed: int
-    options: ChameleonOptions
+    make: type[ChameleonQueue]
+    options: MultilevelOptions
     squashed: int = 0
     steps: int = 0
+    most_classes: int = 0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         total, held_back = self.random.choice([(300, 0), (900, 600), (1200, 600), (3000, 1000)])
         self.world = World(total, held_back)  # so that sometimes tokens are short, sometimes only room
         self.slots = self.random.choice([3, 1000])
-        self.queue = ChameleonQueue(self.world, self.options)
+        self.queue = self.make(self.world, self.options)
         self.adapters = [None, *(make_adapter(f"a{rank}", rank) for rank in (1, 2, 4, 8, 16))]
         self.truth: dict[RequestId, int] = {}
         self.waiting: dict[RequestId, Request] = {}
@@ -597,7 +572,8 @@ class Traffic:
         world = self.world
         for request in self.queue.review(self.now):
             self.squashed += 1
-            self.leave(request, world.running_now[request.request_id][1], will_resume=True)
+            made = 0 if self.queue.restarts_squashed else world.running_now[request.request_id][1]
+            self.leave(request, made, will_resume=True)
         self.check_order(admit(self.queue, world, self.now, self.slots))
         while world.free_tokens() < len(world.running_now):
             request, made = max(world.running_now.values(), key=lambda pair: pair[0].arrival_s)
@@ -619,13 +595,14 @@ class Traffic:
             for entry in queue[:1]:
                 for name in admitted:
                     mine = state.admitted[RequestId(name)]
-                    joined = self.options.join_from < float("inf") and users[mine.waiting.request.digest] > 1
+                    joined = self.make is SizeAwareQueue and users[mine.waiting.request.digest] > 1
                     if mine.number == number and mine.passed is None and not joined:
                         assert mine.waiting.request.arrival_s <= entry.request.arrival_s
 
     def check(self) -> None:
         state = self.queue.state()
-        assert sum(state.quotas) == int(self.options.overcommit * self.world.total_tokens)
+        self.most_classes = max(self.most_classes, len(state.quotas))
+        assert sum(state.quotas) == int(self.queue.overcommit * self.world.total_tokens)
         assert sum(state.held_tokens) == sum(state.held_by[name] for name in self.world.running_now)
         assert set(state.held_by) == set(self.world.running_now) == set(state.admitted)
         assert {request.request_id for request in self.queue.waiting()} == set(self.waiting)
@@ -650,22 +627,19 @@ class Traffic:
         raise AssertionError(f"{len(self.waiting)} still wait")
 
 
-OPTIONS = [
-    ChameleonOptions(refresh_s=8.0, least_samples=10),
-    ChameleonOptions(refresh_s=8.0, least_samples=10, lazy_squash=True, charge=AdapterCharge.SHARED),
-    ChameleonOptions(
-        refresh_s=20.0, least_samples=20, share=SurplusShare.PRIORITY, floor=False, charge=AdapterCharge.IF_ABSENT
-    ),
-    ChameleonOptions(refresh_s=5.0, least_samples=5, largest_percentile=99.0, bypass=False),
-    ChameleonOptions(refresh_s=8.0, least_samples=10, overcommit=1.15, charge=AdapterCharge.SHARED),
-    ChameleonOptions(refresh_s=8.0, least_samples=10, overcommit=2.0, charge=AdapterCharge.SHARED, join_from=0.5),
+QUEUES = [
+    (ChameleonQueue, MultilevelOptions(refresh_s=8.0, least_samples=10)),
+    (ChameleonQueue, MultilevelOptions(refresh_s=20.0, least_samples=20, weights=OUTPUT_ONLY_WEIGHTS)),
+    (SizeAwareQueue, replace(SIZE_AWARE, refresh_s=8.0, least_samples=10)),
 ]
 
 
-@given(st.integers(0, 2**32), st.sampled_from(OPTIONS))
+@given(st.integers(0, 2**32), st.sampled_from(QUEUES))
 @settings(max_examples=RUNS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_tokens_add_up_after_every_step_and_all_requests_are_served(seed: int, options: ChameleonOptions) -> None:
-    traffic = Traffic(seed, options)
+def test_tokens_add_up_after_every_step_and_all_requests_are_served(
+    seed: int, queue: tuple[type[ChameleonQueue], MultilevelOptions]
+) -> None:
+    traffic = Traffic(seed, *queue)
     traffic.run(RUN_STEPS)
     figures = traffic.queue.figures()
     count("step: step", traffic.steps)
@@ -675,28 +649,35 @@ def test_tokens_add_up_after_every_step_and_all_requests_are_served(seed: int, o
 
 def test_random_traffic_passes_sends_back_refreshes_and_finds_classes() -> None:
     """The property above sees what it should."""
-    figures, squashed = [], 0
+    figures, squashed, classes = [], 0, 0
     for seed in range(6):
-        traffic = Traffic(seed, OPTIONS[0])
+        traffic = Traffic(seed, *QUEUES[0])
         traffic.run(300)
         figures.append(traffic.queue.figures())
         squashed += traffic.squashed
+        classes = max(classes, traffic.most_classes)
     assert squashed == sum(each.squashed for each in figures) > 0
     assert sum(each.bypassed for each in figures) > 0
     assert all(each.refreshes > 3 for each in figures)
-    assert any(len(each.longest_gap_s) > 1 for each in figures), "several classes"
+    assert classes > 1
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_with_one_class_and_all_tokens_it_is_fifo(seed: int) -> None:
     """Without bypass, and where tokens do not bind, the same requests are admitted at the same steps."""
 
-    def orders(make: type[Fifo] | type[ChameleonQueue]) -> list[list[str]]:
+    class OneClass(ChameleonQueue):
+        overcommit = 1e6
+
+        def __init__(self, view: AdmissionView) -> None:
+            super().__init__(view, MultilevelOptions(least_samples=10**9))
+
+        def _bypass(self, *_: object) -> Admission:
+            yield from ()
+
+    def orders(make: type[AdmissionQueue]) -> list[list[str]]:
         world, chance = World(total_tokens=900), random.Random(seed)
-        if make is ChameleonQueue:
-            queue: AdmissionQueue = with_quotas(world, (10**9,), bypass=False, least_samples=10**9)
-        else:
-            queue = Fifo(world)
+        queue = make(world)
         found = []
         for step in range(300):
             if chance.random() < 0.5:
@@ -710,4 +691,4 @@ def test_with_one_class_and_all_tokens_it_is_fifo(seed: int) -> None:
                     queue.ended(request, step)
         return found
 
-    assert orders(Fifo) == orders(ChameleonQueue)
+    assert orders(Fifo) == orders(OneClass)

@@ -33,7 +33,7 @@ def answers(bench: Bench, requests: list[tuple[str, str]]) -> dict[str, list[int
 MIX = [("a1", "a"), ("a2", "a"), ("b1", "b"), ("a3", "a"), ("x", "base"), ("a4", "a"), ("a5", "a"), ("b2", "b")]
 
 
-@pytest.mark.parametrize("mode", ["dlora", "dlora:alone", "merged-only", "one-adapter", "whole-models"])
+@pytest.mark.parametrize("mode", ["dlora", "merge-turns", "merged-only", "one-adapter", "whole-models"])
 def test_answers_are_the_same_under_every_batching_mode(mode: str) -> None:
     assert answers(Bench(preset=merging(mode), limits=WIDE, switch_s=0.02), MIX) == answers(Bench(limits=WIDE), MIX)
 
@@ -87,8 +87,8 @@ def test_a_slot_is_taken_from_one_that_may_not_run_now() -> None:
     assert all(ended.reason is FinishReason.LENGTH for ended in bench.finished().values())
 
 
-@pytest.mark.parametrize("admission", ["fair", "chameleon", "chameleon:literal", "priority", "sjf:aging"])
-@pytest.mark.parametrize("mode", ["dlora", "dlora:alone", "merged-only", "whole-models"])
+@pytest.mark.parametrize("admission", ["fair", "chameleon", "size-aware", "s-lora", "priority", "sjf:aging"])
+@pytest.mark.parametrize("mode", ["dlora", "merge-turns", "merged-only", "whole-models"])
 def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admission: str) -> None:
     limits = SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=64, max_model_len=60)
     bench = Bench(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lorikeet.core.ids import RequestId
 from lorikeet.scheduling.multilevel.class_stats import SlidingWindow
-from lorikeet.scheduling.multilevel.quotas import ClassLoad, OverloadRule, QuotaAccounting, SurplusShare, assign_quotas
+from lorikeet.scheduling.multilevel.quotas import ClassLoad, QuotaAccounting, SurplusShare, assign_quotas
 from lorikeet.scheduling.multilevel.size_classes import (
     OUTPUT_ONLY_WEIGHTS,
     KRule,
@@ -30,11 +30,11 @@ def test_weighted_request_size_is_as_worked_out_by_hand() -> None:
 
 
 def test_classes_of_nine_sizes_by_the_elbow_and_literally() -> None:
-    elbow = find_classes(np.array(SPEC_SIZES))
+    elbow = find_classes(np.array(SPEC_SIZES), KRule.ELBOW)
     assert elbow.squares == pytest.approx((0.8756, 0.09435, 0.0006, 0.00045), rel=1e-3)
     assert elbow.centroids == pytest.approx((0.06, 0.31, 0.81))
     assert elbow.boundaries == pytest.approx((0.185, 0.56))
-    assert len(find_classes(np.array(SPEC_SIZES), KRule.LITERAL).centroids) == 4
+    assert len(find_classes(np.array(SPEC_SIZES), KRule.LEAST_SQUARES).centroids) == 4
     assert elbow.of(np.array((0.1, elbow.boundaries[0], 0.19, 0.9))).tolist() == [0, 0, 1, 2]
 
 
@@ -46,7 +46,7 @@ def test_equal_sizes_are_one_class() -> None:
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 4))
 def test_no_partition_has_less_squares(values: list[int], most: int) -> None:
     sizes = np.array(sorted(values), np.float64) / 40
-    found = find_classes(sizes, KRule.LITERAL, most).squares
+    found = find_classes(sizes, KRule.LEAST_SQUARES, most).squares
 
     def squares(cuts: tuple[int, ...]) -> float:
         parts = np.split(sizes, cuts)
@@ -60,13 +60,13 @@ def test_no_partition_has_less_squares(values: list[int], most: int) -> None:
 def test_many_samples_give_nearly_the_classes_of_the_values_themselves() -> None:
     random = np.random.default_rng(2)
     sizes = np.concatenate([random.normal(middle, 0.02, 5000) for middle in (0.1, 0.4, 0.8)]).clip(0, 1)
-    found = find_classes(sizes)
+    found = find_classes(sizes, KRule.ELBOW)
     assert found.centroids == pytest.approx((0.1, 0.4, 0.8), abs=0.002)
 
 
 def test_quotas_of_three_classes_are_as_worked_out_by_hand() -> None:
     assert [load.least_tokens for load in SPEC_LOADS] == pytest.approx([4100, 4800, 3200])
-    assert assign_quotas(SPEC_LOADS, 24200, floor=False).tokens == (8200, 9600, 6400)
+    assert assign_quotas(SPEC_LOADS, 24200, floor=False, share=SurplusShare.LEAST).tokens == (8200, 9600, 6400)
 
 
 def test_quotas_with_the_most_for_the_smallest_class() -> None:
@@ -74,20 +74,15 @@ def test_quotas_with_the_most_for_the_smallest_class() -> None:
 
 
 def test_quotas_that_hold_the_largest_request_of_each_class() -> None:
-    assert assign_quotas(SPEC_LOADS, 24200).tokens == (7691, 9005, 7504)
+    assert assign_quotas(SPEC_LOADS, 24200, floor=True, share=SurplusShare.LEAST).tokens == (7691, 9005, 7504)
 
 
 def test_quotas_in_an_overload_are_scaled() -> None:
-    found = assign_quotas(SPEC_LOADS, 6050, floor=False)
+    found = assign_quotas(SPEC_LOADS, 6050, floor=False, share=SurplusShare.PRIORITY)
     assert found.tokens == (2050, 2400, 1600)
     assert not found.feasible
-    assert assign_quotas(SPEC_LOADS, 6050).tokens == (526, 1524, 4000), "each still holds its largest request"
-
-
-def test_quotas_in_an_overload_from_the_smallest_class_up() -> None:
-    found = assign_quotas(SPEC_LOADS, 11000, overload=OverloadRule.SMALLEST_FIRST)
-    assert found.tokens == (4100, 2900, 4000), "what is left of the middle one's 4800, and the largest request"
-    assert not found.feasible
+    held = assign_quotas(SPEC_LOADS, 6050, floor=True, share=SurplusShare.PRIORITY)
+    assert held.tokens == (526, 1524, 4000), "each still holds its largest request"
 
 
 @given(

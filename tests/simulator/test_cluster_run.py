@@ -36,7 +36,7 @@ from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.request import Request
 from lorikeet.costs.catalog import load_profile
-from lorikeet.costs.devices import DEVICES
+from lorikeet.costs.devices import COPY_S, DEVICES
 from lorikeet.costs.profile import Constant, CostProfile, Link, Transfers
 from lorikeet.engine.build import assemble
 from lorikeet.presets import resolve_preset
@@ -46,7 +46,7 @@ from lorikeet.worker.modelled import build_modelled_executor
 from tests.support.clusters import BLOCK, Always, Fixed, names, settings, simulated, some_adapters
 from tests.support.profiles import round_profile, seconds
 
-PCIE = DEVICES["a100-40"].host_bytes_per_s
+PCIE = DEVICES["a100-40"].host_bytes_per_s * DEVICES["a100-40"].host_share.value
 
 
 def asks(arrival_s: float, adapter: str | None = None, prompt: int = 5, answer: int = 3) -> WorkloadRequest:
@@ -237,14 +237,14 @@ def test_fetched_adapter_is_loaded_from_its_new_host_not_from_disk(
     """Two requests at once, one of which overflows, in LoRAServe's setting: rank 128 over four devices."""
     profile = load_profile("a100-40x4-llama-2-7b")
     (ref,) = synthetic_adapters(1, (128,), profile.geometry)
-    of = settings(preset="lorikeet:plain,placement=random,routing=loraserve", host_memory_bytes=host_memory_bytes)
+    of = settings(preset="lorikeet:plain,placement=random,routing=placed-work", host_memory_bytes=host_memory_bytes)
     workload = [asks(at_s, ref.name, 512) for at_s in (0.0, 0.0, 9.0)]
     found = simulate_cluster(of, profile, workload, {ref.name: ref}, Prompts(0), ClusterChoice(2, fetch=fetch))
     assert found.cluster is not None
     assert found.cluster.fetches == 1
     (at_home, elsewhere, warm), part = found.run.exchanges, ref.weight_bytes / 4
-    assert at_home.ttft_s == pytest.approx(warm.ttft_s + part / PCIE)
-    assert elsewhere.ttft_s == pytest.approx(warm.ttft_s + taken_s(part))
+    assert at_home.ttft_s == pytest.approx(warm.ttft_s + COPY_S.value + part / PCIE)
+    assert elsewhere.ttft_s == pytest.approx(warm.ttft_s + taken_s(part), abs=2 * COPY_S.value)
 
 
 def test_an_adapter_that_was_read_from_its_files_is_not_read_again() -> None:
@@ -254,7 +254,7 @@ def test_an_adapter_that_was_read_from_its_files_is_not_read_again() -> None:
     choice = ClusterChoice(2, provisioned=False)
     found = simulate_cluster(settings(), profile, twice, {ref.name: ref}, Prompts(0), choice)
     (cold, warm), part = found.run.exchanges, ref.weight_bytes / 4
-    assert cold.ttft_s == pytest.approx(warm.ttft_s + 50e-6 + part / 2e9 + part / PCIE)
+    assert cold.ttft_s == pytest.approx(warm.ttft_s + 50e-6 + part / 2e9 + COPY_S.value + part / PCIE)
 
 
 def test_adapter_without_a_holder_is_read_from_its_files_once() -> None:

@@ -127,7 +127,7 @@ def test_a_simulation_takes_the_profiles_own_and_else_searches_once() -> None:
     assert set(shown.stages) == {"operating point of rank 1"}
     shown.stages.clear()
     assert points(round_profile()) == searched
-    assert points(round_profile(), "lorikeet:random") == searched, "one replica has no use for routing"
+    assert points(round_profile(), "lorikeet:plain,routing=random") == searched, "one replica has no use for routing"
     assert not shown.stages
     points(round_profile(), slo=Slo(ttft_s=0.6))
     assert shown.stages, "another SLO is another search"

@@ -55,7 +55,7 @@ def names(count: int) -> list[ReplicaId]:
 
 
 def settings(**engine: object) -> Settings:
-    given = {"num_scheduler_steps": 1, "preset": "lorikeet:plain", **engine}
+    given = {"num_scheduler_steps": 1, "preset": "lorikeet:plain", "host_memory_bytes": 0, **engine}
     return Settings(ModelSettings(), EngineSettings(**given))  # type: ignore[arg-type]
 
 

@@ -86,8 +86,8 @@ def check_answers(folder: Path, requests: Sequence[Request], outputs: Sequence[S
 
 
 def fp32_settings(**engine: Any) -> Settings:
-    """Small blocks, a small arena, one thread, fp32."""
-    given = {"block_size": BLOCK_TOKENS, "memory_bytes": 2**20, "threads": 1, **engine}
+    """Small blocks, a small arena, no host tier, one thread, fp32."""
+    given = {"block_size": BLOCK_TOKENS, "memory_bytes": 2**20, "host_memory_bytes": 0, "threads": 1, **engine}
     return Settings(ModelSettings(dtype="float32"), EngineSettings(**given), AdapterSettings())
 
 

@@ -46,8 +46,9 @@ def make_adapter(folder: Path, model: Path, seed: int, rank: int = 4) -> Adapter
 
 
 def live_settings(model: Path, **engine: Any) -> Settings:
-    """fp32, one thread, small blocks, a small arena."""
-    given = {"block_size": 4, "memory_bytes": 8 * 2**20, "threads": 1, "num_scheduler_steps": 2, **engine}
+    """fp32, one thread, small blocks, a small arena, no host tier."""
+    small = {"block_size": 4, "memory_bytes": 8 * 2**20, "host_memory_bytes": 0}
+    given = {**small, "threads": 1, "num_scheduler_steps": 2, **engine}
     return Settings(ModelSettings(str(model), dtype="float32"), EngineSettings(**given), AdapterSettings())
 
 

@@ -28,11 +28,9 @@ def demands_of(tokens_per_s: Mapping[int, Mapping[str, float]]) -> list[AdapterD
     return [demand_of(name, rank, load) for rank, of_rank in tokens_per_s.items() for name, load in of_rank.items()]
 
 
-def packing_of(
-    demands: Sequence[AdapterDemand], bins: int, points: OperatingPoints, literal: bool = False
-) -> LoadPacking:
-    """Pack as the spec's examples do: no adapter is shared for the choice that it gives."""
-    return LoadPacking(demands, bins, points, PackingParams(group=1, literal=literal))
+def packing_of(demands: Sequence[AdapterDemand], bins: int, points: OperatingPoints) -> LoadPacking:
+    """Pack as the spec's examples do: without slivers, and leftovers may fill a bin a tenth above the target."""
+    return LoadPacking(demands, bins, points, PackingParams(slack=0.10, min_fraction=0.01))
 
 
 POINTS_A = OperatingPoints({8: 1000.0, 32: 800.0, 128: 500.0})

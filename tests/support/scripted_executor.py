@@ -147,14 +147,14 @@ def _written(transfer: Transfer) -> tuple[Place, ...]:
     """Return the blocks whose contents a transfer replaces."""
     if transfer.source is Tier.SOURCE:
         return _host_places(transfer) + _device_places(transfer)
-    return _device_places(transfer) if transfer.target is Tier.DEVICE else _host_places(transfer)
+    return _device_places(transfer)[transfer.kept :] if transfer.target is Tier.DEVICE else _host_places(transfer)
 
 
 def _read(transfer: Transfer) -> tuple[Place, ...]:
     """Return the blocks that a transfer reads, in the order of those that it writes."""
     if transfer.source is Tier.SOURCE:
         return ()
-    return _host_places(transfer) if transfer.source is Tier.HOST else _device_places(transfer)
+    return _host_places(transfer)[transfer.kept :] if transfer.source is Tier.HOST else _device_places(transfer)
 
 
 def _is_route(transfer: Transfer) -> bool:
@@ -166,7 +166,7 @@ def _is_route(transfer: Transfer) -> bool:
         case Tier.SOURCE, Tier.DEVICE:
             return is_adapter and device > 0 and host in (0, device)
         case Tier.HOST, Tier.DEVICE:
-            return host == device > 0
+            return host == device > transfer.kept
         case Tier.DEVICE, Tier.HOST:
             return host == device > 0 and not is_adapter
     return False
@@ -303,7 +303,7 @@ class ScriptedExecutor:
         """Nothing is held."""
 
     def _course(self, transfer: Transfer) -> TransferPath:
-        copied_s = self._copy_s * len(transfer.device_blocks)
+        copied_s = self._copy_s * (len(transfer.device_blocks) - transfer.kept)
         if transfer.source is Tier.DEVICE:
             return TransferPath((TransferLeg(LinkDirection.OUT, copied_s),))
         if transfer.source is Tier.HOST:

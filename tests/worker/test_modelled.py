@@ -68,7 +68,7 @@ def run(
 ) -> Said:
     settings = Settings(
         ModelSettings(max_model_len=500),
-        EngineSettings(**{"num_scheduler_steps": 1, **engine}),  # type: ignore[arg-type]
+        EngineSettings(**{"num_scheduler_steps": 1, "preset": "lorikeet:plain", "host_memory_bytes": 0, **engine}),  # type: ignore[arg-type]
     )
     clock, said = VirtualClock(), Said()
     profile = profile or round_profile()
@@ -285,7 +285,8 @@ def test_a_declared_link_takes_the_place_of_the_profiles() -> None:
 
 
 def test_the_host_tier_has_as_many_blocks_as_fit_its_bytes() -> None:
-    assert Hand().sizes.host_blocks == 0
+    assert Hand(host_memory_bytes=0).sizes.host_blocks == 0
+    assert Hand().sizes.host_blocks == Hand().sizes.total_blocks
     assert Hand(host_memory_bytes=5 * 512 + 511).sizes.host_blocks == 5
 
 

@@ -116,9 +116,10 @@ class Bench:
         device: tuple[BlockId, ...] = (),
         adapter: AdapterRef | None = None,
         demand: bool = True,
+        kept: int = 0,
     ) -> int:
         transfer_id = next(self._ids)
-        self.transfers.start(Transfer(transfer_id, source, target, host, device, adapter, demand))
+        self.transfers.start(Transfer(transfer_id, source, target, host, device, adapter, demand, kept=kept))
         return transfer_id
 
     def start_load(self, ref: AdapterRef, demand: bool = True) -> int:
@@ -229,6 +230,17 @@ def test_an_adapter_reaches_the_device_by_every_route(bench: Bench, adapters: di
         assert bench.wait(from_host).error is None
         assert_holds(bench, ref)
         bench.arena[:] = 0.0
+
+
+def test_blocks_that_an_adapter_has_kept_are_not_copied(bench: Bench, adapters: dict[str, AdapterRef]) -> None:
+    ref = adapters["large"]
+    host, device = (blocks(bench.blocks_of(ref)) for blocks in (bench.host_blocks, bench.device_blocks))
+    assert bench.wait(bench.start(Tier.SOURCE, Tier.DEVICE, host, device, ref)).error is None
+    bench.transfers.evict(ref.digest)
+    bench.arena[list(device[4:])] = 7.0
+    bench.host[list(host[:4])] = 7.0
+    assert bench.wait(bench.start(Tier.HOST, Tier.DEVICE, host, device, ref, kept=4)).error is None
+    assert_holds(bench, ref)
 
 
 def test_an_adapter_is_read_to_the_host_and_steps_do_not_see_it(bench: Bench, adapters: dict[str, AdapterRef]) -> None:
@@ -440,6 +452,7 @@ def test_transfers_that_make_no_sense_fail(bench: Bench, adapters: dict[str, Ada
         "do not go together": bench.start(Tier.HOST, Tier.DEVICE, host[1:], device),
         "only adapters have a source": bench.start(Tier.SOURCE, Tier.DEVICE, (), device),
         f"takes {count} blocks, not {count - 1}": bench.start(Tier.SOURCE, Tier.HOST, host[1:], (), ref),
+        f"{count} of {count} blocks cannot be kept": bench.start(Tier.HOST, Tier.DEVICE, host, device, ref, kept=count),
         f"the adapter takes {count} blocks": bench.start(Tier.HOST, Tier.DEVICE, host[1:], device[1:], ref),
     }
     for message, transfer_id in cases.items():

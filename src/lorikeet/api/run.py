@@ -36,11 +36,12 @@ from lorikeet.api.text_processor import TextProcessor, read_generation_config
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.client.client import EngineClient, Engines
 from lorikeet.client.supervisor import EngineError
-from lorikeet.config import ConfigError, ServerSettings, Settings
+from lorikeet.config import ConfigError, ExecutorKind, ServerSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.chat_template import TemplateError
 from lorikeet.core.extras import install_command
 from lorikeet.core.logs import configure_logs
+from lorikeet.core.machine import cpu_model, gpu_models
 from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
 from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.memory.packing import pack
@@ -89,6 +90,7 @@ async def _serve(settings: Settings) -> None:
         model = await in_daemon_thread(partial(prepare_model, settings.model, progress.stage))
         log.info("model found", model=model.names[0], folder=str(model.path))
         config = read_model_config(model.path)
+        _check_profile(settings, config, model.names[0])
         text_processor = TextProcessor.read(model.path, settings.model.chat_template)
         request_log = _open_request_log(settings)
         if request_log is not None:
@@ -173,6 +175,25 @@ class _StartProgress:
         if progress.stage == LOADING_WEIGHTS and progress.done == progress.total and not self._is_loaded:
             self._is_loaded = True
             log.info("weights loaded", seconds=round(now_s - began_s, 1))
+
+
+def _check_profile(settings: Settings, config: ModelConfig, model: str) -> None:
+    """Check that the profile that policies decide by is of this model and device.
+
+    A paced executor runs on the profile's device by definition.
+
+    Raises:
+        ProfileError: it is of others.
+    """
+    engine = settings.engine
+    if engine.profile:
+        from lorikeet.costs.applies import check_device, check_model  # take time to import, and few servers need them
+        from lorikeet.costs.catalog import load_profile
+
+        profile = load_profile(engine.profile)
+        check_model(profile, config.geometry(profile.geometry.dtype_bytes), model)
+        if engine.executor is ExecutorKind.TORCH:
+            check_device(profile, engine.device, cpu_model(), gpu_models())
 
 
 def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:

@@ -3,29 +3,16 @@
 Throughput is reported as a share of these limits.
 """
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import torch
 
 from lorikeet.core.geometry import ModuleShape
 from lorikeet.models.config import ModelConfig
-
-
-def cpu_model() -> str:
-    """Return the name of the processor."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for row in info.read_text().splitlines():
-            if row.startswith("model name"):
-                return row.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
 
 MEASURED_ROWS = (1, 8, 32, 128, 512)
 """Rows of the matrices whose multiply rate is measured."""

@@ -112,8 +112,8 @@ FLAGS = (
         "--host-memory",
         "engine.host_memory_bytes",
         int,
-        "Host tier, for adapters and KV that do not fit into the pool; 0: none. By default as large as the pool, if free "
-        "memory allows.",
+        "Host tier, for adapters and KV that do not fit into the pool; 0: none. By default as large as the pool, if "
+        "free memory allows.",
         parse_size,
         "SIZE",
     ),

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from lorikeet.cluster.adapters.copy_times import CopyCosts
-from lorikeet.cluster.migration.problem import MoveTimes
+from lorikeet.cluster.migration.problem import CoMigrationSettings, MoveTimes
 from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.burst import RESERVED_SHARE
@@ -22,7 +22,7 @@ from lorikeet.core.request import Slo, format_slo
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, OperatingLoads, ProfileError
 from lorikeet.costs.transfers import LinkDirection, TransferModel
-from lorikeet.presets import HostKv, Preset, resolve_preset
+from lorikeet.presets import HostKv, MigrationProblem, Preset, resolve_preset
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 """Lengths of a mean request where nothing better is known; from LoRAServe's motivation."""
@@ -45,6 +45,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
         link_bytes_per_s: of a declared link (``engine.link_bytes_per_s``); 0 for the profile's.
         prompt_tokens, output_tokens: of a mean request.
         tokens_per_s: operating points by rank; empty for the profile's.
+        step_models: TOPPINGS' PrePerf and DecPerf; None to fit them to the profile's steps.
     """
 
     seed: int = 0
@@ -57,6 +58,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = PROMPT_TOKENS
     output_tokens: int = OUTPUT_TOKENS
     tokens_per_s: dict[int, float] = {}
+    step_models: tuple[PerformanceModel, PerformanceModel] | None = None
 
     @property
     def slo(self) -> Slo:
@@ -70,10 +72,12 @@ class MigrationCosts(NamedTuple):
     Attributes:
         times: of moves.
         reserved_share: of each replica's memory, not available to requests.
+        settings: of the reviews.
     """
 
     times: MoveTimes
     reserved_share: float
+    settings: CoMigrationSettings = CoMigrationSettings()
 
 
 def build_cluster_policies(
@@ -154,7 +158,10 @@ def build_migration(
     times = MoveTimes(
         prefill_s, link_bytes_per_s, profile.geometry.block_bytes(1), kv_bytes_per_s if can_export_kv else None
     )
-    return MigrationCosts(times, RESERVED_SHARE if reserves else 0.0)
+    problem = preset.comigration_problem
+    is_full, is_literal = problem is MigrationProblem.FULL, problem is MigrationProblem.PRINTED_FACTOR
+    review = CoMigrationSettings(full=is_full, literal=is_literal)
+    return MigrationCosts(times, RESERVED_SHARE if reserves else 0.0, review)
 
 
 def build_points(
@@ -240,11 +247,15 @@ def _fit(profile: CostProfile, form: KernelForm, sequence: Callable[[int, int], 
 
 
 def _for_toppings(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
-    known = _needed(profile, "routing toppings needs a profile with the cost of steps")
-    try:
-        prefill, decode = performance_models(known, preset.kernel_form, options.prompt_tokens, options.output_tokens)
-    except ValueError as error:
-        raise ConfigError(f"routing toppings: {error}") from error
+    lengths = options.prompt_tokens, options.output_tokens
+    if options.step_models is None:
+        known = _needed(profile, "routing toppings needs a profile with the cost of steps")
+        try:
+            prefill, decode = performance_models(known, preset.kernel_form, *lengths)
+        except ValueError as error:
+            raise ConfigError(f"routing toppings: {error}") from error
+    else:
+        prefill, decode = options.step_models
     return RoutingOptions(options.seed, prefill, decode, slo_s=options.tpot_s or inf)
 
 
@@ -284,7 +295,7 @@ _FOR_ROUTING: dict[str, Callable[[Preset, CostProfile | None, ClusterOptions], R
 }
 _FOR_PLACEMENT: dict[str, Callable[[Preset, CostProfile | None, ClusterOptions], PlacementOptions]] = {
     "loraserve": _for_loraserve,
-    "loraserve:literal": _for_loraserve,
+    "rank-groups": _for_loraserve,
     "dlora": _for_burst_tolerance,
 }
 """Builders of the options of policies that need more than a seed."""

@@ -25,7 +25,7 @@ from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.scaling import ScalingPolicy
 from lorikeet.cluster.placement.service import LocalPlacementService, PlacementService
-from lorikeet.config import EngineSettings, ExecutorKind, ReplicaStart, Settings
+from lorikeet.config import ReplicaStart, Settings
 from lorikeet.core.ids import ReplicaId
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
@@ -60,23 +60,6 @@ def cluster_options(settings: Settings) -> ClusterOptions:
     )
 
 
-def note_profile(profile: CostProfile, engine: EngineSettings) -> None:
-    """Log whose costs the policies decide by, with a warning if it is another kind of device than the engines run on.
-
-    A paced executor runs on the profile's device by definition.
-    """
-    log.info("policies decide by a profile", profile=profile.name, device=profile.device, model=profile.model)
-    is_of_cpu = profile.device.endswith(" threads")  # as `lorikeet profile` describes one
-    if engine.executor is ExecutorKind.TORCH and is_of_cpu != (engine.device == "cpu"):
-        log.warning(
-            "the profile is of another kind of device than the engines run on, so policies decide by wrong costs; "
-            "measure one with `lorikeet profile`",
-            profile=profile.name,
-            device=profile.device,
-            runs_on=engine.device,
-        )
-
-
 def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
     """Return the client of a cluster that is not started yet.
 
@@ -93,7 +76,7 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
     cluster, (_, preset) = settings.cluster, resolve_preset(settings.engine.preset)
     profile = load_profile(settings.engine.profile) if settings.engine.profile else None
     if profile is not None:
-        note_profile(profile, settings.engine)
+        log.info("policies decide by a profile", profile=profile.name, device=profile.device, model=profile.model)
     options = cluster_options(settings)
     router = build_router(preset, profile, options)
     kv_bandwidth = KvBandwidth()

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
+from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 
@@ -73,6 +74,7 @@ class EngineSizes(NamedTuple):
         kernels: name of the kernel backend.
         assist: costs of prefills assisted by host workers; None if there are no workers.
         async_scheduling: whether the device can run a decode step while the host handles the previous step's tokens.
+        iterations: profiled times of iterations and merges; None without a profile of them.
     """
 
     geometry: ModelGeometry
@@ -85,6 +87,7 @@ class EngineSizes(NamedTuple):
     kernels: str
     assist: AssistCosts | None = None
     async_scheduling: bool = False
+    iterations: IterationCosts | None = None
 
     @property
     def block_bytes(self) -> int:

@@ -1,10 +1,13 @@
-"""What this machine, or the container around the process, has."""
+"""What this machine is and has, read from the system without any library of the device."""
 
+import platform
 from pathlib import Path
 
 import psutil
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_PROCESSORS = Path("/proc/cpuinfo")
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def memory_limit_bytes(cgroups: Path = _CGROUPS, own_groups: Path = Path("/proc/self/cgroup")) -> int:
@@ -48,3 +51,26 @@ def _limits(cgroups: Path, own_groups: Path) -> list[int]:
             if limit.isdigit():  # not "max"
                 found.append(int(limit))
     return found
+
+
+def cpu_model() -> str:
+    """Return the name of the processor."""
+    named = _named(_PROCESSORS, "model name")
+    return named or platform.processor() or platform.machine()
+
+
+def gpu_models() -> list[str]:
+    """Return the names of the GPUs that NVIDIA's driver lists; none without the driver."""
+    if not _GPUS.is_dir():
+        return []
+    return [name for folder in sorted(_GPUS.iterdir()) if (name := _named(folder / "information", "Model"))]
+
+
+def _named(file: Path, field: str) -> str:
+    """Return the first value of a field in a file of ``field : value`` lines; empty for none."""
+    if file.is_file():
+        for row in file.read_text().splitlines():
+            name, _, value = row.partition(":")
+            if name.strip() == field:
+                return value.strip()
+    return ""

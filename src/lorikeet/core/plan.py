@@ -108,6 +108,8 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
         groups: ranges of blocks in load order; empty: in the order of the blocks.
         left_to_host: layers, as (first, after the last), that the host computes while the adapter arrives, even if
             their blocks have arrived (static assistance).
+        kept: number of leading blocks that are on the device already and are not copied; from the host to the device
+            only.
     """
 
     transfer_id: int
@@ -119,6 +121,7 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True):
     demand: bool = True
     groups: Groups = ()
     left_to_host: tuple[int, int] = (0, 0)
+    kept: int = 0
 
 
 class TransferDone(msgspec.Struct, frozen=True, array_like=True):

@@ -11,7 +11,16 @@ import numpy as np
 from lorikeet import __version__
 from lorikeet.core.geometry import ModuleShape
 from lorikeet.core.suggestions import unknown_name
-from lorikeet.costs.devices import DEVICE_MEMORY_SHARE, DEVICES, MODELS, Device, Model
+from lorikeet.costs.devices import (
+    COPY_S,
+    DEVICE_MEMORY_SHARE,
+    DEVICES,
+    DRIVE_S,
+    DRIVE_SHARE,
+    MODELS,
+    Device,
+    Model,
+)
 from lorikeet.costs.operators import (
     EMBEDDING,
     OPERATORS_OF_A_LAYER,
@@ -19,7 +28,6 @@ from lorikeet.costs.operators import (
     RooflineShares,
     all_reduce,
     gemm_s,
-    gemms,
     measured_shares,
     operator_medians,
     operator_ratio,
@@ -78,7 +86,7 @@ def compose_profile(
         device=f"{tensor_parallel} × {device.full_name}" if tensor_parallel > 1 else device.full_name,
         model=model.full_name,
         tensor_parallel=tensor_parallel,
-        origin=_origin(device),
+        origin=_origin(device, model),
         made=f"composed by lorikeet {__version__}",
         geometry=model.geometry,
         vocabulary=model.vocabulary,
@@ -102,23 +110,21 @@ def token_curve(device: Device, model: Model, tensor_parallel: int) -> Curve:
     """
     reduce_s, reduce_source = all_reduce(device, tensor_parallel)
     operator_s = _operators(device, model, tensor_parallel)
-    medians = operator_medians(device.measured, model.name, tensor_parallel)
+    medians = operator_medians(device.measured, model.measured, tensor_parallel)
     points = []
     for tokens in medians:
         message_bytes = tokens * model.hidden * model.geometry.dtype_bytes
         layer_s = sum(operator_s(name, tokens) for name in OPERATORS_OF_A_LAYER) + 2 * reduce_s(message_bytes)
         points.append((tokens, model.geometry.layers * layer_s + operator_s(EMBEDDING, tokens)))
-    scaled = "" if device.measured == device.name else f" of {device.measured}, scaled by rooflines of data sheets"
+    others = _scaled_from(device, model)
+    scaled = f" of {', '.join(others)}, scaled by rooflines of data sheets" if others else ""
     return Curve("tokens", tuple(points), source=f"{SOURCE}{scaled}; {reduce_source}")
 
 
 def _operators(device: Device, model: Model, tensor_parallel: int) -> Callable[[str, int], float]:
     """Return seconds by operator and tokens: measured, or scaled from the measured device."""
-    medians = operator_medians(device.measured, model.name, tensor_parallel)
-    if device.measured == device.name:
-        return lambda name, tokens: medians[tokens][name]
-    shapes, measured = gemms(model, tensor_parallel), DEVICES[device.measured]
-    return lambda name, tokens: medians[tokens][name] * operator_ratio(device, measured, shapes.get(name), tokens)
+    medians = operator_medians(device.measured, model.measured, tensor_parallel)
+    return lambda name, tokens: medians[tokens][name] * operator_ratio(device, model, tensor_parallel, name, tokens)
 
 
 def _step_costs(device: Device, model: Model, tensor_parallel: int, shares: RooflineShares) -> StepCosts:
@@ -170,10 +176,14 @@ def _prefill_s(step: StepCosts) -> Callable[[int], float]:
 
 def _transfers(device: Device, tensor_parallel: int) -> Transfers:
     host = _link(
+        COPY_S,
         device.host_bytes_per_s * tensor_parallel,
+        device.host_share,
         "16 lanes of PCI Express by data sheet, every rank its part",
     )
-    source = _link(device.drive_bytes_per_s, "an NVMe drive on four lanes of PCI Express, at their limit")
+    source = _link(
+        DRIVE_S, device.drive_bytes_per_s, DRIVE_SHARE, "an NVMe drive on four lanes of PCI Express by data sheet"
+    )
     return Transfers(source_to_device=source, source_to_host=source, host_to_device=host, device_to_host=host)
 
 
@@ -196,8 +206,12 @@ def _switching(device: Device, model: Model, tensor_parallel: int, shares: Roofl
     )
 
 
-def _link(bytes_per_s: float, source: str) -> Link:
-    return Link(Constant(0.0, "s", source=_NOT_MODELLED), Constant(bytes_per_s, "bytes/s", source=source))
+def _link(fixed: Constant, bytes_per_s: float, share: Constant, source: str) -> Link:
+    """Return a link that reaches a share of its data sheet."""
+    reached = Constant(
+        bytes_per_s * share.value, "bytes/s", source=f"{source}; {share.value:.1%} of it: {share.source}"
+    )
+    return Link(fixed, reached)
 
 
 def _kernel_efficiency(device: Device, shares: RooflineShares) -> dict[str, Constant]:
@@ -209,10 +223,14 @@ def _kernel_efficiency(device: Device, shares: RooflineShares) -> dict[str, Cons
     }
 
 
-def _origin(device: Device) -> str:
-    if device.measured == device.name:
-        return "Vidur's tables, data sheet, papers"
-    return f"scaled from {device.measured} by data sheets"
+def _origin(device: Device, model: Model) -> str:
+    others = _scaled_from(device, model)
+    return f"scaled from {', '.join(others)} by data sheets" if others else "Vidur's tables, data sheet, papers"
+
+
+def _scaled_from(device: Device, model: Model) -> list[str]:
+    """Return the device and the model that were measured in place of these."""
+    return [each.measured for each in (device, model) if each.measured != each.name]
 
 
 def _composed() -> dict[str, tuple[Device, Model, int]]:

@@ -1,7 +1,7 @@
 """Devices and models that profiles are composed for, from data sheets and model cards.
 
 Rates are dense bf16 on the tensor cores. PCI Express and NVLink count one direction. PCI Express 4.0 and 5.0 transfer
-16 and 32 GT/s per lane, of which 128 of 130 bits are payload; packet headers are not subtracted.
+16 and 32 GT/s per lane, of which 128 of 130 bits are payload. Copies reach a share of that, which was measured.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,24 @@ _PCIE_4_LANE, _PCIE_5_LANE = (transfers * 128 / 130 / 8 for transfers in (16e9, 
 DEVICE_MEMORY_SHARE = 0.9
 """Share of device memory that an engine may use (vLLM's default); the rest is workspace."""
 
+COPY_S = Constant(6e-6, "s", error=1e-6, source="5 to 7 µs a cudaMemcpyAsync (DualPath, Wu et al., 2026, section 5.2)")
+"""Fixed part of a copy between host and device."""
+_PCIE_4_SHARE = Constant(
+    24.8e9 / (16 * _PCIE_4_LANE),
+    "share of the data sheet",
+    source="24.8 GB/s, pinned memory to an A100 SXM 80 GB, nvbandwidth 0.8 (NVIDIA's developer forum, thread 352186)",
+)
+_PCIE_5_SHARE = Constant(
+    55.6e9 / (16 * _PCIE_5_LANE),
+    "share of the data sheet",
+    source="55.6 GB/s, pinned memory to H100, nvbandwidth's README",
+)
+DRIVE_SHARE = Constant(
+    6.8e9 / (4 * _PCIE_4_LANE), "share of the data sheet", source="6.8 GB/s sequential reads, Micron 7450 product brief"
+)
+DRIVE_S = Constant(80e-6, "s", source="typical latency of a read, Micron 7450 product brief")
+"""Fixed part of a read from a drive."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -26,8 +44,9 @@ class Device:
         memory_bytes: of one device.
         bandwidth_bytes_per_s: of its memory.
         flops: dense bf16 operations per second.
-        host_bytes_per_s: of its PCI Express link.
-        drive_bytes_per_s: of an NVMe drive on four lanes of the same generation.
+        host_bytes_per_s: of its PCI Express link, by data sheet.
+        host_share: of that rate, reached by copies from pinned memory.
+        drive_bytes_per_s: of an NVMe drive's link, four lanes of the same generation, by data sheet.
         peer_bytes_per_s: of its links to the other devices.
         measured: name of the device whose measured tables it uses; its own name if it has tables.
         degrees: of tensor parallelism that are composed.
@@ -40,6 +59,7 @@ class Device:
     bandwidth_bytes_per_s: float
     flops: float
     host_bytes_per_s: float
+    host_share: Constant
     drive_bytes_per_s: float
     peer_bytes_per_s: float
     measured: str
@@ -57,6 +77,7 @@ class Model:
         geometry: of the whole model.
         vocabulary: number of token ids.
         max_model_len: longest sequence.
+        measured: name of the model whose measured tables it uses; its own name if it has tables.
     """
 
     name: str
@@ -64,6 +85,7 @@ class Model:
     geometry: ModelGeometry
     vocabulary: int
     max_model_len: int
+    measured: str
 
     @property
     def hidden(self) -> int:
@@ -83,20 +105,53 @@ class Model:
         return (self.geometry.layers * layer + 2 * self.vocabulary * self.hidden) * self.geometry.dtype_bytes
 
 
-def _llama_2(name: str, full_name: str, layers: int, hidden: int, kv_heads: int, feed_forward: int) -> Model:
+def _llama(
+    name: str,
+    full_name: str,
+    layers: int,
+    hidden: int,
+    kv_heads: int,
+    feed_forward: int,
+    vocabulary: int = 32000,
+    max_model_len: int = 4096,
+    measured: str = "",
+) -> Model:
     kv = kv_heads * 128
     into, back = ModuleShape(hidden, feed_forward), ModuleShape(feed_forward, hidden)
     square, narrow = ModuleShape(hidden, hidden), ModuleShape(hidden, kv)
     modules = {"q": square, "k": narrow, "v": narrow, "o": square, "gate": into, "up": into, "down": back}
     geometry = ModelGeometry(layers=layers, kv_heads=kv_heads, head_dim=128, modules=modules, dtype_bytes=2)
-    return Model(name, full_name, geometry, vocabulary=32000, max_model_len=4096)
+    return Model(name, full_name, geometry, vocabulary, max_model_len, measured or name)
 
 
 MODELS = {
     model.name: model
     for model in (
-        _llama_2("llama-2-7b", "Llama-2-7B", layers=32, hidden=4096, kv_heads=32, feed_forward=11008),
-        _llama_2("llama-2-70b", "Llama-2-70B", layers=80, hidden=8192, kv_heads=8, feed_forward=28672),
+        _llama("llama-2-7b", "Llama-2-7B", layers=32, hidden=4096, kv_heads=32, feed_forward=11008),
+        _llama("llama-2-70b", "Llama-2-70B", layers=80, hidden=8192, kv_heads=8, feed_forward=28672),
+        _llama(
+            "llama-3-8b",
+            "Llama-3-8B",
+            layers=32,
+            hidden=4096,
+            kv_heads=8,
+            feed_forward=14336,
+            vocabulary=128256,
+            max_model_len=8192,
+            measured="llama-2-7b",
+        ),
+        _llama("llama-2-13b", "Llama-2-13B", 40, 5120, 40, 13824, measured="llama-2-7b"),
+        _llama("llama-30b", "LLaMA-30B", 60, 6656, 52, 17920, max_model_len=2048, measured="llama-2-7b"),
+        # Not published by name; Code Llama 34B has this shape.
+        _llama(
+            "llama-2-34b",
+            "Llama-2-34B",
+            layers=48,
+            hidden=8192,
+            kv_heads=8,
+            feed_forward=22016,
+            measured="llama-2-70b",
+        ),
     )
 }
 
@@ -129,6 +184,7 @@ def _ampere(
         bandwidth_bytes_per_s=bandwidth,
         flops=flops,
         host_bytes_per_s=16 * _PCIE_4_LANE,
+        host_share=_PCIE_4_SHARE,
         drive_bytes_per_s=4 * _PCIE_4_LANE,
         peer_bytes_per_s=peer,
         measured=measured,
@@ -145,6 +201,7 @@ def _hopper(name: str, full_name: str, *, peer: float) -> Device:
         bandwidth_bytes_per_s=3.35e12,
         flops=989e12,
         host_bytes_per_s=16 * _PCIE_5_LANE,
+        host_share=_PCIE_5_SHARE,
         drive_bytes_per_s=4 * _PCIE_5_LANE,
         peer_bytes_per_s=peer,
         measured="h100",

@@ -127,13 +127,17 @@ class CostModel:
     Args:
         profile: whose constants it uses.
         form: kernel form of the adapters.
+
+    Attributes:
+        profile, form: as given.
+        average: mean time of steps as a share of the sum of their parts (``StepCosts.average``).
     """
 
     def __init__(self, profile: CostProfile, form: KernelForm) -> None:
         self.profile = profile
         self.form = form
         self._step = profile.step
-        self._average = 1.0 if profile.step.average is None else profile.step.average.value
+        self.average = 1.0 if profile.step.average is None else profile.step.average.value
         self._tokens = _Interpolation(profile.step.tokens)
         self._rows = _Interpolation(profile.step.sampled_rows)
         one_rank = dict.fromkeys(profile.lora_modules, (1,) * profile.geometry.layers)
@@ -156,15 +160,15 @@ class CostModel:
         )
         if work.lora is not None:
             seconds += lora_s(self.profile.lora_costs(self.form), work.lora)
-        return self._average * seconds
+        return self.average * seconds
 
     def growth_s(self, work: StepWork) -> float:
         """Return by how much each repeated step is longer than the one before, because the context grows."""
-        return self._average * self._step.decode_attention.value * work.decodes
+        return self.average * self._step.decode_attention.value * work.decodes
 
     def loop_s(self, sequences: int) -> float:
         """Return the time of the engine loop besides a step of so many sequences."""
-        return self._average * (self._step.loop.value + self._step.loop_sequence.value * sequences)
+        return self.average * (self._step.loop.value + self._step.loop_sequence.value * sequences)
 
     def adapter_rank(self, ref: AdapterRef) -> float:
         """Return an adapter's rank in the profile's unit: its size in ranks over all layers and ``lora_modules``."""

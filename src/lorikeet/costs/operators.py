@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lorikeet.core.geometry import ModuleShape
-from lorikeet.costs.devices import DEVICES, Device, Model
+from lorikeet.costs.devices import DEVICES, MODELS, Device, Model
 
 OPERATORS_OF_A_LAYER = (
     "input_layernorm",
@@ -170,9 +170,10 @@ def gemm_s(device: Device, shape: ModuleShape, tokens: int, shares: RooflineShar
 
 
 def measured_shares(device: Device, model: Model, tensor_parallel: int) -> RooflineShares:
-    """Return what the largest product of a layer reaches on a device that has tables."""
-    shape = gemms(model, tensor_parallel)["mlp_up_proj"]
-    medians = operator_medians(device.name, model.name, tensor_parallel)
+    """Return what the largest product of a layer reaches on a device that has tables, by the model that has some."""
+    measured = MODELS[model.measured]
+    shape = gemms(measured, tensor_parallel)["mlp_up_proj"]
+    medians = operator_medians(device.name, measured.name, tensor_parallel)
     fewest, most = min(medians), max(medians)
     return RooflineShares(
         gemm_bytes(shape, fewest) / medians[fewest]["mlp_up_proj"] / device.bandwidth_bytes_per_s,
@@ -180,15 +181,26 @@ def measured_shares(device: Device, model: Model, tensor_parallel: int) -> Roofl
     )
 
 
-def operator_ratio(device: Device, measured: Device, shape: ModuleShape | None, tokens: int) -> float:
-    """Return by how much an operator is slower on ``device`` than on ``measured``.
+def operator_ratio(device: Device, model: Model, tensor_parallel: int, operator: str, tokens: int) -> float:
+    """Return by how much an operator is slower than where it was measured, by rooflines of both.
 
     Args:
-        device: without measurements.
-        measured: where the operator was measured.
-        shape: of a product; None for operators that only move data.
+        device: on which it runs.
+        model: whose operator it is.
+        tensor_parallel: number of ranks.
+        operator: by its name in the tables. One that is no product moves the features of ``_MOVED``.
         tokens: number of tokens.
     """
-    if shape is None:
-        return measured.bandwidth_bytes_per_s / device.bandwidth_bytes_per_s
-    return gemm_s(device, shape, tokens, LIMITS) / gemm_s(measured, shape, tokens, LIMITS)
+    measured, tables = DEVICES[device.measured], MODELS[model.measured]
+    shapes, known = gemms(model, tensor_parallel), gemms(tables, tensor_parallel)
+    if operator in shapes:
+        return gemm_s(device, shapes[operator], tokens, LIMITS) / gemm_s(measured, known[operator], tokens, LIMITS)
+    bandwidths = measured.bandwidth_bytes_per_s / device.bandwidth_bytes_per_s
+    product = _MOVED.get(operator)
+    if product is None:
+        return bandwidths * model.hidden / tables.hidden
+    return bandwidths * shapes[product].out_features / known[product].out_features
+
+
+_MOVED = {"attn_rope": "attn_pre_proj", "mlp_act": "mlp_up_proj"}
+"""Products whose outputs an operator moves; the other operators move the residual stream."""

@@ -137,7 +137,7 @@ The degree of the first is not printed; 1 is assumed.
 
 def _prefill_of_loraserve(setting: Setting) -> Constant:
     """A prefill with rank r takes 1 + c r times the base's, so (1 + 128 c) / (1 + 8 c) is the printed ratio."""
-    growth = {tp: (ratio - 1) / (128 - 8 * ratio) for tp, ratio in _LORASERVE_RATIOS[setting.model.name]}
+    growth = {tp: (ratio - 1) / (128 - 8 * ratio) for tp, ratio in _LORASERVE_RATIOS[setting.model.measured]}
     per_rank = _between(growth, setting.tensor_parallel)
     source = "LoRAServe, Figs. 3 to 5 (A100, q, k, v, o, 2,000 tokens; rank 128 beside 8), times this base's prefill"
     return Constant(per_rank * setting.prefill_s(2000) / 2000, "s/(token·rank)", source=source)

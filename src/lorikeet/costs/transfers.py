@@ -91,7 +91,8 @@ class TransferModel:
             return TransferPath((TransferLeg(LinkDirection.IN, sum(groups_s)),), groups_s=groups_s)
         if transfer.source is not Tier.SOURCE:
             direction = LinkDirection.IN if transfer.target is Tier.DEVICE else LinkDirection.OUT
-            return TransferPath((TransferLeg(direction, self.copy_s(direction, len(transfer.device_blocks))),))
+            blocks = len(transfer.device_blocks) - transfer.kept
+            return TransferPath((TransferLeg(direction, self.copy_s(direction, blocks)),))
         assert transfer.adapter is not None, "only adapters have files"
         if not (transfer.host_blocks or self._declared_bytes_per_s):
             return TransferPath((TransferLeg(LinkDirection.READ, self.source_s(transfer.adapter, Tier.DEVICE)),))

@@ -74,6 +74,7 @@ def memory_rules(preset: Preset) -> MemoryRules:
         dependent=preset.dependency_tree,
         adapter_share=preset.adapter_share if preset.memory_split is MemorySplit.STATIC else None,
         padded_slots=preset.padded_slots,
+        adapter_chain=preset.adapter_chain,
         keep_adapters=preset.keep_adapters,
         tick_s=preset.swap_interval_s,
         prefetch_below=preset.prefetch_below,
@@ -211,7 +212,7 @@ def assemble(
             f"preset {name}: with a static memory split, evicting an adapter would first have to evict its KV from the "
             "other part, which nothing does: set dependency_tree=false or kv_after_finish=dropped"
         )
-    scheduler = Scheduler(memory, admission, limits, preset, batching, sizes.assist)
+    scheduler = Scheduler(memory, admission, limits, preset, batching, sizes.assist, sizes.iterations)
     recorder = _recorder(settings, name, sizes)
     engine = Engine(scheduler, memory, executor, clock, preset.cold_start, on_ran, recorder)
     block_mib = sizes.block_bytes * settings.engine.memory_ranks / 2**20

@@ -31,7 +31,7 @@ _MAX_ENTRIES = 8 * _HEAP_NODES
 
 
 class EvictionHeap:
-    """A queue of evictable nodes of one kind by ``tree.score``, the deeper of equals first.
+    """A queue of evictable nodes of one kind by ``tree.score``; of equals the deeper first, or the lower index.
 
     Most nodes are never among the lowest, so only the lowest few are ever sorted. A node that changes is offered
     again. Its old entry is stale then (``tree.touched`` differs) and is dropped when it reaches the top.
@@ -40,12 +40,19 @@ class EvictionHeap:
         tree: holds the scores.
         candidates: returns all nodes that may be evicted now.
         is_candidate: returns whether a node may be evicted now.
+        deeper_first: see ``EvictionPolicy``.
     """
 
     def __init__(
-        self, tree: DependencyTree, candidates: Callable[[], Nodes], is_candidate: Callable[[int], bool]
+        self,
+        tree: DependencyTree,
+        candidates: Callable[[], Nodes],
+        is_candidate: Callable[[int], bool],
+        *,
+        deeper_first: bool,
     ) -> None:
         self._tree = tree
+        self._depth_factor = -1 if deeper_first else 0
         self._candidates = candidates
         self._is_candidate = is_candidate
         self._heap: list[tuple[float, int, int, int]] = []
@@ -64,7 +71,9 @@ class EvictionHeap:
             if len(self._heap) >= self._max_entries:  # mostly stale entries; the heap must not grow for ever
                 self.invalidate()
                 return
-            heapq.heappush(self._heap, (score, -int(tree.depth[node]), node, int(tree.touched[node])))
+            heapq.heappush(
+                self._heap, (score, self._depth_factor * int(tree.depth[node]), node, int(tree.touched[node]))
+            )
 
     def first(self, count: int = 1) -> list[int]:
         """Return up to ``count`` nodes with the lowest scores, the lowest first; they stay in the queue."""
@@ -93,7 +102,7 @@ class EvictionHeap:
             nodes = nodes[scores <= self._highest]
         else:
             self._highest = np.inf
-        scores, depths, touched = tree.score[nodes], -tree.depth[nodes], tree.touched[nodes]
+        scores, depths, touched = tree.score[nodes], self._depth_factor * tree.depth[nodes], tree.touched[nodes]
         self._heap = list(zip(scores.tolist(), depths.tolist(), nodes.tolist(), touched.tolist(), strict=True))
         heapq.heapify(self._heap)
         self._max_entries = max(_MAX_ENTRIES, 2 * len(self._heap))
@@ -119,13 +128,16 @@ class EvictionQueues:
     Args:
         tree: holds the scores: the lowest is evicted first.
         evictable: returns whether nodes may be evicted that have this many children on the tier.
+        deeper_first: see ``EvictionPolicy``.
     """
 
-    def __init__(self, tree: DependencyTree, evictable: Callable[[_NodeIndex, _ChildCount], Any]) -> None:
+    def __init__(
+        self, tree: DependencyTree, evictable: Callable[[_NodeIndex, _ChildCount], Any], *, deeper_first: bool = True
+    ) -> None:
         self._tree = tree
         self._evictable = evictable
         self._queues = {
-            kind: EvictionHeap(tree, partial(self.candidates, kind), self.allows)
+            kind: EvictionHeap(tree, partial(self.candidates, kind), self.allows, deeper_first=deeper_first)
             for kind in (NodeKind.KV, NodeKind.ADAPTER)
         }
 
@@ -177,19 +189,19 @@ class EvictionQueues:
         return [node for queue in self._queues.values() for node in queue.missing()]
 
 
-def device_queues(tree: DependencyTree, *, dependent: bool) -> EvictionQueues:
+def device_queues(tree: DependencyTree, *, dependent: bool, deeper_first: bool) -> EvictionQueues:
     """Return the queues of the device: nodes there that are not pinned or in flight; if ``dependent``, only leaves."""
 
     def evictable(at: _NodeIndex, children: _ChildCount) -> Any:
         idle = (
-            tree.on_device[at]
+            (tree.on_device[at] | (tree.kept[at] > 0))
             & (tree.moving[at] == NodeTransfer.NO)
             & (tree.pins[at] == 0)
             & (tree.kind[at] != NodeKind.BASE)
         )
         return idle & (tree.children_on_device[at] == children) if dependent else idle
 
-    return EvictionQueues(tree, evictable)
+    return EvictionQueues(tree, evictable, deeper_first=deeper_first)
 
 
 def host_queues(tree: DependencyTree) -> EvictionQueues:
@@ -271,7 +283,7 @@ class Evictor:
         else:
             adapters = int(rules.adapter_share * total)
             self._shares = (_DeviceShare((NodeKind.ADAPTER,), adapters), _DeviceShare((NodeKind.KV,), total - adapters))
-        self._device_queues = device_queues(self._tree, dependent=rules.dependent)
+        self._device_queues = device_queues(self._tree, dependent=rules.dependent, deeper_first=eviction.deeper_first)
         self._host_queues = host_queues(self._tree)
         self.allocation_failed = False
         self.evicted: list[AdapterDigest] = []
@@ -399,22 +411,31 @@ class Evictor:
         self.remove_empty(dropped)
         self.offer_all(np.array([*nodes, *(parents - set(nodes))], np.int64))  # now evictable, or from the host
 
-    def evict_adapter(self, node: int, now: float, *, other_blocks: int = 0, dropped: bool = False) -> None:
-        """Free the device blocks of an adapter, and append an ``AdapterEvicted`` event.
+    def evict_adapter(
+        self, node: int, now: float, *, most: int | None = None, other_blocks: int = 0, dropped: bool = False
+    ) -> None:
+        """Free device blocks of an adapter, and append an ``AdapterEvicted`` event if it was complete.
 
         Args:
-            node: an adapter on the device, in no transfer.
+            node: an adapter with blocks on the device, in no transfer.
             now: the time.
+            most: largest number of blocks to free, its last ones; None for all.
             other_blocks: blocks freed together with it, for the event.
             dropped: whether the adapter was unloaded on request rather than evicted for its blocks.
         """
-        entry = self._tree.adapters[node]
-        blocks = len(entry.device_blocks) + other_blocks
-        self._eviction.removed([node], now)
-        self._counters.removed([node])
-        self._tiers.drop_adapter(node)
-        self.evicted.append(entry.ref.digest)
-        self.events.append(AdapterEvicted(entry.ref.digest, now, blocks * self._block_bytes, dropped))
+        entry, was_complete = self._tree.adapters[node], bool(self._tree.on_device[node])
+        blocks = len(entry.device_blocks)
+        if was_complete:
+            self._eviction.removed([node], now)
+            self._counters.removed([node])
+            self.evicted.append(entry.ref.digest)
+        if most is not None and most < blocks:
+            self._tiers.shorten_adapter(node, blocks := most)
+        else:
+            self._tiers.drop_adapter(node)
+        if was_complete or dropped:
+            freed_bytes = (blocks + other_blocks) * self._block_bytes
+            self.events.append(AdapterEvicted(entry.ref.digest, now, freed_bytes, dropped))
         self.offer(node)
 
     def remove_empty(self, nodes: Sequence[int]) -> None:
@@ -580,7 +601,7 @@ class Evictor:
             return blocks <= self.available(share.kinds[0])
         adapters = self._device_queues.candidates(NodeKind.ADAPTER)
         scores = self._eviction.scores(adapters, now)
-        return blocks <= have + int(self._tree.size[adapters[scores < below]].sum())
+        return blocks <= have + int(self._tree.device_size(adapters[scores < below]).sum())
 
     def _free_blocks(self, share: _DeviceShare, blocks: int, now: float, below: float) -> bool:
         kinds = share.kinds if below == np.inf else (NodeKind.ADAPTER,)
@@ -589,7 +610,7 @@ class Evictor:
             if not nodes or self._tree.score[nodes[0]] >= below:
                 return False
             top = int(self._tree.top[nodes[0]])
-            self._evict(nodes, now)
+            self._evict(nodes, now, missing if self._rules.adapter_chain else None)
             if self._eviction.whole_branches:
                 self._evict_branch(top, share, now)
         return self._free(share) >= blocks
@@ -609,7 +630,8 @@ class Evictor:
             return []
         ranked.sort(key=lambda item: item[0])
         node = eviction.choose([node for _, node in ranked[: eviction.proposals]], now)
-        is_alone = eviction.proposals > 1 or eviction.whole_branches or tree.kind[node] == NodeKind.ADAPTER
+        is_alone = eviction.proposals > 1 or eviction.whole_branches or not eviction.deeper_first
+        is_alone |= bool(tree.kind[node] == NodeKind.ADAPTER)
         return [node] if is_alone else self._device_queues.run(node, most)
 
     def _score_adapters(self, queues: EvictionQueues, now: float) -> None:
@@ -620,9 +642,9 @@ class Evictor:
             self._device_queues.invalidate(NodeKind.ADAPTER)
             self._host_queues.invalidate(NodeKind.ADAPTER)
 
-    def _evict(self, nodes: list[int], now: float) -> None:
+    def _evict(self, nodes: list[int], now: float, most: int | None = None) -> None:
         if self._tree.kind[nodes[0]] == NodeKind.ADAPTER:
-            self.evict_adapter(nodes[0], now)
+            self.evict_adapter(nodes[0], now, most=most)
         else:
             self.evict_kv(nodes, now)
 

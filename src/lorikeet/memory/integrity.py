@@ -41,12 +41,13 @@ def check_accounts(tiers: Tiers, private: Sequence[BlockId]) -> None:
         hosts = [block for block in hosts if block != NO_BLOCK]
         if (moving != NodeTransfer.NO) != (node in tiers.transfer_of):
             raise BlockError(f"node {node} is in transfer state {moving}, but belongs to no transfer")
-        if bool(mine) != bool(tree.on_device[node] or moving == NodeTransfer.IN):
+        is_whole = bool(tree.on_device[node] or moving == NodeTransfer.IN)
+        if len(mine) != (tree.size[node] if is_whole else tree.kept[node]) or (is_whole and tree.kept[node]):
             raise BlockError(f"node {node} has device blocks {mine}, on_device {tree.on_device[node]}")
         if mine:
             owners += mine
             used[kind] += len(mine)
-            resident += not is_kv
+            resident += not is_kv and is_whole
             if moving in (NodeTransfer.IN, NodeTransfer.OUT, NodeTransfer.COPY):
                 found["inflight"] += len(mine)
             elif tree.pins[node]:

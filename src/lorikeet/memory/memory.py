@@ -84,15 +84,16 @@ class KnownAdapters:
             self._slot_blocks = blocks = max(self._slot_blocks, blocks)
         return blocks
 
-    def current_device_blocks(self, node: int) -> int:
-        """Return the blocks that an adapter off the device will take there; padded slots may have grown meanwhile."""
+    def missing_device_blocks(self, node: int) -> int:
+        """Return the blocks that an adapter off the device needs there; padded slots may have grown meanwhile."""
         self._tree.size[node] = self.device_blocks(self._tree.adapters[node].ref)
-        return int(self._tree.size[node])
+        return self._tree.missing_blocks(node)
 
     def predicted_load_s(self, nodes: Nodes) -> Scores:
         """Return the expected seconds to load each adapter to the device, by past transfers."""
         host_s, source_s = (self._tiers.copy_s(source, Tier.DEVICE, 1) for source in (Tier.HOST, Tier.SOURCE))
-        seconds: Scores = np.where(self._tree.on_host[nodes], host_s, source_s) * self._tree.size[nodes]
+        blocks = self._tree.size[nodes] - self._tree.kept[nodes]
+        seconds: Scores = np.where(self._tree.on_host[nodes], host_s, source_s) * blocks
         return seconds
 
     def retire(self, digest: AdapterDigest, now: float) -> bool:
@@ -119,7 +120,7 @@ class KnownAdapters:
         if tree.on_host[node]:
             freed += len(entry.host_blocks)
             self._tiers.drop_adapter_from_host(node)
-        if tree.on_device[node]:
+        if tree.on_device[node] or tree.kept[node]:
             self._evictor.evict_adapter(node, now, other_blocks=freed, dropped=True)
         else:
             self._evictor.events.append(AdapterEvicted(digest, now, freed * self._block_bytes, dropped=True))
@@ -278,8 +279,8 @@ class Memory:
 
     @property
     def blocks_are_being_freed(self) -> bool:
-        """Whether a transfer in flight will free device blocks when it ends, or will let them be evicted."""
-        return self.tiers.blocks_being_freed > 0 or self.tiers.blocks_being_copied > 0
+        """Whether a transfer in flight will free device blocks when it ends."""
+        return self.tiers.blocks_being_freed > 0
 
     @property
     def transfers_will_unblock(self) -> bool:
@@ -419,7 +420,7 @@ class Memory:
             tiers.want([adapter])
             return WaitReason.TRANSFER
         load = adapter != BASE and not tree.on_device[adapter] and tree.moving[adapter] != NodeTransfer.IN
-        adapter_blocks = self.adapters.current_device_blocks(adapter) if load else 0
+        adapter_blocks = self.adapters.missing_device_blocks(adapter) if load else 0
         if self.evictor.lacks_slot(adapter_blocks):  # checked first: it is cheap, and thousands may wait for a slot
             return WaitReason.SLOT
         path = tree.match(keys[: (tokens - 1) // self.block_size])

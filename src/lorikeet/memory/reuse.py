@@ -4,7 +4,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 _ASSUMED_LEFT, _ASSUMED_SHARE = 64.0, 0.3
-"""Blocks of an adapter that are assumed to have left at the start, and the share of them that was asked for again."""
+"""Blocks that are assumed to have left at the start, and the share of them that was asked for again. Of an adapter the
+share is assumed that all adapters have."""
 _REMEMBERED_LEFT = 4096.0
 """Blocks after which the counts of an adapter are halved, so that they follow its traffic."""
 
@@ -24,6 +25,7 @@ class KvReuse:
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
         self._left: defaultdict[int, float] = defaultdict(float)
         self._asked: defaultdict[int, float] = defaultdict(float)
+        self._all_left = self._all_asked = 0.0
 
     def left(self, top: int, key: bytes) -> None:
         """Record that a block has left the device; ``top`` is the node of its adapter."""
@@ -34,6 +36,10 @@ class KvReuse:
         if self._left[top] > _REMEMBERED_LEFT:
             self._left[top] /= 2
             self._asked[top] /= 2
+        self._all_left += 1
+        if self._all_left > _REMEMBERED_LEFT:
+            self._all_left /= 2
+            self._all_asked /= 2
 
     def asked(self, keys: Sequence[bytes]) -> None:
         """Record that a request needs these blocks, which are not on the device; the first that never left ends it."""
@@ -42,11 +48,13 @@ class KvReuse:
             if top is None:
                 return
             self._asked[top] += 1
+            self._all_asked += 1
 
     def share(self, top: int) -> float:
         """Return the expected share of an adapter's KV that will be asked for again, between 0 and 1."""
+        of_all = (self._all_asked + _ASSUMED_LEFT * _ASSUMED_SHARE) / (self._all_left + _ASSUMED_LEFT)
         asked, left = self._asked.get(top, 0.0), self._left.get(top, 0.0)
-        return min(1.0, (asked + _ASSUMED_LEFT * _ASSUMED_SHARE) / (left + _ASSUMED_LEFT))
+        return min(1.0, (asked + _ASSUMED_LEFT * of_all) / (left + _ASSUMED_LEFT))
 
     def forget(self, top: int) -> None:
         """Drop the counts of an adapter that was removed from the tree."""

@@ -15,6 +15,8 @@ class MemoryRules(msgspec.Struct, frozen=True):
             (ELORA). False: any unneeded node may be evicted, and KV can stay without its adapter.
         adapter_share: share of the device reserved for adapters, the rest for KV; None: both use the whole device.
         padded_slots: an adapter takes as many device blocks as the largest registered one.
+        adapter_chain: an adapter is a chain of nodes of one block: it is evicted from its end, as far as blocks are
+            needed, and what stays is not copied again. False: it is one node.
         keep_adapters: an adapter stays cached after its last running request, until its blocks are needed.
         tick_s: seconds between ticks of the swapper; 0 for none.
         prefetch_below: the swapper prefetches while less than this share of the device is in use, up to it.
@@ -26,6 +28,7 @@ class MemoryRules(msgspec.Struct, frozen=True):
     dependent: bool = True
     adapter_share: float | None = None
     padded_slots: bool = False
+    adapter_chain: bool = False
     keep_adapters: bool = True
     tick_s: float = 0.0
     prefetch_below: float = 0.7

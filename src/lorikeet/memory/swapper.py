@@ -154,7 +154,7 @@ class Swapper:
             size = entry.host_size
             fits = self._evictor.ensure_host_free(size, now) if demand else self._fits_prefetch_share(size)
             host_blocks = tiers.host.lease(size) if fits else []
-        blocks = tiers.device.lease(int(self._tree.size[node]))
+        blocks = tiers.device.lease(self._tree.missing_blocks(node))
         return tiers.fetch_adapter(node, blocks, host_blocks, now, demand=demand, order=order)
 
     def adapter_registered(self, node: int) -> None:
@@ -214,7 +214,7 @@ class Swapper:
             is_read = tree.kind[node] == NodeKind.ADAPTER and not tree.on_host[node]
             if is_read and loads >= _MAX_PREFETCH_LOADS:
                 continue
-            size = int(tree.size[node])
+            size = tree.missing_blocks(node)
             short = size + len(batch) + leave_free - self._tiers.device.free
             below = self._prefetch.evicts_below(node) if short > 0 else -math.inf
             if short > 0 and below == -math.inf:
@@ -226,11 +226,15 @@ class Swapper:
                 continue
             self._fetch_kv(batch, now)  # first, as it was named first
             batch = []
-            if self._evictor.ensure_free(0, size, now, below):
+            self._tiers.pin([node])  # so that blocks that it has kept are not evicted for it
+            is_free = self._evictor.ensure_free(0, size, now, below)
+            self._tiers.unpin([node])
+            if is_free:
                 self._note_prefetch(self.load(node, now, demand=False), now)
                 loads += is_read
             else:
                 refused[below] = size
+                self._evictor.offer(node)
         self._fetch_kv(batch, now)
 
     def _fetch_kv(self, batch: list[int], now: float) -> None:

@@ -120,10 +120,10 @@ class Tiers:
         tree.pins[index] += change
         tree.touched[index] += 1
         turned = index[before == (0 if change > 0 else 1)]
-        moving = tree.moving[turned]
-        still = turned[tree.on_device[turned] & (moving != NodeTransfer.OUT) & (moving != NodeTransfer.COPY)]
+        moving, there = tree.moving[turned], tree.on_device[turned] | (tree.kept[turned] > 0)
+        still = turned[there & (moving != NodeTransfer.OUT) & (moving != NodeTransfer.COPY)]
         others = still[tree.kind[still] != NodeKind.KV]
-        kv, adapter = (len(still) - len(others)) * change, sum(tree.size[others].tolist()) * change
+        kv, adapter = (len(still) - len(others)) * change, sum(tree.device_size(others).tolist()) * change
         self._kv += kv
         self._adapter += adapter
         self.cached_blocks[NodeKind.KV] -= kv
@@ -150,7 +150,7 @@ class Tiers:
 
         Args:
             node: the adapter; not on the device, in no transfer.
-            device_blocks: leased for it.
+            device_blocks: leased for it, beside those that it has kept.
             host_blocks: leased for it, to keep a copy on the host; empty if it is on the host or is to skip it.
             now: the time.
             demand: whether a sequence waits for it; False for a prefetch.
@@ -158,16 +158,22 @@ class Tiers:
         """
         tree, entry = self.tree, self.tree.adapters[node]
         from_host = bool(tree.on_host[node])
-        entry.device_blocks = tuple(device_blocks)
+        # Files are read as a whole, and a copy in groups follows its own order; there kept blocks are written again.
+        kept = int(tree.kept[node]) if from_host and order == PACKING_ORDER else 0
+        self._count(node, -1)
+        tree.kept[node] = 0
+        entry.device_blocks += tuple(device_blocks)
         if not from_host:
             entry.host_blocks = tuple(host_blocks)
             self._host_inflight += len(host_blocks)
         tree.moving[node] = NodeTransfer.IN
-        self._inflight += len(device_blocks)
-        self.used_blocks[NodeKind.ADAPTER] += len(device_blocks)
+        self._inflight += len(entry.device_blocks)
+        self.used_blocks[NodeKind.ADAPTER] += len(entry.device_blocks)
         self.resident_adapters += 1
         source, blocks = Tier.HOST if from_host else Tier.SOURCE, entry.device_blocks[: entry.host_size]
-        transfer = Transfer(next(self._ids), source, Tier.DEVICE, entry.host_blocks, blocks, entry.ref, demand, *order)
+        transfer = Transfer(
+            next(self._ids), source, Tier.DEVICE, entry.host_blocks, blocks, entry.ref, demand, *order, kept=kept
+        )
         return self._begin(transfer, (node,), now)
 
     def fetch_kv(
@@ -241,10 +247,21 @@ class Tiers:
     def drop_adapter(self, node: int) -> None:
         """Free the device blocks of an unpinned adapter."""
         self._count(node, -1)
-        self.resident_adapters -= 1
+        self.resident_adapters -= bool(self.tree.on_device[node])
         self._free_device(node)
-        self.tree.on_device[node] = False
+        self.tree.on_device[node], self.tree.kept[node] = False, 0
         self.tree.touched[node] += 1
+
+    def shorten_adapter(self, node: int, blocks: int) -> None:
+        """Free the last device blocks of an unpinned adapter: fewer than it has."""
+        tree, entry = self.tree, self.tree.adapters[node]
+        self._count(node, -1)
+        self.resident_adapters -= bool(tree.on_device[node])
+        self.device.release(entry.device_blocks[-blocks:])
+        entry.device_blocks = entry.device_blocks[:-blocks]
+        tree.on_device[node], tree.kept[node] = False, len(entry.device_blocks)
+        tree.touched[node] += 1
+        self._count(node, 1)
 
     def drop_kv(self, nodes: Sequence[int]) -> None:
         """Free the device blocks of unpinned KV. The KV is lost, unless it is on the host."""
@@ -310,7 +327,7 @@ class Tiers:
         if inflight is None:
             raise BlockError(f"transfer {done.transfer_id} was not in flight")
         transfer = inflight.transfer
-        blocks = len(transfer.device_blocks or transfer.host_blocks)
+        blocks = len(transfer.device_blocks or transfer.host_blocks) - transfer.kept
         self.totals.setdefault((transfer.source, transfer.target), RouteTotals()).note(blocks, done)
         result = TransferResult(inflight, done.error)
         for node in inflight.nodes:
@@ -412,7 +429,7 @@ class Tiers:
     def _count(self, node: int, sign: int) -> None:
         """Add (``sign`` 1) or subtract (-1) a node on the device in the accounts."""
         tree = self.tree
-        kind, blocks = int(tree.kind[node]), int(tree.size[node]) * sign
+        kind, blocks = int(tree.kind[node]), int(tree.size[node] if tree.on_device[node] else tree.kept[node]) * sign
         self.used_blocks[kind] += blocks
         if not tree.pins[node]:
             self.cached_blocks[kind] += blocks

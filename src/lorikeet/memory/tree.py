@@ -65,7 +65,8 @@ class AdapterNode:
     Attributes:
         ref: the adapter version.
         host_size: number of blocks of its packed weights.
-        device_blocks: its blocks on the device, in packing order; more than ``host_size`` where slots are padded.
+        device_blocks: its blocks on the device, in packing order; more than ``host_size`` where slots are padded. Only
+            the first ones (``DependencyTree.kept``) if the others were evicted.
         host_blocks: its blocks on the host, in packing order.
         retired: whether it is to be freed, and must not be prefetched.
     """
@@ -86,6 +87,8 @@ class DependencyTree:
         top: node of the adapter or base whose KV it is; the node itself for these.
         depth: 0 for adapters, 1 for their first blocks.
         size: blocks that it takes on the device: 1 for KV.
+        kept: of an adapter whose last blocks were evicted, the number of those that stayed; else 0. Such an adapter is
+            not ``on_device``, and loading it copies only what is missing.
         device, host: block of KV on either tier, ``NO_BLOCK`` if it has none.
         device_generation, host_generation: generations of those blocks (see ``BlockPool``).
         on_device, on_host: whether its bytes can be read there.
@@ -106,6 +109,7 @@ class DependencyTree:
         ("top", np.int32, NO_NODE),
         ("depth", np.int32, 0),
         ("size", np.int32, 0),
+        ("kept", np.int32, 0),
         ("device", np.int32, NO_BLOCK),
         ("host", np.int32, NO_BLOCK),
         ("device_generation", np.int32, 0),
@@ -127,6 +131,7 @@ class DependencyTree:
     top: npt.NDArray[np.int32]
     depth: npt.NDArray[np.int32]
     size: npt.NDArray[np.int32]
+    kept: npt.NDArray[np.int32]
     device: npt.NDArray[np.int32]
     host: npt.NDArray[np.int32]
     device_generation: npt.NDArray[np.int32]
@@ -167,6 +172,15 @@ class DependencyTree:
     def adapters_on_device(self) -> list[int]:
         """Return the adapters whose weights are on the device."""
         return np.flatnonzero(self.on_device[: self._end] & (self.kind[: self._end] == NodeKind.ADAPTER)).tolist()
+
+    def device_size(self, nodes: Nodes) -> npt.NDArray[np.int32]:
+        """Return the device blocks that nodes have now; nodes in flight are not counted."""
+        blocks: npt.NDArray[np.int32] = np.where(self.on_device[nodes], self.size[nodes], self.kept[nodes])
+        return blocks
+
+    def missing_blocks(self, adapter: int) -> int:
+        """Return the device blocks that an adapter needs beside those that it has kept."""
+        return int(self.size[adapter] - self.kept[adapter])
 
     def find(self, key: bytes) -> int | None:
         """Return the KV node with this key, whether its bytes are on a tier or not; None if there is none."""

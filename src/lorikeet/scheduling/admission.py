@@ -83,6 +83,8 @@ class AdmissionQueue(ABC):
 
     due_s = float("inf")
     """Time at which it may decide otherwise without any event. A plan ends then at the latest."""
+    restarts_squashed = False
+    """Whether requests that :meth:`review` returns lose their output and are executed again from the start."""
 
     def __init__(self, view: AdmissionView) -> None:
         self.view = view

@@ -15,6 +15,7 @@ from typing import Any
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import ModeStats
 from lorikeet.core.plan import KernelForm, SequenceStart, SequenceStep, StepPlan, StepResult
 from lorikeet.core.request import Request
@@ -34,6 +35,7 @@ class PlanBuilder:
         assisted: the same for prefills that host cores assist.
         preempted: whether a sequence was preempted for lack of blocks.
         adapters_without_slot: adapters for which there is no slot in this step; their requests are not tried again.
+        decodes: decodes that run only if the step has no prefill (:meth:`set_decodes_aside`).
     """
 
     budget_tokens: int
@@ -41,6 +43,7 @@ class PlanBuilder:
     assisted: dict[Sequence, int] = field(default_factory=dict)
     preempted: bool = False
     adapters_without_slot: set[AdapterDigest | None] = field(default_factory=set)
+    decodes: dict[Sequence, int] = field(default_factory=dict)
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence with as many of its remaining tokens as the budget allows."""
@@ -52,6 +55,18 @@ class PlanBuilder:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, and return its tokens to the budget."""
         self.budget_tokens += self.tokens.pop(sequence, 0) + self.assisted.pop(sequence, 0)
+        self.decodes.pop(sequence, None)
+
+    def set_decodes_aside(self) -> None:
+        """Keep the sequences so far out of the step unless it gets no prefill."""
+        self.budget_tokens += sum(self.tokens.values())
+        self.decodes.update(self.tokens)
+        self.tokens.clear()
+
+    def run_decodes_without_prefill(self) -> None:
+        """Fill a step that has no prefill with the decodes that were set aside."""
+        if not (self.tokens or self.assisted):
+            self.tokens.update(self.decodes)
 
     def lacks_slot(self, digest: AdapterDigest | None, running: Iterable[Sequence], most: int) -> bool:
         """Whether one more adapter beside those of the running sequences would exceed ``most``; 0 is no limit."""
@@ -174,6 +189,7 @@ class BatchSelector:
         sequences: the scheduler's sequences by request.
         step_times: estimates how long steps take.
         assist: costs of assisted prefills; None if host cores do not assist.
+        iterations: profiled times of iterations; None without a profile.
 
     Attributes:
         merged: the adapter that was merged for the last plan with sequences, None if none was.
@@ -188,6 +204,7 @@ class BatchSelector:
         sequences: Mapping[RequestId, Sequence],
         step_times: StepTimeEstimator,
         assist: AssistCosts | None = None,
+        iterations: IterationCosts | None = None,
     ) -> None:
         self._limits = limits
         self._memory = memory
@@ -198,6 +215,7 @@ class BatchSelector:
                 lru_cache(_CACHED_RANKS)(self._rank),
                 lambda: len(memory.tree.adapters),
                 memory.total_blocks * memory.block_size,
+                iterations,
             )
         )
         self._sequences = sequences
@@ -245,10 +263,10 @@ class BatchSelector:
         self._untried -= 1
 
     def can_admit_more(self, running: Many[Sequence]) -> bool:
-        """Whether another sequence may be admitted, in place of a running one that was not chosen if necessary."""
-        if self._choice.requests is not None and self._untried <= 0:
-            return False
-        return len(running) < self._limits.max_num_seqs or self.last_not_allowed(running) is not None
+        """Whether another sequence may be admitted. Those that may not run now keep their blocks beside the others."""
+        if self._choice.requests is not None:
+            return self._untried > 0  # a mode never chooses more than fit into a step
+        return len(running) < self._limits.max_num_seqs
 
     def allows(self, request_id: RequestId) -> bool:
         """Whether the batching mode lets a request run now."""

@@ -24,6 +24,7 @@ from lorikeet.core.events import (
     RequestEvent,
 )
 from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import TokenOutput
 from lorikeet.core.plan import StepPlan, StepResult, Tier, TransferDone
 from lorikeet.core.request import Request
@@ -50,6 +51,7 @@ class Scheduler:
         preset: options of the system.
         batching: creates the batching mode.
         assist: costs of prefills that host cores assist; None if they cannot.
+        iterations: profiled times of iterations; None without a profile.
 
     Attributes:
         queue: the waiting requests.
@@ -66,6 +68,7 @@ class Scheduler:
         preset: Preset,
         batching: BatchingPolicy = Unmerged,
         assist: AssistCosts | None = None,
+        iterations: IterationCosts | None = None,
     ) -> None:
         self._memory = memory
         self._limits = limits
@@ -75,12 +78,13 @@ class Scheduler:
         self._step_times = StepTimeEstimator()
         memory.predict_prefill(self._step_times.prefill_s)
         self.selector = BatchSelector(
-            batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist
+            batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist, iterations
         )
         view = SchedulerView(memory, limits.max_model_len, self._running, self.selector, self._step_times)
         self.queue = admission(view)
         self._drops: list[RequestId] = []
         self._steps = 0
+        self._decode_steps = 0
         self._running_step: tuple[StepPlan, StepResult] | None = None
         self._outputs = OutputCollector()
         self.preemptions = self.prefix_queries_tokens = self.prefix_hits_tokens = 0
@@ -175,13 +179,14 @@ class Scheduler:
         """
         builder = PlanBuilder(self._limits.max_num_batched_tokens)
         for request in self.queue.review(now):
-            self._suspend(self._sequences[request.request_id], now)
+            self._suspend(self._sequences[request.request_id], now, restarts=self.queue.restarts_squashed)
         self.selector.choose(self.queue.urgency)
         self._memory.note_waiting(len(self.queue), self.queue.wanted, now)
         self._continue_running(builder, now)
-        if not builder.preempted:
+        if not builder.preempted and not (self._running and self._decodes_until_admission):
             self._admit_waiting(builder, now)
             self._preempt_for_waiting(builder, now)
+        builder.run_decodes_without_prefill()
         self._memory.note_batch(len(self._running), now)
         self._memory.swapper.after_admission(now)
         if self._preset.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
@@ -220,10 +225,18 @@ class Scheduler:
     def _continue_running(self, builder: PlanBuilder, now: float) -> None:
         able = [s for s in self.selector.allowed(self._running) if s.can_run]
         all_grown = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
-        for sequence in sorted(able, key=lambda s: s.remaining_tokens > 1):
-            can_run = sequence.lease is not None and builder.budget_tokens  # it may have been preempted in this loop
-            if can_run and (all_grown or self._grow_or_preempt(sequence, builder, now)):
-                builder.add(sequence)
+        for are_prefills in (False, True):
+            for sequence in (s for s in able if (s.remaining_tokens > 1) == are_prefills):
+                can_run = sequence.lease is not None and builder.budget_tokens  # it may have been preempted meanwhile
+                if can_run and (all_grown or self._grow_or_preempt(sequence, builder, now)):
+                    builder.add(sequence)
+            if self._preset.prefill_apart and not are_prefills:
+                builder.set_decodes_aside()
+
+    @property
+    def _decodes_until_admission(self) -> int:
+        """Decode steps of the running sequences until requests may be admitted again."""
+        return max(0, self._preset.decodes_between_prefills - self._decode_steps)
 
     def _grow_or_preempt(self, sequence: Sequence, builder: PlanBuilder, now: float) -> bool:
         """Lease the block for the next token of a sequence; preempt the last running sequences for it if necessary."""
@@ -242,17 +255,19 @@ class Scheduler:
                 return False
         return True
 
-    def _suspend(self, sequence: Sequence, now: float) -> None:
-        """Preempt a sequence: release its blocks, and queue it again."""
+    def _suspend(self, sequence: Sequence, now: float, *, restarts: bool = False) -> None:
+        """Preempt a sequence: release its blocks, and queue it again; if it restarts, without its KV and output."""
         assert sequence.lease is not None
         keys = sequence.lease.keys
+        if restarts:
+            keys, sequence.computed_tokens = [], 0
         self.preemptions += 1
         self._outputs.events.append(Preempted(sequence.request_id, now))
-        self._enqueue(self.export_request(sequence.request_id, now), now, keys)
+        self._enqueue(self.export_request(sequence.request_id, now), now, keys, restarts=restarts)
 
-    def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = ()) -> Sequence:
+    def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = (), *, restarts: bool = False) -> Sequence:
         longest = len(request.prompt_token_ids) + request.sampling.max_tokens
-        sequence = Sequence(request, now, min(longest, self._limits.max_model_len))
+        sequence = Sequence(request, now, min(longest, self._limits.max_model_len), restarts=restarts)
         sequence.keys = self._memory.keys_of(request.digest, sequence.token_ids, list(keys), salt=request.kv_salt)
         self._sequences[request.request_id] = sequence
         self.queue.add(request, now)
@@ -297,10 +312,6 @@ class Scheduler:
             lease = admit(len(sequence.token_ids), now)
         if isinstance(lease, WaitReason):
             return builder.note_refusal(request.digest, lease)
-        if len(self._running) >= self._limits.max_num_seqs:
-            victim = self.selector.last_not_allowed(self._running)
-            assert victim is not None, "can_admit_more() allowed another sequence"
-            self._suspend(victim, now)
         sequence.lease = lease
         sequence.computed_tokens = cached = lease.cached_blocks * self._memory.block_size
         insort(self._running, sequence, key=lambda running: self.queue.precedence(running.request))
@@ -325,6 +336,7 @@ class Scheduler:
             return 1
         until_review = self.queue.tokens_until_review((s.request, s.output_tokens) for s in sequences)
         steps = min(self.selector.steps_until_review, until_review, min(s.tokens_left for s in sequences))
+        steps = min(steps, self._decodes_until_admission or math.inf) if len(self.queue) else steps
         few = min(steps, self._limits.num_scheduler_steps)
         for repeat in dict.fromkeys((min(steps, MAX_UNINTERRUPTED_STEPS), few) if is_uninterrupted else (few,)):
             ahead = [(s.lease, len(s.token_ids) + int(repeat) - 1) for s in sequences if s.lease]
@@ -341,6 +353,7 @@ class Scheduler:
             step_s = (result.duration_s - result.switch_s) / result.steps_run
             self._memory.note_step(step_s)
             prefill = [step.tokens for step in plan.sequences if step.tokens > 1]
+            self._decode_steps = 0 if prefill else self._decode_steps + result.steps_run
             if not plan.assisted:
                 self._step_times.note(sum(prefill), len(plan.sequences) - len(prefill), step_s)
             self.selector.note(plan, result, step_s)

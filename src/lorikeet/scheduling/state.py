@@ -156,7 +156,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
     """Bounds of a plan.
 
     Attributes:
-        max_num_seqs: most sequences that hold blocks.
+        max_num_seqs: most sequences in a step.
         max_num_batched_tokens: most tokens in a step.
         max_model_len: most tokens of a sequence.
         num_scheduler_steps: most identical decode steps in one plan.
@@ -193,6 +193,7 @@ class Sequence:
         sent_blocks: number of blocks of the lease that were sent to the executor.
         started: whether it was sent to the executor.
         keys: keys of its whole blocks, as of when it was queued.
+        restarts: whether it is executed again from its prompt; tokens that the request has already are not sent again.
     """
 
     request: Request
@@ -206,11 +207,13 @@ class Sequence:
     sent_blocks: int = 0
     started: bool = False
     keys: list[bytes] = field(default_factory=list)
+    restarts: bool = False
 
     def __post_init__(self) -> None:
-        """Set the token lists from the request, with the output of earlier attempts."""
+        """Set the token lists from the request, with the output of earlier attempts unless it restarts."""
         self.digest = self.request.digest
-        self.token_ids = self.request.prompt_token_ids + self.request.output_token_ids
+        known = [] if self.restarts else self.request.output_token_ids
+        self.token_ids = self.request.prompt_token_ids + known
         self.prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
@@ -281,10 +284,11 @@ class Sequence:
 
     def export(self) -> Request:
         """Return a request that resumes it, in this or another engine."""
+        made, sent = self.token_ids[self.prompt_tokens :], self.request.output_token_ids
         return msgspec.structs.replace(
             self.request,
             exports=self.request.exports + 1,
-            output_token_ids=self.token_ids[self.prompt_tokens :],
+            output_token_ids=made if len(made) >= len(sent) else sent,
         )
 
 
@@ -370,7 +374,11 @@ class OutputCollector:
             if made >= most:
                 finish = FinishReason.LENGTH, None
                 break
-        if index == len(request.output_token_ids):
+        sent = len(request.output_token_ids)  # above ``index`` only while it restarts
+        if index <= sent < made:
             self.events.append(FirstToken(request.request_id, now))
-        self._tokens.append(TokenOutput(request.request_id, request.attempt, index, tokens[: made - index]))
+        if made > sent:
+            begin = max(index, sent)
+            new = tokens[begin - index : made - index]
+            self._tokens.append(TokenOutput(request.request_id, request.attempt, begin, new))
         return finish

@@ -36,7 +36,7 @@ from lorikeet.cluster.migration.review import CoMigration, observe
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.demand import EARLY_PLACEMENTS
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
-from lorikeet.cluster.routing.base import Router
+from lorikeet.cluster.routing.base import PerformanceModel, Router
 from lorikeet.cluster.routing.fleet import replica_gauges
 from lorikeet.cluster.routing.request import RoutingRequest, routing_request
 from lorikeet.cluster.tables import RoutingTable
@@ -75,6 +75,7 @@ class ClusterChoice(NamedTuple):
         seed: of the random draws of policies.
         slo: that policies should meet.
         fetch, provisioned: see ``CopyCosts`` and ``ClusterSetup``.
+        step_models: see ``ClusterOptions``.
     """
 
     replicas: int
@@ -82,6 +83,7 @@ class ClusterChoice(NamedTuple):
     slo: Slo = Slo()
     fetch: FetchForm = FetchForm.PIPELINED
     provisioned: bool = True
+    step_models: tuple[PerformanceModel, PerformanceModel] | None = None
 
 
 @rare_gc()
@@ -181,6 +183,7 @@ def _options(
         link_bytes_per_s=settings.engine.link_bytes_per_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
+        step_models=choice.step_models,
     )
     lengths = prompt_tokens, output_tokens
     if (
@@ -314,7 +317,8 @@ class ClusterRun:
         self._dispatcher = Dispatcher(setup.router, prefetch=setup.prefetch)
         self._began_s = max(now, arrivals.next_s())  # the first request starts a period
         self._orchestrator = Orchestrator(setup.placement, self._began_s)
-        self._comigration = CoMigration(CoMigrationSettings(time_limit_s=SOLVER_LIMIT_S))
+        review = CoMigrationSettings() if setup.migration is None else setup.migration.settings
+        self._comigration = CoMigration(review._replace(time_limit_s=SOLVER_LIMIT_S))
         self._copy_times = CopyTimes(setup.copies)
         self._copies = 0
         self._agenda = Agenda()
@@ -494,7 +498,7 @@ class ClusterRun:
             self._place(table, now)
 
     def _review(self, migration: MigrationCosts, now: float) -> None:
-        times, reserved_share = migration
+        times, reserved_share, _ = migration
         observed = observe(self._dispatcher.fleet, self._sent_s, self._moved_s, times, now, reserved_share)
         requests = {request.request_id: request for request in observed.requests}
         for move in self._comigration.review(*observed).moves:

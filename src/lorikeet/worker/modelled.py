@@ -10,14 +10,15 @@ from typing import NamedTuple, Protocol
 
 from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.clock import VirtualClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Tier, Token, Transfer, TransferDone
 from lorikeet.core.sizes import format_size
+from lorikeet.costs.applies import check_model
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.cold_prefill import ColdAdapter, assist_costs, layer_arrivals_s, prefill_s
+from lorikeet.costs.iterations import iteration_costs
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile
 from lorikeet.costs.transfers import MergeModel, TransferModel
@@ -329,7 +330,7 @@ def build_modelled_executor(
     times = ModelledTimes(transfers, preset, loop_each_step=coalesced)
     link = ModelledTransferLink(transfers.path)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), coalesced=coalesced)
-    return executor, sizes_of(settings, profile, "modelled")._replace(assist=_assist(settings, transfers, preset))
+    return executor, _with_costs(sizes_of(settings, profile, "modelled"), settings, transfers, preset)
 
 
 def build_paced_executor(
@@ -346,15 +347,14 @@ def build_paced_executor(
 
     Raises:
         ConfigError: no profile is named, or a setting does not fit it.
-        ProfileError: there is no such profile.
+        ProfileError: there is no such profile, or it is of another model.
         ValueError: the model's config cannot be read.
     """
     if not settings.engine.profile:
         raise ConfigError("engine.profile: a paced executor needs the name or file of a profile")
     profile = load_profile(settings.engine.profile)
     geometry = read_model_config(Path(settings.model.model)).geometry(profile.geometry.dtype_bytes)
-    if geometry != profile.geometry:
-        raise ConfigError(f"profile {profile.name} is of {profile.model}, but {settings.model.model} has other sizes")
+    check_model(profile, geometry, settings.model.model)
     if settings.model.max_model_len > profile.max_model_len:
         raise ConfigError(
             f"max_model_len: {settings.model.max_model_len} is more than the {profile.max_model_len} of "
@@ -364,13 +364,14 @@ def build_paced_executor(
     times = ModelledTimes(transfers, preset, loop_each_step=False)
     link = ModelledTransferLink(transfers.path, on_transfer_done)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), CATCH_UP_S)
-    return executor, sizes_of(settings, profile, "paced")._replace(assist=_assist(settings, transfers, preset))
+    return executor, _with_costs(sizes_of(settings, profile, "paced"), settings, transfers, preset)
 
 
-def _assist(settings: Settings, transfers: TransferModel, preset: Preset) -> AssistCosts | None:
-    """Return the costs of assisted prefills; None without host workers or host memory."""
-    engine = settings.engine
-    return assist_costs(transfers, preset) if engine.host_lora_workers and engine.host_memory_bytes != 0 else None
+def _with_costs(sizes: EngineSizes, settings: Settings, transfers: TransferModel, preset: Preset) -> EngineSizes:
+    """Return the sizes with the costs that policies use. Assisted prefills need host workers and host memory."""
+    has_host = settings.engine.host_lora_workers and settings.engine.host_memory_bytes != 0
+    assist = assist_costs(transfers, preset) if has_host else None
+    return sizes._replace(assist=assist, iterations=iteration_costs(transfers, preset))
 
 
 def transfer_model(engine: EngineSettings, profile: CostProfile) -> TransferModel:

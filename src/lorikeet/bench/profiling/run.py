@@ -16,7 +16,6 @@ from lorikeet.bench.machine_limits import (
     LimitMeter,
     MachineLimits,
     adapters_limit_s,
-    cpu_model,
     decode_limit_tok_s,
     median_limits,
     model_cost,
@@ -39,6 +38,7 @@ from lorikeet.bench.profiling.transfers import (
 )
 from lorikeet.config import Settings
 from lorikeet.core.executor import EngineSizes
+from lorikeet.core.machine import cpu_model
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.fit import fit_lora, fit_step
 from lorikeet.costs.model import CostModel, LoraWork, StepWork, lora_s

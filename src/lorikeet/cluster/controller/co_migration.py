@@ -11,7 +11,7 @@ import structlog
 
 from lorikeet.cluster.build import MigrationCosts
 from lorikeet.cluster.controller.client import ClusterClient
-from lorikeet.cluster.migration.problem import CoMigrationSettings, MigrationPlan
+from lorikeet.cluster.migration.problem import MigrationPlan
 from lorikeet.cluster.migration.review import CoMigration, ReviewInput, observe
 from lorikeet.core.ids import RequestId
 
@@ -26,8 +26,7 @@ class CoMigrationController:
 
     Args:
         client: of the cluster.
-        costs: of moving a request.
-        settings: of the reviews.
+        costs: of moving a request, and settings of the reviews.
         review_s: time from the end of a review to the next.
     """
 
@@ -35,12 +34,11 @@ class CoMigrationController:
         self,
         client: ClusterClient,
         costs: MigrationCosts,
-        settings: CoMigrationSettings | None = None,
         review_s: float = REVIEW_S,
     ) -> None:
         self._client = client
         self._costs = costs
-        self._comigration = CoMigration(settings)
+        self._comigration = CoMigration(costs.settings)
         self._review_s = review_s
         self._moved_s: dict[RequestId, float] = {}
 
@@ -61,7 +59,7 @@ class CoMigrationController:
         """
         fleet = self._client.fleet
         self._moved_s = {each: moved_s for each, moved_s in self._moved_s.items() if fleet.entry(each) is not None}
-        sent_s, (times, reserved_share) = self._client.sent_s(), self._costs
+        sent_s, (times, reserved_share, _) = self._client.sent_s(), self._costs
         observed = observe(fleet, sent_s, self._moved_s, times, time.monotonic(), reserved_share)
         plan = await asyncio.to_thread(self._comigration.review, *observed)
         if plan.moves:

@@ -6,7 +6,7 @@ import msgspec
 
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.burst import BurstTolerance
-from lorikeet.cluster.placement.loraserve import LITERAL, LoRAServe, LoRAServeParams
+from lorikeet.cluster.placement.loraserve import RANK_GROUPS, LoRAServe, LoRAServeParams
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
 from lorikeet.core.ids import ReplicaId
@@ -51,7 +51,7 @@ PLACEMENT: dict[str, Callable[[Replicas, PlacementOptions], Placement]] = {
     "random-iid": lambda replicas, options: RandomPlacement(replicas, options.seed, balanced=False),
     "contiguous": lambda replicas, _: ContiguousPlacement(replicas),
     "loraserve": _loraserve,
-    "loraserve:literal": lambda replicas, options: _loraserve(replicas, options, LITERAL),
+    "rank-groups": lambda replicas, options: _loraserve(replicas, options, RANK_GROUPS),
     "dlora": _burst_tolerance,
 }
 """The values of a preset's ``placement``. A new policy is one file and one line here."""

@@ -15,9 +15,17 @@ class Placement(ABC):
         replicas: all replicas, which are equal to each other. When one joins or leaves, the owner assigns
             :attr:`replicas` and then requests a new placement.
 
+    Attributes:
+        looks_early: whether it wants to place again within the first period.
+        extrapolates: whether the demand of an adapter is expected to follow the line through its last periods; if not,
+            it is a share of its rank's demand (see ``DemandEstimator``).
+
     Raises:
         ValueError: no replica.
     """
+
+    looks_early = True
+    extrapolates = False
 
     def __init__(self, replicas: Sequence[ReplicaId]) -> None:
         self.replicas = replicas

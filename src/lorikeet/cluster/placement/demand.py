@@ -150,10 +150,12 @@ class DemandEstimator:
 
     Args:
         now: start of the first period, seconds.
+        by_adapter: extrapolate the demand of each adapter instead, as LoRAServe does (section IV-A).
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, by_adapter: bool = False) -> None:
         self._started_s = now
+        self._by_adapter = by_adapter
         self._adapters: dict[AdapterDigest, AdapterCounts] = {}
         self._outputs = 0
         self._output_tokens = 0
@@ -230,6 +232,8 @@ class DemandEstimator:
             return [self._tokens(known) / (now - self._started_s) for known in adapters]
         if not any(known.history for known in adapters):
             return [COLD_TOKENS_PER_S for _ in adapters]
+        if self._by_adapter:
+            return [extrapolate(known.history) if known.history else 0.0 for known in adapters]
         of_rank = defaultdict[int, list[list[float]]](list)
         for known in adapters:
             of_rank[known.rank].append(known.history)

@@ -39,16 +39,14 @@ class PackingParams(msgspec.Struct, frozen=True):
         slack: how far above the target, as a share, a leftover may fill a bin of its own rank or a larger one.
         min_fraction: smallest share of an adapter (or of a bin, for an adapter larger than one) that is worth its own
             copy.
-        group: most bins of a rank that share its adapters, so that a request has a choice between them; 1 is the paper.
+        group: most bins of a rank that share its adapters, so that a request has a choice between them.
         whole_below: an adapter that needs less of a bin than this is put into one bin of its group only.
-        literal: place leftovers by largest rank and utilisation alone, however full that bin is.
     """
 
-    slack: float = 0.10
-    min_fraction: float = 0.01
-    group: int = 8
-    whole_below: float = 0.10
-    literal: bool = False
+    slack: float = 0.0
+    min_fraction: float = 0.0
+    group: int = 1
+    whole_below: float = 0.0
 
 
 class AdapterPart(NamedTuple):
@@ -150,8 +148,6 @@ class LoadPacking:
     def _bin_for(self, piece: AdapterPart) -> int:
         """Return the bin for a leftover (step 4)."""
         rank = piece.demand.rank
-        if self._params.literal:
-            return self._first(np.arange(len(self.bins)), -self._max_rank, self.utilisations)
         # Points do not rise with the rank, so the smaller point is that of the larger rank.
         after = (self._tokens_per_s + piece.tokens_per_s) / np.minimum(self._point, self._points[rank])
         cap = self.target * (1 + self._params.slack + _TINY)
@@ -256,28 +252,36 @@ class LoRAServeParams(msgspec.Struct, frozen=True):
         hysteresis: the old placement is kept while its fullest replica is at most this much fuller than the new one's,
             and the replicas are the same; new adapters are added to it. None: it is never kept.
         packing: see ``PackingParams``.
+        looks_early, extrapolates: see ``Placement``.
     """
 
-    demand_floor: float = 0.05
-    hysteresis: float | None = 0.10
+    demand_floor: float = 0.0
+    hysteresis: float | None = None
     packing: PackingParams = PackingParams()
+    looks_early: bool = False
+    extrapolates: bool = True
 
 
-LITERAL = LoRAServeParams(
-    demand_floor=0.0, hysteresis=None, packing=PackingParams(slack=0.0, min_fraction=0.0, group=1, literal=True)
+RANK_GROUPS = LoRAServeParams(
+    demand_floor=0.05,
+    hysteresis=0.10,
+    packing=PackingParams(slack=0.10, min_fraction=0.01, group=8, whole_below=0.10),
+    looks_early=True,
+    extrapolates=False,
 )
-"""The algorithm as printed, without our additions."""
+"""Our extension: replicas of a rank share its adapters, forecasts are made for ranks, and good placements stay."""
 
 
 class LoRAServe(Placement):
-    """Packs adapters of similar rank onto replicas in proportion to their demand, from scratch every time.
+    """Packs adapters of similar rank onto replicas in proportion to their demand.
 
-    Source: LoRAServe, Algorithm 1. The paper has neither hysteresis nor groups of replicas that share adapters.
+    Source: LoRAServe, Algorithm 1, which the default parameters follow. It packs from scratch every time, and its
+    extrapolation is not printed.
 
     Args:
         replicas: all replicas.
         points: operating points.
-        params: settings.
+        params: settings; None for those of the paper.
         held: if given, as few bytes as possible are copied to replicas that do not hold them; otherwise to replicas to
             which the last table did not route them, as in the paper.
     """
@@ -292,6 +296,7 @@ class LoRAServe(Placement):
         super().__init__(replicas)
         self._points = points
         self._params = params or LoRAServeParams()
+        self.looks_early, self.extrapolates = self._params.looks_early, self._params.extrapolates
         self._held = held
         self._placed_on: Set[ReplicaId] = frozenset()
         self.packing: LoadPacking | None = None

@@ -83,7 +83,7 @@ class Orchestrator:
         self._placement = placement
         self._points = points
         self._policy = policy
-        self._demand = DemandEstimator(now)
+        self._demand = DemandEstimator(now, by_adapter=placement.extrapolates)
         self._begin_base(now)
 
     def register(self, adapters: Iterable[AdapterInfo], now: float) -> RoutingTable:
@@ -123,7 +123,9 @@ class Orchestrator:
     def period(self, report: DemandReport, now: float) -> RoutingTable:
         """Count the demand in a report and place again: for the next period, or early in the first one."""
         self.record(report)
-        return self.close_period(now) if report.is_period_end else self._place(now)
+        if report.is_period_end:
+            return self.close_period(now)
+        return self._place(now) if self._placement.looks_early else self.table
 
     def close_period(self, now: float) -> RoutingTable:
         """End a period of demand, and place for the next.

@@ -42,7 +42,7 @@ ROUTING: dict[str, Callable[[RoutingOptions], Router]] = {
     "kv-affinity": lambda _: KvAffinity(),
     "toppings": _toppings,
     "toppings:empty-free": _toppings_empty_free,
-    "loraserve": lambda _: PlacedWork(),
+    "placed-work": lambda _: PlacedWork(),
     "loraserve:toppings-rank": lambda _: LeastAddedLatency(),
     "dlora": lambda options: PendingTime(options.load_s, options.load_bytes_per_s),
 }

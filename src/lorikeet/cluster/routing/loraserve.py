@@ -1,4 +1,4 @@
-"""Routing by work that is slowed down by the largest rank: for LoRAServe, and for TOPPINGS as LoRAServe sees it.
+"""Routing by work that is slowed down by the largest rank: for rank groups, and for TOPPINGS as LoRAServe sees it.
 
 The paper (section V-A) calls TOPPINGS rank-agnostic in one place (that is ``FewestTokens``) and rank-aware in another.
 Both send each request to the best replica of the whole cluster, given what runs and waits there; every adapter is on

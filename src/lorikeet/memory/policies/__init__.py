@@ -10,7 +10,7 @@ from lorikeet.memory.policies.all_prefetch import AllPrefetch
 from lorikeet.memory.policies.base import EvictionPolicy, MemoryView, PrefetchPolicy
 from lorikeet.memory.policies.bfs import Bfs
 from lorikeet.memory.policies.chameleon import Chameleon
-from lorikeet.memory.policies.elora import Elora, Factor, LoraEval
+from lorikeet.memory.policies.elora import Elora, Factor
 from lorikeet.memory.policies.halp import Halp
 from lorikeet.memory.policies.hawkeye import Hawkeye
 from lorikeet.memory.policies.histogram_prefetch import HistogramPrefetch
@@ -18,16 +18,13 @@ from lorikeet.memory.policies.lru import Lru
 from lorikeet.memory.policies.prefetch import BestFirst, BestFirstFlat, Branches, NewestFirst
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
 from lorikeet.memory.policies.rrip import Srrip
+from lorikeet.memory.policies.wom import Wom
 
 EVICTION: dict[str, Callable[[MemoryView], EvictionPolicy]] = {
     "lru": Lru,
     "elora": Elora,
-    "elora:literal": partial(Elora, lora_eval=LoraEval.LITERAL),
-    "elora:tau-1": partial(Elora, tau_s=1.0),
-    "elora:tau-10": partial(Elora, tau_s=10.0),
-    "elora:tau-300": partial(Elora, tau_s=300.0),
-    "elora:wol": partial(Elora, lora_eval=LoraEval.OFF),
-    "elora:woc": partial(Elora, without=Factor.COST),
+    "elora:wom": Wom,
+    "elora:wol": partial(Elora, without=Factor.LORA_EVAL),
     "elora:wov": partial(Elora, without=Factor.VISIT),
     "elora:wou": partial(Elora, without=Factor.RECENCY),
     "bfs": Bfs,

@@ -66,6 +66,8 @@ class EvictionPolicy:
             used since.
         whole_branches: whether the eviction of a node also evicts everything evictable of its branch (all nodes of the
             same ``top``).
+        deeper_first: whether of equal scores the deeper node is evicted first, and KV of one branch with equal scores
+            together; else the node with the lower index, one at a time.
         proposals: number of lowest-scored nodes that are passed to :meth:`choose`; with 1 the lowest is evicted.
         evictable_below: adapters with a lower score may be evicted for prefetches that queued requests need.
         follows_queue: whether it reads ``view.waiting``.
@@ -73,6 +75,7 @@ class EvictionPolicy:
 
     rescored_at_eviction = False
     whole_branches = False
+    deeper_first = True
     proposals = 1
     evictable_below = -np.inf
     follows_queue = False
@@ -81,7 +84,7 @@ class EvictionPolicy:
         self.view = view
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return a finite score for each of ``nodes``; of equal scores the deeper node is evicted first.
+        """Return a finite score for each of ``nodes``; ``deeper_first`` says what comes first of equal ones.
 
         The score of the base model's node is ignored.
         """

@@ -3,7 +3,7 @@
 import numpy as np
 
 from lorikeet.memory.policies.base import LOWEST, MemoryView
-from lorikeet.memory.policies.elora import Elora, LoraEval
+from lorikeet.memory.policies.elora import Elora, Factor
 from lorikeet.memory.tree import NodeKind, Nodes, Scores
 
 
@@ -14,9 +14,10 @@ class Bfs(Elora):
     """
 
     whole_branches = True
+    whole_adapters = True
 
     def __init__(self, view: MemoryView) -> None:
-        super().__init__(view, lora_eval=LoraEval.OFF)
+        super().__init__(view, without=Factor.LORA_EVAL)
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
         """Return the branch sums of ``nodes``; nodes of one branch have equal scores."""

@@ -4,9 +4,10 @@
     LoRA_Eval = min(1, Now / Low)                                                                    (Eq. 4)
     Low = sum over adapters of 1 - (1 - prob)^BS                                                     (Eq. 3)
 
-Only the order matters, so scores are logarithms of Eval. In float64, 1 - sigmoid(t) is 0 from an age of 37 units on;
-its logarithm still distinguishes old nodes from older ones. docs/decisions/memory-policies.md says what the paper
-leaves open and what was decided.
+Read to the letter: t is in seconds, and a node is one block of an adapter or of KV (§V-A), so that cost is the same for
+all nodes. Only the order matters, so scores are logarithms of Eval. In float64, 1 - sigmoid(t) is 0 from an age of 37
+seconds on; its logarithm still distinguishes old nodes from older ones. docs/decisions/memory-policies.md says what the
+paper leaves open and what was decided.
 """
 
 import math
@@ -23,25 +24,12 @@ BATCH_WINDOW_S = 5.0
 """Window of the mean batch size BS (§VI-A)."""
 _CHUNK_NODES = 8192
 """Number of nodes scored at a time, so that intermediate arrays stay in the processor's cache."""
-TAU_S = 60.0
-"""Unit of the age t, which the paper does not give."""
-
-
-class LoraEval(StrEnum):
-    """How LoRA_Eval is applied to the scores of adapters for eviction."""
-
-    MIRRORED = "mirrored"
-    """Scores are divided by it: the fewer adapters are resident, the longer they are kept. The paper's stated aim."""
-    LITERAL = "literal"
-    """Scores are multiplied by it, as printed: the fewer adapters are resident, the earlier they are evicted."""
-    OFF = "off"
-    """It is left out, for prefetch as well."""
 
 
 class Factor(StrEnum):
-    """A factor of Eq. 5."""
+    """A factor of Eval, for ablations (§VIII-G)."""
 
-    COST = "cost"
+    LORA_EVAL = "LoRA_Eval"
     VISIT = "visit"
     RECENCY = "recency"
 
@@ -110,31 +98,27 @@ class Elora(EvictionPolicy):
 
     Args:
         view: the state of the memory.
-        lora_eval: how the coefficient is applied for eviction.
-        tau_s: unit of age, in seconds.
-        without: a factor to leave out, for ablations.
+        without: a factor to leave out.
+
+    Attributes:
+        tau_s: unit of the age t, in seconds.
+        whole_adapters: whether an adapter is one node, whose cost is that of all its blocks.
     """
 
-    def __init__(
-        self,
-        view: MemoryView,
-        *,
-        lora_eval: LoraEval = LoraEval.MIRRORED,
-        tau_s: float = TAU_S,
-        without: Factor | None = None,
-    ) -> None:
+    tau_s = 1.0
+    whole_adapters = False
+
+    def __init__(self, view: MemoryView, *, without: Factor | None = None) -> None:
         super().__init__(view)
-        self._lora_eval = lora_eval
-        self._tau_s = tau_s
         self._without = without
         self._batch = WindowMean(BATCH_WINDOW_S)
         self._low = (-np.inf, 0.0)
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
-        """Return log cost + log visit - softplus(t / tau), without terms that are equal for all nodes.
+        """Return log cost + log visit - softplus(t), without terms that are equal for all nodes.
 
-        Those are the link bandwidth in cost and the number of requests in visit. The score is ``LOWEST`` if a factor
-        is 0, as for adapters that no request has used yet.
+        Those are the bandwidth and, of nodes of one block, the size in cost, and the number of requests in visit. The
+        score is ``LOWEST`` if a factor is 0, as for adapters that no request has used yet.
         """
         scores = np.full(len(nodes), LOWEST)
         for begin in range(0, len(nodes), _CHUNK_NODES):
@@ -142,16 +126,19 @@ class Elora(EvictionPolicy):
         return scores
 
     def adapter_offset(self, now: float) -> float:
-        """Return log LoRA_Eval when an adapter is evicted minus that when KV is; negated if mirrored."""
+        """Return log LoRA_Eval when an adapter is evicted minus that when KV is.
+
+        As printed, the adapter's is the smaller one while there are fewer adapters than required: they are evicted the
+        earlier then, against the aim that the text states.
+        """
         resident = self.view.resident_adapters()
-        if self._lora_eval is LoraEval.OFF or resident == 0:
+        if self._without is Factor.LORA_EVAL or resident == 0:
             return 0.0
-        fewer = self._log_coefficient(resident - 1, now) - self._log_coefficient(resident, now)
-        return -fewer if self._lora_eval is LoraEval.MIRRORED else fewer
+        return self._log_coefficient(resident - 1, now) - self._log_coefficient(resident, now)
 
     def prefetch_adapter_offset(self, now: float) -> float:
         """Return log LoRA_Eval when an adapter is loaded minus that when KV is; +inf if no adapter is resident."""
-        if self._lora_eval is LoraEval.OFF:
+        if self._without is Factor.LORA_EVAL:
             return 0.0
         resident = self.view.resident_adapters()
         return self._log_coefficient(resident + 1, now) - self._log_coefficient(resident, now)
@@ -181,14 +168,18 @@ class Elora(EvictionPolicy):
     def _score(self, nodes: Nodes, now: float, scores: Scores) -> None:
         tree = self.view.tree
         value = np.ones(len(nodes))
-        if self._without is not Factor.COST:
+        if self.whole_adapters:
             value *= tree.size[nodes]
         if self._without is not Factor.VISIT:
             value *= tree.visits[nodes]
         known = value > 0
         age = np.zeros(len(nodes))
         if self._without is not Factor.RECENCY:
-            age = (now - tree.last_use_s[nodes]) / self._tau_s
+            age = (now - self._last_use_s(nodes)) / self.tau_s
             value /= 1 + np.exp(-age)  # minus the age below, this is softplus; no overflow, since ages are not negative
         np.log(value, out=scores, where=known)
         scores -= age
+
+    def _last_use_s(self, nodes: Nodes) -> Scores:
+        """Return when each node was last used, by the clock of ``now``."""
+        return self.view.tree.last_use_s[nodes]

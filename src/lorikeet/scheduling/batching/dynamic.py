@@ -37,7 +37,8 @@ def decide(
     """Choose between the oldest requests of any adapter, unmerged, and the oldest of one adapter, merged.
 
     The ratio of two counts decides: all live requests of the adapter, divided by the size of a batch of the oldest
-    requests. Between two merged adapters there is always an unmerged iteration (but see ``DLora.choose``).
+    requests.
+    Between two merged adapters there is always an unmerged iteration.
 
     Args:
         live: all requests in order of arrival, at least one.

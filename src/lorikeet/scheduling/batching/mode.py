@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.plan import KernelForm
 
 
@@ -102,6 +103,7 @@ class BatchingSetup(NamedTuple):
         rank: returns the largest rank of an adapter.
         known_adapters: returns the number of adapters that the replica serves now.
         total_tokens: size of the whole device memory, in tokens of KV.
+        iterations: profiled times of its iterations; None without a profile.
     """
 
     max_batch: int
@@ -109,6 +111,7 @@ class BatchingSetup(NamedTuple):
     rank: Callable[[AdapterDigest], int]
     known_adapters: Callable[[], int]
     total_tokens: int
+    iterations: IterationCosts | None = None
 
 
 BatchingPolicy = Callable[[BatchingSetup], BatchingMode]

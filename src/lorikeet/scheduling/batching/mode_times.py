@@ -1,4 +1,4 @@
-"""Times of merged and unmerged steps, fitted while serving, and the tuning of dLoRA's thresholds alpha and beta."""
+"""Times of merged and unmerged steps, fitted while serving, and thresholds that begin at the break-even ratio."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.plan import KernelForm
-from lorikeet.scheduling.batching.mode import BatchWork
+from lorikeet.scheduling.batching.mode import BatchWork, LiveRequest
 from lorikeet.scheduling.state import RobustFit, faded
 
 _SCALE = np.array((1.0, 100.0, 10.0, 1.0, 1000.0))
@@ -109,13 +109,15 @@ class ModeTimes:
         return sum(steps for digits, steps in self._mixed.items() if digits >= least) >= _TRIAL_STEPS
 
     def note(self, steps: int, work: BatchWork, step_s: float) -> None:
-        """Add identical steps to the fit.
+        """Add identical steps to the fit. Those that host cores assisted say nothing about others.
 
         Args:
             steps: number of steps.
             work: work of each.
             step_s: mean seconds of a step, without the switch.
         """
+        if work.is_assisted:
+            return
         lora = lora_work(self._form, work.rows, self._rank)
         kind = _LORA if lora else _PLAIN
         self._seen[kind] += steps
@@ -161,6 +163,14 @@ class ModeTimes:
         lora = lora_work(self._form, work.rows, self._rank)
         return float(_sample(work.prefill_tokens, work.decodes, lora) @ self._fit.parts())
 
+    def merged_s(self, batch: Sequence[LiveRequest]) -> float:
+        """Return the expected seconds of an iteration of requests of one adapter, which is merged."""
+        return self.batch_s(ModeBatch(len(batch)))
+
+    def unmerged_s(self, batch: Sequence[LiveRequest]) -> float:
+        """Return the expected seconds of an iteration of requests of any adapters, none of which is merged."""
+        return self.batch_s(self.batch(request.adapter for request in batch))
+
     def switch_s(self, to_merged: bool) -> float:
         """Return the expected seconds of a switch: the mean of past ones, or of those the other way; 0 before any."""
         known = self._switches[to_merged].value
@@ -169,7 +179,7 @@ class ModeTimes:
         return known or 0.0
 
 
-class ThresholdParams(NamedTuple):
+class BreakEvenParams(NamedTuple):
     """Initial thresholds, and how they are tuned.
 
     Attributes:
@@ -234,7 +244,7 @@ def _seconds(batches: Sequence[tuple[ModeBatch, int]], times: IterationTimes) ->
     return sum(steps * times.batch_s(batch) for batch, steps in batches)
 
 
-class Thresholds:
+class BreakEvenThresholds:
     """The thresholds alpha and beta of dynamic batching, tuned period by period.
 
     A period ends with a switch, when another adapter has the most requests, or after ``period_steps`` iterations. Then
@@ -254,9 +264,9 @@ class Thresholds:
         alpha, beta: arguments of ``dynamic.decide``.
     """
 
-    def __init__(self, times: IterationTimes, params: ThresholdParams | None = None) -> None:
+    def __init__(self, times: IterationTimes, params: BreakEvenParams | None = None) -> None:
         self._times = times
-        self._params = params or ThresholdParams()
+        self._params = params or BreakEvenParams()
         self.alpha, self.beta = self._params.alpha, self._params.beta
         self._merged: AdapterDigest | None = None
         self._candidate: AdapterDigest | None = None

@@ -1,10 +1,11 @@
 """Batching modes that run one adapter at a time: merged, unmerged, or as whole models in turn."""
 
 from collections.abc import Sequence
+from itertools import count
 
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.scheduling.batching.dynamic import requests_of
-from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, BatchingSetup, LiveRequest, allow
+from lorikeet.scheduling.batching.mode import BatchingChoice, BatchingMode, BatchingSetup, BatchWork, LiveRequest, allow
 
 
 class OneAdapter(BatchingMode):
@@ -18,10 +19,17 @@ class OneAdapter(BatchingMode):
         merged: whether the adapter is merged into the base weights for its turn. Unmerged is how PEFT serves adapters.
         even_shares: limit the running requests together to an equal share of the memory for each registered adapter,
             as if each adapter had an engine of its own. The oldest request runs even if it is larger.
+        turn_s: a turn ends after so many seconds of steps if requests of other adapters wait. Then the adapter among
+            them whose last turn is longest ago has the next. So engines take turns that share a device by time.
     """
 
-    def __init__(self, setup: BatchingSetup, *, merged: bool, even_shares: bool = False) -> None:
+    def __init__(
+        self, setup: BatchingSetup, *, merged: bool, even_shares: bool = False, turn_s: float = float("inf")
+    ) -> None:
         self._setup = setup
+        self._turn_s, self._left_s, self._step_s = turn_s, turn_s, 0.0
+        self._turns = count(1)
+        self._last_turns: dict[AdapterDigest | None, int] = {}
         self._merged, self._even_shares = merged, even_shares
         self._type: AdapterDigest | None = None
         self._has_turn = False
@@ -34,9 +42,11 @@ class OneAdapter(BatchingMode):
         self._has_turn = bool(live)
         if not live:
             return BatchingChoice(self._type if self._merged else None, frozenset())
-        if not batch:
-            self._type = live[0].adapter
+        if not batch or (self._left_s <= 0 and len(batch) < len(live)):
+            self._begin_turn(live)
             batch = requests_of(self._type, live)
+        if len(batch) < len(live) and self._turn_s < float("inf"):
+            self._steps_left = max(1, self._left_s // self._step_s) if self._step_s else 1
         batch = batch[: self._setup.max_batch]
         if self._even_shares:
             batch = self._within_share(batch)
@@ -44,8 +54,22 @@ class OneAdapter(BatchingMode):
         return allow(batch, live, merged)
 
     def steps_until_review(self) -> float:
-        """Return the number of steps until the requests exceed their share of the memory."""
+        """Return the number of steps until the turn ends, or the requests exceed their share of the memory."""
         return self._steps_left
+
+    def ran(self, steps: int, work: BatchWork, step_s: float, switch_s: float) -> None:
+        """Count the time of the turn."""
+        self._left_s, self._step_s = self._left_s - steps * step_s, step_s
+
+    def _begin_turn(self, live: Sequence[LiveRequest]) -> None:
+        """Choose the adapter of the oldest request; with turns by time the one that has waited longest for its own."""
+        if self._turn_s == float("inf"):
+            self._type = live[0].adapter
+            return
+        self._last_turns[self._type] = next(self._turns)
+        waiting = dict.fromkeys(request.adapter for request in live)
+        self._type = min(waiting, key=lambda each: self._last_turns.get(each, 0))
+        self._left_s = self._turn_s
 
     def _within_share(self, batch: list[LiveRequest]) -> list[LiveRequest]:
         share_tokens = self._setup.total_tokens // max(1, self._setup.known_adapters())
@@ -55,5 +79,5 @@ class OneAdapter(BatchingMode):
                 break
             taken, held_tokens = taken + 1, held_tokens + request.tokens
         if taken > 1:
-            self._steps_left = (share_tokens - held_tokens) // taken + 1
+            self._steps_left = min(self._steps_left, (share_tokens - held_tokens) // taken + 1)
         return batch[:taken]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorikeet.scheduling.multilevel.options import ChameleonOptions
+from lorikeet.scheduling.multilevel.options import MultilevelOptions
 from lorikeet.scheduling.multilevel.quotas import assign_quotas, class_load
 from lorikeet.scheduling.multilevel.size_classes import RequestSize, SizeClasses, find_classes, weighted_sizes
 from lorikeet.scheduling.state import StepTimeEstimator
@@ -44,9 +44,6 @@ class SlidingWindow:
         return self._end - self._begin
 
 
-_LARGEST_PERCENTILE = 99.9
-"""Percentile of inputs and outputs that counts as size 1, so that one outlier does not make all others small."""
-
 ONE_CLASS = SizeClasses((0.0,), (), ())
 
 
@@ -75,7 +72,7 @@ class ClassStats:
         classes: the present classes.
     """
 
-    def __init__(self, options: ChameleonOptions, max_model_len: int) -> None:
+    def __init__(self, options: MultilevelOptions, max_model_len: int) -> None:
         self._options = options
         self._largest = RequestSize(max_model_len, max_model_len, 1)
         self._arrivals, self._ends = SlidingWindow(3), SlidingWindow(4)
@@ -112,7 +109,7 @@ class ClassStats:
         if is_unsure:
             self.classes = ONE_CLASS
             return ClassQuotas((total_tokens,), True, {0: float(ended[:, 3].max())} if len(ended) else {})
-        inputs, outputs = np.percentile(arrived[:, :2], _LARGEST_PERCENTILE, axis=0)
+        inputs, outputs = np.percentile(arrived[:, :2], options.maximum_percentile, axis=0)
         self._largest = RequestSize(inputs, outputs, arrived[:, 2].max())
         sizes = weighted_sizes(arrived, self._largest, options.weights)
         self.classes = find_classes(sizes, options.k_rule)
@@ -124,7 +121,6 @@ class ClassStats:
             total_tokens,
             floor=options.floor,
             share=options.share,
-            overload=options.overload,
         )
         return ClassQuotas(quotas, feasible, {n: float(ran_s.max()) for n, (_, ran_s) in enumerate(came) if len(ran_s)})
 

@@ -18,20 +18,11 @@ from lorikeet.scheduling.state import StepTimeEstimator
 class SurplusShare(StrEnum):
     """How the tokens that are left after every class has its least quota are divided."""
 
+    PRIORITY = "priority"
+    """K : K - 1 : ... : 1, the most for the smallest class. The paper divides by "initial weights" (§4.2), and has
+    resources "in proportion to the queues priority" (§1)."""
     LEAST = "least"
     """In proportion to the least quotas."""
-    PRIORITY = "priority"
-    """K : K - 1 : ... : 1, the most for the smallest class (the paper's introduction)."""
-
-
-class OverloadRule(StrEnum):
-    """How tokens are divided if the least quotas of all classes together exceed the total."""
-
-    PROPORTIONAL = "proportional"
-    """In proportion to the least quotas, so that all classes wait alike."""
-    SMALLEST_FIRST = "smallest-first"
-    """The classes of the smallest requests get their least quotas, the others at least their largest request. Small
-    requests then stay fast."""
 
 
 class ClassLoad(NamedTuple):
@@ -66,19 +57,19 @@ def assign_quotas(
     loads: Sequence[ClassLoad],
     total_tokens: int,
     *,
-    floor: bool = True,
-    share: SurplusShare = SurplusShare.LEAST,
-    overload: OverloadRule = OverloadRule.PROPORTIONAL,
+    floor: bool,
+    share: SurplusShare,
 ) -> Quotas:
     """Divide ``total_tokens`` among classes, which are in order of size.
+
+    If they do not suffice for the least quotas of all classes, they are divided in proportion to these.
 
     Args:
         loads: load of each class, smallest requests first.
         total_tokens: tokens to divide.
         floor: whether each class gets at least its largest request, which could otherwise never be admitted from the
-            class's own quota. In an overload this holds if the largest requests of all classes fit together.
+            class's own quota. If tokens do not suffice, this holds if the largest requests of all classes fit together.
         share: how the surplus is divided.
-        overload: how the tokens are divided if they do not suffice.
     """
     floors = [load.largest_tokens if floor else 0.0 for load in loads]
     least = [max(load.least_tokens, floor) for load, floor in zip(loads, floors, strict=True)]
@@ -89,11 +80,6 @@ def assign_quotas(
     if sum(floors) > total_tokens:
         floors = [0.0] * len(loads)
     above = [most - floor for most, floor in zip(least, floors, strict=True)]
-    if overload is OverloadRule.SMALLEST_FIRST:
-        rest = total_tokens - sum(floors)
-        for number, wanted in enumerate(above):
-            above[number] = min(wanted, rest)
-            rest -= above[number]
     return Quotas(_whole(_added(floors, above, total_tokens - sum(floors)), total_tokens), feasible=False)
 
 

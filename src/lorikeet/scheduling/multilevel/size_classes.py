@@ -62,8 +62,9 @@ class KRule(StrEnum):
 
     ELBOW = "elbow"
     """The smallest number such that one more class reduces the sum of squares by less than 5 % of that of one class."""
-    LITERAL = "literal"
-    """The number with the smallest sum of squares; usually the largest allowed, since the sum never rises with it."""
+    LEAST_SQUARES = "least-squares"
+    """The number with the smallest sum of squares, as printed in the paper; usually the largest allowed, since the sum
+    never rises with it."""
 
 
 class SizeClasses(NamedTuple):
@@ -84,7 +85,7 @@ class SizeClasses(NamedTuple):
         return np.searchsorted(self.boundaries, sizes, side="left")
 
 
-def find_classes(sizes: NDArray[np.float64], rule: KRule = KRule.ELBOW, most: int = MOST_CLASSES) -> SizeClasses:
+def find_classes(sizes: NDArray[np.float64], rule: KRule, most: int = MOST_CLASSES) -> SizeClasses:
     """Return the optimal classes of ``sizes`` (any order, at least one), by dynamic programming; deterministic."""
     points, counts = _gathered(sizes)
     squares, centroids = _best_partitions(points, counts, min(most, len(points)))
@@ -138,7 +139,7 @@ def _best_partitions(
 def _choose(squares: list[float], rule: KRule) -> int:
     one = squares[0]
     tiny = 1e-12 * one
-    if rule is KRule.LITERAL:
+    if rule is KRule.LEAST_SQUARES:
         return next(number for number, value in enumerate(squares, 1) if value <= min(squares) + tiny)
     for number, (now, then) in enumerate(itertools.pairwise(squares), 1):
         if one == 0 or (now - then) / one < _ELBOW:

@@ -139,6 +139,7 @@ class TransferManager:
             reading=transfer.source is Tier.SOURCE and error is None,
             filled=0 if transfer.source is Tier.SOURCE else len(transfer.host_blocks),
             after=self.device.steps.record_event(),
+            copied=transfer.kept,
             error=error,
             partial=partial_adapter,
         )
@@ -208,6 +209,9 @@ class TransferManager:
             return "only adapters have a source"
         if (transfer.source is not Tier.SOURCE or (host and device)) and len(host) != len(device):
             return f"{len(device)} device blocks and {len(host)} host blocks do not go together"
+        is_copy_in = transfer.source is Tier.HOST and transfer.target is Tier.DEVICE
+        if transfer.kept and not (is_copy_in and not transfer.groups and 0 < transfer.kept < len(device)):
+            return f"{transfer.kept} of {len(device)} blocks cannot be kept"
         if transfer.groups:
             grouped = sorted(block for group in transfer.groups for block in range(*group))
             if transfer.source is Tier.SOURCE or grouped != list(range(len(host))):

@@ -1,0 +1,112 @@
+"""The conditions that Chameleon's paper leaves open, as a grid, and the cell in which the paper is judged.
+
+The grid was written down and committed before Chameleon was run on it. The cell is chosen from S-LoRA's runs alone:
+where what the paper prints of S-LoRA comes out most nearly.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from benchmarks.papers.chameleon.simulate import (
+    CHAMELEON,
+    S_LORA,
+    Setting,
+    alone,
+    knees,
+    limits_s,
+    run_at,
+)
+from benchmarks.papers.measure import Run
+
+PROFILE = "a40-llama-2-7b@chameleon"
+LENGTHS = (0.25, 0.3, 0.35)
+"""Factors on the lengths of Azure's trace. With whole lengths no A40 serves the printed 8.7 requests/s: the prefill of
+10,000 tokens a second alone takes longer than a second. Factors below and above these have knees far from it."""
+LINKS_GB_PER_S = (1.0, 2.0, 4.0, 8.0, 16.0)
+STEP_TOKENS = (512, 4096)
+"""512 only with the middle link: prefills have steps of their own, so the step's size hardly matters."""
+GRID = tuple(
+    Setting(PROFILE, lengths, link, step)
+    for step in STEP_TOKENS
+    for lengths in LENGTHS
+    for link in LINKS_GB_PER_S
+    if step != 512 or link == 4.0
+)
+MEDIUM_TOKENS = 1024
+"""The medium input of Fig. 2: also what the profile takes it to be, whose LoRA costs come from that figure."""
+LOADS = {"low": 6.0, "medium": 8.0, "high": 9.0}
+"""Requests/s (5.2)."""
+GRID_SEED = 1
+
+
+class Printed(NamedTuple):
+    """What the paper prints of S-LoRA."""
+
+    knee: float = 8.7
+    load_percent: float = 17.5
+    adapter_percent: float = 60.0
+
+
+PRINTED = Printed()
+
+
+def baseline_cell(setting: Setting) -> dict[str, Any]:
+    """Return S-LoRA's figures in a cell: shares of TTFT, limits, knees by reading, and TTFT at the three loads."""
+    one = alone(setting, 128, MEDIUM_TOKENS)
+    limits = limits_s(setting, GRID_SEED)
+    return {
+        "load_percent": 100 * (1 - one["there_s"] / one["loaded_s"]),
+        "adapter_percent": 100 * (1 - one["base_s"] / one["loaded_s"]),
+        "limits_s": limits,
+        "knees": knees(S_LORA, setting, limits, PRINTED.knee, GRID_SEED),
+        "loads": _at_loads(S_LORA, setting),
+    }
+
+
+def chameleon_cell(baseline: dict[str, Any], setting: Setting) -> dict[str, Any]:
+    """Return Chameleon's knees, by S-LoRA's limits, and TTFT at the three loads in a cell."""
+    return {
+        "knees": knees(CHAMELEON, setting, baseline["limits_s"], PRINTED.knee, GRID_SEED),
+        "loads": _at_loads(CHAMELEON, setting),
+    }
+
+
+def _at_loads(preset: str, setting: Setting) -> dict[str, Any]:
+    found = {load: run_at(preset, setting, rate, setting.window_s, GRID_SEED) for load, rate in LOADS.items()}
+    kept = ("ttft_p50_s", "ttft_p99_s", "hit_share", "completed_share")
+    return {load: {name: each[name] for name in kept} for load, each in found.items()}
+
+
+class Choice(NamedTuple):
+    """The cell to judge in.
+
+    Attributes:
+        place: in ``GRID``.
+        reading: of the limit, one of ``READINGS``.
+        distance: see ``distance``.
+    """
+
+    place: int
+    reading: str
+    distance: float
+
+
+def distance(cell: dict[str, Any], reading: str) -> float:
+    """Return how far S-LoRA's figures in a cell are from the printed ones: the sum of the logarithms of ratios."""
+    ours = (cell["knees"][reading], cell["load_percent"], cell["adapter_percent"])
+    return sum(abs(math.log(mine / theirs)) for mine, theirs in zip(ours, PRINTED, strict=True))
+
+
+def choose(*cells: dict[str, Any]) -> Choice:
+    """Return the cell and the reading nearest to what is printed of S-LoRA."""
+    found = [
+        Choice(place, reading, distance(cell, reading)) for place, cell in enumerate(cells) for reading in cell["knees"]
+    ]
+    return min(found, key=lambda each: each.distance)
+
+
+BASELINES = tuple(Run(baseline_cell, (setting,)) for setting in GRID)
+CHAMELEONS = tuple(
+    Run(chameleon_cell, (setting,), (baseline,)) for setting, baseline in zip(GRID, BASELINES, strict=True)
+)
+CHOSEN = Run(choose, (), BASELINES)

@@ -1,0 +1,196 @@
+"""What a paper's module declares: measurements, their runs, and how figures follow from results."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from scipy.stats import t as student
+
+from benchmarks.papers.verdicts import Reason
+
+SEEDS = (1, 2, 3, 4, 5)
+"""Systems are compared on these, each seed's work the same for all of them."""
+CONFIDENCE = 0.95
+
+
+class Run(NamedTuple):
+    """One run: a function of a module, called in another process.
+
+    Attributes:
+        function: returns plain data, the same for the same arguments.
+        arguments: plain data: strings, numbers, tuples and structs of them.
+        after: runs whose results come before the arguments.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
+    after: tuple["Run", ...] = ()
+
+    @property
+    def specification(self) -> dict[str, Any]:
+        """What the run is, as plain data; its result is kept under a digest of it."""
+        return {
+            "function": f"{self.function.__module__}.{self.function.__qualname__}",
+            "arguments": msgspec.to_builtins(self.arguments),
+            "after": [each.specification for each in self.after],
+        }
+
+    @property
+    def key(self) -> str:
+        """Digest of the specification."""
+        encoded = msgspec.json.encode(self.specification, order="deterministic")
+        return hashlib.sha256(encoded).hexdigest()[:24]
+
+    def __str__(self) -> str:
+        """Name it in progress lines."""
+        return " ".join([self.function.__name__, *(str(each)[:40] for each in self.arguments)])
+
+
+class Answer(NamedTuple):
+    """Our figure in the printed unit, with the ends of its interval if it has one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+class Figure(NamedTuple):
+    """How a claim's figure follows from the results of runs, which ``of`` gets in their order. ``of`` is pure."""
+
+    runs: tuple[Run, ...]
+    of: Callable[[Sequence[Any]], Answer | float]
+
+
+class Series(NamedTuple):
+    """Points of one line of a plot; ``printed`` ones are the paper's."""
+
+    label: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    printed: bool = False
+
+
+class Plot(NamedTuple):
+    """A plot beyond the one that every measurement has of its claims. Labels of axes name units."""
+
+    title: str
+    x_label: str
+    y_label: str
+    runs: tuple[Run, ...]
+    series: Callable[[Sequence[Any]], Sequence[Series]]
+    log_y: bool = False
+
+
+class Table(NamedTuple):
+    """A table beyond that of the claims, such as a whole grid."""
+
+    title: str
+    headings: Sequence[str]
+    runs: tuple[Run, ...]
+    rows: Callable[[Sequence[Any]], Sequence[Sequence[Any]]]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Claims that share a setting.
+
+    Attributes:
+        title: heading on the paper's page.
+        setting: model, device, link, lengths, arrivals, load, windows, seeds ..., as the page prints them.
+        figures: by id of the claim.
+        plots: beyond that of the claims.
+        tables: beyond that of the claims.
+    """
+
+    title: str
+    setting: Mapping[str, str]
+    figures: Mapping[str, Figure]
+    plots: Sequence[Plot] = ()
+    tables: Sequence[Table] = ()
+
+    def runs(self, claims: Iterable[str] | None = None) -> list[Run]:
+        """Return the runs of some claims, or all of the measurement."""
+        if claims is not None:
+            return [run for claim in claims if claim in self.figures for run in self.figures[claim].runs]
+        parts: list[Figure | Plot | Table] = [*self.figures.values(), *self.plots, *self.tables]
+        return [run for part in parts for run in part.runs]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What a paper's module has in ``PAPER``.
+
+    Attributes:
+        about: what its page says first: what was modelled and how, in Markdown.
+        measurements: each claim is in one of them or in ``not_testable``.
+        not_testable: reason by id of the claim.
+        causes: why a claim came out as it did, in Markdown, by id; every ``opposite`` and ``overshoots`` has one.
+    """
+
+    about: str
+    measurements: Sequence[Measurement]
+    not_testable: Mapping[str, Reason]
+    causes: Mapping[str, str] = field(default_factory=dict)
+
+    def figure(self, claim: str) -> Figure | None:
+        """Return how a claim's figure is made; ``None`` if it is not measured."""
+        found = [each.figures[claim] for each in self.measurements if claim in each.figures]
+        return found[0] if found else None
+
+
+# --- figures -----------------------------------------------------------------------------------------
+
+
+def times(more: float, less: float) -> float:
+    """Return how many times ``less`` is in ``more``: the baseline's latency and ours, or our throughput and its."""
+    return more / less
+
+
+def increase(value: float, base: float) -> float:
+    """Return by how many percent a value is more than another."""
+    return 100 * (value / base - 1)
+
+
+def reduction(value: float, base: float) -> float:
+    """Return by how many percent a value is less than another."""
+    return 100 * (1 - value / base)
+
+
+def difference(value: float, base: float) -> float:
+    """Return by how many points one share is more than another, both from 0 to 1."""
+    return 100 * (value - base)
+
+
+def over_seeds(values: Sequence[float]) -> Answer:
+    """Return the mean of one figure a seed, with its 95 % interval by Student's distribution."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Answer(mean)
+    half = float(student.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
+    return Answer(mean, mean - half, mean + half)
+
+
+def compared(
+    change: Callable[[float, float], float],
+    first: Sequence[Run],
+    second: Sequence[Run],
+    key: str,
+) -> Figure:
+    """Return the figure that compares one number of two systems' results, seed by seed.
+
+    Args:
+        change: such as :func:`increase`, of the first's number and the second's.
+        first: one run a seed.
+        second: with the same seeds in the same order.
+        key: of the number in the results.
+    """
+    count = len(first)
+
+    def of(made: Sequence[Any]) -> Answer:
+        pairs = zip(made[:count], made[count:], strict=True)
+        return over_seeds([change(one[key], other[key]) for one, other in pairs])
+
+    return Figure((*first, *second), of)

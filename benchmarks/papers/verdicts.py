@@ -1,0 +1,135 @@
+"""How our figure is judged beside the printed one. Pure functions."""
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import NamedTuple
+
+from benchmarks.papers.claims import Claim, Form
+
+SAME_FROM, SAME_TO = 0.8, 1.25
+"""A ratio of ours to the printed figure between both is the same."""
+BETTER_TO = 1.5
+"""A gain of up to so many times the printed one is better; beyond, it overshoots."""
+HALF, DOUBLE = 0.5, 2.0
+"""A value that has no direction is opposite when it is less than half or more than double the printed one."""
+ROUNDS_TO_ZERO = 0.5
+"""Less than this is the same as a printed zero."""
+
+
+class Verdict(StrEnum):
+    """What our figure says of a claim."""
+
+    SAME = "same"
+    """Ours is 0.8 to 1.25 times the printed figure, or keeps the printed bound."""
+    BETTER = "better"
+    """Ours is better for the paper's system, by a gain of up to 1.5 times the printed one."""
+    OVERSHOOTS = "overshoots"
+    """The gain is more than 1.5 times the printed one: it does not count, and its cause is named."""
+    SAME_DIRECTION = "same direction"
+    """The paper's side wins, or the value has the printed order of magnitude, but the figure is another."""
+    OPPOSITE = "opposite"
+    """The claim did not come out; its cause is named."""
+    NOT_TESTABLE = "not testable"
+    """It cannot be measured here, for one of a closed list of reasons."""
+    NOT_RUN = "not run"
+    """Its runs have not been made."""
+
+
+class Reason(StrEnum):
+    """Why a claim is not testable. The list is closed: a claim that fits none has to be measured."""
+
+    HARDWARE = "needs hardware that is not modelled, such as NPUs"
+    COUNTER = "a reading of a hardware utilisation counter: a model has none"
+    MICROBENCHMARK = "a microbenchmark of the authors' code on their machine"
+    DATA = "a statistic of a trace or data set that is not public or not here"
+    INPUT = "a setting or an input of the runs, not a result"
+    OTHER_SYSTEM = "a figure of another system's implementation, which is not here"
+    AUTHORS_CODE = "a property of the authors' source code or data structures"
+    UNDEFINED = "the paper says neither how it was measured nor in which setting"
+
+
+class Judged(NamedTuple):
+    """Ours ÷ printed (``None`` for a printed zero), and the verdict."""
+
+    ratio: float | None
+    verdict: Verdict
+
+
+def judge(form: Form, printed: float, ours: float) -> Judged:
+    """Return how our figure compares with the printed one, both in the printed unit."""
+    # Rounded, so that 1.2 is 0.8 times 1.5.
+    ratio = round(ours / printed, 9) if printed else None
+    return Judged(ratio, _verdict(form, printed, ours, ratio))
+
+
+def _verdict(form: Form, printed: float, ours: float, ratio: float | None) -> Verdict:
+    if ratio is None:
+        is_same = ours < ROUNDS_TO_ZERO if form is Form.AT_MOST else abs(ours) < ROUNDS_TO_ZERO
+        return Verdict.SAME if is_same else Verdict.OPPOSITE
+    match form:
+        case Form.AT_MOST:
+            return Verdict.SAME if ratio <= SAME_TO else Verdict.OPPOSITE
+        case Form.AT_LEAST:
+            return Verdict.SAME if ratio >= SAME_FROM else Verdict.OPPOSITE
+        case Form.GAIN_TIMES | Form.GAIN_PERCENT:
+            return _gain(ratio) if ours > _neutral(form) else Verdict.OPPOSITE
+        case Form.BASELINE_TIMES | Form.BASELINE_PERCENT:
+            if ours <= _neutral(form):
+                return Verdict.OPPOSITE
+            return Verdict.SAME if SAME_FROM <= ratio <= SAME_TO else Verdict.SAME_DIRECTION
+        case Form.COST_PERCENT:
+            return _cost(printed, ours, ratio)
+        case Form.HIGHER:
+            return _gain(ratio) if ratio >= HALF else Verdict.OPPOSITE
+        case Form.LOWER:
+            if ratio > DOUBLE:
+                return Verdict.OPPOSITE
+            # The same bounds, of which the upper one now is the worse side.
+            return Verdict.SAME if SAME_FROM <= ratio <= SAME_TO else _gain(1 / ratio if ratio > 0 else float("inf"))
+        case Form.VALUE:
+            if SAME_FROM <= ratio <= SAME_TO:
+                return Verdict.SAME
+            return Verdict.SAME_DIRECTION if HALF <= ratio <= DOUBLE else Verdict.OPPOSITE
+
+
+def _neutral(form: Form) -> float:
+    """Return the figure at which neither side is better."""
+    return 1.0 if form in (Form.GAIN_TIMES, Form.BASELINE_TIMES) else 0.0
+
+
+def _gain(ratio: float) -> Verdict:
+    if ratio < SAME_FROM:
+        return Verdict.SAME_DIRECTION
+    if ratio <= SAME_TO:
+        return Verdict.SAME
+    return Verdict.BETTER if ratio <= BETTER_TO else Verdict.OVERSHOOTS
+
+
+def _cost(printed: float, ours: float, ratio: float) -> Verdict:
+    """Return the verdict on a cost in percent: a cost of nearly nothing is a gain in the whole, not in the rest."""
+    if ratio > SAME_TO:
+        return Verdict.SAME_DIRECTION if ratio <= DOUBLE else Verdict.OPPOSITE
+    if ratio >= SAME_FROM:
+        return Verdict.SAME
+    return Verdict.BETTER if (100 + printed) / (100 + ours) <= BETTER_TO else Verdict.OVERSHOOTS
+
+
+class Share(NamedTuple):
+    """How many of the claims that count came out as printed or better."""
+
+    good: int
+    counted: int
+
+    @property
+    def percent(self) -> float | None:
+        """Their share; ``None`` if none counts."""
+        return 100 * self.good / self.counted if self.counted else None
+
+
+def share_of(judged: Iterable[tuple[Claim, Verdict]]) -> Share:
+    """Return the share of claims that are the same or better, of those that are testable, no setting and no arithmetic.
+
+    Claims that have not been run count as not good.
+    """
+    counted = [verdict for claim, verdict in judged if claim.excluded is None and verdict is not Verdict.NOT_TESTABLE]
+    return Share(sum(verdict in (Verdict.SAME, Verdict.BETTER) for verdict in counted), len(counted))

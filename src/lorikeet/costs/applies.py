@@ -1,0 +1,69 @@
+"""Whether a profile is of the model and the device that an engine runs."""
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.costs.profile import CostProfile, ProfileError
+
+_OF_A_CPU = " threads"
+"""How ``lorikeet profile`` ends the description of a processor."""
+_PRODUCT, _MEMORY = re.compile(r"\b[A-Z]{1,3}\d{2,4}\b"), re.compile(r"(\d+) ?GB\b")
+
+
+def check_model(profile: CostProfile, geometry: ModelGeometry, model: str) -> None:
+    """Check that a profile is of a model of these sizes; the size of an element does not matter.
+
+    Args:
+        profile: to check.
+        geometry: of the whole model that is served.
+        model: its name, for the error.
+
+    Raises:
+        ProfileError: it is of another model; the message names both.
+    """
+    if msgspec.structs.replace(geometry, dtype_bytes=profile.geometry.dtype_bytes) != profile.geometry:
+        raise ProfileError(
+            f"profile {profile.name} is of {profile.model}, and {model} has other sizes; use a profile of this model, "
+            "or measure one with `lorikeet profile`"
+        )
+
+
+def check_device(profile: CostProfile, device: str, processor: str, gpus: Sequence[str]) -> None:
+    """Check that a profile is of the device that engines run on.
+
+    Args:
+        profile: to check.
+        device: ``cpu`` or ``cuda``.
+        processor: name of this machine's.
+        gpus: names of this machine's; empty if they are not known, then any GPU's profile passes.
+
+    Raises:
+        ProfileError: it is of another device; the message names both.
+    """
+    running = [processor] if device == "cpu" else list(gpus)
+    is_of_cpu = profile.device.endswith(_OF_A_CPU)
+    if is_of_cpu != (device == "cpu"):
+        is_same = False
+    elif is_of_cpu:
+        is_same = profile.device.startswith(processor)
+    else:
+        is_same = not running or any(_is_same_gpu(profile.device, gpu) for gpu in running)
+    if not is_same:
+        here = ", ".join(dict.fromkeys(running)) or "a GPU"
+        raise ProfileError(
+            f"profile {profile.name} is of {profile.device}, and engines run on {here}; use a profile of this device, "
+            "or measure one with `lorikeet profile`"
+        )
+
+
+def _is_same_gpu(one: str, other: str) -> bool:
+    """Return whether two names, of a data sheet or a driver, are of the same product, with the same memory if known."""
+    if one == other:
+        return True
+    products, memories = ([pattern.search(name) for name in (one, other)] for pattern in (_PRODUCT, _MEMORY))
+    if not all(products) or len({match[0] for match in products if match}) > 1:
+        return False
+    return len({match[1] for match in memories if match}) < 2

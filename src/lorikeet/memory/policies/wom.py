@@ -1,0 +1,51 @@
+"""ELORA-WOM (§VIII-E): ELORA's cost model over flat tables, without usage dependencies between the entries."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lorikeet.memory.policies.base import MemoryView, extend_to_nodes
+from lorikeet.memory.policies.elora import Elora
+from lorikeet.memory.tree import Nodes, Scores
+
+_NEVER = -np.inf
+
+
+class Wom(Elora):
+    """Scores each adapter and each block of KV by its own times of use.
+
+    In the tree an adapter and earlier KV are used whenever later KV is, so they never score lower. Here an entry is
+    used when a request matches it on arrival, or when it is generated (§V-A). So KV that was generated late is newer
+    than the adapter and the prompt that it needs, these are evicted before it, and it is invalid until it is evicted,
+    too. Of equal scores the older entry is evicted first.
+    """
+
+    deeper_first = False
+
+    def __init__(self, view: MemoryView) -> None:
+        super().__init__(view)
+        self._last_s = np.zeros(0)
+
+    def arrived(self, adapter: int, path: Sequence[int], now: float) -> None:
+        """Record the use of what the request matches."""
+        self._extend()
+        self._last_s[[adapter, *path]] = now
+
+    def inserted(self, nodes: Sequence[int], now: float) -> None:
+        """Record the time of entries that are new in the table; of others, that are loaded again, it stays."""
+        self._extend()
+        at = np.asarray(nodes, np.int64)
+        self._last_s[at[self._last_s[at] == _NEVER]] = now
+
+    def forgotten(self, nodes: Sequence[int]) -> None:
+        """Remove entries."""
+        self._extend()
+        self._last_s[np.asarray(nodes, np.int64)] = _NEVER
+
+    def _last_use_s(self, nodes: Nodes) -> Scores:
+        self._extend()
+        known: Scores = np.maximum(self._last_s[nodes], 0.0)  # adapters without requests score lowest by their visits
+        return known
+
+    def _extend(self) -> None:
+        self._last_s = extend_to_nodes(self._last_s, self.view.tree, _NEVER)

@@ -1,0 +1,64 @@
+"""Times of merged and unmerged iterations: from the replica's profile, or measured while serving."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.iteration_costs import IterationCosts
+from lorikeet.core.plan import KernelForm
+from lorikeet.scheduling.batching.mode import BatchingSetup, BatchWork, LiveRequest
+from lorikeet.scheduling.batching.mode_times import ModeTimes, lora_work
+from lorikeet.scheduling.batching.thresholds import IterationTimes
+
+
+class NotedTimes(IterationTimes, Protocol):
+    """Times that may be learned from the steps that run."""
+
+    def note(self, steps: int, work: BatchWork, step_s: float) -> None:
+        """Record identical steps, each of so many seconds without the switch before the first."""
+
+    def note_switch(self, to_merged: bool, switch_s: float) -> None:
+        """Record the time of a switch to a merged adapter, or to none."""
+
+
+def iteration_times(setup: BatchingSetup) -> NotedTimes:
+    """Return the profiled times, as in the paper (section 4.2); measured ones, if the replica has no profile."""
+    if setup.iterations is not None:
+        return ProfiledTimes(setup.iterations, setup.kernel_form, setup.rank)
+    return ModeTimes(setup.kernel_form, setup.rank)
+
+
+class ProfiledTimes:
+    """Times by a profile. Every request of a batch is taken to decode.
+
+    Args:
+        costs: of the profile.
+        form: how mixed ranks are computed.
+        rank: returns the rank of an adapter.
+    """
+
+    is_known = True
+
+    def __init__(self, costs: IterationCosts, form: KernelForm, rank: Callable[[AdapterDigest], int]) -> None:
+        self._costs, self._form, self._rank = costs, form, rank
+
+    def merged_s(self, batch: Sequence[LiveRequest]) -> float:
+        """Return the time of an iteration of requests of one adapter, which is merged."""
+        return self._costs.base_s(len(batch), sum(request.tokens for request in batch))
+
+    def unmerged_s(self, batch: Sequence[LiveRequest]) -> float:
+        """Return the time of an iteration of requests of any adapters."""
+        rows = Counter(request.adapter for request in batch if request.adapter is not None)
+        work = lora_work(self._form, rows, self._rank)
+        return self.merged_s(batch) + self._costs.lora_part_s(rows.total(), work, len(rows))
+
+    def switch_s(self, to_merged: bool) -> float:
+        """Return the time of a switch."""
+        return self._costs.merge_s if to_merged else self._costs.unmerge_s
+
+    def note(self, steps: int, work: BatchWork, step_s: float) -> None:
+        """Do nothing: the profile stays as it is."""
+
+    def note_switch(self, to_merged: bool, switch_s: float) -> None:
+        """Do nothing."""

@@ -1,0 +1,151 @@
+"""dLoRA's adaptive threshold tuning: when merging pays, learned from the period before.
+
+Source: B. Wu et al., "dLoRA: Dynamically Orchestrating Requests and Adapters for LoRA LLM Serving", OSDI 2024,
+Algorithm 2. It tunes alpha; the tuning of beta is "similar", and its details are omitted.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.scheduling.batching.mode import LiveRequest
+
+
+class ThresholdParams(NamedTuple):
+    """Initial thresholds, and how they are tuned. The paper prints none of these values.
+
+    Attributes:
+        alpha, beta: initial values. The break-even ratio is 1 / 1.389 = 0.72 if iterations take as long with fewer
+            requests, and adapters add 38.9 % (section 4.1).
+        decrement: alpha falls by this where merging would have served more; beta rises by it where unmerging would.
+        factor: alpha rises by this factor otherwise, and beta falls by it.
+        least_alpha, most_alpha, least_beta: limits.
+        gap: least distance of beta below alpha, so that a state is not left as soon as it is entered.
+        period_iterations: after so many iterations a period ends at the latest.
+    """
+
+    alpha: float = 0.8
+    beta: float = 0.65
+    decrement: float = 0.05
+    factor: float = 1.1
+    least_alpha: float = 0.2
+    most_alpha: float = 2.0
+    least_beta: float = 0.05
+    gap: float = 0.05
+    period_iterations: int = 32
+
+
+class IterationTimes(Protocol):
+    """Times of iterations, in seconds."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the times of both states are known."""
+        ...
+
+    def merged_s(self, batch: Sequence[LiveRequest]) -> float:
+        """Return the time of an iteration of requests of one adapter, which is merged."""
+        ...
+
+    def unmerged_s(self, batch: Sequence[LiveRequest]) -> float:
+        """Return the time of an iteration of requests of any adapters, none of which is merged."""
+        ...
+
+    def switch_s(self, to_merged: bool) -> float:
+        """Return the time of a switch to a merged adapter, or to none."""
+        ...
+
+
+class Iteration(NamedTuple):
+    """The two possible batches of an iteration, of which one ran.
+
+    Attributes:
+        merged: number of the oldest requests of the adapter that is or would be merged.
+        merged_s: time of their iteration, merged.
+        unmerged: number of the oldest requests of all.
+        unmerged_s: time of their iteration, unmerged.
+    """
+
+    merged: int
+    merged_s: float
+    unmerged: int
+    unmerged_s: float
+
+
+class Thresholds:
+    """The thresholds alpha and beta of dynamic batching, tuned period by period.
+
+    A period ends with a switch, when another adapter has the most requests, or after ``period_iterations``. Then the
+    requests per second of both states are compared over its iterations. A period that ran unmerged moves alpha, one
+    that ran merged moves beta. The state that did not run is charged with the switch to it.
+
+    Args:
+        times: of switches.
+        params: initial values, and how they are tuned.
+
+    Attributes:
+        alpha, beta: arguments of ``dynamic.decide``.
+    """
+
+    def __init__(self, times: IterationTimes, params: ThresholdParams) -> None:
+        self._times = times
+        self._params = params
+        self.alpha, self.beta = params.alpha, params.beta
+        self._state: tuple[AdapterDigest | None, AdapterDigest | None] = (None, None)
+        self._begin_period()
+
+    def start_iteration(self, merged: AdapterDigest | None, candidate: AdapterDigest | None) -> bool:
+        """End the period if the next iteration does not belong to it; return whether a threshold may have moved.
+
+        Args:
+            merged: adapter that is merged for the iteration, None for none.
+            candidate: adapter with the most requests, which is or would be merged.
+        """
+        if (merged, candidate) == self._state:
+            return False
+        has_period = self._iterations > 0
+        self._end_period()
+        self._state = merged, candidate
+        return has_period
+
+    def note(self, iteration: Iteration, count: int) -> None:
+        """Log identical iterations, no more than are left of the period."""
+        self._iterations += count
+        self._served[True] += count * iteration.merged
+        self._served[False] += count * iteration.unmerged
+        self._seconds[True] += count * iteration.merged_s
+        self._seconds[False] += count * iteration.unmerged_s
+        if self.iterations_left <= 0:
+            self._end_period()
+
+    @property
+    def iterations_left(self) -> int:
+        """Iterations until the period ends at the latest."""
+        return self._params.period_iterations - self._iterations
+
+    def _begin_period(self) -> None:
+        self._iterations = 0
+        self._served = {True: 0, False: 0}
+        self._seconds = {True: 0.0, False: 0.0}
+
+    def _end_period(self) -> None:
+        if self._iterations:
+            is_merged = self._state[0] is not None
+            pays = self._throughput(not is_merged, self._times.switch_s(not is_merged)) > self._throughput(is_merged)
+            self._tune(is_merged, pays)
+        self._begin_period()
+
+    def _throughput(self, merged: bool, switch_s: float = 0.0) -> float:
+        """Return requests per second over the period, a switch before its first iteration included."""
+        return self._served[merged] / (self._seconds[merged] + switch_s)
+
+    def _tune(self, is_merged: bool, pays: bool) -> None:
+        """Move the threshold of the state that ran; ``pays`` says whether the other would have served more."""
+        rules = self._params
+        if is_merged:
+            beta = self.beta + rules.decrement if pays else self.beta / rules.factor
+            self.beta = max(min(beta, self.alpha - rules.gap), rules.least_beta)
+        else:
+            alpha = self.alpha - rules.decrement if pays else self.alpha * rules.factor
+            self.alpha = min(max(alpha, rules.least_alpha), rules.most_alpha)
+            self.beta = max(min(self.beta, self.alpha - rules.gap), rules.least_beta)
