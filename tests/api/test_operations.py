@@ -216,7 +216,7 @@ async def test_unknown_routes_and_methods_have_openai_shaped_errors(server: Runn
 async def test_an_unexpected_failure_is_a_500_that_tells_nothing(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken() -> None:
+    def broken(unloaded: list[str]) -> None:
         raise RuntimeError("secret")
 
     monkeypatch.setattr(server.service.models, "cards", broken)

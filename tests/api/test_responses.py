@@ -20,7 +20,7 @@ WEATHER = {
     "description": "Weather of a city",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
-TOOLS = [WEATHER, {"type": "function", "name": "now"}]
+TOOLS: list[dict[str, Any]] = [WEATHER, {"type": "function", "name": "now"}]
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ async def test_thoughts_texts_and_calls_are_items(start: Start) -> None:
 
 async def test_items_make_the_prompt_that_a_chat_makes(start: Start) -> None:
     async with start(max_model_len=LONG) as server:
-        items = [
+        items: list[dict[str, Any]] = [
             {"role": "developer", "content": "be brief"},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
             {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -156,7 +156,7 @@ async def test_text_format_is_a_grammar(server: Running) -> None:
 
 
 async def test_log_probabilities_are_told_if_they_are_asked_for(server: Running) -> None:
-    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     response = await create(server, **fields)
     scores = response["output"][0]["content"][0]["logprobs"]
     assert len(scores) == response["usage"]["output_tokens"] - 1

@@ -7,7 +7,7 @@ import pytest
 
 from lorikeet.api.errors import ApiError
 from lorikeet.api.responses_body import joined
-from lorikeet.api.stored_responses import BackgroundRun, StoredResponse, StoredResponses
+from lorikeet.api.stored_responses import StoredResponse, StoredResponses
 
 
 class Clock:
@@ -65,11 +65,11 @@ def test_answers_are_dropped_after_their_time() -> None:
 def test_answers_that_are_being_made_stay() -> None:
     store = StoredResponses(1, 1000, 60)
     running = stored("a")
-    running.run, running.is_running = BackgroundRun(lambda: b"{}", keeps_events=False), True
+    running.snapshot = bytes
     store.put("t", running)
     store.put("t", stored("b"))
     assert kept(store, "t", "ab") == "a"
-    running.response, running.is_running = b"x" * 20, False
+    running.response, running.snapshot = b"x" * 20, None
     store.put("t", running)
     assert (store.number, store.size_bytes) == (1, 30)
 

@@ -42,7 +42,7 @@ from lorikeet.api.protocol import (
     refuse_unsupported,
     validated,
 )
-from lorikeet.api.responses_body import ResponsesRequest
+from lorikeet.api.responses_body import ResponsesRequest, in_these_words
 from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs, truncated
 from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
@@ -211,7 +211,10 @@ class PromptReader:
                 fields = _fields(body, messages=[{"role": "user", "content": ""}])
                 return BodyRead(fields, (self._packed_prompt(body.chat()),))
             case ResponsesRequest():
-                prompt = self._packed_prompt(body.chat(needs.previous))
+                try:
+                    prompt = self._packed_prompt(body.chat(needs.previous))
+                except ApiError as error:
+                    raise in_these_words(error) from error
                 conversation = b"" if body.store is False else body.conversation(needs.previous)
                 return BodyRead(_fields(body, input=""), (prompt,), conversation=conversation)
             case CountTokensRequest():

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,7 +26,7 @@ from lorikeet.api.large_bodies import SMALL_BODY_BYTES, PreparedBody, PromptRout
 from lorikeet.api.logprobs import TokenNames, chat_logprobs
 from lorikeet.api.logs import log
 from lorikeet.api.prompt_process import RESPONSES_PATH
-from lorikeet.api.protocol import ChatCompletionRequest, refuse_unsupported
+from lorikeet.api.protocol import refuse_unsupported
 from lorikeet.api.responses_body import ResponsesRequest, in_these_words
 from lorikeet.api.service import JsonBody, Sender, SenderDep, Service, ServiceDep
 from lorikeet.api.stored_responses import BackgroundRun, StoredResponse
@@ -39,7 +40,6 @@ creation = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
 _ID_BYTES = 24
 _DEFAULT_ITEMS, _MAX_ITEMS = 20, 100
-_NO_BYTES = b""
 
 
 @creation.post(RESPONSES_PATH)
@@ -55,23 +55,22 @@ async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sen
     with ExitStack() as holding:
         if len(previous) > SMALL_BODY_BYTES:
             prepared = await _prepare(service, body, len(previous), sender, holding)
-        conversation = _NO_BYTES
+        conversation = b""
         if stores:
             conversation = prepared.conversation if prepared else body.conversation(previous)
         try:
-            chat = body.chat(_NO_BYTES if prepared else previous)
-            answer = await start_chat(service, chat, sender, prepared)
+            answer = await start_chat(service, body.chat(b"" if prepared else previous), sender, prepared)
         except ApiError as error:
             raise in_these_words(error) from error
     names = TokenNames(answer.chat.text_processor, as_ids=bool(body.return_tokens_as_token_ids))
-    writer = ResponseWriter(body, chat, answer, names if body.wants_logprobs else None, is_stored=stores)
+    writer = ResponseWriter(body, answer, names if body.wants_logprobs else None, is_stored=stores)
     stored = StoredResponse(writer.response_id, conversation)
     if body.background:
         return _in_background(body, service, sender.tenant, writer, stored)
 
-    def keep() -> None:
+    def keep(content: bytes) -> None:
         if stores and writer.status in ("completed", "incomplete"):
-            stored.response = writer.encoded()
+            stored.response = content
             service.responses.put(sender.tenant, stored)
 
     async def make() -> Response:
@@ -81,8 +80,9 @@ async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sen
             writer.blocks.push(step)
         writer.finish()
         answer.generation.close()
-        keep()
-        return _json(writer.encoded())
+        content = await off_the_loop(writer.encoded, writer.scores)
+        keep(content)
+        return _json(content)
 
     return CancelOnDisconnect(make, answer.generation.close)
 
@@ -170,7 +170,6 @@ class ResponseWriter:
 
     Args:
         body: what it answers.
-        chat: the chat that the body stands for.
         answer: running.
         names: names the tokens of log probabilities; None for none.
         is_stored: whether it is stored.
@@ -185,7 +184,6 @@ class ResponseWriter:
     def __init__(
         self,
         body: ResponsesRequest,
-        chat: ChatCompletionRequest,
         answer: ChatAnswer,
         names: TokenNames | None,
         *,
@@ -197,11 +195,18 @@ class ResponseWriter:
         self.answer = answer
         self.blocks = AnswerBlocks()
         self.status = "queued" if body.background else "in_progress"
-        self._body, self._chat, self._names, self._is_stored = body, chat, names, is_stored
+        self._body, self._names, self._is_stored = body, names, is_stored
         self._created_s = int(time.time())
         self._completed_s: int | None = None
         self._error: ApiError | None = None
         self._events = 0
+
+    @property
+    def scores(self) -> int:
+        """How many log probabilities it has."""
+        if self._names is None:
+            return 0
+        return sum(1 + len(token.top) for block in self.blocks.blocks for token in block.tokens)
 
     def encoded(self) -> bytes:
         """Return the response as JSON."""
@@ -347,12 +352,12 @@ def _told(tool: dict[str, Any]) -> dict[str, Any]:
     return {"description": None, "parameters": None, "strict": None, **tool}
 
 
-async def _stream(writer: ResponseWriter, on_end: Callable[[], None]) -> AsyncIterator[bytes]:
+async def _stream(writer: ResponseWriter, keep: Callable[[bytes], None]) -> AsyncIterator[bytes]:
     """Yield the events of an answer.
 
     Args:
         writer: of the answer.
-        on_end: called before the last event.
+        keep: gets the whole response, before the last event.
 
     Raises:
         ApiError: before the first event.
@@ -360,42 +365,47 @@ async def _stream(writer: ResponseWriter, on_end: Callable[[], None]) -> AsyncIt
     has_begun = False
     try:
         async for step in writer.answer.steps():
-            events = [] if has_begun else writer.opening()
+            opening = [] if has_begun else writer.opening()
             has_begun = True
-            events += writer.events(writer.blocks.push(step))
-            if events:
-                yield _written(events)
+            changes = writer.blocks.push(step)
+            write = partial(_written, opening, writer, changes)
+            if written := await off_the_loop(write, 0 if step.finish_reason is None else writer.scores):
+                yield written
         writer.finish()
     except ApiError as error:
         if not has_begun:
             raise
         writer.fail(error)
-    on_end()
-    yield _written([writer.end()])
+    keep(await off_the_loop(writer.encoded, writer.scores))
+    yield await off_the_loop(lambda: _sse(writer.end()), writer.scores)
 
 
-def _written(events: list[dict[str, Any]]) -> bytes:
-    return b"".join(b"event: %s\ndata: %s\n\n" % (each["type"].encode(), msgspec.json.encode(each)) for each in events)
+def _written(opening: list[dict[str, Any]], writer: "ResponseWriter", changes: list[BlockEvent]) -> bytes:
+    return b"".join(map(_sse, [*opening, *writer.events(changes)]))
+
+
+def _sse(event: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
 def _in_background(
     body: ResponsesRequest, service: Service, tenant: str, writer: ResponseWriter, stored: StoredResponse
 ) -> Response:
     """Store a response that is being made, and return it, or its stream."""
-    run = stored.run = BackgroundRun(writer.encoded, keeps_events=bool(body.stream))
-    stored.is_running = True
+    run = stored.run = BackgroundRun(keeps_events=bool(body.stream))
+    stored.snapshot = writer.encoded
     service.responses.put(tenant, stored)
     first = writer.encoded()
 
     async def make() -> None:
         try:
             for event in writer.opening():
-                run.add(_written([event]))
+                run.add(_sse(event))
             async for step in writer.answer.steps():
                 changes = writer.blocks.push(step)
                 if run.keeps_events:
                     for event in writer.events(changes):
-                        run.add(_written([event]))
+                        run.add(_sse(event))
             writer.finish()
         except asyncio.CancelledError:
             writer.status = "cancelled"
@@ -406,8 +416,8 @@ def _in_background(
             writer.fail(unexpected_failure())
         finally:
             writer.answer.generation.close()
-            stored.response, stored.is_running = writer.encoded(), False
-            run.add(_written([writer.end()]))
+            stored.response, stored.snapshot = writer.encoded(), None
+            run.add(_sse(writer.end()))
             run.end()
             service.responses.put(tenant, stored)
 

@@ -15,6 +15,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "conversation": ((), "Conversations are not supported; use previous_response_id."),
     "prompt": ((), "Stored prompts are not supported; send the input itself."),
     "context_management": (([],), "Managing the context is not supported."),
+    "enable_response_messages": ((False,), "Messages of the chat are not returned; ask for input_items."),
+    "previous_input_messages": (([],), "The responses API takes input, and previous_response_id."),
     "logprobs": ((False,), "Ask for log probabilities by include: message.output_text.logprobs."),
     "echo": ((False,), "echo has no place in this answer; use /v1/chat/completions."),
     "messages": (([],), "The responses API takes input; messages are for /v1/chat/completions."),

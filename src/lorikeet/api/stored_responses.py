@@ -16,7 +16,6 @@ class BackgroundRun:
     """An answer that is made whether or not a client waits for it.
 
     Args:
-        snapshot: returns the response as it is now, as JSON.
         keeps_events: whether its stream can be read again.
 
     Attributes:
@@ -25,8 +24,7 @@ class BackgroundRun:
         keeps_events: as above.
     """
 
-    def __init__(self, snapshot: Callable[[], bytes], *, keeps_events: bool) -> None:
-        self.snapshot = snapshot
+    def __init__(self, *, keeps_events: bool) -> None:
         self.keeps_events = keeps_events
         self.task: asyncio.Task[None] | None = None
         self.events: list[bytes] = []
@@ -76,7 +74,7 @@ class StoredResponse:
         conversation: what it answers, as a JSON array of items.
         response: as it is reported, as JSON; empty while it is made.
         run: of an answer in the background.
-        is_running: whether it is being made.
+        snapshot: while it is made, returns the response as it is now.
         stored_s: when it was stored.
         counted_bytes: its size then.
     """
@@ -85,9 +83,14 @@ class StoredResponse:
     conversation: bytes
     response: bytes = b""
     run: BackgroundRun | None = None
-    is_running: bool = False
+    snapshot: Callable[[], bytes] | None = None
     stored_s: float = 0.0
     counted_bytes: int = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is being made."""
+        return self.snapshot is not None
 
     @property
     def size_bytes(self) -> int:
@@ -97,7 +100,7 @@ class StoredResponse:
 
     def as_json(self) -> bytes:
         """Return the response as it is now."""
-        return self.run.snapshot() if self.is_running and self.run is not None else self.response
+        return self.response if self.snapshot is None else self.snapshot()
 
 
 @dataclass
