@@ -13,11 +13,7 @@ async def test_the_base_model_comes_first_and_adapters_name_it_as_parent(server:
     cards = (await server.http.get("/v1/models")).json()["data"]
     assert [card["id"] for card in cards] == ["base", "formal", "aaa"]
     assert [card["parent"] for card in cards] == [None, "base", "base"]
-    assert [card["root"] for card in cards] == [
-        "/models/base",
-        str(server.sources / "formal"),
-        str(server.sources / "json"),
-    ]
+    assert [card["root"] for card in cards] == ["/models/base", "formal", "json"], "where folders lie is not told"
     for card in cards:
         assert card["object"] == "model"
         assert card["max_model_len"] == 256

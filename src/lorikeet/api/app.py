@@ -4,7 +4,7 @@ from fastapi import FastAPI
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.api import adapters, cluster, completions, info, messages, responses
+from lorikeet.api import adapters, cluster, completions, info, messages, responses, training
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.errors import ApiError, install_handlers
@@ -80,6 +80,7 @@ def create_service(
         catalog=catalog,
         chats=chats,
         versions=HeldVersions(catalog),
+        ranks=settings.engine.tensor_parallel,
         loader=AdapterLoader(settings.adapters, load, unload),
         models=models,
         targets=read_targets(settings.server, settings.cluster),
@@ -116,13 +117,17 @@ def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves ``service``."""
     app = FastAPI(title="Lorikeet", version=__version__)
     app.state.service = service
-    for routes in (info, completions, responses, messages, adapters, cluster):
+    # A request is matched with each route before its own.
+    for routes in (completions, responses, messages, info, adapters, cluster, training):
         app.include_router(routes.router)
     install_handlers(app)
     add_middleware(
         app,
         max_body_bytes=min(SMALL_BODY_BYTES, service.settings.max_body_bytes),
-        larger_bodies=dict.fromkeys(PATHS, service.settings.max_body_bytes),
+        larger_bodies={
+            **dict.fromkeys(PATHS, service.settings.max_body_bytes),
+            adapters.UPLOAD_PATH: service.adapter_settings.max_bytes,
+        },
         api_keys=service.settings.api_keys,
         admin_keys=service.settings.admin_keys,
         tenant_header=service.settings.tenant_header,

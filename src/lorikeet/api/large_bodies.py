@@ -21,7 +21,16 @@ from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.errors import ApiError, bad_request
 from lorikeet.api.helper_processes import HelperProcesses
 from lorikeet.api.logs import log
-from lorikeet.api.prompt_process import MODEL, PATHS, BodyNeeds, BodyRead, BodyRefused, PromptSetup, WhichModel
+from lorikeet.api.prompt_process import (
+    GENERATING,
+    MODEL,
+    PATHS,
+    BodyNeeds,
+    BodyRead,
+    BodyRefused,
+    PromptSetup,
+    WhichModel,
+)
 from lorikeet.api.served_models import ResolvedModel
 
 SMALL_BODY_BYTES = 64 * 1024
@@ -62,14 +71,18 @@ class BodyGate:
         Raises:
             ApiError: 429; there was no room for too long.
         """
+        await self.enter(size)
+        try:
+            yield
+        finally:
+            self.leave(size)
+
+    async def enter(self, size: int) -> None:
+        """Hold so many bytes until :meth:`leave`; raises as :meth:`hold`."""
         if self._waiting or self.held_bytes + size > self._max_bytes:
             await self._wait(size)
         else:
             self.held_bytes += size
-        try:
-            yield
-        finally:
-            self._release(size)
 
     async def _wait(self, size: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -79,17 +92,18 @@ class BodyGate:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
-                self._release(size)
+                self.leave(size)
             else:
                 self._waiting.remove((size, turn))
-                self._release(0)  # those behind it may have room
+                self.leave(0)  # those behind it may have room
             if isinstance(error, TimeoutError):
                 raise ApiError(
                     429, "Too many large bodies are being read; try again later.", headers={"Retry-After": "1"}
                 ) from None
             raise
 
-    def _release(self, size: int) -> None:
+    def leave(self, size: int) -> None:
+        """Hold so many bytes less."""
         self.held_bytes -= size
         while self._waiting and self.held_bytes + self._waiting[0][0] <= self._max_bytes:
             waiting, turn = self._waiting.popleft()
@@ -245,6 +259,8 @@ class PromptRoute(APIRoute):
                 body = b"".join([chunk async for chunk in request.stream()])
                 if len(body) > SMALL_BODY_BYTES:
                     service.gate.enter(1).release()  # else nothing need be read
+                    if self.path in GENERATING:
+                        await service.unpaused.wait()
                     prepared, body = await prepare(service, self.path, body, request.state.tenant, holding)
                     request.scope["state"][_PREPARED] = prepared
             return await handle(_SmallRequest(request, body))
@@ -275,7 +291,7 @@ async def prepare(service: Any, path: str, body: bytes, tenant: str, holding: Ex
     async def resolve(which: WhichModel) -> BodyNeeds:
         if service.loader.is_enabled and service.models.missing(which.model, which.lora_path):
             raise _NotLoaded(which.model, which.lora_path)
-        target: ResolvedModel = await service.resolve(which.model, which.lora_path)
+        target: ResolvedModel = await service.resolve(which.model, which.lora_path, generates=False)
         targets.append(target)
         holding.enter_context(service.versions.hold(target.adapter))
         return BodyNeeds(target.chat, service.responses.conversation(tenant, which.previous_response_id))
@@ -283,7 +299,7 @@ async def prepare(service: Any, path: str, body: bytes, tenant: str, holding: Ex
     try:
         read = await service.prompt_processes.read(path, body, resolve)
     except _NotLoaded as missing:  # a load may take minutes, so it holds no process
-        await service.resolve(missing.model, missing.lora_path)
+        await service.resolve(missing.model, missing.lora_path, generates=False)
         read = await service.prompt_processes.read(path, body, resolve)
     prepared = PreparedBody(unpacked(read), read.texts, read.answer, arrival_s, targets[-1], read.conversation)
     return prepared, read.fields

@@ -15,7 +15,7 @@ from lorikeet.api.chat_answer import ChatAnswer, check_one_answer, start_chat
 from lorikeet.api.errors import ApiError
 from lorikeet.api.large_bodies import PromptRoute, prepared_body
 from lorikeet.api.messages_body import CountTokensRequest, MessagesRequest
-from lorikeet.api.prompt_process import TOKENIZE_PATH
+from lorikeet.api.prompt_process import MESSAGES_PATH, TOKENIZE_PATH
 from lorikeet.api.protocol import refuse_unsupported
 from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
@@ -23,7 +23,6 @@ from lorikeet.api.usage import usage_of
 
 router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
-_PATH = "/v1/messages"
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -42,7 +41,7 @@ _DELTA = {
 }
 
 
-@router.post(_PATH)
+@router.post(MESSAGES_PATH)
 async def messages(http: Request, body: MessagesRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Answer a conversation."""
     refuse_unsupported(body)
@@ -61,13 +60,13 @@ async def messages(http: Request, body: MessagesRequest, service: ServiceDep, se
     return CancelOnDisconnect(make, answer.generation.close)
 
 
-@router.post(f"{_PATH}/count_tokens")
+@router.post(f"{MESSAGES_PATH}/count_tokens")
 async def count_tokens(http: Request, body: CountTokensRequest, service: ServiceDep) -> Any:
     """Return the number of tokens of a prompt."""
     refuse_unsupported(body)
     if prepared := prepared_body(http):
         return Response(prepared.answer, media_type="application/json")
-    chat = await service.chat_of(await service.resolve(body.model, body.lora_path))
+    chat = await service.chat_of(await service.resolve(body.model, body.lora_path, generates=False))
     asked = body.tokenize_body()
     assert asked.messages is not None
     if chat.own is not None:
@@ -206,7 +205,7 @@ class AnthropicErrors:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         path = scope.get("path", "")
-        if scope["type"] != "http" or not (path == _PATH or path.startswith(f"{_PATH}/")):
+        if scope["type"] != "http" or not (path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")):
             await self._app(scope, receive, send)
             return
         start: Message = {}

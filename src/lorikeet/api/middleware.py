@@ -195,6 +195,7 @@ def _foreign_host(host: str) -> ASGIApp:
 _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"})
 _ADMIN_POSTS = frozenset(
     {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"}
+    | {"/pause", "/resume"}
 )
 _ADMIN_PREFIXES = ("/v1/adapters", "/v1/loras", "/v1/cluster")
 _MAX_TENANT_CHARACTERS = 128
@@ -230,7 +231,8 @@ class Auth:
     Args:
         app: the wrapped application.
         api_keys: keys for all routes but health, version and metrics; empty for open access.
-        admin_keys: keys for the routes that change adapters, and for all others; if empty, API keys may change them.
+        admin_keys: keys for the routes that change adapters or show the cluster, and for all others; if empty, API
+            keys are for these, too.
         tenant_header: header that names the tenant. Without it the tenant is a name derived from the key.
     """
 
@@ -265,7 +267,7 @@ class Auth:
             return None
         key = _key(Headers(scope=scope))
         is_api, is_admin = self._api.holds(key), self._admin.holds(key)
-        if self._admin and _changes_adapters(scope["method"], path):
+        if self._admin and _is_for_admins(scope["method"], path):
             if is_admin:
                 return None
             if is_api:
@@ -279,8 +281,8 @@ def key_name(key: str) -> str:
     return f"key-{_digest(key).hex()[:12]}"
 
 
-def _changes_adapters(method: str, path: str) -> bool:
-    if path in _ADMIN_POSTS:
+def _is_for_admins(method: str, path: str) -> bool:
+    if path in _ADMIN_POSTS or path == "/v1/cluster":  # which names machines, processes and digests
         return True
     return method not in ("GET", "HEAD") and any(
         path == prefix or path.startswith(f"{prefix}/") for prefix in _ADMIN_PREFIXES

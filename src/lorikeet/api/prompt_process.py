@@ -48,17 +48,20 @@ from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
 
-CHAT_PATH, TOKENIZE_PATH, RESPONSES_PATH = "/v1/chat/completions", "/tokenize", "/v1/responses"
+CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
+RESPONSES_PATH, MESSAGES_PATH = "/v1/responses", "/v1/messages"
 PATHS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     CHAT_PATH: ChatCompletionRequest,
     TOKENIZE_PATH: TokenizeRequest,
     "/detokenize": DetokenizeRequest,
     RESPONSES_PATH: ResponsesRequest,
-    "/v1/messages": MessagesRequest,
+    MESSAGES_PATH: MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
 }
 """Routes whose bodies may be large. A message to the process is a body after the number of its route, one byte."""
+GENERATING = ("/v1/completions", CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH)
+"""Those whose answers are generated."""
 MODEL = b"\xff"
 """Begins a message that says what else the last body needs, a ``BodyNeeds``."""
 MAX_TOKENS = 2**20
@@ -378,16 +381,20 @@ def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
 
 
 def _answer(read: Callable[[], WhichModel | BodyRead]) -> WhichModel | BodyRead | BodyRefused:
+    # Each error is dropped at once: kept beside its own frames it would keep the body until a collection.
     try:
         return read()
     except ApiError as error:
-        refusal = error
+        return _refused(error)
     except MemoryError:
-        refusal = ApiError(413, "Reading the body takes too much memory.")
+        return _refused(ApiError(413, "Reading the body takes too much memory."))
     except Exception:
         sys.excepthook(*sys.exc_info())
-        refusal = unexpected_failure()
-    return BodyRefused(refusal.status, refusal.message, refusal.param, refusal.type)
+        return _refused(unexpected_failure())
+
+
+def _refused(error: ApiError) -> BodyRefused:
+    return BodyRefused(error.status, error.message, error.param, error.type)
 
 
 def _texts(setup: PromptSetup) -> TextProcessor:

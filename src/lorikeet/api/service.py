@@ -96,6 +96,12 @@ class Sender(NamedTuple):
     tenant: str
 
 
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class Service:
     """The parts of a running server, shared by all routes."""
@@ -116,6 +122,10 @@ class Service:
     versions: HeldVersions
     loader: AdapterLoader
     responses: StoredResponses
+    ranks: int = 1
+    """Tensor-parallel ranks of a replica."""
+    unpaused: asyncio.Event = field(default_factory=_set_event)
+    """Cleared while generation is paused."""
     connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
     """Versions that requests used, so that metrics can name those whose name was removed."""
@@ -138,12 +148,21 @@ class Service:
         """Limits and defaults of the base model."""
         return self.chats.base.limits
 
-    async def resolve(self, model: str | None, lora_path: str | None = None) -> ResolvedModel:
+    async def resolve(
+        self, model: str | None, lora_path: str | None = None, *, generates: bool = True
+    ) -> ResolvedModel:
         """Return the model that a request names; an adapter that is not registered is loaded, if there is a source.
+
+        Args:
+            model, lora_path: the names.
+            generates: whether the request must wait while generation is paused. It then gets the version that its
+                adapter has after that.
 
         Raises:
             ApiError: as ``ServedModels.resolve`` and ``AdapterLoader.load``.
         """
+        if generates:
+            await self.unpaused.wait()
         if self.loader.is_enabled:
             for name in self.models.missing(model, lora_path):
                 await self.loader.load(name)
