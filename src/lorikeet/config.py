@@ -246,6 +246,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
             ``cached_tokens`` or the time whether another has sent the same prompt. Otherwise only those of the same
             tenant do. Without API keys it is always shared.
+        stored_responses: most answers of the responses API that are stored; 0 stores none.
+        stored_responses_bytes: most memory that they take; the oldest of the tenant with the most are dropped first.
+        stored_responses_s: time for which one is stored.
         slo_ttft_s: target for the time to first token; 0 for none.
         slo_tpot_s: target for the mean time per output token after the first; 0 for none.
         adapter_slos: targets of single adapters, which override those of the server: ``name=ttft=0.5,tpot=0.1``, or one
@@ -283,6 +286,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics_adapters: Count = 20
     tenant_header: str = ""
     shared_prefix_cache: bool = False
+    stored_responses: Count = 4096
+    stored_responses_bytes: Positive = 128 * 2**20
+    stored_responses_s: PositiveSeconds = 86400.0
     slo_ttft_s: Seconds = 0.0
     slo_tpot_s: Seconds = 0.0
     adapter_slos: tuple[str, ...] = ()

@@ -158,6 +158,22 @@ FIELDS = {
 OWN_FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "/v1/completions": {"prompt": TEXTS | st.lists(TEXTS | NUMBERS, max_size=5) | MANY | VALUES},
     "/v1/chat/completions": {"messages": MESSAGES | MANY | VALUES},
+    "/v1/responses": {
+        "input": TEXTS | MESSAGES | MANY | VALUES,
+        "instructions": TEXTS | VALUES,
+        "tool_choice": TEXTS | VALUES,
+        "text": st.fixed_dictionaries({"format": VALUES}) | VALUES,
+        "previous_response_id": TEXTS | VALUES,
+        "background": st.booleans() | VALUES,
+    },
+    "/v1/messages": {
+        "messages": MESSAGES | MANY | VALUES,
+        "system": TEXTS | MESSAGES | VALUES,
+        "tool_choice": st.fixed_dictionaries({"type": TEXTS}) | VALUES,
+        "stop_sequences": st.lists(TEXTS, max_size=5) | VALUES,
+        "thinking": st.fixed_dictionaries({"type": TEXTS}) | VALUES,
+    },
+    "/v1/messages/count_tokens": {"messages": MESSAGES | MANY | VALUES, "system": TEXTS | VALUES},
     "/tokenize": {"prompt": TEXTS | VALUES, "messages": MESSAGES | VALUES},
     "/detokenize": {"tokens": st.lists(NUMBERS, max_size=20) | MANY | VALUES},
     "/v1/adapters": {"name": TEXTS | VALUES, "source": TEXTS | VALUES, "replace": st.booleans()},
@@ -169,6 +185,8 @@ OWN_FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 FITTING: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hello", "model": "base"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}], "model": "formal"},
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5},
     "/tokenize": {"prompt": "hello"},
 }
 """Fields that will do, so that the others are looked at."""

@@ -4,7 +4,7 @@ from fastapi import FastAPI
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.api import adapters, cluster, completions, info, training
+from lorikeet.api import adapters, cluster, completions, info, messages, responses, training
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.errors import ApiError, install_handlers
@@ -27,6 +27,7 @@ from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import read_targets
+from lorikeet.api.stored_responses import StoredResponses
 from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.versions import HeldVersions
 from lorikeet.client.client import Engines
@@ -89,6 +90,11 @@ def create_service(
         prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
         grammars=GrammarChecks(chats.base.text_processor, chats.base.limits),
         observer=RequestObserver(metrics, usage, request_log, lengths, forecast),
+        responses=StoredResponses(
+            settings.server.stored_responses,
+            settings.server.stored_responses_bytes,
+            settings.server.stored_responses_s,
+        ),
     )
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))
     metrics.add_collector(ClusterCollector(client, models.base))
@@ -112,7 +118,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Lorikeet", version=__version__)
     app.state.service = service
     # A request is matched with each route before its own.
-    for routes in (completions, info, adapters, cluster, training):
+    for routes in (completions, responses, messages, info, adapters, cluster, training):
         app.include_router(routes.router)
     install_handlers(app)
     add_middleware(
@@ -128,4 +134,5 @@ def create_app(service: Service) -> FastAPI:
         allowed_origins=service.settings.allowed_origins,
         host=service.settings.host,
     )
+    app.add_middleware(messages.AnthropicErrors)
     return app

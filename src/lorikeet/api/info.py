@@ -19,8 +19,6 @@ prompts = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
 _UNSUPPORTED = {
     "/v1/embeddings": "Embeddings are not supported yet.",
-    "/v1/responses": "The responses API is not supported yet; use /v1/chat/completions.",
-    "/v1/messages": "The messages API is not supported yet; use /v1/chat/completions.",
     "/v1/audio/transcriptions": "Audio is not supported.",
     "/v1/audio/translations": "Audio is not supported.",
     "/v1/audio/speech": "Audio is not supported.",

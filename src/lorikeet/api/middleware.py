@@ -257,7 +257,7 @@ class Auth:
 
     def _tenant(self, headers: Headers) -> str:
         named = headers.get(self._tenant_header, "") if self._tenant_header else ""
-        key = _bearer(headers.get("authorization", ""))
+        key = _key(headers)
         # Without keys in the settings any key is accepted, so it identifies no tenant.
         return named or (key_name(key) if self._api.holds(key) or self._admin.holds(key) else "")
 
@@ -265,7 +265,7 @@ class Auth:
         path = scope["path"].rstrip("/")
         if path in _OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
-        key = _bearer(Headers(scope=scope).get("authorization", ""))
+        key = _key(Headers(scope=scope))
         is_api, is_admin = self._api.holds(key), self._admin.holds(key)
         if self._admin and _is_for_admins(scope["method"], path):
             if is_admin:
@@ -289,9 +289,10 @@ def _is_for_admins(method: str, path: str) -> bool:
     )
 
 
-def _bearer(header: str) -> str:
-    scheme, _, key = header.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+def _key(headers: Headers) -> str:
+    """Return the key of a request: a bearer token, or as Anthropic's clients send it."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return (key.strip() if scheme.lower() == "bearer" else "") or headers.get("x-api-key", "")
 
 
 def _unauthorized() -> JSONResponse:

@@ -6,13 +6,14 @@ entry is reported: to report millions of them would block the event loop, and ev
 
 import json
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from lorikeet.api.errors import bad_request, not_supported
+from lorikeet.api.errors import bad_request, invalid_body, not_supported
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
@@ -23,9 +24,30 @@ StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Body(BaseModel):
-    """Base of all bodies. Unknown fields are kept, so that those that change the answer can be refused by name."""
+    """Base of all bodies. Unknown fields are kept, so that those that change the answer can be refused by name.
+
+    Attributes:
+        refused: such fields of one API, as in ``_FIELDS``.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    refused: ClassVar[Mapping[str, tuple[tuple[Any, ...], str]]] = MappingProxyType({})
+
+
+_B = TypeVar("_B", bound=Body)
+
+
+def validated(kind: type[_B], value: Any) -> _B:
+    """Return a body of that kind.
+
+    Raises:
+        ApiError: 400 naming the first wrong field.
+    """
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_input=False)
+        raise invalid_body([{**fault, "loc": ("body", *fault["loc"])} for fault in faults]) from error
 
 
 def usage_wanted(at_the_end: object, along: object) -> tuple[bool, bool]:
@@ -431,9 +453,10 @@ def refuse_unsupported(body: Body) -> None:
         ApiError: 501 for the first field that asks for a feature that is not implemented.
     """
     for name, value in (body.model_extra or {}).items():
-        if name not in _FIELDS or value is None:
+        known = type(body).refused.get(name) or _FIELDS.get(name)
+        if known is None or value is None:
             continue
-        neutral, message = _FIELDS[name]
+        neutral, message = known
         if value not in neutral:
             raise not_supported(message, name)
 

@@ -31,7 +31,7 @@ from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
 from lorikeet.api.observer import RequestObserver
-from lorikeet.api.prompt_process import CHAT_PATH, BodyRead
+from lorikeet.api.prompt_process import CHAT_PATH, BodyNeeds, BodyRead, WhichModel
 from lorikeet.api.protocol import (
     Body,
     ChatFields,
@@ -43,6 +43,7 @@ from lorikeet.api.protocol import (
 from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
 from lorikeet.api.served_models import ResolvedModel, ServedModels
 from lorikeet.api.slo_targets import SloTargets
+from lorikeet.api.stored_responses import StoredResponses
 from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.api.threads import in_daemon_thread
@@ -120,6 +121,7 @@ class Service:
     observer: RequestObserver
     versions: HeldVersions
     loader: AdapterLoader
+    responses: StoredResponses
     ranks: int = 1
     """Tensor-parallel ranks of a replica."""
     unpaused: asyncio.Event = field(default_factory=_set_event)
@@ -211,8 +213,8 @@ class Service:
     async def read_in_process(self, path: str, body: Body, own: AdapterChat) -> BodyRead:
         """Read a body of an adapter that has a chat template or tokens of its own."""
 
-        async def resolve(model: str | None, lora_path: str | None) -> AdapterChat:
-            return own
+        async def resolve(which: WhichModel) -> BodyNeeds:
+            return BodyNeeds(own)
 
         content = body.model_dump_json(exclude_unset=True).encode()
         return await self.prompt_processes.read(path, content, resolve, is_large=False)

@@ -85,3 +85,15 @@ class EventStream(Response):
             log.warning("disconnected a client that does not read its stream")
         except OSError:
             return
+
+
+async def begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Return the events once the first is there, so that an error before it can still have a status of HTTP."""
+    first = await anext(events)
+
+    async def all_of_them() -> AsyncIterator[bytes]:
+        yield first
+        async for event in events:
+            yield event
+
+    return all_of_them()

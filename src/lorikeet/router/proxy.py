@@ -259,7 +259,7 @@ class ProxyTask:
         self._attempts += 1
         headers = [*self._headers, (b"x-request-id", request_id.encode())]
         if backend.has_own_key:
-            headers = [each for each in headers if each[0] != b"authorization"]
+            headers = [each for each in headers if each[0] not in (b"authorization", b"x-api-key")]
         self._is_sent = True
         return await backend.open("POST", body.path, headers, content, is_stream=body.streams)
 
