@@ -244,7 +244,7 @@ def test_the_table_has_a_row_for_every_claim(
     assert out.read_bytes() == before
     capsys.readouterr()
     main(["table", "toppings", "--cache", str(tmp_path / "runs"), "--cached"])
-    assert "TOPPINGS: 0 of" in capsys.readouterr().out
+    assert "TOPPINGS: 1 of" in capsys.readouterr().out
 
 
 def test_one_claim_needs_only_its_own_runs(declared: Paper, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
