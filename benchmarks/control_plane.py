@@ -4,6 +4,8 @@ Parts, each a table:
 
 * ``step``: a decode step of 32 on an executor that does nothing, beside the same step on the real one. A real run is
   recorded and its results are replayed, so both run the same plans.
+* ``grammars``: what masks add to the critical path of such a step if all rows follow a JSON schema, and what is
+  computed beside the forward pass.
 * ``eviction``: matching a prompt, a tick of the swapper and an eviction for one more block, with 2,000 adapters and
   100,000 nodes in memory.
 * ``admission``: a decision of Chameleon's queue over 1,000 waiting requests, and recomputing its size classes.
@@ -15,6 +17,7 @@ Parts, each a table:
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import statistics
@@ -58,6 +61,7 @@ from benchmarks.harness import (
     with_interval,
 )
 from benchmarks.steps import AT_ONCE, Stopwatch
+from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, notation
 from lorikeet.bench.prompts import DEFAULT_IDS
 from lorikeet.bench.synthetic import synthetic_adapters
 from lorikeet.cluster.migration.problem import CoMigrationSettings, MovableRequest, ReplicaLoad
@@ -73,7 +77,7 @@ from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.executor import Executor
 from lorikeet.core.ids import AdapterDigest, BlockId, ReplicaId, RequestId
-from lorikeet.core.plan import KernelForm, StepPlan, StepResult, TransferDone
+from lorikeet.core.plan import KernelForm, SequenceStart, StepPlan, StepResult, Token, TransferDone
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.costs.devices import MODELS
 from lorikeet.engine.build import Replica, memory_rules
@@ -90,6 +94,9 @@ from lorikeet.scheduling.multilevel.queue import ChameleonQueue
 from lorikeet.scheduling.multilevel.size_classes import RequestSize
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.state import StepTimeEstimator
+from lorikeet.worker.batch import SequenceState
+from lorikeet.worker.grammars import GrammarCompiler, GrammarMasks
+from lorikeet.worker.sampler import Sampler
 
 GEOMETRY = MODELS["llama-2-7b"].geometry
 BLOCK_TOKENS = 16
@@ -157,6 +164,8 @@ class _Recorder:
 
 class _NoOpExecutor:
     """Returns the results of a recorded run immediately. Implements ``core.executor.Executor``."""
+
+    grammars = None
 
     def __init__(self) -> None:
         self.recorded: Iterator[tuple[StepPlan, StepResult]] = iter(())
@@ -246,6 +255,85 @@ def _turns_s(built: Replica, batch: int) -> list[float]:
 
 def _decodes_all(plan: StepPlan) -> bool:
     return len(plan.sequences) == ROWS_OF_STEP and all(each.tokens == 1 and each.samples for each in plan.sequences)
+
+
+# --- grammars ----------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 200},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "size": {"type": "object", "properties": {"w": {"type": "number"}, "h": {"type": "number"}}},
+    },
+    "required": ["name", "tags", "size"],
+}
+MASKED_STEPS = 100
+
+
+def grammars() -> None:
+    """Print what masks cost a decode step of rows that all follow a JSON schema."""
+    model = default_model()
+    with replica(model, threads=THREADS) as real:
+        recorder = _Recorder(real.engine._executor)
+        with mock.patch.object(real.engine, "_executor", recorder):
+            for batch in range(3):
+                recorder.steps.clear()
+                taken = _turns_s(real, batch)
+        turns = [i for i, (plan, _) in enumerate(recorder.steps) if _decodes_all(plan)]
+        step_s = sum(taken[i] for i in turns) / sum(recorder.steps[i][1].steps_run for i in turns)
+    torch.set_num_threads(1)  # so that this thread's time is all of it
+    config = read_model_config(model)
+    compiler = GrammarCompiler(model / "tokenizer.json", config.vocab_size, config.eos_token_ids)
+    text = notation(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), ""))
+    began_s = time.perf_counter()
+    compiler.read_tokenizer().result()
+    read_s = time.perf_counter() - began_s
+    began_s = time.perf_counter()
+    compiler.compile(text).result()
+    compile_s = time.perf_counter() - began_s
+    dtype = getattr(torch, config.dtype)
+    plain_s, _ = _sampled(config.vocab_size, "", GrammarMasks(compiler, torch.device("cpu"), dtype), dtype)
+    masked_s, beside_s = _sampled(config.vocab_size, text, GrammarMasks(compiler, torch.device("cpu"), dtype), dtype)
+    added_s = masked_s - plain_s
+    rows = [
+        ["a decode step", f"{step_s / MS:.3f}", ""],
+        ["sampling without grammars", f"{plain_s / MS:.3f}", f"{plain_s / step_s:.1%}"],
+        ["added by masks, after the forward pass", f"{added_s / MS:.3f}", f"{added_s / step_s:.1%}"],
+        ["masks, beside the forward pass", f"{beside_s / MS:.3f}", f"{beside_s / step_s:.1%}"],
+        ["compiling the grammar, once", f"{compile_s / MS:.3f}", ""],
+        ["reading the tokenizer, once", f"{read_s / MS:.0f}", ""],
+    ]
+    print_table(f"Grammars in a decode step of {ROWS_OF_STEP}", ["work", "ms", "share"], rows)
+    compiler.close()
+
+
+def _sampled(vocabulary: int, grammar: str, masks: GrammarMasks, dtype: torch.dtype) -> tuple[float, float]:
+    """Sample steps of rows with a grammar.
+
+    Returns:
+        Median seconds of this thread in sampling a step, and median seconds of the masks beside it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sampler = Sampler(default_kernels().choose, masks)
+    params = SamplingParams(max_tokens=MASKED_STEPS + 1, temperature=0.0, grammar=grammar)
+    rows = [SequenceState(SequenceStart(RequestId(str(i)), [1, i], 2, params, None)) for i in range(ROWS_OF_STEP)]
+    own_s, beside_s = [], []
+    for _ in range(MASKED_STEPS):
+        logits = torch.randn(ROWS_OF_STEP, vocabulary, generator=generator).to(dtype)
+        began_s, began = time.thread_time(), time.perf_counter()
+        sampler.begin(rows)
+        took_s = time.thread_time() - began_s
+        if sampler._masks is not None:
+            sampler._masks.result()
+            beside_s.append(time.perf_counter() - began)
+        began_s = time.thread_time()
+        tokens = sampler.sample(logits, rows)
+        own_s.append(took_s + time.thread_time() - began_s)
+        for row, token in zip(rows, tokens, strict=True):
+            row.add_token(token.token_id if isinstance(token, Token) else 0)
+    masks.close()
+    return statistics.median(own_s), statistics.median(beside_s) if beside_s else 0.0
 
 
 # --- eviction ----------------------------------------------------------------------------------------
@@ -700,6 +788,7 @@ async def _pieces(reply: BackendResponse) -> AsyncIterator[bytes]:
 
 PARTS: dict[str, Callable[[], None]] = {
     "step": step,
+    "grammars": grammars,
     "eviction": eviction,
     "admission": admission,
     "routes": routes,

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.cli import compat, serve_flags
 from lorikeet.cli.chat import Conversation
 from lorikeet.cli.console import fail, parse_size, write_json
@@ -21,10 +23,12 @@ from lorikeet.cli.main import app
 from lorikeet.cli.presets import about
 from lorikeet.cli.serve import build_settings
 from lorikeet.cli.serve_flags import name_settings
-from lorikeet.config import ConfigError, Settings
+from lorikeet.config import SECRET_VARIABLES, ConfigError, Settings
 from lorikeet.core.machine import memory_limit_bytes
 from lorikeet.core.sizes import format_size
+from lorikeet.models.config import read_model_config
 from lorikeet.presets import PRESETS, resolve_preset
+from tests.adapters.builders import shard
 from tests.api.conftest import TEMPLATE, TOKENIZER
 from tests.models.checkpoints import make_checkpoint
 
@@ -313,6 +317,7 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
         ("--disable-uvicorn-access-log", "--log-level warning"),
         ("--download-dir /d", "HF_HUB_CACHE"),
         ("--root-path /llm", "take its prefix off"),
+        ("--enable-auto-tool-choice", None),
         ("--allow-credentials", "no cookies"),
         ('--allowed-methods ["*"]', None),
         ('--allowed-headers ["X"]', "may use any"),
@@ -372,6 +377,26 @@ def test_generating_without_a_tokenizer_ends_with_one_line(tmp_path: Path) -> No
     assert "needs a model folder with a tokenizer.json" in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "run"),
+    [
+        (["serve"], "lorikeet.api.run.serve"),
+        (["router", "--backend", "http://127.0.0.1:1"], "lorikeet.router.run.run_router"),
+    ],
+)
+def test_keys_are_not_left_in_the_environment_of_processes_to_come(
+    command: list[str], run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in SECRET_VARIABLES:
+        monkeypatch.setenv(name, "sqlite:///secret")
+    seen: list[tuple[Any, set[str]]] = []
+    monkeypatch.setattr(run, lambda given, *_: seen.append((given, set(SECRET_VARIABLES) & set(os.environ))))
+    assert runner.invoke(app, command).exit_code == 0
+    ((given, left),) = seen
+    assert not left
+    assert given.backend_key if command[0] == "router" else given.server.api_keys
+
+
 def make_model(folder: Path, template: str) -> Path:
     """Write a tiny random model for contexts that no machine has memory for."""
     make_checkpoint(folder, "llama", vocab_size=TOKENIZER.get_vocab_size(), max_position_embeddings=2**40)
@@ -384,6 +409,18 @@ def test_an_answer_takes_memory_for_itself_not_for_the_models_whole_context(tmp_
     folder = make_model(tmp_path, TEMPLATE)
     result = runner.invoke(app, ["generate", "hello", "--model", str(folder), "--max-tokens", "3"])
     assert result.exit_code == 0, result.output
+
+
+def test_a_sharded_adapter_answers_as_its_file_would(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", TEMPLATE)
+    adapter = write_random_adapter(tmp_path / "adapter", read_model_config(folder).geometry(4), 8)
+    command = ["generate", "hello", "--model", str(folder), "--adapter", str(adapter), "--max-tokens", "3"]
+    whole = runner.invoke(app, command)
+    shard(adapter)
+    before = sorted(adapter.iterdir())
+    assert runner.invoke(app, command).output == whole.output
+    assert sorted(adapter.iterdir()) == before
+    assert whole.exit_code == 0
 
 
 def test_a_prompt_that_the_template_refuses_ends_the_command_with_one_line(tmp_path: Path) -> None:

@@ -134,6 +134,11 @@ def test_the_settings_page_is_what_the_settings_say() -> None:
     assert generator.PAGE.read_text() == generator.page(), "run .venv/bin/python docs/make_configuration.py"
 
 
+def test_the_table_of_fields_is_the_one_that_the_list_makes() -> None:
+    generator = script("docs/make_api.py")
+    assert generator.PAGE.read_text() == generator.page(), "run .venv/bin/python docs/make_api.py"
+
+
 def test_the_settings_file_that_the_settings_page_shows_is_valid(tmp_path: Path) -> None:
     (tmp_path / "lorikeet.toml").write_text(code_blocks(ROOT / "docs" / "configuration.md", "toml")[0])
     settings = load_settings(file=tmp_path / "lorikeet.toml", environment={"LORIKEET_SERVER__PORT": "8123"})

@@ -60,7 +60,7 @@ which nobody asks for again: TTFT, TPOT and peak are equal, at every pause of th
 has a quarter of the pool, where every eviction counts. There Eval keeps adapters (1 to 3 points more hits) at the
 cost of KV. For the chatbot, whose KV is seldom used again, it is 1 % better than LRU; for translation equal; for
 agents 9 to 13 % worse, since a dialogue's visits count turns that are over. With t in units of 10 or 60 s visits
-weigh more: agents lose over 20 %, translation gains up to 3 %. No reading gains what is printed on any of the three.
+weigh more: agents lose 22 to 38 %, translation gains up to 3 %. No reading gains what is printed on any of the three.
 """
 _FACTORS = """
 Cost is the same for every node where a node is a block (V-A), so ELORA without it is ELORA. LoRA_Eval is 1 while

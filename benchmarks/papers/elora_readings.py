@@ -63,7 +63,7 @@ READINGS = {
     "a swap is a use": "elora,eviction=reading:swaps",
     "an adapter is a node": "elora,eviction=reading:whole" + _WHOLE,
     "an adapter is a node, t in 60 s, mirrored": "elora,eviction=reading:earlier" + _WHOLE,
-    "adapters moved as one, LRU (lorikeet:tree-lru)": "lorikeet:tree-lru",
+    "an adapter is a node, LRU": "elora:wos" + _WHOLE,
 }
 """Presets by reading."""
 EVICTION.update(

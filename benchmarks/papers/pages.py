@@ -53,6 +53,8 @@ def _measurement(
     shown = sorted((row for row in own if row.ours is not None), key=lambda row: row.claim.unit)
     for unit, group in groupby(shown, key=lambda row: row.claim.unit):
         dots = [Dot(row.claim.id, row.claim.value, row.ours) for row in group if row.ours is not None]
+        if len(dots) == 1:
+            continue  # the table says as much
         file = folder / f"{stem}-{re.sub('[^a-z0-9]+', '', unit.lower()) or 'percent'}.svg"
         file.write_text(claims_plot(measurement.title, unit, dots))
         yield f"![{measurement.title}, in {unit}: ours beside the printed figures]({file.name})"

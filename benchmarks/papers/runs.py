@@ -1,23 +1,17 @@
-"""What the papers' programs share: modelled runs, searches for peaks, a cache, two processes and the command line."""
+"""What the papers' programs share: modelled runs, and searches for peaks."""
 
-import argparse
 import gzip
-import hashlib
-import json
-import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from benchmarks.harness import ROOT, print_setup
+from benchmarks.harness import ROOT
 from lorikeet.bench.load_report import RequestRecord
 from lorikeet.bench.memory_bench import MemorySetting, modelled_rig, preset_figures, run_preset, settle
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
@@ -40,78 +34,6 @@ MOST_TIMES = 1_000
 AZURE, MOONCAKE = "azure_llm_inference_conv_2023.csv", "mooncake_conversation_2025.jsonl"
 
 Figures = dict[str, Any]
-
-
-# --- command line and cache --------------------------------------------------------------------------
-
-
-class Options(NamedTuple):
-    """Of a paper's program: short runs, and other flags by name."""
-
-    quick: bool
-    flags: argparse.Namespace
-
-
-def main(document: str, paper: str, run: "Callable[[Runs, Options], None]", **flags: str) -> None:
-    """Read the command line, and run a paper's program with a cache.
-
-    Args:
-        document: docstring of the module.
-        paper: its name.
-        run: prints the tables.
-        flags: further switches, each with its help.
-    """
-    parser = argparse.ArgumentParser(description=document.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter runs: minutes, and rough figures")
-    parser.add_argument("--processes", type=int, default=2, help="runs at the same time")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder that keeps finished runs")
-    for name, about in flags.items():
-        parser.add_argument(f"--{name}", action="store_true", help=about)
-    given = parser.parse_args()
-    print_setup()
-    folder = given.cache / code_digest() / (f"{paper}-quick" if given.quick else paper)
-    print(f"finished runs are kept in {folder}\n", flush=True)
-    with ProcessPoolExecutor(given.processes, mp_context=get_context("spawn")) as pool:
-        run(Runs(folder, pool), Options(given.quick, given))
-
-
-def default_cache() -> Path:
-    """Return ``$XDG_CACHE_HOME/lorikeet/papers``, else below ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorikeet" / "papers"
-
-
-def code_digest() -> str:
-    """Return a short digest of the code that modelled runs depend on: a run of other code does not count."""
-    digest = hashlib.sha256()
-    for file in sorted(
-        [*(ROOT / "src").rglob("*.py"), *(ROOT / "src").rglob("*.csv"), *Path(__file__).parent.glob("*.py")]
-    ):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-class Runs:
-    """Runs by name. Each runs in one of a few processes and is kept as soon as it is there."""
-
-    def __init__(self, folder: Path, pool: ProcessPoolExecutor) -> None:
-        self._folder, self._pool = folder, pool
-
-    def all(self, runs: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """Return what all runs return: each a function of a module and its arguments, whose result is plain data."""
-        waiting = {name: self._pool.submit(_kept, self._folder, name, *run) for name, run in runs.items()}
-        return {name: each.result() for name, each in waiting.items()}
-
-
-def _kept(folder: Path, name: str, run: Callable[..., Any], *arguments: Any) -> Any:
-    file = folder / f"{name.replace('/', '-').replace(' ', '-')}.json"
-    if file.is_file():
-        return json.loads(file.read_text())
-    made = run(*arguments)
-    folder.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(made))
-    part.rename(file)
-    return made
 
 
 # --- one engine --------------------------------------------------------------------------------------
@@ -304,16 +226,6 @@ def highest(rates: Sequence[float], holds: Callable[[float], bool]) -> float:
     return 0.0 if known < 0 else rates[known]
 
 
-def ladder(low: float, step: float, count: int) -> tuple[float, ...]:
-    """Return ``count`` rates, each ``step`` times the one before."""
-    return tuple(low * step**number for number in range(count))
-
-
-def mean_of(made: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Return the mean of a figure over runs."""
-    return float(np.mean([each[key] for each in made]))
-
-
 # --- traces and words --------------------------------------------------------------------------------
 
 
@@ -324,23 +236,3 @@ def trace(name: str, most: int | None = None) -> tuple[WorkloadRequest, ...]:
         file = Path(folder) / name
         file.write_bytes(gzip.decompress((ROOT / "benchmarks" / "data" / f"{name}.gz").read_bytes()))
         return tuple(islice(read_any(file), most))
-
-
-def ms(seconds: float) -> str:
-    """Return seconds as milliseconds."""
-    return f"{seconds * 1e3:.1f}"
-
-
-def more(ours: float, theirs: float) -> str:
-    """Return by how much ours is more than theirs."""
-    return f"{ours / theirs - 1:+.0%}"
-
-
-def less(ours: float, theirs: float) -> str:
-    """Return by how much ours is less than theirs."""
-    return f"{1 - ours / theirs:.0%}"
-
-
-def printed(value: float | None, form: str = "+.0%") -> str:
-    """Return what a paper prints; empty for what it does not."""
-    return "" if value is None else f"{value:{form}}"

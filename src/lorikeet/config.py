@@ -111,7 +111,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             included. The memory of the largest step is measured at start-up, and as much again is reserved for CUDA
             graphs. Not used with ``memory_bytes``, or on a CPU.
         host_memory_bytes: size of the host arena, which caches adapters and KV that are not on the device; 0 for none.
-            Not set: as large as the device arena, but no more than a quarter of the free memory of the machine or
+            Not set: twice the device arena, but no more than a quarter of the free memory of the machine or
             container for all ranks and replicas together. Pages are allocated when they are first used.
         touch_memory: allocate all pages of both arenas at start-up instead of when they are first used. Start-up takes
             longer, and requests do not wait for new pages, which can be slow on a virtual machine.
@@ -246,6 +246,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
             ``cached_tokens`` or the time whether another has sent the same prompt. Otherwise only those of the same
             tenant do. Without API keys it is always shared.
+        stored_responses: most answers of the responses API that are stored; 0 stores none.
+        stored_responses_bytes: most memory that they take; the oldest of the tenant with the most are dropped first.
+        stored_responses_s: time for which one is stored.
         slo_ttft_s: target for the time to first token; 0 for none.
         slo_tpot_s: target for the mean time per output token after the first; 0 for none.
         adapter_slos: targets of single adapters, which override those of the server: ``name=ttft=0.5,tpot=0.1``, or one
@@ -283,6 +286,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics_adapters: Count = 20
     tenant_header: str = ""
     shared_prefix_cache: bool = False
+    stored_responses: Count = 4096
+    stored_responses_bytes: Positive = 128 * 2**20
+    stored_responses_s: PositiveSeconds = 86400.0
     slo_ttft_s: Seconds = 0.0
     slo_tpot_s: Seconds = 0.0
     adapter_slos: tuple[str, ...] = ()
@@ -346,6 +352,15 @@ def for_engines(settings: Settings) -> Settings:
 
 
 ENVIRONMENT_PREFIX = "LORIKEET_"
+SECRET_VARIABLES = (
+    "LORIKEET_SERVER__API_KEYS",
+    "LORIKEET_SERVER__ADMIN_KEYS",
+    "LORIKEET_ADAPTERS__REGISTRY_URL",
+    "LORIKEET_CLUSTER__REGISTRY_URL",
+    "LORIKEET_BACKEND_KEY",
+    "VLLM_API_KEY",
+)
+"""Variables with keys and passwords; once read they are removed, so that no engine or reader process has them."""
 _KEYS = ("api_keys", "admin_keys")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 

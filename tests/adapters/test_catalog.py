@@ -17,7 +17,7 @@ from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterError,
     AdapterExists,
-    AdapterFilesMissing,
+    AdapterNotServed,
     AdapterStoreError,
     UnknownAdapter,
 )
@@ -355,7 +355,7 @@ def test_adapter_with_missing_files_is_reported_and_can_be_repaired_or_removed(
     assert "'x'" in catalog.notes[0]
     assert catalog.names() == ["x", "y"]
     assert catalog.versions() == (), "there is nothing to read"
-    with pytest.raises(AdapterFilesMissing, match="'x' is registered, but its files are missing"):
+    with pytest.raises(AdapterNotServed, match="'x' is registered, but its files are missing"):
         catalog.get("x")
     catalog.register("x", "formal", replace=True)
     record = catalog.get("x")
@@ -410,6 +410,23 @@ def test_weights_that_overflow_the_dtype_of_the_server_are_not_registered(
         open_catalog(dtype="float16").register("x", "strong")
     assert not versions(settings)
     open_catalog(dtype="bfloat16").register("x", "strong")
+
+
+def test_weights_of_a_server_of_another_dtype_are_not_served_where_they_overflow(
+    open_catalog: Open, sources: Path
+) -> None:
+    write_adapter(sources / "strong", lora_alpha=1e7)
+    before = open_catalog(dtype="bfloat16")
+    record = before.register("x", "strong").record
+    before.register("y", "formal")
+    before.close()
+    catalog = open_catalog(dtype="float16")
+    assert catalog.notes == ("adapter 'x' is registered, but its weights are too large for float16",)
+    assert [ref.name for ref in catalog.versions()] == ["y"]
+    with pytest.raises(AdapterNotServed, match="'x' is registered, but its weights are too large for float16"):
+        catalog.get("x")
+    catalog.close()
+    assert open_catalog(dtype="float32").get("x") == record
 
 
 def test_a_sharded_adapter_is_served(open_catalog: Open, sources: Path) -> None:

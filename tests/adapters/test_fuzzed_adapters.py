@@ -144,7 +144,9 @@ def headers(draw: st.DrawFn, whole: bytes) -> bytes:
     text = json.dumps(header).encode()
     if not draw(st.integers(0, 3)):
         text = mutated(draw, text)
-    said = draw(st.sampled_from((len(text),) * 6 + (0, 1, len(text) - 1, len(text) + 1, 2**40, 2**63, 2**64 - 1)))
+    said = draw(
+        st.sampled_from((len(text),) * 6 + (0, 1, max(0, len(text) - 1), len(text) + 1, 2**40, 2**63, 2**64 - 1))
+    )
     return struct.pack("<Q", said) + text + data
 
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
-from lorikeet.adapters.sources import fetch, host_of
+from lorikeet.adapters.sources import fetch, host_of, shown_source
 from lorikeet.adapters.url_reader import UrlRead, read_url, without_credentials
 from lorikeet.config import AdapterSettings
 from tests.adapters.builders import shard, write_adapter
@@ -53,6 +53,28 @@ def test_a_folder_inside_the_allowed_one_is_copied(allowed: Path, into: Path, fo
     fetch(form.format(allowed), AdapterSettings(adapter_dir=str(allowed)), into)
     for name in FILES:
         assert (into / name).read_bytes() == (allowed / "team/formal" / name).read_bytes()
+
+
+def test_weights_that_are_all_header_are_not_copied(allowed: Path, into: Path) -> None:
+    weights = allowed / "team" / "formal" / "adapter_model.safetensors"
+    weights.write_bytes((5 * 2**20).to_bytes(8, "little") + bytes(6 * 2**20))
+    settings = AdapterSettings(adapter_dir=str(allowed))
+    assert "its header has 5242880 bytes, at most 4194304 are read" in refusal("team/formal", settings, into)
+    assert not (into / "adapter_model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("/srv/adapters/formal/", "formal"),
+        ("~/formal", "formal"),
+        ("local:///srv/formal", "formal"),
+        ("team/formal", "team/formal"),
+        ("hf://org/formal", "hf://org/formal"),
+    ],
+)
+def test_clients_see_no_folders_of_the_server(source: str, shown: str) -> None:
+    assert shown_source(source) == shown
 
 
 @pytest.mark.parametrize("source", ["team/formal", "memory://bucket/team/formal"])

@@ -73,7 +73,11 @@ def files(uploaded: Path) -> Iterator[str]:
     """A server with the adapter, whatever the folder and the query."""
 
     def answer(request: Handler) -> None:
-        request.send((uploaded / request.path.partition("?")[0].rpartition("/")[2]).read_bytes())
+        file = uploaded / request.path.partition("?")[0].rpartition("/")[2]
+        if file.exists():
+            request.send(file.read_bytes())
+        else:
+            request.send(b"", status=403)
 
     with web_server(answer) as url:
         yield url

@@ -103,6 +103,12 @@ class FakeEngine:
         self.dropped.append(digest)
         return 12345
 
+    def set_paused(self, paused: bool) -> None:
+        if paused:
+            self.open.clear()
+        else:
+            self.open.set()
+
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         self.callbacks.append(callback)
 
@@ -137,6 +143,7 @@ class FakeHandle:
         self._engine = engine
         self.request = request
         self.deaths = 0
+        self._aborted = asyncio.Event()
         prompt, alternatives = request.prompt_token_ids, request.sampling.prompt_logprobs
         self.prompt_logprobs = {
             position: PromptToken(prompt[position], -float(position), 2, ((7, -0.5),) * min(1, alternatives))
@@ -148,6 +155,17 @@ class FakeHandle:
 
     def abort(self, *, is_complete: bool = False) -> None:
         self._engine.aborted.append(self.request.request_id)
+        self._aborted.set()
+
+    async def _is_aborted(self) -> bool:
+        """Wait until the engine may go on, or the request is aborted; return whether it is."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._engine.open, self._aborted)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+        return self._aborted.is_set()
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         engine, request_id, sampling = self._engine, self.request.request_id, self.request.sampling
@@ -162,7 +180,9 @@ class FakeHandle:
         stop: int | None = None
         tokens = [_token(token_id, sampling.logprobs) for token_id in engine.script(self.request)]
         for index, token in enumerate(tokens[: sampling.max_tokens]):
-            await engine.open.wait()
+            if not engine.open.is_set() and await self._is_aborted():
+                yield RequestOutput((), Finished(request_id, time.monotonic(), FinishReason.ABORT))
+                return
             await asyncio.sleep(0)
             if index == engine.dies_after:
                 raise EngineError("it died and could not be restarted")

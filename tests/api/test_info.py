@@ -13,11 +13,7 @@ async def test_the_base_model_comes_first_and_adapters_name_it_as_parent(server:
     cards = (await server.http.get("/v1/models")).json()["data"]
     assert [card["id"] for card in cards] == ["base", "formal", "aaa"]
     assert [card["parent"] for card in cards] == [None, "base", "base"]
-    assert [card["root"] for card in cards] == [
-        "/models/base",
-        str(server.sources / "formal"),
-        str(server.sources / "json"),
-    ]
+    assert [card["root"] for card in cards] == ["/models/base", "formal", "json"], "where folders lie is not told"
     for card in cards:
         assert card["object"] == "model"
         assert card["max_model_len"] == 256
@@ -113,7 +109,7 @@ async def test_the_version_is_told(server: Running) -> None:
     assert health == {"status": "ready", "kernels": "scripted", "engine_restarts": 0}
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/messages", "/score", "/v1/audio/speech"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/v1/audio/speech"])
 async def test_routes_that_are_not_there_yet_say_so(server: Running, path: str) -> None:
     reply = await server.http.post(path, json={"model": "base", "input": "x"})
     assert reply.status_code == 501

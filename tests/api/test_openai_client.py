@@ -48,3 +48,18 @@ async def test_openais_client_raises_its_own_errors(client: openai.AsyncOpenAI, 
     with pytest.raises(openai.APIError, match="engine"):
         async for _ in stream:
             pass
+
+
+async def test_openais_client_creates_streams_and_reads_responses(client: openai.AsyncOpenAI) -> None:
+    whole = await client.responses.create(model="formal", input="hello")
+    assert whole.output_text == "hello world"
+    assert (await client.responses.retrieve(whole.id)).output_text == "hello world"
+    async with client.responses.stream(model="base", input="hello", previous_response_id=whole.id) as stream:
+        kinds = [event.type async for event in stream]
+        assert (await stream.get_final_response()).output_text == "hello world"
+    assert kinds[0] == "response.created"
+    items = [item async for item in client.responses.input_items.list(whole.id)]
+    assert [item.type for item in items] == ["message"]
+    await client.responses.delete(whole.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(whole.id)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -76,6 +75,15 @@ async def test_adapters_are_changed_only_with_an_admin_key(
         ]
         assert statuses[:2] == [401, 403]
         assert statuses[2] in (400, 404)  # past the door, and the adapter does not exist
+
+
+async def test_the_cluster_is_shown_only_to_an_admin_key(start: Start) -> None:
+    async with start(api_keys=("user",), admin_keys=("boss",)) as server:
+        statuses = [
+            (await server.http.get("/v1/cluster", headers=headers)).status_code
+            for headers in ({}, bearer("user"), bearer("boss"))
+        ]
+        assert statuses == [401, 403, 200]
 
 
 async def test_admin_keys_alone_leave_the_other_routes_open(start: Start) -> None:
@@ -217,7 +225,7 @@ async def test_unknown_routes_and_methods_have_openai_shaped_errors(server: Runn
 async def test_an_unexpected_failure_is_a_500_that_tells_nothing(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(unloaded: Iterable[str]) -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("secret")
 
     monkeypatch.setattr(server.service.models, "cards", broken)

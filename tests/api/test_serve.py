@@ -168,7 +168,7 @@ async def test_an_adapter_loaded_by_api_answers_after_a_restart_until_it_is_remo
     sources = tmp_path / "sources"
     write_adapter(sources / "one", layers=3, hidden=48)
     asking = {**LONG, "max_tokens": 20}
-    flags = ("--adapter-dir", str(sources))
+    flags = ("--adapter-dir", str(sources), "--adapter-dir-mode", "allow")
     async with serving(model, tmp_path, *flags) as server:
         base = (await server.http.post(CHAT, json=asking)).json()["choices"]
         content = {"lora_name": "one", "lora_path": str(sources / "one")}

@@ -4,13 +4,14 @@ import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.api import structured_output
 from lorikeet.api.errors import ApiError
 from lorikeet.api.grammar_process import GrammarKind
 from lorikeet.api.protocol import CompletionRequest
 from lorikeet.api.structured_output import TaggedPart, grammar_spec, tagged_text
-from tests.api.conftest import Running, Start
+from tests.api.conftest import END, TOKENIZER, Running, Start
 from tests.api.test_chat import CHAT, body
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -181,3 +182,33 @@ def test_tagged_parts_share_their_trigger() -> None:
     assert found.kind is GrammarKind.LARK
     assert found.text.count("[lazy]") == 1
     assert "trigger_1: TEXT <[7]>" in found.text
+
+
+@pytest.mark.parametrize(
+    ("text", "follows"),
+    [
+        ("hello world", True),
+        ("hello <f=a>[1]</f> the <f=b>{}</f>", True),
+        ("", True),
+        ("hello <f=c>", False),
+        ("hello <f=a>{}", False),
+        ("hello <f=a>[1]", False),
+        ("hello <f", False),
+        ("hello <g", True),
+    ],
+)
+def test_a_trigger_goes_on_with_one_of_its_parts(text: str, follows: bool) -> None:
+    tag = {
+        "type": "structural_tag",
+        "structures": [
+            {"begin": "<f=a>", "schema": {"type": "array", "items": {"type": "integer"}}, "end": "</f>"},
+            {"begin": "<f=b>", "schema": {"type": "object"}, "end": "</f>"},
+        ],
+        "triggers": ["<f"],
+    }
+    found = spec(response_format=tag)
+    assert found is not None
+    matcher = LLMatcher(LLTokenizer(TOKENIZER.to_str(), eos_token=[END]), found.text)
+    token_ids = TOKENIZER.encode(text).ids
+    taken = matcher.try_consume_tokens(token_ids) == len(token_ids)
+    assert (taken and matcher.is_accepting()) == follows

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.api.tool_parsers import TOOL_FORMATS, format_of_template, instructions
 from lorikeet.api.tool_parsers.base import Call, CallArguments, CallGrammar, CallStart, Content, Event, ToolFormat
+from tests.api.fakes import byte_level_tokenizer
 
 FUNCTIONS = {
     "get_weather": {
@@ -172,15 +173,54 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far() -> None:
 def test_grammars_of_all_formats_compile(
     tool_format: ToolFormat, parallel: bool, content: object, thoughts_end: str
 ) -> None:
-    text = tool_format.grammar(CallGrammar(FUNCTIONS, parallel, {}.get, content, thoughts_end))
-    start = next(line for line in text.splitlines() if line.startswith("start:"))
-    assert ("*" in start) == parallel
-    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text)) == ""
+    for is_free in (False, content is None):
+        text = tool_format.grammar(CallGrammar(FUNCTIONS, parallel, {}.get, content, is_free, thoughts_end))
+        assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text)) == ""
+
+
+TOKENS = LLTokenizer(byte_level_tokenizer().to_str())
+
+
+def follows(text: str, grammar: str) -> bool:
+    """Whether an answer follows a grammar."""
+    matcher = LLMatcher(TOKENS, LLMatcher.grammar_from_lark(grammar))
+    tokens = TOKENS.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+WEATHER = Call("get_weather", '{"city": "Oslo"}')
+WRONG = Call("get_weather", '{"town": "Oslo"}')
+
+
+@each_format
+def test_a_grammar_takes_what_the_format_writes_and_only_valid_calls(tool_format: ToolFormat) -> None:
+    write = tool_format.write
+    several, one, free = (
+        tool_format.grammar(CallGrammar(FUNCTIONS, parallel, {}.get, None, is_free))
+        for parallel, is_free in ((True, False), (False, False), (True, True))
+    )
+    assert follows(write([WEATHER]), several)
+    assert follows(write([WEATHER, Call("now", "{}")]), several)
+    assert follows(write([WEATHER]), one)
+    assert not follows(write([WEATHER, WEATHER]), one)
+    assert not follows(write([WRONG]), several)
+    assert not follows("It rains.", several)
+
+    assert follows("It rains.", free)
+    assert follows("", free)
+    assert follows(write([WEATHER]), free)
+    assert not follows(write([WRONG]), free)
+    text = f"Let me see.\n{write([WEATHER])}"
+    assert follows(text, free), "in a format whose calls stand alone it is text"
+    assert follows(f"{text}\nThere.", free)
+    assert follows(f"Let me see.\n{write([WRONG])}", free) == (tool_format.name not in BEHIND_TEXT)
 
 
 def test_markers_that_are_special_tokens_are_tokens_in_a_grammar() -> None:
     mistral = TOOL_FORMATS["mistral"]
-    text = mistral.grammar(CallGrammar(FUNCTIONS, True, {"[TOOL_CALLS]": 9, "[/THINK]": 7}.get, None, "[/THINK]"))
+    text = mistral.grammar(
+        CallGrammar(FUNCTIONS, True, {"[TOOL_CALLS]": 9, "[/THINK]": 7}.get, None, False, "[/THINK]")
+    )
     assert "<[9]>" in text
     assert "thoughts: TEXT <[7]>" in text
 

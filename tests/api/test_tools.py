@@ -277,6 +277,9 @@ async def test_a_call_that_must_be_made_is_enforced_by_a_grammar(start: Start) -
             return server.engine.submitted[-1].sampling.grammar
 
         assert await grammar() == ""
+        strict = {"type": "function", "function": {"name": "now", "strict": True}}
+        await server.http.post(CHAT, json=body(tools=[WEATHER, strict]))
+        assert "TEXT" in server.engine.submitted[-1].sampling.grammar
         required, one = await grammar(tool_choice="required"), await grammar(tool_choice=NAMED)
         assert "get_weather" in required
         assert '("\\n"' in required, "several calls"

@@ -1,7 +1,6 @@
 """Helpers of the benchmark programs, and short runs of those that need no other machine."""
 
 import json
-from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import pytest
 from benchmarks import faults, gpu, steps
 from benchmarks.harness import in_turns, print_table
 from benchmarks.papers import dlora, loraserve
-from benchmarks.papers.runs import Options, highest, peak
+from benchmarks.papers.measure import Answer, Paper, Run
+from benchmarks.papers.runs import highest, peak
 from benchmarks.request_path import show
 from lorikeet.bench.model_shapes import MODEL_SHAPES
 from lorikeet.bench.synthetic import PAPER_RANKS
@@ -137,19 +137,46 @@ def test_what_the_host_adds_is_measured_on_a_device_that_takes_time(monkeypatch:
     assert gap_s > 0.0
 
 
-def test_a_short_run_of_dlora() -> None:
-    assert dlora.run_at("dlora", 10, 2.0, 20)["latency_per_token_s"] > 0
-    assert dlora.run_at("merged-only", dlora.PHASES, 2.0, 20)["latency_per_token_s"] > 0
-    assert dlora.run_cluster_at("dlora:rr", 2.0, 7, 5.0)["ttft_mean_s"] > 0
+def test_a_short_run_of_dlora(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlora, "WINDOW_LIMITS", 0.02)
+    assert dlora.serve(2.0, dlora.MERGED, 10, 1.0, dlora.SMALL_BATCH, 1)["latency_per_token_s"] > 0
+    instances = dlora.vllm("7b", dlora.SHARED_SLICE_S)
+    assert dlora.run_at(instances, "7b", 1.0, 1, adapters=8)["latency_per_token_s"] > 0
 
 
-def test_a_short_run_of_loraserve() -> None:
+def test_dlora_lengths_have_the_printed_statistics() -> None:
+    asked = dlora.lengths()
+    assert max(request.input_tokens + request.output_tokens for request in asked) == dlora.CONTEXT
+    for mean, longest in zip(dlora.MEAN_TOKENS, dlora.LONGEST, strict=True):
+        tokens = mean * dlora.of_mean(longest)
+        assert (tokens.mean(), tokens.max() / mean) == pytest.approx((mean, longest))
+
+
+def test_a_short_run_of_loraserve(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = [
         OperatingLoads(KernelForm.PADDED, Slo(ttft_s=10.0), 512, 128, 64, 512, {rank: 9000.0}) for rank in PAPER_RANKS
     ]
     points = [msgspec.json.decode(msgspec.json.encode(each)) for each in loads]
     assert loraserve.loads_of(points).tokens_per_s == dict.fromkeys(PAPER_RANKS, 9000.0)
-    assert loraserve.run_at(points, "shifting", loraserve.OURS, 12.0, 1, 5.0)["ttft_p95_s"] > 0
+    monkeypatch.setattr(loraserve, "WINDOW_S", 3.0)
+    monkeypatch.setattr(loraserve, "WARM_S", 0.0)
+    for mix in ("uniform shifting", "production 50"):
+        made = loraserve.serve(*points, loraserve.PROFILE, mix, loraserve.OURS, 8.0, 1, 1)
+        assert made["ttft_p95_s"] > 0
+
+
+@pytest.mark.parametrize("paper", [dlora.PAPER, loraserve.PAPER], ids=["dlora", "loraserve"])
+def test_figures_tables_and_plots_take_what_their_runs_return(paper: Paper) -> None:
+    def canned(run: Run) -> Any:
+        return 2.0 if run.function.__name__ in ("find_rate", "find_peak_rate", "imbalance") else FIGURES
+
+    for part in paper.measurements:
+        for figure in part.figures.values():
+            assert isinstance(figure.of([canned(run) for run in figure.runs]), (float, Answer))
+        for table in part.tables:
+            assert {len(row) for row in table.rows([canned(run) for run in table.runs])} == {len(table.headings)}
+        for plot in part.plots:
+            assert all(len(line.xs) == len(line.ys) for line in plot.series([canned(run) for run in plot.runs]))
 
 
 def test_a_run_too_short_to_find_a_peak_says_so() -> None:
@@ -163,30 +190,12 @@ FIGURES = {
     "latency_per_token_s": 0.1,
     "within": [0.9],
     "held_share": 0.5,
+    **dict.fromkeys(("e2e_p90_s", "served_per_s", "tbt_s"), 0.5),
+    "switch_s": 0.1,
+    "drained_s": 10.0,
     "held_most": [3, 4],
     "adapter_hit_rate": 0.5,
     "kv_hit_rate": None,
     "invalid_kv_share": 0.0,
     "failed": 0,
 }
-
-
-class CannedRuns:
-    """Returns the same figures for every run, and a number for every search."""
-
-    def all(self, runs: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-        return {name: self._of(run[0].__name__) for name, run in runs.items()}
-
-    def _of(self, function: str) -> Any:
-        if function.startswith(("find", "limit")):
-            return 2.0
-        return FIGURES
-
-
-@pytest.mark.parametrize("quick", [True, False])
-@pytest.mark.parametrize("paper", [dlora, loraserve], ids=lambda each: each.__name__)
-def test_every_paper_prints_its_tables(
-    paper: Any, quick: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paper.run(CannedRuns(), Options(quick, Namespace(live=False)))
-    assert "paper" in capsys.readouterr().out

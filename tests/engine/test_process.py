@@ -3,12 +3,15 @@
 import math
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
 
 from lorikeet.core.events import AdapterEvent, AdapterEvicted, AdapterLoaded, Finished, FinishReason
+from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import (
     Abort,
     DropAdapter,
@@ -18,11 +21,13 @@ from lorikeet.core.messages import (
     MessageCodec,
     Progress,
     RegisterAdapters,
+    SetPaused,
     Shutdown,
     StepOutputs,
     Submit,
     ToEngine,
 )
+from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine import process
 from lorikeet.engine.process import Channel, Compiling, serve
 from lorikeet.scheduling.state import SchedulerLimits
@@ -183,6 +188,17 @@ def test_an_abort_frees_the_blocks_of_a_running_request(peer: Peer, bench: Bench
     assert peer.idle_stats().kv_blocks == 0
 
 
+def test_a_paused_engine_runs_no_step_until_it_goes_on(peer: Peer, bench: Bench) -> None:
+    peer.send(SetPaused(True), Submit(request("r", [1, 2, 3, 4, 5], max_tokens=3)))
+    heartbeats = 0
+    while heartbeats < 2:
+        message = peer.receive(heartbeats=True)
+        heartbeats += isinstance(message, Heartbeat)
+        assert not (isinstance(message, StepOutputs) and message.tokens)
+    peer.send(SetPaused(False))
+    assert peer.finished("r").reason is FinishReason.LENGTH
+
+
 @pytest.mark.parametrize(("host_blocks", "freed_blocks"), [(0, 3 + 1), (16, 3 + 1 + 3)])
 def test_wake_delivers_a_transfer_and_a_drop_reports_bytes_of_all_tiers(
     peer: Peer, channel: Channel, bench: Bench, freed_blocks: int
@@ -221,3 +237,26 @@ def test_adapters_that_are_made_known_are_read_into_the_host_tier(peer: Peer, ch
     assert stats.memory.host.adapters == (3 + 2) * 1024
     assert stats.memory.transfers["source-host"].transfers == 2
     assert stats.resident_adapters == {}, "nobody asked for them"
+
+
+def test_requests_wait_outside_the_engine_until_their_grammar_is_compiled() -> None:
+    compiled: dict[str, Future[None]] = {text: Future() for text in ("slow", "known")}
+    compiled["known"].set_result(None)
+    woken: list[bool] = []
+    compiler = SimpleNamespace(compile=compiled.__getitem__)
+    compiling = Compiling(compiler, lambda: woken.append(True))  # type: ignore[arg-type]
+
+    def asked(name: str, grammar: str) -> Request:
+        return Request(RequestId(name), [1], SamplingParams(max_tokens=1, grammar=grammar), 0.0)
+
+    assert not compiling.holds(asked("plain", ""))
+    assert not compiling.holds(asked("known", "known"))
+    slow, aborted = asked("slow", "slow"), asked("aborted", "slow")
+    assert compiling.holds(slow)
+    assert compiling.holds(aborted)
+    assert compiling.take() == []
+    assert compiling.take(aborted.request_id) == [aborted], "it goes on, and ends like any other"
+    compiled["slow"].set_result(None)
+    assert woken
+    assert compiling.take() == [slow]
+    assert compiling.take() == []

@@ -24,6 +24,8 @@ from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.loop import Engine
+from lorikeet.engine.recording import Recording
+from lorikeet.engine.replay import replay
 from tests.api.conftest import END, TOKENIZER
 from tests.support.live import engine_process, live_settings, make_adapter, make_model
 from tests.support.schemas import published_schemas, random_regex, random_schema
@@ -150,6 +152,26 @@ def test_schemas_that_packages_publish(engine: Engine, owners: list[AdapterRef |
     assert judge_all(cases, run(engine, requests(cases, owners))) >= len(cases) / 2
 
 
+def test_tokens_that_must_come_are_taken_at_once(model: Path, owners: list[AdapterRef | None], tmp_path: Path) -> None:
+    """An answer that is one text takes few steps, except where its log probabilities are wanted."""
+    text = "the lorikeet is a small parrot"
+    choice = READER.check(GrammarSpec(GrammarKind.CHOICE, json.dumps([text]), "p"))
+    quick, *_ = requests([Case(choice.grammar)], owners)
+    slow = msgspec.structs.replace(quick, sampling=msgspec.structs.replace(quick.sampling, logprobs=0))
+    steps = []
+    for request in (quick, slow):
+        recording = tmp_path / str(len(steps))
+        engine = build_replica(live_settings(model, record=str(recording))).engine
+        try:
+            answers = run(engine, [request])
+            steps.append(engine.stats().steps)
+        finally:
+            engine.close()
+        assert answers["0"] == text
+        assert replay(Recording(recording)).difference is None
+    assert steps[0] <= 3 < steps[1]
+
+
 def test_preempted_sequences_go_on_with_their_grammar(model: Path, owners: list[AdapterRef | None]) -> None:
     cases = [case for group in (0, 1) for case in cases_of(group)]
     settings = live_settings(model, memory_bytes=180_000, max_num_seqs=24)
@@ -162,6 +184,21 @@ def test_preempted_sequences_go_on_with_their_grammar(model: Path, owners: list[
     finally:
         engine.close()
     assert judge_all(cases, answers) >= len(cases) / 3
+
+
+@pytest.mark.slow
+def test_ranks_follow_what_rank_0_samples_under_grammars(model: Path, owners: list[AdapterRef | None]) -> None:
+    cases = cases_of(7)
+    engine = build_replica(live_settings(model, tensor_parallel=2)).engine
+    try:
+        asked = [
+            msgspec.structs.replace(each, sampling=msgspec.structs.replace(each.sampling, prompt_logprobs=1))
+            for each in requests(cases, owners)
+        ]
+        answers = run(engine, asked)
+    finally:
+        engine.close()
+    assert judge_all(cases, answers) >= len(cases) / 2
 
 
 @pytest.mark.slow

@@ -1,18 +1,23 @@
 """Requests through a router to backends that are well."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from lorikeet.api import large_bodies
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.cli.main import app
 from lorikeet.core.ids import RequestId
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS, ProxiedRequest, RequestBody
-from tests.router.conftest import Start, adapters, events, requests_at, text_of, write_files
+from tests.router.conftest import Routing, Start, adapters, events, requests_at, text_of, write_files
 from tests.router.scripted import chat_text, words
 from tests.support.waiting import until
 
+JSON = "application/json"
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -33,6 +38,59 @@ async def test_bodies_and_answers_are_passed_on_as_they_come(start: Start) -> No
         chat = {"model": "base", "messages": MESSAGES, "max_tokens": 3}
         answer = (await routing.http.post(CHAT, json=chat)).json()
         assert answer["choices"][0]["message"]["content"] == words("base", chat_text(MESSAGES), 3)
+
+
+async def test_keys_do_not_share_a_prefix_cache_at_the_backends(start: Start) -> None:
+    async def salts(routing: Routing, key: str, **fields: Any) -> set[Any]:
+        headers = {"Authorization": f"Bearer {key}"}
+        before = len(routing.backends[0].bodies)
+        await routing.http.post(COMPLETIONS, json=body(**fields), headers=headers)
+        await routing.http.post(COMPLETIONS, json=body(stream=True, **fields), headers=headers)
+        await routing.http.post(CHAT, json={"model": "base", "messages": MESSAGES, **fields}, headers=headers)
+        return {asked.get("cache_salt") for asked in routing.backends[0].bodies[before:]}
+
+    async with start(count=1, api_keys=("one", "two"), backend_key="its") as routing:
+        seen = [
+            *await salts(routing, "one"),
+            *await salts(routing, "two"),
+            *await salts(routing, "one", cache_salt="x"),
+            *await salts(routing, "two", cache_salt="x"),
+        ]
+        assert len(set(seen)) == len(seen) == 4
+        assert None not in seen
+        assert [*await salts(routing, "one")] == seen[:1]
+        headers = {"Authorization": "Bearer one"}
+        wrong = await routing.http.post(COMPLETIONS, json=body(cache_salt=5), headers=headers)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "cache_salt")
+    async with start(count=1, api_keys=("one", "two"), backend_key="its", shared_prefix_cache=True) as routing:
+        assert await salts(routing, "one") | await salts(routing, "two") == {None}
+
+
+async def test_large_bodies_are_counted_until_their_answers_end(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with start(count=1) as routing:
+        gate, (backend,) = routing.parts.body_gate, routing.backends
+        backend.pauses_at = 2
+        content = json.dumps(body(stream=True, user="x" * 2 * SMALL_BODY_BYTES)).encode()
+
+        async def unannounced() -> AsyncIterator[bytes]:
+            yield content
+
+        running = [
+            asyncio.create_task(routing.http.post(COMPLETIONS, content=each, headers={"Content-Type": JSON}))
+            for each in (content, unannounced(), json.dumps(body(stream=True)).encode())
+        ]
+        await until(lambda: backend.paused == 3, "all have begun")
+        assert gate.held_bytes == 2 * len(content)
+        monkeypatch.setattr(gate, "_max_bytes", gate.held_bytes)
+        monkeypatch.setattr(large_bodies, "_WAIT_S", 0.0)
+        refused = await routing.http.post(COMPLETIONS, content=content, headers={"Content-Type": JSON})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        backend.pauses_at = None
+        backend.go_on.set()
+        assert {reply.status_code for reply in await asyncio.gather(*running)} == {200}
+        await until(lambda: not gate.held_bytes, "all have ended")
+        assert (await routing.http.post(COMPLETIONS, content=b"[" * len(content))).status_code == 400
+        assert not gate.held_bytes
 
 
 async def test_streams_are_what_the_backend_says(start: Start) -> None:
@@ -90,9 +148,9 @@ async def test_the_models_are_those_of_the_backends_and_the_adapters_of_the_rout
     async with start() as routing:
         cards = (await routing.http.get("/v1/models")).json()["data"]
         assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
-            ("base", "/models/base", None),
-            ("formal", "/elsewhere/formal", "base"),
-            ("pirate", "/elsewhere/pirate", "base"),
+            ("base", "base", None),
+            ("formal", "formal", "base"),
+            ("pirate", "pirate", "base"),
         ]
         assert (await routing.http.get("/v1/models/formal")).json() == cards[1]
         for path in (COMPLETIONS, CHAT):

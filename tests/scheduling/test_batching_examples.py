@@ -217,7 +217,7 @@ def test_ex_5_skipped_request_earns_credit_until_it_comes_first() -> None:
 def test_ex_5b_an_adapter_without_credit_is_not_merged() -> None:
     mode, live = example(patience=10), live_of(QUEUE)
     initial = mode.credits[A]
-    mode.credits.apply({A: -initial}, 1)
+    mode.credits.apply({A: -int(initial)}, 1)
     choice = run(mode, live)
     assert (choice.merged, ids(batch_of(choice, live))) == (None, ["A1", "A2", "A3", "B1"])
     assert (mode.credits[A], mode.credits[B]) == (0, initial), "nobody was passed over"
@@ -225,7 +225,7 @@ def test_ex_5b_an_adapter_without_credit_is_not_merged() -> None:
 
 def test_ex_5b_merged_adapter_out_of_credit_is_unmerged() -> None:
     mode, live = example(patience=10), live_of(QUEUE)
-    mode.credits.apply({A: 2 - mode.credits[A]}, 1)
+    mode.credits.apply({A: 2 - int(mode.credits[A])}, 1)
     assert [run(mode, live).merged for _ in range(3)] == [A, A, None]
     assert mode.credits[A] == 0
 

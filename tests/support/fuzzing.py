@@ -58,6 +58,7 @@ class Fuzzing:
             AssertionError: it takes too much.
         """
         self.counts["cases"] += 1
+        self._reset_own_peak()
         children = psutil.Process().children(recursive=True)
         before_s, before_of_children_s = time.process_time(), _cpu_s(children)
         try:
@@ -76,6 +77,13 @@ class Fuzzing:
         told = ", ".join(f"{count} {name}" for name, count in sorted(self.counts.items()))
         return f"{told}; longest {self.longest_s:.2f} s, growth {self.growth_bytes / 1e6:.0f} MB"
 
+    def _reset_own_peak(self) -> None:
+        """Count the growth of this process from here: hypothesis keeps 60 KB of each case."""
+        with suppress(OSError):
+            with open("/proc/self/clear_refs", "w") as peaks:
+                peaks.write("5")
+            self._peaks[os.getpid()] = _peak_bytes(os.getpid())
+
     def _note_memory(self, processes: list[int]) -> None:
         for pid in processes:
             with suppress(OSError):
@@ -85,11 +93,8 @@ class Fuzzing:
 
 @contextmanager
 def watched(cases: int) -> Iterator[Fuzzing]:
-    """Run a fuzz test: memory is limited, and peaks are counted from here."""
+    """Run a fuzz test within a limit of memory, and print what it took."""
     fuzzing = Fuzzing(cases)
-    with suppress(OSError), open("/proc/self/clear_refs", "w") as peaks:
-        peaks.write("5")  # resets the peak
-    fuzzing._note_memory([os.getpid()])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + _ADDRESS_SPACE_BYTES, hard))
     try:

@@ -14,7 +14,7 @@ from lorikeet.core.plan import SequenceStart, Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.base import choose
 from lorikeet.worker.batch import SequenceState
-from lorikeet.worker.grammars import GrammarCompiler, GrammarError, GrammarMasks
+from lorikeet.worker.grammars import GrammarCompiler, GrammarError, GrammarMasks, device_addends
 from lorikeet.worker.sampler import Sampler
 from tests.api.conftest import END, TOKENIZER
 
@@ -42,7 +42,9 @@ def sequence(text: str, outputs: list[int] | None = None, **params: Any) -> Sequ
 
 
 def allowed(masks: GrammarMasks, each: SequenceState) -> set[int]:
-    (addends,), _ = masks.begin([each], CPU).result()
+    masked = masks.begin([each]).result()
+    (addends,) = masked.addends_for(torch.zeros(1, VOCABULARY))
+    assert torch.equal(addends, device_addends(masked.bits, torch.zeros(1, VOCABULARY))[0])
     assert addends.shape == (VOCABULARY,)
     return set(torch.nonzero(addends == 0).flatten().tolist())
 
@@ -55,7 +57,7 @@ def one(letter: str) -> int:
 @pytest.mark.parametrize("pattern", ["a*b", "(ab|ba)*", "a{2}b?", r"\{(a|b)*\}", "(a|b){0,3}"])
 def test_masks_are_those_of_brute_force(compiler: GrammarCompiler, pattern: str) -> None:
     """After up to four letters another may follow if a text of up to eight letters that begins so matches."""
-    masks = GrammarMasks(compiler)
+    masks = GrammarMasks(compiler, CPU, torch.float32)
     words = {"".join(word) for size in range(9) for word in itertools.product(LETTERS, repeat=size)}
     full = {word for word in words if re.fullmatch(pattern, word)}
     begins = {word[:size] for word in full for size in range(len(word) + 1)}
@@ -69,7 +71,7 @@ def test_masks_are_those_of_brute_force(compiler: GrammarCompiler, pattern: str)
 
 
 def test_a_sequence_reads_its_new_tokens_only_and_a_resumed_one_all(compiler: GrammarCompiler) -> None:
-    masks, text = GrammarMasks(compiler), grammar("choice", '["ab", "ba"]')
+    masks, text = GrammarMasks(compiler, CPU, torch.float32), grammar("choice", '["ab", "ba"]')
     walked = sequence(text)
     for letter in "ba":
         assert one(letter) in allowed(masks, walked)
@@ -79,7 +81,7 @@ def test_a_sequence_reads_its_new_tokens_only_and_a_resumed_one_all(compiler: Gr
 
 
 def test_the_sampler_follows_a_grammar_beside_rows_without_one(compiler: GrammarCompiler) -> None:
-    masks = GrammarMasks(compiler)
+    masks = GrammarMasks(compiler, CPU, torch.float32)
     sampler = Sampler(choose, masks)
     free = SequenceState(SequenceStart("f", [1, 2], 2, SamplingParams(max_tokens=9, temperature=0.0), None))
     bound = sequence(grammar("regex", "a+b"), temperature=1.0, seed=3)
@@ -87,8 +89,8 @@ def test_the_sampler_follows_a_grammar_beside_rows_without_one(compiler: Grammar
     logits[:, one("}")] = 5.0
     logits[1, one("b")] = 1.0
     for _ in range(20):
-        sampler.begin([free, bound], CPU)
-        first, second = sampler.sample(logits, [free, bound])
+        sampler.begin([free, bound])
+        first, second = sampler.sample(logits.clone(), [free, bound])
         assert isinstance(first, Token)
         assert first.token_id == one("}")
         assert isinstance(second, Token)
@@ -101,23 +103,23 @@ def test_the_sampler_follows_a_grammar_beside_rows_without_one(compiler: Grammar
 
 
 def test_min_tokens_holds_the_end_back_only_where_the_grammar_goes_on(compiler: GrammarCompiler) -> None:
-    masks, logits = GrammarMasks(compiler), torch.zeros(1, VOCABULARY)
+    masks, logits = GrammarMasks(compiler, CPU, torch.float32), torch.zeros(1, VOCABULARY)
     logits[0, END] = 5.0
     sampler = Sampler(choose, masks)
     for pattern, expected in (("ab*", "b"), ("a", "")):
         each = sequence(grammar("regex", pattern), [one("a")], min_tokens=5)
-        sampler.begin([each], CPU)
-        (token,) = sampler.sample(logits, [each])
+        sampler.begin([each])
+        (token,) = sampler.sample(logits.clone(), [each])
         assert isinstance(token, Token)
         assert TOKENIZER.decode([token.token_id], skip_special_tokens=True) == expected
     masks.close()
 
 
 def test_a_sequence_that_left_its_grammar_fails_alone_and_says_why(compiler: GrammarCompiler) -> None:
-    masks = GrammarMasks(compiler)
+    masks = GrammarMasks(compiler, CPU, torch.float32)
     sampler, text = Sampler(choose, masks), grammar("regex", "a+")
     rows = [sequence(text, [one("b")]), sequence(text, [one("a")]), sequence("start: nothing_of_that_name")]
-    sampler.begin(rows, CPU)
+    sampler.begin(rows)
     lost, kept, broken = sampler.sample(torch.zeros(3, VOCABULARY), rows)
     assert isinstance(lost, str)
     assert "cannot follow its grammar" in lost
@@ -128,10 +130,10 @@ def test_a_sequence_that_left_its_grammar_fails_alone_and_says_why(compiler: Gra
 
 
 def test_log_probabilities_are_those_without_the_grammar(compiler: GrammarCompiler) -> None:
-    masks, logits = GrammarMasks(compiler), torch.zeros(1, VOCABULARY)
+    masks, logits = GrammarMasks(compiler, CPU, torch.float32), torch.zeros(1, VOCABULARY)
     sampler, each = Sampler(choose, masks), sequence(grammar("regex", "ab"), logprobs=0)
-    sampler.begin([each], CPU)
-    (token,) = sampler.sample(logits, [each])
+    sampler.begin([each])
+    (token,) = sampler.sample(logits.clone(), [each])
     assert isinstance(token, Token)
     assert token.logprob == pytest.approx(float(torch.log_softmax(logits[0], 0)[one("a")]))
     masks.close()

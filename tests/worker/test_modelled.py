@@ -286,7 +286,7 @@ def test_a_declared_link_takes_the_place_of_the_profiles() -> None:
 
 def test_the_host_tier_has_as_many_blocks_as_fit_its_bytes() -> None:
     assert Hand(host_memory_bytes=0).sizes.host_blocks == 0
-    assert Hand().sizes.host_blocks == Hand().sizes.total_blocks
+    assert Hand().sizes.host_blocks == 2 * Hand().sizes.total_blocks
     assert Hand(host_memory_bytes=5 * 512 + 511).sizes.host_blocks == 5
 
 

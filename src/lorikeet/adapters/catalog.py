@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterError,
     AdapterExists,
-    AdapterFilesMissing,
+    AdapterNotServed,
     AdapterStoreError,
     UnknownAdapter,
 )
@@ -93,6 +93,7 @@ class AdapterCatalog:
         self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype)
         self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
         self._reserved = {base_name, *reserved_names}
+        self._dtype = dtype
         self._accept, self._fit_chat, self._now = accept, fit_chat, now
         self._changes = threading.Lock()  # held while store and registry are written
         self._state = threading.Lock()  # guards the fields below; never held during input or output
@@ -101,7 +102,7 @@ class AdapterCatalog:
         self._records: dict[str, AdapterRecord] = {}
         self._names: Counter[str] = Counter()  # by digest
         self._uses: Counter[str] = Counter()  # by digest
-        self._missing: set[str] = set()  # digests without files
+        self._not_served: dict[str, str] = {}  # by digest, why
         self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="adapter-cleaner")
         self.notes = self._load() if settings.enabled else ("adapters are disabled: the base model is served alone",)
 
@@ -114,6 +115,7 @@ class AdapterCatalog:
         trusted: bool = False,
         persistent: bool | None = None,
         overrides: ChatOverrides = NO_OVERRIDES,
+        shown_source: str = "",
     ) -> RegisteredAdapter:
         """Fetch an adapter from ``source``, check it, and register it under ``name``.
 
@@ -125,6 +127,7 @@ class AdapterCatalog:
             persistent: whether to write the name to the registry, so that it is there at the next start; None: unless
                 it is trusted, since the command line names it again then.
             overrides: what counts instead of what its files say about conversations.
+            shown_source: reported instead of ``source``, which is not there later.
 
         Returns:
             The adapter to which the name points, the one that it replaced, and warnings about keys that are ignored.
@@ -142,7 +145,11 @@ class AdapterCatalog:
             with self._store.stage(source, trusted, overrides) as staged, self._changes:
                 self._check_open()
                 is_kept = not trusted if persistent is None else persistent
-                return self._register_staged(name, source, staged, replace, is_kept)
+                return self._register_staged(name, shown_source or source, staged, replace, is_kept)
+
+    def receiving(self) -> AbstractContextManager[Path]:
+        """Return a context with an empty folder for files that arrive."""
+        return self._store.receiving()
 
     def alias(self, name: str, of: str, *, replace: bool = False) -> RegisteredAdapter:
         """Register the version of another name under ``name``, too; it costs no memory of its own.
@@ -185,13 +192,12 @@ class AdapterCatalog:
         """Return the adapter called ``name``, None if there is none.
 
         Raises:
-            AdapterFilesMissing: it is registered, but its files are missing from the store.
+            AdapterNotServed: it is registered, but its files are missing, or too large for the dtype.
         """
         record = self._records.get(name)
-        if record is not None and record.digest in self._missing:
-            raise AdapterFilesMissing(
-                f"adapter {name!r} is registered, but its files are missing from {record.folder}; "
-                f"register it again with replace, or unload it"
+        if record is not None and (why := self._not_served.get(record.digest)):
+            raise AdapterNotServed(
+                f"adapter {name!r} is registered, but {why}; register it again with replace, or unload it"
             )
         return record
 
@@ -201,7 +207,7 @@ class AdapterCatalog:
             return list(self._records)
 
     def list(self) -> "list[AdapterRecord]":
-        """Return all records, oldest first, including those whose files are missing."""
+        """Return all records, oldest first, including those that are not served."""
         with self._state:
             return [*self._records.values()]
 
@@ -210,9 +216,9 @@ class AdapterCatalog:
         return self._names[digest] > 0
 
     def versions(self) -> tuple[AdapterRef, ...]:
-        """Return all versions to which a name points and whose files exist, each once."""
+        """Return all versions to which a name points and that can be served, each once."""
         with self._state:
-            records = [record for record in self._records.values() if record.digest not in self._missing]
+            records = [record for record in self._records.values() if record.digest not in self._not_served]
         return tuple({record.digest: record.ref for record in records}.values())
 
     def __len__(self) -> int:
@@ -269,11 +275,13 @@ class AdapterCatalog:
             self._records[row.name] = record
             self._names[row.digest] += 1
             if row.digest not in present:
-                self._missing.add(row.digest)
+                self._not_served[row.digest] = f"its files are missing from {record.folder}"
+            elif row.digest not in self._not_served and self._store.overflows(record.digest):
+                self._not_served[row.digest] = f"its weights are too large for {self._dtype}"
         notes = [
-            f"adapter {name!r} is registered, but its files are missing from {record.folder}"
+            f"adapter {name!r} is registered, but {self._not_served[record.digest]}"
             for name, record in self._records.items()
-            if record.digest in self._missing
+            if record.digest in self._not_served
         ]
         if hidden:
             notes.append(f"{_some(hidden)} registered under a name that now belongs to the base model: not served")
@@ -331,7 +339,7 @@ class AdapterCatalog:
         old = self._records.get(name)
         is_same = old is not None and old.digest == digest and old.row.chat == record.row.chat
         if old is not None and is_same and (old.persistent or not record.persistent):
-            self._missing.discard(digest)
+            self._not_served.pop(digest, None)
             return RegisteredAdapter(old, None, warnings)
         try:
             if record.persistent:
@@ -340,7 +348,7 @@ class AdapterCatalog:
             self._drop_if_unused(digest)
             raise
         with self._state:
-            self._missing.discard(digest)
+            self._not_served.pop(digest, None)
             self._records[name] = record
             self._names[digest] += 1
             if old is not None:
@@ -369,7 +377,7 @@ class AdapterCatalog:
             if self._names[digest] or self._uses[digest]:
                 return
             del self._names[digest], self._uses[digest]
-            self._missing.discard(digest)
+            self._not_served.pop(digest, None)
         try:
             with self._store.alone() as alone:  # else another process may use it, and a later start deletes it
                 if alone and self._registry.remove_version_if_unnamed(digest):

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -127,16 +128,16 @@ def describe_folder(
         for each in modules:
             _check_fit(each, options.geometry, options.max_rank)
         warnings += _check_coverage(config, matcher, modules, options.geometry)
-    digest = ""
+    digest, largest = "", 0.0
     if options.read_weights:
         on_stage(WEIGHTS_FILE)
-        _check_weights(weights, modules, options.dtype, on_chunk)
+        largest = _check_weights(weights, modules, options.dtype, on_chunk)
         digest = _digest(config, weights, on_chunk)
     shards = tuple(file.name for file in weights.shards)
     if options.merge and shards:
         weights.merge(on_chunk)
         shards = ()
-    return AdapterDescription(base_model[:500], modules, weights.size, shards, digest, tuple(warnings), chat)
+    return AdapterDescription(base_model[:500], modules, weights.size, shards, digest, largest, tuple(warnings), chat)
 
 
 def shard_names(folder: Path) -> list[str]:
@@ -221,21 +222,26 @@ def _check_present(folder: Path) -> None:
 
 def _check_weights(
     weights: _Weights, modules: Sequence[ModuleTensors], dtype: str, on_chunk: Callable[[], None]
-) -> None:
-    """Check that no weight is NaN or infinite, nor becomes so in ``dtype`` once scaled or multiplied."""
+) -> float:
+    """Check that no weight is NaN or infinite, nor becomes so in ``dtype`` once scaled or multiplied.
+
+    Returns:
+        The largest magnitude of all that.
+    """
     bits: dict[str, int] = {}
     for file, entries in weights.parts.items():
         bits |= largest_bits(file, entries.values(), on_chunk)
-    if not dtype:
-        return
+    largest = 0.0
     for each in modules:
         a, b = (_magnitude(entry, bits[entry.name]) for entry in (each.a, each.b))
         scaled = b * abs(each.scaling)
-        # The last is a bound of the elements of B·A.
-        if not all(fits(value, dtype) for value in (a, scaled, a * scaled * each.rank)):
+        most = min(max(a, scaled, a * scaled * each.rank), sys.float_info.max)  # the last bounds the elements of B·A
+        largest = max(largest, most)
+        if dtype and not fits(most, dtype):
             raise AdapterError(
                 f"{WEIGHTS_FILE}: {each.module} of layer {each.layer}: too large for {dtype} once scaled"
             )
+    return largest
 
 
 def _digest(config: LoraConfig, weights: _Weights, on_chunk: Callable[[], None]) -> str:

@@ -10,6 +10,11 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 INDEX_FILE = "adapter_model.safetensors.index.json"
 """Of a sharded adapter: says which file has each tensor."""
 
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header."""
+MAX_HEADER_BYTES = 4 * 2**20
+"""A model of 126 layers with LoRA on all modules has 400 KB."""
+
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of a safetensors file.
@@ -57,6 +62,8 @@ class AdapterDescription(msgspec.Struct, frozen=True):
         shards: names of the weights files of a sharded adapter that were not merged, else empty. The byte ranges of
             its tensors are then those of the merged file, and so is ``weight_bytes``.
         digest: its version; "" if the weights were not read.
+        largest: bound of all that is computed from its weights alone, as ``numbers.fits`` takes it; 0 if they were not
+            read.
         warnings: sentences about keys that are ignored.
         chat: how conversations with it differ from those with the base model.
     """
@@ -66,6 +73,7 @@ class AdapterDescription(msgspec.Struct, frozen=True):
     weight_bytes: int
     shards: tuple[str, ...] = ()
     digest: str = ""
+    largest: float = 0.0
     warnings: tuple[str, ...] = ()
     chat: AdapterChat = AdapterChat()
 

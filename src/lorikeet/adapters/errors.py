@@ -25,5 +25,5 @@ class UnknownAdapter(AdapterError):
     """No adapter has this name or digest."""
 
 
-class AdapterFilesMissing(AdapterError):
-    """The adapter is registered, but its files are no longer in the store."""
+class AdapterNotServed(AdapterError):
+    """The adapter is registered, but its files are not in the store, or too large for the dtype of the server."""

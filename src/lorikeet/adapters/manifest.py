@@ -1,12 +1,11 @@
 """The manifest of a stored adapter version: what was found in its files when it was registered."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from lorikeet.adapters.description import WEIGHTS_FILE, ModuleTensors
+from lorikeet.adapters.description import WEIGHTS_FILE, AdapterDescription, ModuleTensors
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.reader import describe
 from lorikeet.core.adapter import AdapterRef
@@ -20,25 +19,41 @@ class Manifest(msgspec.Struct, frozen=True):
     Attributes:
         weight_bytes, weight_mtime_ns: size and modification time of its weights file; any difference is an error.
         modules: its tensors and scalings. A manifest of Lorikeet 0.2 or older has none.
+        largest: as in its description; older manifests have 0.
     """
 
     weight_bytes: int
     weight_mtime_ns: int
     modules: tuple[ModuleTensors, ...] = ()
+    largest: float = 0.0
 
 
-def write_manifest(folder: Path, modules: Sequence[ModuleTensors]) -> None:
+class _Largest(msgspec.Struct, frozen=True):
+    """Of a manifest only this, which takes a tenth of the time to decode."""
+
+    largest: float = 0.0
+
+
+def write_manifest(folder: Path, found: AdapterDescription) -> None:
     """Write the manifest of a version, whose weights file is complete.
 
     Raises:
         OSError: it cannot be written.
     """
     weights = (folder / WEIGHTS_FILE).stat()
-    manifest = Manifest(weights.st_size, weights.st_mtime_ns, tuple(modules))
+    manifest = Manifest(weights.st_size, weights.st_mtime_ns, found.modules, found.largest)
     with (folder / MANIFEST_FILE).open("wb") as file:
         file.write(msgspec.json.encode(manifest))
         file.flush()
         os.fsync(file.fileno())
+
+
+def largest_of(folder: Path) -> float:
+    """Return the largest magnitude that the manifest of a version notes; 0 if it notes none or cannot be read."""
+    try:
+        return msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=_Largest).largest
+    except (OSError, msgspec.DecodeError):
+        return 0.0
 
 
 def check_unchanged(ref: AdapterRef) -> tuple[ModuleTensors, ...]:

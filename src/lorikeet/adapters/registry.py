@@ -24,6 +24,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
+from lorikeet.adapters.sources import shown_source
 from lorikeet.adapters.url_reader import without_credentials
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.extras import install_command
@@ -348,6 +349,11 @@ class AdapterRecord:
     def source(self) -> str:
         """Source of the adapter, without credentials."""
         return without_credentials(self.row.source)
+
+    @property
+    def shown_source(self) -> str:
+        """Source as clients see it."""
+        return shown_source(self.source)
 
     @property
     def created_at(self) -> float:

@@ -132,6 +132,12 @@ def host_of(source: str) -> str | None:
     return f"{scheme}://{host}"
 
 
+def shown_source(source: str) -> str:
+    """Return a source as clients see it: where folders lie on the server is nothing for them, only their names are."""
+    is_absolute = host_of(source) is None and ("://" in source or source.startswith(("/", "~")))
+    return source.rstrip("/").rpartition("/")[2] if is_absolute else source
+
+
 def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
     if trusted:
         try:

@@ -16,7 +16,8 @@ from lorikeet.adapters.chat_files import CHAT_FILES
 from lorikeet.adapters.checkpoint import DescribeOptions
 from lorikeet.adapters.description import AdapterDescription
 from lorikeet.adapters.errors import AdapterError, AdapterStoreError
-from lorikeet.adapters.manifest import check_unchanged, write_manifest
+from lorikeet.adapters.manifest import check_unchanged, largest_of, write_manifest
+from lorikeet.adapters.numbers import fits
 from lorikeet.adapters.reader import describe
 from lorikeet.adapters.sources import fetch
 from lorikeet.config import AdapterSettings
@@ -49,15 +50,15 @@ def default_store_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "lorikeet" / "adapters"
 
 
-def reference(name: str, folder: Path, geometry: ModelGeometry) -> AdapterRef:
+def reference(name: str, folder: Path, geometry: ModelGeometry, dtype: str = "") -> AdapterRef:
     """Validate a folder in place and return a reference to it, without store and registry; for benchmarks and tools.
 
     Raises:
-        AdapterError: it is not valid, does not fit, or is sharded, which only a store can hold.
+        AdapterError: it is not valid, does not fit, or is sharded.
     """
-    found = describe(folder, DescribeOptions(geometry, read_weights=True))
+    found = describe(folder, DescribeOptions(geometry, dtype, read_weights=True))
     if found.shards:
-        raise AdapterError(f"{folder} holds a sharded adapter, which must be added to a server or be saved in one file")
+        raise AdapterError(f"{folder} holds a sharded adapter; only a store can hold it")
     ranks = found.ranks(geometry.layers)
     return AdapterRef(AdapterName(name), AdapterDigest(found.digest), str(folder), ranks, found.weight_bytes)
 
@@ -132,6 +133,11 @@ class AdapterStore:
         """Return all stored versions."""
         return {AdapterDigest(entry.name) for entry in os.scandir(self._versions)}
 
+    def overflows(self, digest: AdapterDigest) -> bool:
+        """Return whether a stored version, which may be from a server of another dtype, is too large for this dtype."""
+        # float16 alone has a smaller range than the others: only then there is something to read.
+        return self._checks.dtype == "float16" and not fits(largest_of(self.folder(digest)), "float16")
+
     @contextmanager
     def stage(
         self, source: str, trusted: bool = False, overrides: ChatOverrides = NO_OVERRIDES
@@ -175,7 +181,7 @@ class AdapterStore:
                 return place
             self.remove(staged.digest)
         with _writing():
-            write_manifest(staged.folder, staged.description.modules)
+            write_manifest(staged.folder, staged.description)
             os.rename(staged.folder, place)
         return place
 
@@ -202,6 +208,12 @@ class AdapterStore:
         # Renamed first, so that no reader sees a partly deleted version.
         with self._temporary_folder() as parent, _writing(), suppress(FileNotFoundError):
             os.rename(self.folder(digest), Path(parent) / "version")
+
+    @contextmanager
+    def receiving(self) -> Iterator[Path]:
+        """Yield an empty folder for files that arrive; it is deleted when the block ends."""
+        with self._temporary_folder() as folder:
+            yield Path(folder)
 
     def _temporary_folder(self) -> tempfile.TemporaryDirectory[str]:
         with _writing():

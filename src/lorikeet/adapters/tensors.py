@@ -8,14 +8,10 @@ from typing import Any, BinaryIO, TypeGuard
 
 import numpy as np
 
-from lorikeet.adapters.description import TensorEntry
+from lorikeet.adapters.description import LENGTH_BYTES, MAX_HEADER_BYTES, TensorEntry
 from lorikeet.adapters.errors import AdapterError
 
 _CHUNK_BYTES = 4 * 2**20
-_LENGTH_BYTES = 8
-"""A file begins with the length of its header."""
-MAX_HEADER_BYTES = 4 * 2**20
-"""A model of 126 layers with LoRA on all modules has 400 KB."""
 MAX_TENSORS = 20_000
 _MAX_NAME_CHARS = 500
 
@@ -55,13 +51,13 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            head = stream.read(max(_LENGTH_BYTES, len(_LFS_POINTER)))
-            length = int.from_bytes(head[:_LENGTH_BYTES], "little")
-            if length < 2 or length > size - _LENGTH_BYTES:
+            head = stream.read(max(LENGTH_BYTES, len(_LFS_POINTER)))
+            length = int.from_bytes(head[:LENGTH_BYTES], "little")
+            if length < 2 or length > size - LENGTH_BYTES:
                 raise _not_safetensors(file, head, "its header does not fit into it")
             if length > MAX_HEADER_BYTES:
                 raise AdapterError(f"{file.name}: its header has {length} bytes, at most {MAX_HEADER_BYTES} are read")
-            stream.seek(_LENGTH_BYTES)
+            stream.seek(LENGTH_BYTES)
             text = stream.read(length)
     except FileNotFoundError as error:
         raise AdapterError(f"{file.name}: there is no such file in {file.parent}") from error
@@ -69,12 +65,12 @@ def read_entries(file: Path) -> dict[str, TensorEntry]:
         raise AdapterError(f"{file.name}: cannot be read: {error.strerror} ({file.parent})") from error
     try:
         pairs = json.loads(text.decode(), object_pairs_hook=_Pairs)
-        entries = _checked(pairs, size - _LENGTH_BYTES - length)
+        entries = _checked(pairs, size - LENGTH_BYTES - length)
     except AdapterError as error:
         raise AdapterError(f"{file.name}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise _not_safetensors(file, head, f"its header: {error}") from error
-    start = _LENGTH_BYTES + length
+    start = LENGTH_BYTES + length
     return {
         entry.name: TensorEntry(entry.name, entry.dtype, entry.shape, start + entry.start, start + entry.stop)
         for entry in entries
@@ -170,12 +166,12 @@ def merged(shards: Mapping[Path, Mapping[str, TensorEntry]]) -> tuple[bytes, dic
             end = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    start = _LENGTH_BYTES + len(text)
+    start = LENGTH_BYTES + len(text)
     merged_entries = {
         name: TensorEntry(name, entry.dtype, entry.shape, start + begin, start + stop)
         for name, (entry, begin, stop) in places.items()
     }
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, merged_entries
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, merged_entries
 
 
 def merged_data(shards: Mapping[Path, Mapping[str, TensorEntry]]) -> Iterator[bytes]:

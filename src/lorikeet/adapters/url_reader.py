@@ -25,6 +25,7 @@ from urllib.parse import SplitResult, unquote, urljoin, urlsplit
 import fsspec
 import msgspec
 
+from lorikeet.adapters.description import LENGTH_BYTES, MAX_HEADER_BYTES
 from lorikeet.adapters.errors import AdapterError, AdapterNotFound, AdapterStoreError
 from lorikeet.core.extras import install_command
 
@@ -120,6 +121,8 @@ def copy_stream(stream: Any, to: Path, max_bytes: int, source: str, until_s: flo
     try:
         with to.open("wb") as target:
             while chunk := _read(stream, to.name, source):
+                if not copied:
+                    _check_start(to.name, chunk, max_bytes)
                 copied += len(chunk)
                 if copied > max_bytes:
                     raise AdapterError(f"{source}: {to.name} is larger than the allowed {max_bytes} bytes")
@@ -131,6 +134,13 @@ def copy_stream(stream: Any, to: Path, max_bytes: int, source: str, until_s: flo
     except OSError as error:
         raise AdapterStoreError(f"{source}: {to.name} cannot be copied to the adapter store: {error}") from error
     return copied
+
+
+def _check_start(name: str, start: bytes, max_bytes: int) -> None:
+    """Refuse weights that are all header before they are copied; the reader process checks everything else."""
+    length = int.from_bytes(start[:LENGTH_BYTES], "little")
+    if name.endswith(".safetensors") and MAX_HEADER_BYTES < length <= max_bytes:
+        raise AdapterError(f"{name}: its header has {length} bytes, at most {MAX_HEADER_BYTES} are read")
 
 
 def other_formats(names: list[str]) -> str:
@@ -238,7 +248,8 @@ def _open_http(read: UrlRead, name: str) -> Iterator[tuple[IO[bytes], int | None
             answer = _OPENER.open(urllib.request.Request(plain, headers=headers), timeout=_SOCKET_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             with error:
-                if error.code in (404, 410):
+                # Storage that lets nobody list its content refuses what is not there.
+                if error.code in (404, 410) or (error.code in (401, 403) and name in read.optional):
                     raise AdapterNotFound(f"{source}: {name} is not there (status {error.code})") from error
                 target = error.headers.get("Location")
                 if error.code not in (301, 302, 303, 307, 308) or target is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
@@ -26,6 +26,7 @@ from lorikeet.api.protocol import AdapterChange, DynamoAdapter, LoadAdapter, New
 from lorikeet.api.served_models import describe_chat
 from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
+from lorikeet.api.uploads import check_config, receive_weights, write_config
 from lorikeet.client.supervisor import EngineError
 
 DRAIN_S = 30.0
@@ -35,12 +36,12 @@ DRAIN_S = 30.0
 async def _alias(service: Service, name: str, of: str, replace: bool) -> RegisteredAdapter:
     """Register a name for the version of another; raises as :func:`load_adapter`."""
     _check_enabled(service)
-    target = await service.resolve(of)
+    target = await service.resolve(of, generates=False)
     if target.adapter is None:
         raise ApiError(400, f"{of!r} is the base model, which has no alias.", param="alias_of")
     with service.versions.hold(target.adapter):
         return await _register(
-            service, name, lambda: service.catalog.alias(name, target.name, replace=replace), "replace"
+            service, name, of, lambda: service.catalog.alias(name, target.name, replace=replace), "replace"
         )
 
 
@@ -76,13 +77,14 @@ async def load_adapter(
         return await _register(
             service,
             name,
+            source,
             lambda: service.catalog.register(name, source, replace=replace, persistent=persistent, overrides=overrides),
             replaced_by,
         )
 
 
 async def _register(
-    service: Service, name: str, register: Callable[[], RegisteredAdapter], replaced_by: str
+    service: Service, name: str, source: str, register: Callable[[], RegisteredAdapter], replaced_by: str
 ) -> RegisteredAdapter:
     """Register a name, tell the engines, and drop the version that it replaces."""
     try:
@@ -97,7 +99,7 @@ async def _register(
     except AdapterStoreError as error:
         raise _store_error(name, error) from error
     except AdapterError as error:
-        log.warning("adapter not loaded", adapter=name[:200], error=str(error)[:MAX_SOURCE_CHARS])
+        log.warning("adapter not loaded", adapter=name[:200], source=source[:MAX_SOURCE_CHARS], error=str(error))
         raise ApiError(404 if isinstance(error, AdapterNotFound) else 400, _for_client(name, error)) from error
     record, old, warnings = loaded
     if record.persistent:
@@ -224,6 +226,39 @@ async def add_adapter(body: NewAdapter, service: ServiceDep) -> dict[str, Any]:
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
 
 
+UPLOAD_PATH = "/v1/adapters/upload"
+
+
+@router.post(UPLOAD_PATH, status_code=201)
+async def upload_adapter(
+    http: Request,
+    service: ServiceDep,
+    name: Annotated[str, Query(min_length=1)],
+    replace: bool = False,
+    config: str | None = None,
+) -> dict[str, Any]:
+    """Register an adapter whose weights, a safetensors file, are the body.
+
+    Its config is the query's, else in the file's metadata under ``adapter_config``, else that of the version that it
+    replaces.
+    """
+    _check_enabled(service)
+    check_config(config)
+    source = "upload"
+    async with service.loads.of(source):
+        with service.catalog.receiving() as folder:
+            await receive_weights(http.stream(), folder)
+
+            def register() -> RegisteredAdapter:
+                write_config(folder, config, service.catalog.get(name) if replace else None)
+                return service.catalog.register(
+                    name, str(folder), replace=replace, trusted=True, persistent=True, shown_source=source
+                )
+
+            loaded = await _register(service, name, source, register, "replace")
+    return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
+
+
 def _overrides(body: NewAdapter) -> ChatOverrides:
     """Return what a body says about conversations.
 
@@ -277,7 +312,7 @@ async def get_adapter(name: str, service: ServiceDep) -> dict[str, Any]:
 @router.patch("/v1/adapters/{name:path}", dependencies=[JsonBody])
 async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Pin an adapter, or bring it onto the device; it is loaded if it is only named so far."""
-    target = await service.resolve(name)
+    target = await service.resolve(name, generates=bool(body.warm))
     if target.adapter is None:
         raise ApiError(400, f"{name!r} is the base model.", param="name")
     if body.pinned is not None:
@@ -306,7 +341,7 @@ def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
         "name": record.name,
         "object": "adapter",
         "digest": record.digest,
-        "source": record.source,
+        "source": record.shown_source,
         "base": service.models.base,
         "created": int(record.created_at),
         "rank": record.max_rank,
@@ -383,7 +418,7 @@ def _sglang(service: Service, error: str | None, status: int = 400, warnings: Se
         **_warnings(warnings),
         "success": error is None,
         "error_message": error or "",
-        "loaded_adapters": {record.name: record.source for record in service.catalog.list()},
+        "loaded_adapters": {record.name: record.shown_source for record in service.catalog.list()},
     }
     return JSONResponse(body, 200 if error is None else status)
 

@@ -4,7 +4,7 @@ from fastapi import FastAPI
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.api import adapters, cluster, completions, info
+from lorikeet.api import adapters, cluster, completions, info, messages, responses, training
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.dialects import generate, sagemaker, sglang, tgi, vllm
@@ -28,6 +28,7 @@ from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import read_targets
+from lorikeet.api.stored_responses import StoredResponses
 from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.versions import HeldVersions
 from lorikeet.client.client import Engines
@@ -80,6 +81,7 @@ def create_service(
         catalog=catalog,
         chats=chats,
         versions=HeldVersions(catalog),
+        ranks=settings.engine.tensor_parallel,
         loader=AdapterLoader(settings.adapters, load, unload),
         models=models,
         targets=read_targets(settings.server, settings.cluster),
@@ -89,6 +91,11 @@ def create_service(
         prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
         grammars=GrammarChecks(chats.base.text_processor, chats.base.limits),
         observer=RequestObserver(metrics, usage, request_log, lengths, forecast),
+        responses=StoredResponses(
+            settings.server.stored_responses,
+            settings.server.stored_responses_bytes,
+            settings.server.stored_responses_s,
+        ),
     )
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))
     metrics.add_collector(ClusterCollector(client, models.base))
@@ -111,7 +118,8 @@ def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves ``service``."""
     app = FastAPI(title="Lorikeet", version=__version__)
     app.state.service = service
-    for routes in (info, completions, adapters, cluster):
+    # A request is matched with each route before its own.
+    for routes in (completions, responses, messages, info, adapters, cluster, training):
         app.include_router(routes.router)
     for dialect in (generate, tgi, sglang, sagemaker, vllm):
         app.include_router(dialect.router)
@@ -119,11 +127,15 @@ def create_app(service: Service) -> FastAPI:
     add_middleware(
         app,
         max_body_bytes=min(SMALL_BODY_BYTES, service.settings.max_body_bytes),
-        larger_bodies=dict.fromkeys(PATHS, service.settings.max_body_bytes),
+        larger_bodies={
+            **dict.fromkeys(PATHS, service.settings.max_body_bytes),
+            adapters.UPLOAD_PATH: service.adapter_settings.max_bytes,
+        },
         api_keys=service.settings.api_keys,
         admin_keys=service.settings.admin_keys,
         tenant_header=service.settings.tenant_header,
         allowed_origins=service.settings.allowed_origins,
         host=service.settings.host,
     )
+    app.add_middleware(messages.AnthropicErrors)
     return app

@@ -23,22 +23,37 @@ class BodyStructure(NamedTuple):
     values: int
 
 
+_CHUNK_BYTES = 2**18
+"""Counting takes about thirty times as much memory as the chunk has."""
 _NAMES = BodyStructure("levels of nested arrays and objects", "arrays and objects", "keys", "values")  # type: ignore[arg-type]
 
 
 def count_structure(body: bytes) -> BodyStructure:
     """Count brackets, colons and commas outside strings. Of what is no JSON the counts mean nothing."""
-    # Without escaped characters, every quote begins or ends a string.
-    plain = body.replace(rb"\\", b"__").replace(rb"\"", b"__") if b"\\" in body else body
-    letters = np.frombuffer(plain, np.uint8)
-    outside = letters[~np.logical_xor.accumulate(letters == ord('"'))]
-    counts = np.bincount(outside, minlength=256)
-    folded = outside | 0x20  # [ becomes {, and ] becomes }
-    brackets = folded[(folded == ord("{")) | (folded == ord("}"))]
-    steps = ord("|") - brackets.astype(np.int8)  # 1 or -1
-    containers = int((steps == 1).sum())
-    depth = int(np.cumsum(steps, dtype=np.int32).max(initial=0))
-    return BodyStructure(depth, containers, int(counts[ord(":")]), int(counts[ord(",")]) + containers)
+    depth = deepest = containers = keys = commas = 0
+    in_string = False
+    begin = 0
+    while begin < len(body):
+        end = min(len(body), begin + _CHUNK_BYTES)
+        # A chunk ends with a pair of backslashes or none, so that an escaped character stays with its backslash.
+        end -= (end - begin - len(body[begin:end].rstrip(b"\\"))) % 2 if end < len(body) else 0
+        chunk, begin = body[begin:end], end
+        # Without escaped characters, every quote begins or ends a string.
+        plain = chunk.replace(rb"\\", b"__").replace(rb"\"", b"__") if b"\\" in chunk else chunk
+        letters = np.frombuffer(plain, np.uint8)
+        is_string = np.logical_xor.accumulate(letters == ord('"')) ^ in_string
+        in_string = bool(is_string[-1])
+        outside = letters[~is_string]
+        counts = np.bincount(outside, minlength=256)
+        folded = outside | 0x20  # [ becomes {, and ] becomes }
+        brackets = folded[(folded == ord("{")) | (folded == ord("}"))]
+        steps = ord("|") - brackets.astype(np.int8)  # 1 or -1
+        containers += int((steps == 1).sum())
+        depths = depth + np.cumsum(steps, dtype=np.int32)
+        deepest = max(deepest, int(depths.max(initial=0)))
+        depth = int(depths[-1]) if len(depths) else depth
+        keys, commas = keys + int(counts[ord(":")]), commas + int(counts[ord(",")])
+    return BodyStructure(deepest, containers, keys, commas + containers)
 
 
 def check_structure(body: bytes, most: BodyStructure) -> None:

@@ -22,12 +22,14 @@ class ToolUse(NamedTuple):
         is_forced: whether it must call one.
         is_named: whether the request names the one to call.
         parallel: whether it may make several calls.
+        is_strict: whether arguments must follow the schemas also where it need not call.
     """
 
     functions: Mapping[str, Parameters]
     is_forced: bool = False
     is_named: bool = False
     parallel: bool = True
+    is_strict: bool = False
 
 
 def tool_use(body: ChatCompletionRequest) -> ToolUse | None:
@@ -38,7 +40,12 @@ def tool_use(body: ChatCompletionRequest) -> ToolUse | None:
     if isinstance(body.tool_choice, NamedTool):
         name = body.tool_choice.function.name
         return ToolUse({name: functions[name]}, is_forced=True, is_named=True, parallel=False)
-    return ToolUse(functions, body.tool_choice == "required", parallel=body.parallel_tool_calls is not False)
+    return ToolUse(
+        functions,
+        body.tool_choice == "required",
+        parallel=body.parallel_tool_calls is not False,
+        is_strict=any(tool.function.strict for tool in body.tools),
+    )
 
 
 @dataclass

@@ -80,7 +80,8 @@ class ChatSettings:
             ApiError: 400, ``content`` is no JSON schema and functions may be called, or the functions are too many.
         """
         tool_format = self.tool_format
-        if use is None or tool_format is None or (content is None and not use.is_forced):
+        is_free = content is None and use is not None and not use.is_forced
+        if use is None or tool_format is None or (is_free and not use.is_strict):
             return content
         schema = None
         if content is not None and not use.is_forced:
@@ -93,6 +94,7 @@ class ChatSettings:
             use.parallel,
             self.text_processor.special_token_id,
             schema,
+            is_free,
             "" if self.reasoning is None else self.reasoning.end,
         )
         text = tool_format.grammar(builder)

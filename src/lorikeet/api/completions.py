@@ -12,7 +12,8 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from lorikeet.api.chat_output import AnswerPart, AnswerReader, tool_use, whole_calls
+from lorikeet.api.chat_answer import start_chat
+from lorikeet.api.chat_output import AnswerPart, AnswerReader, whole_calls
 from lorikeet.api.conversation import content_text
 from lorikeet.api.errors import ApiError, bad_request
 from lorikeet.api.generation import Generation, OutputDelta
@@ -34,10 +35,11 @@ from lorikeet.api.protocol import (
 )
 from lorikeet.api.sampling import truncated
 from lorikeet.api.service import GenerationSpec, JsonBody, Sender, SenderDep, Service, ServiceDep
-from lorikeet.api.streaming import CancelOnDisconnect, EventStream
+from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.api.threads import off_the_loop
+from lorikeet.api.usage import token_counts, usage_of
 from lorikeet.client.client import RequestHandle
 from lorikeet.config import ServerSettings
 from lorikeet.core.plan import Token
@@ -107,8 +109,8 @@ async def respond(
             whole = await _collect(generation, answer, body, envelope)
             generation.close()  # now, so that a slow client does not hold the request's place
             return Response(whole, media_type="application/json")
-        events = _events(generation, answer, body, envelope)
-        return EventStream(_chain(await anext(events), events), generation.read_until_s)
+        events = await begun(_events(generation, answer, body, envelope))
+        return EventStream(events, generation.read_until_s)
 
     return CancelOnDisconnect(make, generation.close)
 
@@ -131,7 +133,7 @@ async def _collect(
             for number, index in enumerate(kept)
         ]
         whole = envelope | answer.envelope(0) | {"system_fingerprint": None, "kv_transfer_params": None}
-        return msgspec.json.encode(whole | {"choices": choices, "usage": _usage(generation)})
+        return msgspec.json.encode(whole | {"choices": choices, "usage": usage_of(generation)})
 
     listed = tokens.values() if answer.needs_every_token else ()
     scored = sum(len(choice.handle.prompt_logprobs) for choice in generation.choices)
@@ -162,7 +164,7 @@ async def _events(
         value = envelope | (answer.envelope(choice["index"]) if opens else {}) | {"choices": [choice]}
         if body.wants_continuous_usage:
             prompt_tokens = len(generation.choices[choice["index"]].handle.request.prompt_token_ids)
-            value["usage"] = _counts(prompt_tokens, completion_tokens)
+            value["usage"] = token_counts(prompt_tokens, completion_tokens)
         return _event(value)
 
     try:
@@ -184,38 +186,12 @@ async def _events(
         yield _event(error.body()) + _DONE
         return
     if body.wants_usage:
-        yield _event(envelope | {"choices": [], "usage": _usage(generation)})
+        yield _event(envelope | {"choices": [], "usage": usage_of(generation)})
     yield _DONE
-
-
-async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for event in rest:
-        yield event
 
 
 def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-def _usage(generation: Generation) -> dict[str, Any]:
-    """Return the usage. Each prompt counts once for all its choices, with the fewest cached tokens of any of them."""
-    prompts: dict[int, tuple[int, int]] = {}
-    for choice in generation.choices:
-        token_ids, cached_tokens = choice.handle.request.prompt_token_ids, choice.handle.timings.cached_tokens
-        known = prompts.get(id(token_ids), (0, cached_tokens))
-        prompts[id(token_ids)] = len(token_ids), min(known[1], cached_tokens)
-    prompt_tokens, cached_tokens = map(sum, zip(*prompts.values(), strict=True))
-    usage = _counts(prompt_tokens, sum(choice.completion_tokens for choice in generation.choices))
-    return usage | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
-
-
-def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "completion_tokens": completion_tokens,
-    }
 
 
 router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
@@ -577,40 +553,15 @@ async def chat_completions(
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
     _check_stream(body)
-    prepared = prepared_body(http)
-    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path)
-    chat, use = await service.chat_of(target), tool_use(body)
-    chat.check_tools(use)
-
-    async def encode() -> list[list[int]]:
-        if prepared:
-            return prepared.prompts
-        return [truncated(await service.encode_chat(body, chat), body, chat.limits)]
-
-    spec = GenerationSpec(
-        prompts=1,
-        encode=encode,
-        prompt_param="messages",
-        default_max_tokens=None,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-        arrival_s=prepared.arrival_s if prepared else None,
-        kept_tokens=chat.kept_tokens(use),
-        grammar=chat.grammar(use, grammar_spec(body)),
-    )
-    generation = await service.start(body, target, spec, sender)
-    readers = [
-        chat.reader(use, choice.handle.request.prompt_token_ids, include_reasoning=body.include_reasoning is not False)
-        for choice in generation.choices
-    ]
-    answer = ChatFormat(
-        TokenReport.of(body, chat.text_processor, service.settings, logprobs=bool(body.logprobs)),
-        [choice.handle for choice in generation.choices],
+    answer = await start_chat(service, body, sender, prepared_body(http))
+    chat_format = ChatFormat(
+        TokenReport.of(body, answer.chat.text_processor, service.settings, logprobs=bool(body.logprobs)),
+        [choice.handle for choice in answer.generation.choices],
         echo=_echo(body),
-        readers=[reader for reader in readers if reader is not None],
-        is_named=use is not None and use.is_named,
+        readers=answer.readers,
+        is_named=answer.use is not None and answer.use.is_named,
     )
-    return await respond(http, body, generation, answer, target.name)
+    return await respond(http, body, answer.generation, chat_format, answer.target.name)
 
 
 def _echo(body: ChatCompletionRequest) -> str:

@@ -17,6 +17,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from lorikeet.api.logs import log
 
+_MAX_HEADERS = 256
+"""64 KiB of the smallest headers would be 13,000 calls of the parser, which take longer than reading a body."""
 _BODY_BYTES_PER_S = 16 * 1024
 """A body may take ``body_timeout_s`` and, beyond that, the time that it takes at this rate."""
 _SPARE_DESCRIPTORS = 256
@@ -117,6 +119,8 @@ class LimitedHttp(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header."""
         self._count_head(len(name) + len(value) + 4)
+        if len(self.headers) == _MAX_HEADERS:
+            self._refuse_head("the request has too many headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -173,8 +177,11 @@ class LimitedHttp(HttpToolsProtocol):
     def _count_head(self, size: int) -> None:
         self._head_size += size
         if self._head_size > self._limits.max_head_bytes:
-            self._refuse(431, "the head of the request is too large")
-            raise ValueError("the head is too large")  # ends the parser, which ends in send_400_response
+            self._refuse_head("the head of the request is too large")
+
+    def _refuse_head(self, reason: str) -> None:
+        self._refuse(431, reason)
+        raise ValueError(reason)  # ends the parser, which ends in send_400_response
 
     def _arm(self) -> None:
         """Have one timer that fires no later than the deadline and then looks again: deadlines seldom pass."""

@@ -160,6 +160,7 @@ class Generation:
 
     Attributes:
         choices: of the request, running or finished.
+        closed: set when it is closed.
         read_until_s: on the event loop's clock, when a client must have read its answer; None for no limit.
     """
 
@@ -186,7 +187,7 @@ class Generation:
         self._timer = loop.call_later(timeout_s, self.stop, too_late) if timeout_s > 0 else None
         self.read_until_s = loop.time() + timeout_s + _READ_S if timeout_s > 0 else None
         self._end_reason = FinishReason.ABORT
-        self._closed = False
+        self.closed = asyncio.Event()
 
     async def deltas(self) -> AsyncIterator[OutputDelta]:
         """Yield the deltas of all choices as they arrive, until every choice has finished.
@@ -204,9 +205,9 @@ class Generation:
 
     def close(self) -> None:
         """Abort unfinished choices; a second call does nothing."""
-        if self._closed:
+        if self.closed.is_set():
             return
-        self._closed = True
+        self.closed.set()
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -216,6 +217,12 @@ class Generation:
                 choice.handle.abort()
                 choice.watch.finished(choice.completion_tokens, self._end_reason.value)
         self._on_close()
+
+    def abort(self) -> None:
+        """End unfinished choices with what they have; their finish reason is ``abort``."""
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.handle.abort()
 
     def stop(self, error: ApiError) -> None:
         """End the request with ``error``, which the reader gets next; it counts as failed, not as aborted."""

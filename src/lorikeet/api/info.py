@@ -19,8 +19,6 @@ prompts = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
 _UNSUPPORTED = {
     "/v1/embeddings": "Embeddings are not supported yet.",
-    "/v1/responses": "The responses API is not supported yet; use /v1/chat/completions.",
-    "/v1/messages": "The messages API is not supported yet; use /v1/chat/completions.",
     "/v1/audio/transcriptions": "Audio is not supported.",
     "/v1/audio/translations": "Audio is not supported.",
     "/v1/audio/speech": "Audio is not supported.",
@@ -96,7 +94,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) ->
     """Return the token ids of a prompt, or of messages with the chat template as in chat completions."""
     refuse_unsupported(body)
     prepared = prepared_body(http)
-    target = prepared.target if prepared else await service.resolve(body.model)
+    target = prepared.target if prepared else await service.resolve(body.model, generates=False)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")
     if body.messages is not None and body.add_special_tokens:
@@ -128,7 +126,7 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) ->
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Any:
     """Return the text of token ids."""
     prepared = prepared_body(http)
-    target = prepared.target if prepared else await service.resolve(body.model)
+    target = prepared.target if prepared else await service.resolve(body.model, generates=False)
     if prepared:
         return Response(prepared.answer, media_type="application/json")
     if outside := [token for token in body.tokens if token >= service.limits.vocabulary]:

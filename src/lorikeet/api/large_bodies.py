@@ -17,12 +17,20 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from lorikeet.adapters.chat import AdapterChat
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.errors import ApiError, bad_request
 from lorikeet.api.helper_processes import HelperProcesses
 from lorikeet.api.logs import log
-from lorikeet.api.prompt_process import MODEL, PATHS, BodyRead, BodyRefused, PromptSetup, WhichModel
+from lorikeet.api.prompt_process import (
+    GENERATING,
+    MODEL,
+    PATHS,
+    BodyNeeds,
+    BodyRead,
+    BodyRefused,
+    PromptSetup,
+    WhichModel,
+)
 from lorikeet.api.served_models import ResolvedModel
 
 SMALL_BODY_BYTES = 64 * 1024
@@ -39,8 +47,8 @@ _FROM_PROCESS: msgspec.msgpack.Decoder[WhichModel | BodyRead | BodyRefused] = ms
     WhichModel | BodyRead | BodyRefused
 )
 
-Resolve = Callable[[str | None, str | None], Awaitable[AdapterChat]]
-"""Returns what a model has of its own, given the fields ``model`` and ``lora_path`` of a body."""
+Resolve = Callable[[WhichModel], Awaitable[BodyNeeds]]
+"""Returns what must be known to read a body, given some of its fields."""
 
 
 class BodyGate:
@@ -63,14 +71,18 @@ class BodyGate:
         Raises:
             ApiError: 429; there was no room for too long.
         """
+        await self.enter(size)
+        try:
+            yield
+        finally:
+            self.leave(size)
+
+    async def enter(self, size: int) -> None:
+        """Hold so many bytes until :meth:`leave`; raises as :meth:`hold`."""
         if self._waiting or self.held_bytes + size > self._max_bytes:
             await self._wait(size)
         else:
             self.held_bytes += size
-        try:
-            yield
-        finally:
-            self._release(size)
 
     async def _wait(self, size: int) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -80,17 +92,18 @@ class BodyGate:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():
-                self._release(size)
+                self.leave(size)
             else:
                 self._waiting.remove((size, turn))
-                self._release(0)  # those behind it may have room
+                self.leave(0)  # those behind it may have room
             if isinstance(error, TimeoutError):
                 raise ApiError(
                     429, "Too many large bodies are being read; try again later.", headers={"Retry-After": "1"}
                 ) from None
             raise
 
-    def _release(self, size: int) -> None:
+    def leave(self, size: int) -> None:
+        """Hold so many bytes less."""
         self.held_bytes -= size
         while self._waiting and self.held_bytes + self._waiting[0][0] <= self._max_bytes:
             waiting, turn = self._waiting.popleft()
@@ -123,7 +136,7 @@ class PromptProcesses:
         Args:
             path: its route.
             body: as it came.
-            resolve: returns what the model of the body has of its own.
+            resolve: returns what must be known beside it.
             is_large: whether the body itself may be why it takes too much; else an adapter's chat template is.
 
         Raises:
@@ -134,7 +147,7 @@ class PromptProcesses:
             which = _FROM_PROCESS.decode(answer)
             if not isinstance(which, WhichModel):
                 return None
-            return MODEL + msgspec.msgpack.encode(await resolve(which.model, which.lora_path))
+            return MODEL + msgspec.msgpack.encode(await resolve(which))
 
         route = bytes([tuple(PATHS).index(path)])
         try:
@@ -179,6 +192,7 @@ class PreparedBody(NamedTuple):
         answer: of a route of the tokenizer, the whole answer.
         arrival_s: monotonic time at which it had been received.
         target: the model that it was read for.
+        conversation: of the responses API, as a JSON array of items; empty if it is not stored.
     """
 
     prompts: list[list[int]]
@@ -186,6 +200,7 @@ class PreparedBody(NamedTuple):
     answer: bytes
     arrival_s: float
     target: ResolvedModel
+    conversation: bytes = b""
 
 
 def prepared_body(request: Request) -> PreparedBody | None:
@@ -243,27 +258,11 @@ class PromptRoute(APIRoute):
                 # Not by request.body(), which would keep it until the answer has been sent.
                 body = b"".join([chunk async for chunk in request.stream()])
                 if len(body) > SMALL_BODY_BYTES:
-                    arrival_s = time.monotonic()
                     service.gate.enter(1).release()  # else nothing need be read
-                    targets: list[ResolvedModel] = []
-
-                    async def resolve(model: str | None, lora_path: str | None) -> AdapterChat:
-                        if service.loader.is_enabled and service.models.missing(model, lora_path):
-                            raise _NotLoaded(model, lora_path)
-                        target: ResolvedModel = await service.resolve(model, lora_path)
-                        targets.append(target)
-                        holding.enter_context(service.versions.hold(target.adapter))
-                        return target.chat
-
-                    try:
-                        read = await service.prompt_processes.read(self.path, body, resolve)
-                    except _NotLoaded as which:  # a load may take minutes, so it holds no process
-                        await service.resolve(which.model, which.lora_path)
-                        read = await service.prompt_processes.read(self.path, body, resolve)
-                    request.scope["state"][_PREPARED] = PreparedBody(
-                        unpacked(read), read.texts, read.answer, arrival_s, targets[0]
-                    )
-                    body = read.fields
+                    if self.path in GENERATING:
+                        await service.unpaused.wait()
+                    prepared, body = await prepare(service, self.path, body, request.state.tenant, holding)
+                    request.scope["state"][_PREPARED] = prepared
             return await handle(_SmallRequest(request, body))
 
         async def handle_held(request: Request) -> Response:
@@ -271,6 +270,39 @@ class PromptRoute(APIRoute):
                 return await handle_any(request, holding)
 
         return handle_held
+
+
+async def prepare(service: Any, path: str, body: bytes, tenant: str, holding: ExitStack) -> tuple[PreparedBody, bytes]:
+    """Read a body in another process; return what was read, and its small fields.
+
+    Args:
+        service: running.
+        path: route of the body.
+        body: as it came.
+        tenant: that sent it.
+        holding: gets what keeps the model's version as long as the body is used.
+
+    Raises:
+        ApiError: as ``PromptProcesses.read`` and ``Service.resolve``.
+    """
+    arrival_s = time.monotonic()
+    targets: list[ResolvedModel] = []
+
+    async def resolve(which: WhichModel) -> BodyNeeds:
+        if service.loader.is_enabled and service.models.missing(which.model, which.lora_path):
+            raise _NotLoaded(which.model, which.lora_path)
+        target: ResolvedModel = await service.resolve(which.model, which.lora_path, generates=False)
+        targets.append(target)
+        holding.enter_context(service.versions.hold(target.adapter))
+        return BodyNeeds(target.chat, service.responses.conversation(tenant, which.previous_response_id))
+
+    try:
+        read = await service.prompt_processes.read(path, body, resolve)
+    except _NotLoaded as missing:  # a load may take minutes, so it holds no process
+        await service.resolve(missing.model, missing.lora_path, generates=False)
+        read = await service.prompt_processes.read(path, body, resolve)
+    prepared = PreparedBody(unpacked(read), read.texts, read.answer, arrival_s, targets[-1], read.conversation)
+    return prepared, read.fields
 
 
 def unpacked(read: BodyRead) -> list[list[int]]:

@@ -201,6 +201,8 @@ _ADMIN_POSTS = frozenset(
         "/unload_lora_adapter",
         "/reset_prefix_cache",
         "/flush_cache",
+        "/pause",
+        "/resume",
     }
 )
 _ADMIN_PREFIXES = ("/v1/adapters", "/v1/loras", "/v1/cluster", "/adapters")
@@ -237,7 +239,8 @@ class Auth:
     Args:
         app: the wrapped application.
         api_keys: keys for all routes but health, version and metrics; empty for open access.
-        admin_keys: keys for the routes that change adapters, and for all others; if empty, API keys may change them.
+        admin_keys: keys for the routes that change adapters or show the cluster, and for all others; if empty, API
+            keys are for these, too.
         tenant_header: header that names the tenant. Without it the tenant is a name derived from the key.
     """
 
@@ -262,7 +265,7 @@ class Auth:
 
     def _tenant(self, headers: Headers) -> str:
         named = headers.get(self._tenant_header, "") if self._tenant_header else ""
-        key = _bearer(headers.get("authorization", ""))
+        key = _key(headers)
         # Without keys in the settings any key is accepted, so it identifies no tenant.
         return named or (key_name(key) if self._api.holds(key) or self._admin.holds(key) else "")
 
@@ -270,9 +273,9 @@ class Auth:
         path = scope["path"].rstrip("/")
         if path in _OPEN_PATHS or scope["method"] == "OPTIONS":
             return None
-        key = _bearer(Headers(scope=scope).get("authorization", ""))
+        key = _key(Headers(scope=scope))
         is_api, is_admin = self._api.holds(key), self._admin.holds(key)
-        if self._admin and _changes_adapters(scope["method"], path):
+        if self._admin and _is_for_admins(scope["method"], path):
             if is_admin:
                 return None
             if is_api:
@@ -286,17 +289,18 @@ def key_name(key: str) -> str:
     return f"key-{_digest(key).hex()[:12]}"
 
 
-def _changes_adapters(method: str, path: str) -> bool:
-    if path in _ADMIN_POSTS:
+def _is_for_admins(method: str, path: str) -> bool:
+    if path in _ADMIN_POSTS or path == "/v1/cluster":  # which names machines, processes and digests
         return True
     return method not in ("GET", "HEAD") and any(
         path == prefix or path.startswith(f"{prefix}/") for prefix in _ADMIN_PREFIXES
     )
 
 
-def _bearer(header: str) -> str:
-    scheme, _, key = header.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+def _key(headers: Headers) -> str:
+    """Return the key of a request: a bearer token, or as Anthropic's clients send it."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return (key.strip() if scheme.lower() == "bearer" else "") or headers.get("x-api-key", "")
 
 
 def _unauthorized() -> JSONResponse:

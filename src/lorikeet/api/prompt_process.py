@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from lorikeet.adapters.chat import AdapterChat
@@ -25,8 +24,9 @@ from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.body_structure import BodyStructure, check_structure
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.conversation import content_text
-from lorikeet.api.errors import ApiError, bad_request, invalid_body, invalid_json, model_not_found, unexpected_failure
+from lorikeet.api.errors import ApiError, bad_request, invalid_json, model_not_found, unexpected_failure
 from lorikeet.api.helper_main import run_helper
+from lorikeet.api.messages_body import CountTokensRequest, MessagesRequest
 from lorikeet.api.middleware import AdmissionGate
 from lorikeet.api.protocol import (
     Body,
@@ -40,22 +40,30 @@ from lorikeet.api.protocol import (
     prompts_of,
     refuse_lone_surrogates,
     refuse_unsupported,
+    validated,
 )
+from lorikeet.api.responses_body import ResponsesRequest, in_these_words
 from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs, truncated
 from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
 
 CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
+RESPONSES_PATH, MESSAGES_PATH = "/v1/responses", "/v1/messages"
 PATHS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     CHAT_PATH: ChatCompletionRequest,
     TOKENIZE_PATH: TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    RESPONSES_PATH: ResponsesRequest,
+    MESSAGES_PATH: MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
 }
 """Routes whose bodies may be large. A message to the process is a body after the number of its route, one byte."""
+GENERATING = ("/v1/completions", CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH)
+"""Those whose answers are generated."""
 MODEL = b"\xff"
-"""Begins a message that says what the model of the last body has of its own."""
+"""Begins a message that says what else the last body needs, a ``BodyNeeds``."""
 MAX_TOKENS = 2**20
 """Of all prompts of a request together, or of one that is as long as the context."""
 MAX_TOKENIZED = 2**18
@@ -70,7 +78,7 @@ _TEMPLATE_CPU_S = 2.0
 """CPU time for one prompt from an adapter's template."""
 _MEMORY_BYTES = 2**30
 """Address space that a body may take."""
-_APART = {"prompt", "messages", "tokens", "chat_template_kwargs", "user"}
+_APART = {"prompt", "messages", "system", "input", "tokens", "chat_template_kwargs", "user"}
 """Fields that are sent back in another form, or have no effect."""
 
 
@@ -99,10 +107,28 @@ class PromptSetup(msgspec.Struct, frozen=True):
 
 
 class WhichModel(msgspec.Struct, frozen=True, tag=True):
-    """Asks what the model of a body has of its own. The next message is ``MODEL`` with an ``AdapterChat``."""
+    """Asks what the model of a body has of its own. The next message is ``MODEL`` with a ``BodyNeeds``.
+
+    Attributes:
+        model, lora_path: fields of the body.
+        previous_response_id: field of a body that goes on from a stored response.
+    """
 
     model: str | None
     lora_path: str | None
+    previous_response_id: str | None = None
+
+
+class BodyNeeds(msgspec.Struct, frozen=True):
+    """What must be known to read a body.
+
+    Attributes:
+        chat: what its model has of its own.
+        previous: the conversation that it goes on with, as a JSON array of items; empty for none.
+    """
+
+    chat: AdapterChat
+    previous: bytes = b""
 
 
 class BodyRead(msgspec.Struct, frozen=True, tag=True):
@@ -113,12 +139,14 @@ class BodyRead(msgspec.Struct, frozen=True, tag=True):
         prompts: token ids of each prompt, as 32-bit integers.
         texts: texts that answers open with, for ``echo``.
         answer: of a route of the tokenizer, the whole answer.
+        conversation: of a body of the responses API that is stored, as a JSON array of items.
     """
 
     fields: bytes
     prompts: tuple[bytes, ...] = ()
     texts: tuple[str, ...] = ()
     answer: bytes = b""
+    conversation: bytes = b""
 
 
 class BodyRefused(msgspec.Struct, frozen=True, tag=True):
@@ -161,26 +189,41 @@ class PromptReader:
         """
         self._body = None
         check_structure(content, self._max)
-        body = self._body = _validated(PATHS[path], content)
+        body = self._body = _body_of(PATHS[path], content)
         refuse_unsupported(body)
-        return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None))
+        previous = body.previous_response_id if isinstance(body, ResponsesRequest) else None
+        return WhichModel(getattr(body, "model", None), getattr(body, "lora_path", None), previous)
 
-    def read(self, chat: AdapterChat) -> BodyRead:
+    def read(self, needs: BodyNeeds) -> BodyRead:
         """Return what a body says.
 
         Args:
-            chat: what its model has of its own.
+            needs: what must be known beside it.
 
         Raises:
             ApiError: it asks for more than can be served.
         """
         body, self._body = self._body, None
-        self._set_model(chat)
+        self._set_model(needs.chat)
         match body:
             case CompletionRequest():
                 return self._completion(body)
             case ChatCompletionRequest():
                 return self._chat(body)
+            case MessagesRequest():
+                fields = _fields(body, messages=[{"role": "user", "content": ""}])
+                return BodyRead(fields, (self._packed_prompt(body.chat()),))
+            case ResponsesRequest():
+                try:
+                    prompt = self._packed_prompt(body.chat(needs.previous))
+                except ApiError as error:
+                    raise in_these_words(error) from error
+                conversation = b"" if body.store is False else body.conversation(needs.previous)
+                return BodyRead(_fields(body, input=""), (prompt,), conversation=conversation)
+            case CountTokensRequest():
+                ids = self._tokenized_ids(body.tokenize_body())
+                fields = _fields(body, messages=[{"role": "user", "content": ""}])
+                return BodyRead(fields, answer=msgspec.json.encode({"input_tokens": len(ids)}))
             case TokenizeRequest():
                 return self._tokenized(body)
             case _:
@@ -214,12 +257,15 @@ class PromptReader:
         )
         return BodyRead(_fields(body, prompt=""), tuple(token_ids), tuple(texts))
 
-    def _chat(self, body: ChatCompletionRequest) -> BodyRead:
+    def _packed_prompt(self, body: ChatCompletionRequest) -> bytes:
         self._check(body, 1)
         prompt = self._chat_prompt(body, body.messages)
-        ids = self._token_ids(body, prompt, "messages", special=False)
+        return _packed(self._token_ids(body, prompt, "messages", special=False))
+
+    def _chat(self, body: ChatCompletionRequest) -> BodyRead:
+        prompt = self._packed_prompt(body)
         last = {"role": body.messages[-1].role, "content": content_text(body.messages[-1]) if body.echo else ""}
-        return BodyRead(_fields(body, messages=[last]), (_packed(ids),))
+        return BodyRead(_fields(body, messages=[last]), (prompt,))
 
     def _chat_prompt(self, body: ChatOptions, messages: Sequence[ChatMessage]) -> str:
         if not self._is_own:
@@ -249,16 +295,7 @@ class PromptReader:
         is_chat = body.messages is not None
         if is_chat == (body.prompt is not None):
             return BodyRead(_fields(body, prompt=None))  # the route refuses it
-        text, param = (
-            (self._chat_prompt(body, body.messages), "messages")
-            if body.messages is not None
-            else (body.prompt or "", "prompt")
-        )
-        fewest, most = self._text_processor.fewest_tokens(text, self._max_tokenized), self._max_tokenized
-        special = not is_chat and body.add_special_tokens is not False
-        ids = self._text_processor.token_ids(text, add_special_tokens=special) if fewest <= most else []
-        if max(fewest, len(ids)) > most:
-            raise bad_request(f"{param}: more than {most} tokens, the most that are taken here.", param)
+        ids = self._tokenized_ids(body)
         strings = [self._text_processor.tokenizer.id_to_token(each) for each in ids] if body.return_token_strs else None
         answer = {
             "count": len(ids),
@@ -268,6 +305,19 @@ class PromptReader:
         }
         placeholder: dict[str, Any] = {"messages": [{"role": "user"}]} if is_chat else {"prompt": ""}
         return BodyRead(_fields(body, **placeholder), answer=msgspec.json.encode(answer))
+
+    def _tokenized_ids(self, body: TokenizeRequest) -> list[int]:
+        text, param = (
+            (self._chat_prompt(body, body.messages), "messages")
+            if body.messages is not None
+            else (body.prompt or "", "prompt")
+        )
+        fewest, most = self._text_processor.fewest_tokens(text, self._max_tokenized), self._max_tokenized
+        special = body.messages is None and body.add_special_tokens is not False
+        ids = self._text_processor.token_ids(text, add_special_tokens=special) if fewest <= most else []
+        if max(fewest, len(ids)) > most:
+            raise bad_request(f"{param}: more than {most} tokens, the most that are taken here.", param)
+        return ids
 
     def _detokenized(self, body: DetokenizeRequest) -> BodyRead:
         if len(body.tokens) > self._max_tokenized:
@@ -282,7 +332,7 @@ def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
     return ChatTemplate(source, dict(special_tokens))
 
 
-def _validated(kind: type[Body], content: bytes) -> Body:
+def _body_of(kind: type[Body], content: bytes) -> Body:
     try:
         value = json.loads(content)
     except json.JSONDecodeError as error:
@@ -292,11 +342,7 @@ def _validated(kind: type[Body], content: bytes) -> Body:
     if not isinstance(value, dict):
         raise bad_request("The body must be a JSON object.")
     refuse_lone_surrogates(content, value)
-    try:
-        body = kind.model_validate(value)
-    except ValidationError as error:
-        faults = error.errors(include_url=False, include_input=False)
-        raise invalid_body([{**fault, "loc": ("body", *fault["loc"])} for fault in faults]) from error
+    body = validated(kind, value)
     for name in (getattr(body, "model", None), getattr(body, "lora_path", None)):
         if name is not None and len(name) > _LONGEST_NAME:
             raise model_not_found(f"{name[:_LONGEST_NAME]}…")
@@ -327,24 +373,28 @@ def _prepare(setup_message: bytes) -> Callable[[bytes], bytes]:
 
     def answer(message: bytes) -> bytes:
         if message[:1] == MODEL:
-            chat = msgspec.msgpack.decode(message[1:], type=AdapterChat)
-            return msgspec.msgpack.encode(_answer(lambda: reader.read(chat)))
+            needs = msgspec.msgpack.decode(message[1:], type=BodyNeeds)
+            return msgspec.msgpack.encode(_answer(lambda: reader.read(needs)))
         return msgspec.msgpack.encode(_answer(lambda: reader.begin(paths[message[0]], message[1:])))
 
     return answer
 
 
 def _answer(read: Callable[[], WhichModel | BodyRead]) -> WhichModel | BodyRead | BodyRefused:
+    # Each error is dropped at once: kept beside its own frames it would keep the body until a collection.
     try:
         return read()
     except ApiError as error:
-        refusal = error
+        return _refused(error)
     except MemoryError:
-        refusal = ApiError(413, "Reading the body takes too much memory.")
+        return _refused(ApiError(413, "Reading the body takes too much memory."))
     except Exception:
         sys.excepthook(*sys.exc_info())
-        refusal = unexpected_failure()
-    return BodyRefused(refusal.status, refusal.message, refusal.param, refusal.type)
+        return _refused(unexpected_failure())
+
+
+def _refused(error: ApiError) -> BodyRefused:
+    return BodyRefused(error.status, error.message, error.param, error.type)
 
 
 def _texts(setup: PromptSetup) -> TextProcessor:

@@ -233,6 +233,7 @@ class Function(Body):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
     @field_validator("parameters")
     @classmethod

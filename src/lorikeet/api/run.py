@@ -43,7 +43,7 @@ from lorikeet.core.extras import install_command
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.machine import cpu_model, gpu_models
 from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
-from lorikeet.core.process_tuning import frozen_gc
+from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_config
 
@@ -68,6 +68,7 @@ def serve(settings: Settings, name_settings: Callable[[str], str] = str) -> None
         fail(name_settings(str(error)), as_json=as_json)
     if as_json:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    return_large_blocks()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings))
@@ -117,7 +118,7 @@ async def _serve(settings: Settings) -> None:
         client.register_adapters(await to_thread.run_sync(catalog.versions))
         log.info("adapters registered", adapters=len(catalog.names()))
 
-        names = ServedModels(model.names, model.aliases, str(model.path), catalog, engine_info.max_model_len)
+        names = ServedModels(model.names, model.aliases, model.identity, catalog, engine_info.max_model_len)
         service = create_service(
             settings,
             client,

@@ -1,5 +1,6 @@
 """Names of the base model and the adapters: resolves the model of a request, and lists models."""
 
+import hashlib
 import re
 import time
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ import msgspec
 
 from lorikeet.adapters.catalog import AdapterCatalog, AdapterRecord
 from lorikeet.adapters.chat import AdapterChat
-from lorikeet.adapters.errors import AdapterFilesMissing
+from lorikeet.adapters.errors import AdapterNotServed
 from lorikeet.api.errors import bad_request, hide_paths, model_not_found
 from lorikeet.core.adapter import AdapterRef
 
@@ -37,7 +38,7 @@ class ServedModels:
     Args:
         base_names: names of the base model; the first is reported.
         aliases: further names that are accepted and not listed, such as the folder.
-        root: folder of the base model.
+        root: hub id of the base model, or name of its folder.
         catalog: the adapters.
         max_model_len: longest sequence, in tokens.
     """
@@ -119,11 +120,11 @@ class ServedModels:
         """Return an adapter's record, None if no adapter has that name.
 
         Raises:
-            ApiError: 400, its files are missing.
+            ApiError: 400, it is registered, but cannot be served.
         """
         try:
             return self._catalog.get(name)
-        except AdapterFilesMissing as error:
+        except AdapterNotServed as error:
             raise bad_request(hide_paths(str(error)), "model") from error
 
     def cards(self, unloaded: Iterable[str] = ()) -> list[dict[str, Any]]:
@@ -153,7 +154,8 @@ class ServedModels:
 
     def adapter_card(self, record: AdapterRecord) -> dict[str, Any]:
         """Return an adapter's card."""
-        card = self._card(record.name, int(record.created_at), record.source, self.base)
+        card = self._card(record.name, int(record.created_at), record.shown_source, self.base)
+        card["source_sha256"] = hashlib.sha256(record.source.encode()).hexdigest()
         return card | {"chat": describe_chat(record.chat)} if record.row.chat else card
 
     def _card(self, name: str, created: int, root: str, parent: str | None) -> dict[str, Any]:

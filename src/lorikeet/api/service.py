@@ -31,7 +31,7 @@ from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
 from lorikeet.api.observer import RequestObserver
-from lorikeet.api.prompt_process import CHAT_PATH, BodyRead
+from lorikeet.api.prompt_process import CHAT_PATH, BodyNeeds, BodyRead, WhichModel
 from lorikeet.api.protocol import (
     Body,
     ChatFields,
@@ -43,6 +43,7 @@ from lorikeet.api.protocol import (
 from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
 from lorikeet.api.served_models import ResolvedModel, ServedModels
 from lorikeet.api.slo_targets import SloTargets
+from lorikeet.api.stored_responses import StoredResponses
 from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.api.threads import in_daemon_thread
@@ -95,6 +96,12 @@ class Sender(NamedTuple):
     tenant: str
 
 
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @dataclass
 class Service:
     """The parts of a running server, shared by all routes."""
@@ -114,6 +121,11 @@ class Service:
     observer: RequestObserver
     versions: HeldVersions
     loader: AdapterLoader
+    responses: StoredResponses
+    ranks: int = 1
+    """Tensor-parallel ranks of a replica."""
+    unpaused: asyncio.Event = field(default_factory=_set_event)
+    """Cleared while generation is paused."""
     connections: ConnectionStats = field(default_factory=ConnectionStats)
     used_adapters: dict[AdapterDigest, AdapterRef] = field(default_factory=dict)
     """Versions that requests used, so that metrics can name those whose name was removed."""
@@ -138,12 +150,21 @@ class Service:
         """Limits and defaults of the base model."""
         return self.chats.base.limits
 
-    async def resolve(self, model: str | None, lora_path: str | None = None) -> ResolvedModel:
+    async def resolve(
+        self, model: str | None, lora_path: str | None = None, *, generates: bool = True
+    ) -> ResolvedModel:
         """Return the model that a request names; an adapter that is not registered is loaded, if there is a source.
+
+        Args:
+            model, lora_path: the names.
+            generates: whether the request must wait while generation is paused. It then gets the version that its
+                adapter has after that.
 
         Raises:
             ApiError: as ``ServedModels.resolve`` and ``AdapterLoader.load``.
         """
+        if generates:
+            await self.unpaused.wait()
         if self.loader.is_enabled:
             for name in self.models.missing(model, lora_path):
                 await self.loader.load(name)
@@ -194,8 +215,8 @@ class Service:
     async def read_in_process(self, path: str, body: Body, own: AdapterChat) -> BodyRead:
         """Read a body of an adapter that has a chat template or tokens of its own."""
 
-        async def resolve(model: str | None, lora_path: str | None) -> AdapterChat:
-            return own
+        async def resolve(which: WhichModel) -> BodyNeeds:
+            return BodyNeeds(own)
 
         content = body.model_dump_json(exclude_unset=True).encode()
         return await self.prompt_processes.read(path, content, resolve, is_large=False)

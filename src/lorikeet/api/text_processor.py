@@ -283,8 +283,8 @@ class _StopString:
         return matched + (self.text[matched] == letter)
 
 
-_BEGINNING = 2**16
-"""Characters that are tokenized at once, however long the text is."""
+_PIECE = 2**16
+"""Characters of long text that are tokenized at once."""
 DEFAULT_TOOL_FORMAT = TOOL_FORMATS["hermes"]
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 """A byte token in SentencePiece vocabularies."""
@@ -426,14 +426,15 @@ class TextProcessor:
     def fewest_tokens(self, text: str, most: int) -> int:
         """Return a number of tokens that ``text`` has at least, which is above ``most`` for text that is far longer.
 
-        Of long text the beginning is tokenized first: tokens take some hundred bytes each until they are ids.
+        Long text is tokenized in pieces first: tokens take some hundred bytes each until they are ids.
         """
-        fewest, size = self._bound.lower_bound(text), max(_BEGINNING, 4 * most)
-        while fewest <= most and size < len(text):
-            (encoding,) = self.tokenizer.encode_batch_fast([text[:size]], add_special_tokens=False)
-            if len(encoding) > 2 * most:  # what follows does not halve it
-                fewest = len(encoding) // 2
-            size *= 2
+        fewest, counted = self._bound.lower_bound(text), 0
+        if fewest <= most and len(text) > max(_PIECE, 4 * most):
+            for start in range(0, len(text), _PIECE):
+                (encoding,) = self.tokenizer.encode_batch_fast([text[start : start + _PIECE]], add_special_tokens=False)
+                counted += len(encoding)
+                if counted > 2 * most:  # to put the pieces together does not halve it
+                    return counted // 2
         return fewest
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -3,19 +3,23 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
+from lorikeet.adapters.description import INDEX_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.store import reference
+from lorikeet.adapters.store import AdapterStore, reference
 from lorikeet.api.errors import ApiError
 from lorikeet.api.model_folder import prepare_model
 from lorikeet.api.protocol import ChatMessage
 from lorikeet.api.terminal import ProgressDisplay
 from lorikeet.api.text_processor import IncrementalDetokenizer, PromptStyle, TextProcessor
-from lorikeet.config import ConfigError, Settings
+from lorikeet.config import AdapterSettings, ConfigError, Settings
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.events import Finished, FinishReason
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
@@ -43,6 +47,18 @@ def stream_answer(
     Raises:
         GenerationError: model, adapter or prompt cannot be used.
     """
+    with TemporaryDirectory(prefix="lorikeet-") as scratch:
+        engine, request, text = _prepare(settings, prompt, adapter, sampling, Path(scratch), raw=raw)
+        try:
+            yield from _decode(engine, request, text)
+        finally:
+            engine.close()
+
+
+def _prepare(
+    settings: Settings, prompt: str, adapter: Path | None, sampling: SamplingParams, scratch: Path, *, raw: bool
+) -> tuple[Engine, Request, IncrementalDetokenizer]:
+    """Return a new engine, the request and what turns its tokens into text; errors as of :func:`stream_answer`."""
     with ProgressDisplay() as display:
         try:
             folder = prepare_model(settings.model, display.stage).path
@@ -54,16 +70,30 @@ def stream_answer(
             longest_tokens = len(token_ids) + sampling.max_tokens
             model = msgspec.structs.replace(settings.model, model=str(folder), max_model_len=longest_tokens)
             engine, sizes, _, _ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
-            ref = reference(adapter.name, adapter, sizes.geometry) if adapter is not None else None
+            dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
+            ref = None if adapter is None else _adapter(adapter, sizes.geometry, dtype, scratch)
         except ApiError as error:
             raise GenerationError(error.message) from error
         except (AdapterError, ConfigError, OSError, ValueError) as error:
             raise GenerationError(str(error)) from error
     request = Request(RequestId("generate"), token_ids, sampling, MonotonicClock().now(), ref)
-    try:
-        yield from _decode(engine, request, text_processor.stream(token_ids))
-    finally:
-        engine.close()
+    return engine, request, text_processor.stream(token_ids)
+
+
+def _adapter(folder: Path, geometry: ModelGeometry, dtype: str, scratch: Path) -> AdapterRef:
+    """Return a reference to an adapter; the files of a sharded one are merged in ``scratch``.
+
+    Raises:
+        AdapterError: it is not valid, or does not fit model or dtype.
+    """
+    if not (folder / WEIGHTS_FILE).is_file() and (folder / INDEX_FILE).is_file():
+        store = AdapterStore(scratch, AdapterSettings(), geometry, dtype)
+        try:
+            _, merged = store.add(str(folder), trusted=True)
+        finally:
+            store.close()
+        return reference(folder.name, merged, geometry, dtype)
+    return reference(folder.name, folder, geometry, dtype)
 
 
 def _token_ids(text_processor: TextProcessor, prompt: str, *, raw: bool) -> list[int]:

@@ -1,5 +1,6 @@
 """``lorikeet router``: one address in front of servers that are already running."""
 
+import os
 import re
 from collections.abc import Iterable
 from itertools import chain
@@ -46,6 +47,9 @@ def router(
         str,
         typer.Option(help="Key for the backends; else they get the client's key.", envvar="LORIKEET_BACKEND_KEY"),
     ] = "",
+    shared_prefix_cache: Annotated[
+        bool, typer.Option("--shared-prefix-cache", help="Let API keys reuse each other's KV at the backends.")
+    ] = False,
     max_connections: Annotated[int, typer.Option(min=1, help="Connections open at once; more get 503.")] = 4096,
     max_head: Annotated[
         str,
@@ -80,11 +84,13 @@ def router(
     """
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.api.connections import ConnectionLimits
-    from lorikeet.config import ConfigError, check_keys, check_origins
+    from lorikeet.config import SECRET_VARIABLES, ConfigError, check_keys, check_origins
     from lorikeet.core.request import SloError, parse_slo
     from lorikeet.presets import resolve_preset
     from lorikeet.router.run import RouterOptions, run_router
 
+    for name in SECRET_VARIABLES:  # the processes that read adapters do not need them
+        os.environ.pop(name, None)
     try:
         resolve_preset(preset)
         check_keys((*(api_key or ()), *(admin_key or ())))
@@ -103,6 +109,7 @@ def router(
             admin_keys=tuple(admin_key or ()),
             allowed_origins=pages,
             backend_key=backend_key,
+            shared_prefix_cache=shared_prefix_cache,
             connections=ConnectionLimits(
                 max_connections, parse_size(max_head), head_timeout, body_timeout, write_timeout
             ),

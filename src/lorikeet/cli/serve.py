@@ -15,7 +15,7 @@ from lorikeet.api.tool_parsers import TOOL_FORMATS
 from lorikeet.cli import serve_flags
 from lorikeet.cli.console import fail
 from lorikeet.cli.serve_checks import check_settings
-from lorikeet.config import ConfigError, EngineSettings, Settings, load_settings
+from lorikeet.config import SECRET_VARIABLES, ConfigError, EngineSettings, Settings, load_settings
 
 Model = Annotated[str | None, typer.Argument(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file, a table per section; flags win over it.")]
@@ -37,12 +37,15 @@ def serve(model: Model = None, config: ConfigFile = None, prefix_caching: Prefix
     Every setting can also come from the file given with --config, or from LORIKEET_SECTION__KEY in the
     environment. Flags of vLLM and SGLang are understood, or answered with a note.
     """
-    name_settings = partial(serve_flags.name_settings, given=flags, file=config, environment=os.environ)
+    environment = dict(os.environ)
+    name_settings = partial(serve_flags.name_settings, given=flags, file=config, environment=environment)
     try:
-        settings = build_settings(model, config, prefix_caching, flags, os.environ)
+        settings = build_settings(model, config, prefix_caching, flags, environment)
         check_settings(settings)
     except ConfigError as error:
         fail(name_settings(str(error)), code=2, as_json=bool(flags.get("server_log_json")))
+    for name in SECRET_VARIABLES:
+        os.environ.pop(name, None)
     from lorikeet.api.run import serve as run_server
 
     run_server(settings, name_settings)

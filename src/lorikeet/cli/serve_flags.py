@@ -112,8 +112,8 @@ FLAGS = (
         "--host-memory",
         "engine.host_memory_bytes",
         int,
-        "Host tier, for adapters and KV that do not fit into the pool; 0: none. By default as large as the pool, if "
-        "free memory allows.",
+        "Host tier, for adapters and KV that do not fit into the pool; 0: none. By default twice the pool, if free "
+        "memory allows.",
         parse_size,
         "SIZE",
     ),
@@ -238,6 +238,18 @@ FLAGS = (
     Flag("--metrics-adapters", "server.metrics_adapters", int, "Adapters with metrics of their own."),
     Flag("--tenant-header", "server.tenant_header", str, "Header that names a request's tenant; else its key does."),
     Flag("--shared-prefix-cache", "server.shared_prefix_cache", bool, "Let API keys reuse each other's KV."),
+    Flag(
+        "--stored-responses", "server.stored_responses", int, "Most answers of /v1/responses that are stored; 0: none."
+    ),
+    Flag(
+        "--stored-responses-size",
+        "server.stored_responses_bytes",
+        int,
+        "Most memory that they take.",
+        parse_size,
+        "SIZE",
+    ),
+    Flag("--stored-responses-time", "server.stored_responses_s", float, "Seconds for which one is stored."),
     Flag("--slo-ttft", "server.slo_ttft_s", float, "Target for the time to first token, in seconds."),
     Flag("--slo-tpot", "server.slo_tpot_s", float, "Target for the mean time per token after the first, in seconds."),
     Flag(

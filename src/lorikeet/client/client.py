@@ -285,6 +285,10 @@ class Engines(Protocol):
         """
         ...
 
+    def set_paused(self, paused: bool) -> None:
+        """Let the engines run no steps, or go on. Requests wait meanwhile; their streams stay open."""
+        ...
+
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         """Call ``callback`` with every load and eviction of an adapter."""
         ...
@@ -399,6 +403,10 @@ class EngineClient:
         freed = self._drops.begin(digest)
         self._supervisor.drop_adapter(digest)
         return await freed
+
+    def set_paused(self, paused: bool) -> None:
+        """Pause the engine, or let it go on."""
+        self._supervisor.set_paused(paused)
 
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         """Call ``callback`` with every load and eviction of an adapter."""

@@ -31,6 +31,7 @@ from lorikeet.core.messages import (
     MessagesLost,
     Progress,
     RegisterAdapters,
+    SetPaused,
     Shutdown,
     StepOutputs,
     Submit,
@@ -160,6 +161,7 @@ class EngineSupervisor:
         self.replica = replica
         self.host = host
         self.stats: EngineStats | None = None
+        self.is_paused = False
         self.is_connected = False
         self.restarts = 0
         self.trouble = "it is being started"
@@ -211,6 +213,11 @@ class EngineSupervisor:
     def drop_adapter(self, digest: AdapterDigest) -> None:
         """Ask the engine, if one is running, to free a version once no request uses it."""
         self.send(DropAdapter(digest))
+
+    def set_paused(self, paused: bool) -> None:
+        """Let the engine, and any that replaces it, run no steps, or go on."""
+        self.is_paused = paused
+        self.send(SetPaused(paused))
 
     async def close(self) -> None:
         """Stop the engine and do not restart it."""
@@ -264,6 +271,8 @@ class EngineSupervisor:
             if restarted is None:
                 return
             connection = restarted
+            if self.is_paused:
+                self.send(SetPaused(True))
             requests = self._listener.on_restart(self)
             _log.info(
                 "engine restarted",

@@ -72,6 +72,12 @@ class RegisterAdapters(msgspec.Struct, frozen=True, tag=True):
     adapters: tuple[AdapterRef, ...]
 
 
+class SetPaused(msgspec.Struct, frozen=True, tag=True):
+    """Run no steps, or go on. A paused engine takes messages, and answers them when it goes on."""
+
+    paused: bool
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop immediately."""
 
@@ -378,7 +384,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     turn_s: float
 
 
-ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | Heartbeat | Shutdown
+ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | SetPaused | Heartbeat | Shutdown
 FromEngine = Progress | EngineReady | StepOutputs | Heartbeat | Fatal
 
 

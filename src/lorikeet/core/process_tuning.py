@@ -52,10 +52,11 @@ def lower_priority() -> None:
         os.nice(NICE)
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from glibc's malloc.h
 _TRIM_THRESHOLD_BYTES = 256 * 2**20
 _MMAP_THRESHOLD_BYTES = 32 * 2**20
 """The largest that glibc allows."""
+_LARGE_BYTES = 128 * 2**10
 
 
 def return_freed_memory() -> None:
@@ -63,6 +64,19 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def return_large_blocks() -> None:
+    """Let glibc's malloc return blocks of 128 KiB and more to the system when they are freed.
+
+    By default it does so only until the first one is freed: blocks up to that size then stay with the process, between
+    others that are in use. Threads share two arenas, each of which keeps what it once needed. Does nothing with other C
+    libraries.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_ARENA_MAX, 2)
 
 
 def keep_freed_memory() -> None:

@@ -14,6 +14,8 @@ from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, Executor
 from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.plan import PACKING_ORDER, LoadOrder, StepPlan, StepResult
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.iterations import iteration_costs
 from lorikeet.engine.loop import Engine
 from lorikeet.engine.recording import FileRecorder, Header
 from lorikeet.memory.memory import AdapterSize, Assist, Memory
@@ -27,7 +29,7 @@ from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
 from lorikeet.scheduling.state import SchedulerLimits
 from lorikeet.worker.grammars import GrammarCompiler
-from lorikeet.worker.modelled import build_paced_executor
+from lorikeet.worker.modelled import build_paced_executor, transfer_model
 from lorikeet.worker.torch_executor import build_torch_executor
 
 _Ranks = tuple[tuple[str, tuple[int, ...]], ...]
@@ -166,6 +168,9 @@ def build_replica(
         paced, sizes = build_paced_executor(settings, preset, clock, on_load_done)
         return assemble(settings, paced, sizes, clock, on_ran)
     executor, _, sizes = build_torch_executor(settings, Path(settings.model.model), progress, on_load_done)
+    if settings.engine.profile and preset.batching_mode.startswith("dlora"):
+        profile = load_profile(settings.engine.profile)
+        sizes = sizes._replace(iterations=iteration_costs(transfer_model(settings.engine, profile), preset))
     return assemble(settings, executor, sizes, clock, on_ran)._replace(grammars=executor.grammars)
 
 

@@ -40,6 +40,7 @@ from lorikeet.core.messages import (
     MessagesLost,
     Progress,
     RegisterAdapters,
+    SetPaused,
     Shutdown,
     StepOutputs,
     Submit,
@@ -183,14 +184,20 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling) -> None:
         ExecutorError: a step failed; the supervisor starts another engine.
         MessagesLost: messages of the API process are missing; likewise.
     """
-    stats_due_s = 0.0
+    stats_due_s, is_paused = 0.0, False
     while True:
-        for message in channel.receive(0.0 if engine.is_busy else max(0.0, engine.due_s - time.monotonic())):
+        wait_s = 0.0 if engine.is_busy else max(0.0, engine.due_s - time.monotonic())
+        for message in channel.receive(math.inf if is_paused else wait_s):
             if isinstance(message, Shutdown):
                 return
-            handle(message, engine, compiling)
+            if isinstance(message, SetPaused):
+                is_paused = message.paused
+            else:
+                handle(message, engine, compiling)
         for request in compiling.take():
             engine.submit(request)
+        if is_paused:
+            continue
         outputs = engine.step()
         now = time.monotonic()
         if now >= stats_due_s or not engine.is_busy:
@@ -201,7 +208,7 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling) -> None:
 
 
 def handle(message: ToEngine, engine: Engine, compiling: Compiling) -> None:
-    """Pass a message, which is not ``Shutdown``, to the engine."""
+    """Pass a message, which is neither ``Shutdown`` nor ``SetPaused``, to the engine."""
     if isinstance(message, Abort | ExportRequest):
         for request in compiling.take(message.request_id):
             engine.submit(request)

@@ -7,6 +7,9 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
+HOST_TIMES_DEVICE = 2
+"""Size of the host arena over that of the device arena, if it is not set and memory is free."""
+
 
 class HostArena:
     """Blocks in shared memory, initially zero, whose pages are allocated when first touched.

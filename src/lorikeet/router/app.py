@@ -19,10 +19,7 @@ from lorikeet.api.middleware import add_middleware
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.metrics import router_state
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS
-from lorikeet.router.proxy import RouterParts, forward
-
-MAX_BODY_BYTES = 64 * 2**20
-"""Larger request bodies get 413; most backends allow less."""
+from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward
 
 
 class _Load(msgspec.Struct):

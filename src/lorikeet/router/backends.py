@@ -1,6 +1,7 @@
 """One server behind a router: requests to it, its health, and its adapters."""
 
 import asyncio
+import hashlib
 import re
 import time
 from collections import Counter
@@ -40,11 +41,20 @@ class BackendRefused(RuntimeError):
 
 
 class ModelCard(msgspec.Struct):
-    """A model in a backend's ``/v1/models``; ``parent`` is None for base models."""
+    """A model in a backend's ``/v1/models``; ``parent`` is None for base models.
+
+    vLLM gives an adapter's source as ``root``. Lorikeet hides folders, and gives the hash of the source.
+    """
 
     id: str
     root: str | None = None
     parent: str | None = None
+    source_sha256: str | None = None
+
+    @property
+    def source_hash(self) -> str:
+        """Hash of the source."""
+        return self.source_sha256 or _hash(self.root or "")
 
 
 class BackendHealth(NamedTuple):
@@ -94,8 +104,8 @@ class Backend:
         self.adapters: dict[str, AdapterDigest] = {}
         self.base_cards: list[dict[str, Any]] = []
         self.loads = self.unloads = self.refusals = 0
-        self._listed: dict[str, str | None] = {}
-        """Root by name of all adapters that it lists, those of other clients included."""
+        self._listed: dict[str, str] = {}
+        """Hash of the source by name of all adapters that it lists, those of other clients included."""
         self._last_versions: dict[str, AdapterDigest] = {}
         """Version by name that it was last known to have. Kept while it is down: its process may live on."""
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
@@ -200,7 +210,7 @@ class Backend:
             raise BackendRefused(status, f"/v1/models answers no list of models: {error}") from error
         bases = [card for card in known if card.parent is None]
         self.base_cards = [card for card in cards if card["id"] in {base.id for base in bases}]
-        self._listed = {card.id: card.root for card in known if card.parent is not None}
+        self._listed = {card.id: card.source_hash for card in known if card.parent is not None}
         for name in before - self._listed.keys():
             self.adapters.pop(name, None)
         for name in last - self._listed.keys() - self.adapters.keys():
@@ -240,7 +250,7 @@ class Backend:
     def adopt_listed(self, adapter: RoutedAdapter) -> bool:
         """Count a listed adapter as loaded if it has the same source and may be this version; return whether so."""
         is_new = adapter.name not in self.adapters
-        if is_new and self._listed.get(adapter.name) == adapter.source and self._may_hold(adapter):
+        if is_new and self._listed.get(adapter.name) == _hash(adapter.source) and self._may_hold(adapter):
             self._set_loaded(adapter)
         return self.holds(adapter)
 
@@ -339,6 +349,10 @@ class Backend:
             return reply.status, await reply.read()
         finally:
             reply.close()
+
+
+def _hash(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()
 
 
 def _is_already_loaded(status: int, text: bytes) -> bool:

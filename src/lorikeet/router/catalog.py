@@ -8,6 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from lorikeet.adapters.sources import shown_source
 from lorikeet.api.errors import ApiError, model_not_found
 from lorikeet.cluster.placement.orchestrator import AdapterInfo
 from lorikeet.cluster.placement.service import PlacementClient, PlacementService
@@ -72,14 +73,16 @@ class ModelCatalog:
     def base_cards(self) -> list[dict[str, Any]]:
         """Return the cards of the base model as a backend lists them; empty until one has been up."""
         backends = sorted(self._backend_router.backends.values(), key=lambda backend: not backend.is_up)
-        return next((backend.base_cards for backend in backends if backend.base_cards), [])
+        cards = next((backend.base_cards for backend in backends if backend.base_cards), [])
+        return [card | {"root": shown_source(str(card.get("root") or card["id"]))} for card in cards]
 
     def cards(self) -> list[dict[str, Any]]:
         """Return a card for every model, those of the base first."""
         bases = self.base_cards()
         base = bases[0] if bases else {"object": "model", "owned_by": "lorikeet"}
         own = {"created": self._created, "parent": base.get("id")}
-        return bases + [{**base, **own, "id": each.name, "root": each.source} for each in self.adapters.values()]
+        adapters = self.adapters.values()
+        return bases + [{**base, **own, "id": each.name, "root": shown_source(each.source)} for each in adapters]
 
     def find(self, model: str) -> RoutedAdapter | None:
         """Return the adapter of a name, None for the base model.

@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -40,16 +41,17 @@ class RequestBody:
     Args:
         path: ``COMPLETIONS`` or ``CHAT``.
         content: the body.
+        tenant: whose KV no other tenant's request may reuse; empty where all share it.
 
     Attributes:
         fields: the parsed body, unknown fields included.
-        content: the bytes as received.
+        content: the bytes as received; with a tenant, encoded again with a ``cache_salt`` of that tenant.
 
     Raises:
-        ApiError: 400, it is no JSON object, or ``model`` is no string.
+        ApiError: 400, it is no JSON object, or ``model`` or ``cache_salt`` is no string.
     """
 
-    def __init__(self, path: str, content: bytes) -> None:
+    def __init__(self, path: str, content: bytes, tenant: str = "") -> None:
         if len(content) > SMALL_BODY_BYTES:
             check_structure(content, _MAX)
         try:
@@ -60,6 +62,13 @@ class RequestBody:
             raise bad_request("The body must be a JSON object.")
         if not isinstance(fields.get("model"), str | None):
             raise bad_request("model: not a string.", "model")
+        if tenant:
+            own = fields.get("cache_salt") or ""
+            if not isinstance(own, str):
+                raise bad_request("cache_salt: not a string.", "cache_salt")
+            # vLLM's field. Its back ends, and Lorikeet's, reuse KV only for the same one.
+            fields["cache_salt"] = hashlib.sha256(f"{tenant}\0{own}".encode()).hexdigest()[:32]
+            content = msgspec.json.encode(fields)
         self.path = path
         self.fields: dict[str, Any] = fields
         self.content = content
@@ -73,6 +82,12 @@ class RequestBody:
     def model(self) -> str:
         """The model that it names; empty for the backend's default."""
         return self.fields.get("model") or ""
+
+    @property
+    def cache_salt(self) -> str:
+        """Its KV is reused only by requests with the same one."""
+        salt = self.fields.get("cache_salt")
+        return salt if isinstance(salt, str) else ""
 
     @property
     def streams(self) -> bool:
@@ -168,15 +183,15 @@ def routing_request(
 
 def _keys(body: RequestBody, adapter: RoutedAdapter | None) -> tuple[bytes, ...]:
     """Return the hashes of a prompt's blocks; prompts with a common prefix share the hashes of its blocks."""
-    digest = None if adapter is None else adapter.digest
+    digest, salt = None if adapter is None else adapter.digest, body.cache_salt
     prompt = body.fields.get("messages" if body.is_chat else "prompt")
     try:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
-            return tuple(block_keys(digest, prompt[: _MAX_KEYS * _KEY_TOKENS], _KEY_TOKENS))
+            return tuple(block_keys(digest, prompt[: _MAX_KEYS * _KEY_TOKENS], _KEY_TOKENS, salt=salt))
     except (TypeError, OverflowError):
         return ()  # invalid token ids, which the backend will refuse
     text = prompt.encode() if isinstance(prompt, str) else msgspec.json.encode(prompt)
-    return tuple(block_keys(digest, list(text[: _MAX_KEYS * _KEY_BYTES]), _KEY_BYTES))
+    return tuple(block_keys(digest, list(text[: _MAX_KEYS * _KEY_BYTES]), _KEY_BYTES, salt=salt))
 
 
 MAX_LOSSES = 3

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.api.errors import ApiError, hide_paths
-from lorikeet.api.large_bodies import SMALL_BODY_BYTES
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
 from lorikeet.api.threads import off_the_loop
 from lorikeet.bench.answer_stream import error_text
@@ -41,6 +41,8 @@ from lorikeet.router.resumable_answer import (
     why_not_resumable,
 )
 
+MAX_BODY_BYTES = 64 * 2**20
+"""Larger request bodies get 413; most backends allow less."""
 MAX_FAILURES = 3
 """A request fails after this many failures in a row, not counting lost backends."""
 _PAUSE_S = 0.1
@@ -76,7 +78,12 @@ class StreamCut(Exception):
 
 
 class RouterParts(NamedTuple):
-    """What the requests of a router share."""
+    """What the requests of a router share.
+
+    Attributes:
+        body_gate: bounds the bytes of large bodies, which are kept until their answers have ended.
+        isolates_keys: whether KV of one API key is not to be reused for another.
+    """
 
     backend_router: BackendRouter
     catalog: ModelCatalog
@@ -84,6 +91,8 @@ class RouterParts(NamedTuple):
     metrics: RouterMetrics
     lengths: PromptLengths
     request_numbers: "count[int]"
+    body_gate: BodyGate
+    isolates_keys: bool
 
 
 class _Whole(msgspec.Struct):
@@ -94,14 +103,29 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
     """Proxy a request of one of the two completion routes.
 
     Raises:
-        ApiError: its body is not valid, it names an unknown model, or no backend can answer it.
+        ApiError: its body is not valid or does not fit beside others, it names an unknown model, or no backend can
+            answer it.
     """
-    content = await http.body()
-    body = await off_the_loop(partial(RequestBody, path, content), len(content) - SMALL_BODY_BYTES)
-    adapter = parts.catalog.find(body.model)
-    prompt_tokens = parts.lengths.tokens(body)
-    request_id = RequestId(f"{http.state.request_id}-{next(parts.request_numbers)}")
-    task = ProxyTask(http, ProxiedRequest(request_id, body, adapter, prompt_tokens), parts)
+    announced = http.headers.get("content-length", "")
+    held_bytes = int(announced) if announced.isdigit() else MAX_BODY_BYTES
+    if held_bytes > SMALL_BODY_BYTES:
+        await parts.body_gate.enter(held_bytes)
+    else:
+        held_bytes = 0
+    try:
+        content = await http.body()
+        if held_bytes > len(content):  # it was not announced
+            parts.body_gate.leave(held_bytes - len(content))
+            held_bytes = len(content)
+        tenant = http.state.tenant if parts.isolates_keys else ""
+        body = await off_the_loop(partial(RequestBody, path, content, tenant), len(content) - SMALL_BODY_BYTES)
+        adapter = parts.catalog.find(body.model)
+        prompt_tokens = parts.lengths.tokens(body)
+        request_id = RequestId(f"{http.state.request_id}-{next(parts.request_numbers)}")
+        task = ProxyTask(http, ProxiedRequest(request_id, body, adapter, prompt_tokens), parts, held_bytes)
+    except BaseException:
+        parts.body_gate.leave(held_bytes)
+        raise
     if adapter is not None:
         parts.catalog.on_request(adapter, prompt_tokens)
     return CancelOnDisconnect(task.answer, task.close)
@@ -114,13 +138,15 @@ class ProxyTask:
         http: the client's request, its body read.
         request: its state, shared with the backend router.
         parts: of the router.
+        held_bytes: of its body, which the gate counts until the end.
 
     Attributes:
         outcome: for the metrics: ``complete``, ``failed``, or ``left`` if neither has been set.
     """
 
-    def __init__(self, http: Request, request: ProxiedRequest, parts: RouterParts) -> None:
+    def __init__(self, http: Request, request: ProxiedRequest, parts: RouterParts, held_bytes: int) -> None:
         self.outcome = "left"
+        self._held_bytes = held_bytes
         self._request = request
         self._parts = parts
         self._backend_router = parts.backend_router
@@ -137,6 +163,7 @@ class ProxyTask:
         if self._is_closed:
             return
         self._is_closed = True
+        self._parts.body_gate.leave(self._held_bytes)
         if self._stream.is_done:
             self._finish(self._stream.counts)
         self._backend_router.release(self._request)
@@ -232,7 +259,7 @@ class ProxyTask:
         self._attempts += 1
         headers = [*self._headers, (b"x-request-id", request_id.encode())]
         if backend.has_own_key:
-            headers = [each for each in headers if each[0] != b"authorization"]
+            headers = [each for each in headers if each[0] not in (b"authorization", b"x-api-key")]
         self._is_sent = True
         return await backend.open("POST", body.path, headers, content, is_stream=body.streams)
 

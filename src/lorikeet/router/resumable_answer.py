@@ -36,6 +36,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "regex": (),
     "ebnf": (),
     "json_schema": (),
+    "truncate_prompt_tokens": (),
 }
 """Fields that make an answer more than its text, or dependent on more than prompt and text so far; with the values for
 which that is not so. null is such a value for all fields."""

@@ -13,6 +13,7 @@ import uvicorn
 import uvloop
 
 from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
+from lorikeet.api.large_bodies import BodyGate
 from lorikeet.api.listening import BoundServer, bind
 from lorikeet.api.logs import log
 from lorikeet.api.terminal import fail, show_ready, shown_url
@@ -23,7 +24,7 @@ from lorikeet.cluster.placement.service import LocalPlacementService
 from lorikeet.config import ConfigError
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.logs import configure_logs
-from lorikeet.core.process_tuning import frozen_gc
+from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
 from lorikeet.core.request import Slo
 from lorikeet.core.urls import server_root
 from lorikeet.costs.catalog import load_profile
@@ -37,7 +38,7 @@ from lorikeet.router.catalog import ModelCatalog
 from lorikeet.router.health import HEALTH_S, TIMEOUT_S, HealthMonitor
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import PromptLengths
-from lorikeet.router.proxy import RouterParts
+from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts
 
 _KEEP_ALIVE_S = 75
 
@@ -54,6 +55,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
         seed: of random choices.
         host, port: where to listen; port 0 picks a free one.
         api_keys, admin_keys, allowed_origins: as of ``lorikeet serve``.
+        shared_prefix_cache: requests of all API keys reuse each other's KV at the backends.
         backend_key: sent to the backends instead of the client's key; empty for none.
         connections: what one client may take.
         health_s: time between two health checks of a backend, in seconds.
@@ -74,6 +76,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     backend_key: str = ""
+    shared_prefix_cache: bool = False
     connections: ConnectionLimits = ConnectionLimits()
     health_s: float = HEALTH_S
     backend_timeout_s: float = TIMEOUT_S
@@ -93,6 +96,7 @@ def run_router(options: RouterOptions) -> None:
     except ValueError as error:
         configure_logs("info", as_json=options.log_json)
         fail(str(error), as_json=options.log_json)
+    return_large_blocks()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(options))
@@ -171,7 +175,16 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     try:
         await monitor.start()
         await catalog.start()
-        yield RouterParts(backend_router, catalog, monitor, RouterMetrics(backend_router), PromptLengths(), count())
+        yield RouterParts(
+            backend_router,
+            catalog,
+            monitor,
+            RouterMetrics(backend_router),
+            PromptLengths(),
+            count(),
+            BodyGate(MAX_BODY_BYTES),
+            isolates_keys=not options.shared_prefix_cache,
+        )
     finally:
         await monitor.close()
         await catalog.close()

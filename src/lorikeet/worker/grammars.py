@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,12 +31,10 @@ _MAX_COMPILED = 256
 """Grammars that are kept compiled. Most take some hundred kilobytes."""
 _STACK_BYTES = 64 * 2**20
 """llguidance recurses along rules that refer to each other; the API's check has a smaller stack."""
+_MAX_FORCED = 32
+"""Tokens that are taken at once: the next step computes them like a part of a prompt."""
 _MAX_MASK_S = 1.0
 """Most time of a core for one mask, on which all sequences of the step wait; then its sequence ends with an error."""
-
-_ADDENDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
-_ADDENDS_OF_BYTE = _ADDENDS.astype(np.float32)
-"""For each byte of a mask the addends of its eight tokens: 0 where the bit is set, else -inf."""
 
 Result = TypeVar("Result")
 
@@ -153,13 +152,43 @@ class Masks(NamedTuple):
     """The tokens that may come next in each of some sequences.
 
     Attributes:
-        addends: fp32 ``[rows, vocab]`` on the device of the logits: 0 for a token that may come next, else -inf. All
-            are -inf if they could not be computed.
+        bits: int32 ``[rows, words]``, a bit for each token that may come next; none if they could not be computed.
+        addends: ``[rows, vocab]`` in host memory, of the logits' dtype: 0 for such a token, else -inf. None for logits
+            on a device.
         end: whether none but stop tokens may come next.
+        forced: tokens that must follow the next one, which then is the only one that may come. Empty where there are
+            several ways to go on.
     """
 
-    addends: Tensor
+    bits: NDArray[np.int32]
+    addends: Tensor | None
     end: tuple[bool, ...]
+    forced: tuple[tuple[int, ...], ...]
+
+    def addends_for(self, logits: Tensor) -> Tensor:
+        """Return the addends on the device of ``logits``, as wide as these."""
+        return device_addends(self.bits, logits) if self.addends is None else self.addends[:, : logits.shape[-1]]
+
+
+@lru_cache
+def _addends_of_byte(dtype: torch.dtype) -> NDArray[Any]:
+    """Return for each byte of a mask the addends of its eight tokens, ``[256, 8]``, as integers of the same bits."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    addends = torch.where(torch.from_numpy(bits) == 1, 0.0, -torch.inf).to(dtype)
+    return addends.view(torch.int16 if dtype.itemsize == 2 else torch.int32).numpy()
+
+
+def host_addends(bits: NDArray[np.int32], dtype: torch.dtype) -> Tensor:
+    """Return ``[rows, 32 * words]``: 0 for each bit that is set, else -inf."""
+    addends = np.take(_addends_of_byte(dtype), bits.view(np.uint8), axis=0).reshape(len(bits), -1)
+    return torch.from_numpy(addends).view(dtype)
+
+
+def device_addends(bits: NDArray[np.int32], logits: Tensor) -> Tensor:
+    """Return the same in fp32, on the device of ``logits`` and as wide; a copy of the bits is a 32nd of the size."""
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    is_set = (to_device(torch.from_numpy(bits), logits.device).unsqueeze(-1) >> shifts) & 1
+    return torch.where(is_set.flatten(1)[:, : logits.shape[-1]] == 1, 0.0, -torch.inf)
 
 
 class GrammarMasks:
@@ -167,22 +196,32 @@ class GrammarMasks:
 
     Args:
         compiler: compiles the grammars.
+        device, dtype: of the logits.
+        forces: whether tokens that must come are taken at once.
+
+    Attributes:
+        on_host: whether the logits are in host memory.
     """
 
-    def __init__(self, compiler: GrammarCompiler) -> None:
+    def __init__(
+        self, compiler: GrammarCompiler, device: torch.device, dtype: torch.dtype, *, forces: bool = False
+    ) -> None:
         self._compiler = compiler
+        self._forces = forces
+        self.on_host = device.type == "cpu"
+        self._dtype = dtype
         self._thread: SingleThread | None = None
         self._states: WeakKeyDictionary[Follower, _State] = WeakKeyDictionary()
         self._words = -(-compiler.vocabulary // 32)
 
-    def begin(self, sequences: Sequence[Follower], device: torch.device) -> "Future[Masks]":
+    def begin(self, sequences: Sequence[Follower]) -> "Future[Masks]":
         """Begin to compute the masks for the next token of sequences that have a grammar.
 
         Their token ids may not change before the result is there.
         """
         if self._thread is None:
             self._thread = SingleThread("masks")
-        return self._thread.submit(self._masks, sequences, device)
+        return self._thread.submit(self._masks, sequences)
 
     def error(self, sequence: Follower) -> str:
         """Return why the mask of a sequence could not be computed; empty if it could."""
@@ -194,22 +233,18 @@ class GrammarMasks:
         if self._thread is not None:
             self._thread.close()
 
-    def _masks(self, sequences: Sequence[Follower], device: torch.device) -> Masks:
+    def _masks(self, sequences: Sequence[Follower]) -> Masks:
         bits = np.zeros((len(sequences), self._words), dtype=np.int32)
+        forced: list[tuple[int, ...]] = []
         for row, sequence in zip(bits, sequences, strict=True):
             state = self._states.get(sequence)
             if state is None:
                 state = self._states[sequence] = _State(self._compiler, sequence.sampling.grammar)
             state.fill(row, sequence)
+            forced.append(state.force(row) if self._forces and _may_force(sequence.sampling) else ())
         stops = [sequence.sampling.stop_token_ids for sequence in sequences]
         end = tuple(map(_is_end, bits, stops))
-        vocabulary = self._compiler.vocabulary
-        if device.type == "cpu":
-            addends = np.take(_ADDENDS_OF_BYTE, bits.view(np.uint8), axis=0).reshape(len(sequences), -1)
-            return Masks(torch.from_numpy(addends[:, :vocabulary]), end)
-        on_device = to_device(torch.from_numpy(bits), device)
-        is_set = (on_device.unsqueeze(-1) >> torch.arange(32, device=device)) & 1
-        return Masks(torch.where(is_set.flatten(1)[:, :vocabulary] == 1, 0.0, -torch.inf), end)
+        return Masks(bits, host_addends(bits, self._dtype) if self.on_host else None, end, tuple(forced))
 
 
 class _State:
@@ -244,6 +279,20 @@ class _State:
             self.error = "the grammar takes too long: simplify it, above all its repetitions"
         if self.error:
             row[:] = 0
+
+    def force(self, row: NDArray[np.int32]) -> tuple[int, ...]:
+        """If several tokens must come next, leave the first alone in the row; return the others, at most so many."""
+        tokens = [] if self.error else self._matcher.compute_ff_tokens()
+        if len(tokens) < 2:
+            return ()
+        row[:] = 0
+        row[tokens[0] // 32] = np.uint32(1 << (tokens[0] % 32)).astype(np.int32)
+        return tuple(tokens[1 : 1 + _MAX_FORCED])
+
+
+def _may_force(params: SamplingParams) -> bool:
+    """Whether tokens may be taken without their logits: these are not reported, and forbid none of them."""
+    return params.logprobs is None and not (params.allowed_token_ids or params.bad_words)
 
 
 def _is_end(row: NDArray[np.int32], stop_token_ids: Sequence[int]) -> bool:

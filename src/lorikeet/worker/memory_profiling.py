@@ -21,6 +21,7 @@ from lorikeet.core.request import SamplingParams
 from lorikeet.core.sizes import format_size
 from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, SamplingTensors, kv_view
 from lorikeet.memory.adapter_blocks import AdapterLayout
+from lorikeet.memory.host_arena import HOST_TIMES_DEVICE
 from lorikeet.memory.packing import pack
 from lorikeet.presets import resolve_preset
 from lorikeet.worker.batch import BatchRow, build_batch, lora_batch
@@ -258,15 +259,15 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
 def host_arena_blocks(settings: Settings, model: RankModel, device_blocks: int) -> int:
     """Return the number of blocks of this rank's host arena.
 
-    That is ``host_memory_bytes`` if set. Otherwise it is as many as on the device, limited to this rank's part of a
-    share of the free memory.
+    That is ``host_memory_bytes`` if set. Otherwise it is twice as many as on the device, limited to this rank's part of
+    a share of the free memory.
     """
     engine = settings.engine
     block_bytes = model.geometry.block_bytes(engine.block_size)
     if engine.host_memory_bytes is not None:
         return engine.host_memory_bytes // block_bytes
     ranks = engine.tensor_parallel * settings.cluster.replicas
-    return min(device_blocks, int(_HOST_MEMORY_SHARE * free_memory_bytes() / ranks) // block_bytes)
+    return min(HOST_TIMES_DEVICE * device_blocks, int(_HOST_MEMORY_SHARE * free_memory_bytes() / ranks) // block_bytes)
 
 
 def share_left_bytes(share: float, total_bytes: int, free_bytes: int, step_bytes: int) -> int:

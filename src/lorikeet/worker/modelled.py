@@ -22,6 +22,7 @@ from lorikeet.costs.iterations import iteration_costs
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile
 from lorikeet.costs.transfers import MergeModel, TransferModel
+from lorikeet.memory.host_arena import HOST_TIMES_DEVICE
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import Preset
 from lorikeet.worker.links import ModelledTransferLink, TransferLink
@@ -403,7 +404,9 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
         geometry=geometry,
         local_geometry=geometry,
         total_blocks=total_blocks,
-        host_blocks=total_blocks if engine.host_memory_bytes is None else engine.host_memory_bytes // block_bytes,
+        host_blocks=HOST_TIMES_DEVICE * total_blocks
+        if engine.host_memory_bytes is None
+        else engine.host_memory_bytes // block_bytes,
         block_size=engine.block_size,
         max_model_len=longest_tokens,
         max_adapter_blocks=total_blocks - sequence_blocks,

@@ -5,7 +5,7 @@ The order is: log probabilities to report (of the unmodified distribution), bias
 min-p, top-k, top-p, noise. It is that of vLLM's V1 sampler, but there tokens are forbidden before the penalties.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import islice
 from operator import is_
@@ -60,7 +60,9 @@ class _Prepared(NamedTuple):
         chosen_edited: parameters of the edited rows, None if there are none.
         biases: of the edited rows.
         held: edited rows that need no edit once they have ``min_tokens``.
-        masked: sequences of the edited rows whose answers follow a grammar.
+        masked: rows whose answers follow a grammar, ascending.
+        masked_only: those of them that need no other edit, if the logits are in host memory. They are not among the
+            edited rows: their logits are changed in place.
         reported: rows that report log probabilities.
     """
 
@@ -70,7 +72,8 @@ class _Prepared(NamedTuple):
     chosen_edited: SamplingTensors | None
     biases: tuple[Bias, ...]
     held: tuple[int, ...]
-    masked: tuple[Sampled, ...]
+    masked: tuple[int, ...]
+    masked_only: tuple[int, ...]
     reported: tuple[int, ...]
 
 
@@ -89,19 +92,19 @@ class Sampler:
         self._choose = choose
         self._grammars = grammars
         self._masks: Future[Masks] | None = None
-        self._rows = _prepare(())
+        self._forced: dict[int, tuple[int, ...]] = {}
+        self._rows = _prepare((), in_place=False)
 
-    def begin(self, sequences: Sequence[Sampled], device: torch.device) -> None:
+    def begin(self, sequences: Sequence[Sampled]) -> None:
         """Begin to compute the masks for the next :meth:`sample`, so that they are ready when the logits are.
 
         Args:
             sequences: as for :meth:`sample`; their tokens may not change until then.
-            device: of the logits.
         """
-        masked = self._rows_of(sequences).masked
+        masked = [sequences[i] for i in self._rows_of(sequences).masked]
         if masked:
             assert self._grammars is not None, "a request has a grammar, and this executor has no masks"
-            self._masks = self._grammars.begin(masked, device)
+            self._masks = self._grammars.begin(masked)
 
     def sample(
         self, logits: Tensor, sequences: Sequence[Sampled], chosen: list[int] | None = None
@@ -109,7 +112,7 @@ class Sampler:
         """Sample one token per row; for a row whose largest logit is not finite, or is edited so, return the reason.
 
         Args:
-            logits: ``[S, vocab]`` of any floating dtype; not changed.
+            logits: ``[S, vocab]`` of any floating dtype; changed in host memory, for rows that follow a grammar.
             sequences: in the order of the logits. :meth:`begin` was called with them if one has a grammar.
             chosen: the result of ``choose`` with :meth:`parameters`, if it was called already.
         """
@@ -117,6 +120,14 @@ class Sampler:
             return []
         rows = self._rows_of(sequences)
         positions = [len(sequence.token_ids) for sequence in sequences]
+        addends, masks = self._take_masks(logits)
+        unmasked = {i: logits[i].clone() for i in rows.masked_only if i in rows.reported}
+        with torch.inference_mode():  # these are inference tensors
+            if addends is not None and len(rows.masked_only) == len(sequences):
+                logits += addends
+            else:
+                for i in rows.masked_only:
+                    logits[i].add_(masks[i][0])  # += would copy the row back, too
         if chosen is None:
             rows.chosen.position.numpy()[:] = positions
             chosen = self._choose(logits, rows.chosen.on(logits.device)).tolist()
@@ -125,24 +136,31 @@ class Sampler:
         if rows.chosen_edited is not None:
             rows.chosen_edited.position.numpy()[:] = [positions[i] for i in rows.edited]
             edited = logits[to_device(torch.tensor(rows.edited), logits.device)].float()
-            masks = self._take_masks()
             for edited_row, i, bias in zip(edited, rows.edited, rows.biases, strict=True):
-                addends, is_end = next(masks) if sequences[i].sampling.grammar else (None, False)
+                mask, is_end = masks.get(i, (None, False))
                 edit_logits(edited_row, sequences[i], bias, is_end=is_end)
-                if addends is not None:
-                    edited_row += addends
+                if mask is not None:
+                    edited_row += mask
             chosen_edited = self._choose(edited, rows.chosen_edited.on(logits.device))
             for i, token_id in zip(rows.edited, chosen_edited.tolist(), strict=True):
                 if token_ids[i] >= 0:
                     token_ids[i], reasons[i] = token_id, self._grammar_error(sequences[i]) or _NONE_ALLOWED
+        for i in rows.masked_only:
+            reasons[i] = self._grammar_error(sequences[i]) or NOT_FINITE
         tokens = [
             Token(token_id) if token_id >= 0 else reasons.get(i, NOT_FINITE) for i, token_id in enumerate(token_ids)
         ]
         reported = [i for i in rows.reported if token_ids[i] >= 0]
         wanted = [(token_ids[i], sequences[i].sampling) for i in reported]
-        for i, token in zip(reported, _with_logprobs(logits, reported, wanted), strict=True):
+        told = [unmasked[i] if i in unmasked else logits[i] for i in reported]
+        for i, token in zip(reported, _with_logprobs(told, wanted), strict=True):
             tokens[i] = token
         return tokens
+
+    def take_forced(self) -> dict[int, tuple[int, ...]]:
+        """Return the tokens that grammars force after those of the last :meth:`sample`, by row."""
+        forced, self._forced = self._forced, {}
+        return forced
 
     def parameters(self, sequences: Sequence[Sampled]) -> SamplingTensors:
         """Return the sampling parameters without positions. Rows whose logits are edited are greedy in it."""
@@ -151,21 +169,26 @@ class Sampler:
     def needs_only_choose(self, sequences: Sequence[Sampled]) -> bool:
         """Whether these sequences need no edits and no log probabilities, so that ``choose`` alone samples them."""
         rows = self._rows_of(sequences)
-        return not rows.edited and not rows.reported
+        return not (rows.edited or rows.masked or rows.reported)
 
     def _grammar_error(self, sequence: Sampled) -> str:
         return self._grammars.error(sequence) if self._grammars is not None and sequence.sampling.grammar else ""
 
-    def _take_masks(self) -> Iterator[tuple[Tensor, bool]]:
-        """Return addends and ``Masks.end`` of each sequence that has a grammar."""
+    def _take_masks(self, logits: Tensor) -> tuple[Tensor | None, dict[int, tuple[Tensor, bool]]]:
+        """Return addends to the logits of all rows that follow a grammar, and by row, there with ``Masks.end``."""
         pending, self._masks = self._masks, None
-        return zip(*pending.result(), strict=True) if pending is not None else iter(())
+        if pending is None:
+            return None, {}
+        masks = pending.result()
+        self._forced = {i: forced for i, forced in zip(self._rows.masked, masks.forced, strict=True) if forced}
+        addends = masks.addends_for(logits)
+        return addends, dict(zip(self._rows.masked, zip(addends, masks.end, strict=True), strict=True))
 
     def _rows_of(self, sequences: Sequence[Sampled]) -> _Prepared:
         last = self._rows
         is_same = len(last.sequences) == len(sequences) and all(map(is_, last.sequences, sequences))
         if not is_same or not all(_is_held(sequences[i]) for i in last.held):
-            self._rows = _prepare(sequences)
+            self._rows = _prepare(sequences, in_place=self._grammars is not None and self._grammars.on_host)
         return self._rows
 
 
@@ -209,19 +232,22 @@ def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias, *, is_end: bool =
         logits[_indices(np.array(params.stop_token_ids, dtype=np.int64), logits)] = -torch.inf
 
 
-def _prepare(sequences: Sequence[Sampled]) -> _Prepared:
+def _prepare(sequences: Sequence[Sampled], *, in_place: bool) -> _Prepared:
     all_params = [sequence.sampling for sequence in sequences]
     always = {i for i, params in enumerate(all_params) if _edits(params)}
     held = {i for i, sequence in enumerate(sequences) if _is_held(sequence)} - always
-    edited = tuple(sorted(always | held))
+    masked = tuple(i for i, params in enumerate(all_params) if params.grammar)
+    masked_only = tuple(i for i in masked if in_place and i not in always | held)
+    edited = tuple(sorted(always | held | set(masked) - set(masked_only)))
     chosen, chosen_edited = _parameters(all_params), None
     if edited:
         chosen_edited = SamplingTensors(*(values[list(edited)] for values in chosen))
         chosen.temperature[list(edited)] = 0.0
     reported = tuple(i for i, params in enumerate(all_params) if params.logprobs is not None)
     biases = tuple(bias_of(all_params[i]) for i in edited)
-    masked = tuple(sequences[i] for i in edited if all_params[i].grammar)
-    return _Prepared(tuple(sequences), chosen, edited, chosen_edited, biases, tuple(held), masked, reported)
+    return _Prepared(
+        tuple(sequences), chosen, edited, chosen_edited, biases, tuple(held), masked, masked_only, reported
+    )
 
 
 def _parameters(all_params: Sequence[SamplingParams]) -> SamplingTensors:
@@ -237,7 +263,7 @@ def _parameters(all_params: Sequence[SamplingParams]) -> SamplingTensors:
 
 
 def _edits(params: SamplingParams) -> bool:
-    """Whether the logits are edited on every step."""
+    """Whether the logits are edited on every step, by more than a grammar."""
     return bool(
         params.logit_bias
         or params.repetition_penalty != 1.0
@@ -245,7 +271,6 @@ def _edits(params: SamplingParams) -> bool:
         or params.frequency_penalty != 0.0
         or params.allowed_token_ids
         or params.bad_words
-        or params.grammar
     )
 
 
@@ -255,21 +280,20 @@ def _is_held(sequence: Sampled) -> bool:
     return bool(params.stop_token_ids) and len(sequence.token_ids) - sequence.prompt_tokens < params.min_tokens
 
 
-def _with_logprobs(logits: Tensor, rows: Sequence[int], wanted: Sequence[tuple[int, SamplingParams]]) -> list[Token]:
+def _with_logprobs(rows: Sequence[Tensor], wanted: Sequence[tuple[int, SamplingParams]]) -> list[Token]:
     """Return tokens with log probabilities. All rows are computed before the device is waited for.
 
     Each row is computed alone: torch sums the rows of a batch in another order, which changes the last digits.
 
     Args:
-        logits: ``[S, vocab]``.
-        rows: of the logits.
+        rows: logits ``[vocab]`` of each.
         wanted: for each row the sampled token, and what to report.
     """
     if not rows:
         return []
     of_chosen, best_ids, best_values = [], [], []
     for row, (token_id, params) in zip(rows, wanted, strict=True):
-        logprobs = logits[row].float().log_softmax(dim=-1)
+        logprobs = row.float().log_softmax(dim=-1)
         of_chosen.append(logprobs[token_id])
         if params.logprob_token_ids:
             named = np.array([token_id, *(each for each in params.logprob_token_ids if each != token_id)])

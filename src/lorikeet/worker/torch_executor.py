@@ -80,7 +80,7 @@ class EagerRunner:
 
     def launch(self) -> None:
         """Compute the logits of the next step."""
-        self._sampler.begin(self._sequences, self._rank.device)
+        self._sampler.begin(self._sequences)
         self._logits, scored = self._rank.forward(self._plan, self._ran)
         self.prompt_logprobs += scored
         self._ran += 1
@@ -136,7 +136,7 @@ class GraphRunner:
             self._graphs.start(rows, lora, self._sampler.parameters(self._sequences))
         self._graphs.launch()
         if not self._runs_ahead:
-            self._sampler.begin(self._sequences, self._rank.device)
+            self._sampler.begin(self._sequences)
         self._ran += 1
 
     def take(self) -> list[Token | str]:
@@ -244,8 +244,10 @@ class TorchExecutor:
     ) -> None:
         self._graphs = graphs
         self.grammars = grammars
-        self._masks = None if grammars is None else GrammarMasks(grammars)
         self._others: OtherRanks = others or NoOtherRanks()
+        # Other ranks are told of one token for each sequence and step, so that none can be taken at once.
+        forces = self._others.size == 1
+        self._masks = None if grammars is None else GrammarMasks(grammars, model.device, model.dtype, forces=forces)
         self._finished = finished
         self.transfers = transfers
         self._cores = cores
@@ -345,23 +347,27 @@ class TorchExecutor:
                 launched += 1
             sampled = runner.take()
             taken += 1
-            for sequence, token, collected in zip(sequences, sampled, tokens, strict=True):
+            forced = self._sampler.take_forced()
+            for row, (sequence, token, collected) in enumerate(zip(sequences, sampled, tokens, strict=True)):
                 if sequence.request_id in ended:
                     continue  # the step was launched before the end was known
                 if isinstance(token, str):
                     failed[sequence.request_id] = token
                 else:
-                    collected.append(token)
+                    collected += [token, *map(Token, forced.get(row, ()))]
                 if isinstance(token, str) or token.token_id in sequence.sampling.stop_token_ids:
                     ended.add(sequence.request_id)
             if plan.overlapped:
                 wanted = taken  # steps that were launched run on
-            elif ended or time.monotonic() - started_s >= plan.max_duration_s:
+            elif ended or forced or time.monotonic() - started_s >= plan.max_duration_s:
                 wanted = launched
             # A sequence that failed gets token 0 for the bookkeeping of this step. The engine drops it next.
             chosen = [0 if isinstance(token, str) else token.token_id for token in sampled]
             self._others.broadcast(chosen, has_more=taken < wanted)
             self._rank.append(steps, chosen)
+            for row, token_ids in forced.items():
+                for token_id in token_ids:
+                    sequences[row].add_token(token_id)
         self._running = runner if isinstance(runner, GraphRunner) and launched > taken else None
         return _PlanRun(tokens, failed, taken, runner.prompt_logprobs)
 

@@ -45,7 +45,7 @@ _WORDS = {
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
 }
-_ID_OF_ANSWER = re.compile(r"^(?:chatcmpl|cmpl)-")
+_ID_OF_ANSWER = re.compile(r"^(?:chatcmpl-|cmpl-|msg_)")
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -286,11 +286,11 @@ async def abort_request(body: AbortRequest, service: ServiceDep, sender: SenderD
     if not body.rid and not body.abort_all:
         raise bad_request("Give rid or abort_all.", "rid")
     wanted = _ID_OF_ANSWER.sub("", body.rid)
-    for choice in [choice for generation in service.generations for choice in generation.choices]:
-        request = choice.handle.request
+    for generation in tuple(service.generations):
+        request = generation.choices[0].handle.request
         is_meant = body.abort_all or request.request_id.rsplit("-", 2)[0] == wanted
-        if is_meant and request.tenant == sender.tenant and choice.finish_reason is None:
-            choice.handle.abort()
+        if is_meant and request.tenant == sender.tenant:
+            generation.abort()
     return Response(status_code=200)
 
 

@@ -203,6 +203,7 @@ class CallGrammar:
         parallel: whether there may be several calls.
         token_id: returns the id of a special token, None of other text.
         content: JSON schema that an answer without calls follows; None if it must call.
+        is_free: whether there may be any text instead of calls, or before them where the format allows that.
         thoughts_end: text that ends what the model may think before; empty if it may not.
     """
 
@@ -212,12 +213,14 @@ class CallGrammar:
         parallel: bool,
         token_id: Callable[[str], int | None],
         content: Any = None,
+        is_free: bool = False,
         thoughts_end: str = "",
     ) -> None:
         self.functions = functions
         self.parallel = parallel
         self._token_id = token_id
         self._content = content
+        self._is_free = is_free
         self._thoughts_end = thoughts_end
         self._rules: list[str] = []
 
@@ -257,18 +260,46 @@ class CallGrammar:
         between = f"{literal(separator)} " if separator else ""
         return f"{call} ({between}{call})*" if self.parallel else call
 
+    def build_behind_text(self, marker: str, body: str, separator: str = "", *, is_list: bool = False) -> str:
+        """Return the grammar of calls that may follow text.
+
+        Args:
+            marker: text or special token that begins a call, or all of them.
+            body: what follows the marker.
+            separator: text between two calls.
+            is_list: whether ``body`` has all calls.
+        """
+        if not self._is_free:
+            call = self.rule(f"{self.marker(marker)} {body}")
+            return self.build(call if is_list else self.several(call, separator))
+        self._rules.append(self._text_up_to("before", marker))
+        return self.build(f"(before {body}){'*' if self.parallel else '?'} TEXT")
+
+    def build_alone(self, calls: str, other: str) -> str:
+        """Return the grammar of calls that are a whole answer; ``other`` is a regex of all answers that are none."""
+        if not self._is_free:
+            return self.build(calls)
+        self._rules.append(f"OTHER: {other}")
+        return self.build(f"{calls} | OTHER")
+
     def build(self, start: str) -> str:
         """Return the grammar, given the calls."""
         if self._content is not None:
             start = f"({start}) | {self.json(self._content)}"
         lines = [f"start: {start}"]
         if self._thoughts_end:
-            token_id = self._token_id(self._thoughts_end)
-            end = literal(self._thoughts_end) if token_id is None else f"<[{token_id}]>"
-            # A lazy lexeme ends as soon as it can, so that thoughts do not run on through their end.
-            thoughts = f"thoughts[lazy]: TEXT {end}" if token_id is None else f"thoughts: TEXT {end}"
-            lines = [f"start: (thoughts SPACE?)? ({start})", r"TEXT: /(.|\n)*/", r"SPACE: /\s+/", thoughts]
+            lines = [f"start: (thoughts SPACE?)? ({start})", r"SPACE: /\s+/"]
+            lines.append(self._text_up_to("thoughts", self._thoughts_end))
+        if self._thoughts_end or self._is_free:
+            lines.append(r"TEXT: /(.|\n)*/")
         return "\n".join(["%llguidance {}", *lines, *self._rules])
+
+    def _text_up_to(self, name: str, end: str) -> str:
+        """Return a rule of text and what ends it."""
+        if self._token_id(end) is not None:
+            return f"{name}: TEXT {self.marker(end)}"
+        # A lazy lexeme ends as soon as it can, so that text does not run on through its end.
+        return f"{name}[lazy]: TEXT {literal(end)}"
 
 
 def literal(text: str) -> str:

@@ -38,7 +38,8 @@ def _write(calls: Sequence[Call]) -> str:
 
 def _grammar(grammar: CallGrammar) -> str:
     calls = grammar.several(grammar.call_object(), ", ")
-    return grammar.build(f"{grammar.marker(_MARKERS[0])} {literal('[')} {calls} {literal(']')}")
+    whole = f"{grammar.marker(_MARKERS[0])} {literal('[')} {calls} {literal(']')}"
+    return grammar.build_alone(whole, r"/(.|\n)*/ & ~/\s*(<\|tool_call\|>|<tool_call>|\[)(.|\n)*/")
 
 
 FORMAT = ToolFormat("granite", _MARKERS, (_MARKERS[0],), lambda _: _calls, _write, _grammar)

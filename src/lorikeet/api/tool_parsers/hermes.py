@@ -46,8 +46,8 @@ def _write(calls: Sequence[Call]) -> str:
 
 def _grammar(grammar: CallGrammar) -> str:
     newline = literal("\n")
-    parts = (grammar.marker(_BEGIN), newline, grammar.call_object(), newline, grammar.marker(_END))
-    return grammar.build(grammar.several(grammar.rule(" ".join(parts)), "\n"))
+    body = grammar.rule(f"{newline} {grammar.call_object()} {newline} {grammar.marker(_END)}")
+    return grammar.build_behind_text(_BEGIN, body, "\n")
 
 
 FORMAT = ToolFormat("hermes", (_BEGIN, _END), (_BEGIN,), lambda _: _calls, _write, _grammar)

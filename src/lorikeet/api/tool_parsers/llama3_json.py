@@ -44,7 +44,8 @@ def _write(calls: Sequence[Call]) -> str:
 
 
 def _grammar(grammar: CallGrammar) -> str:
-    return grammar.build(grammar.several(grammar.call_object("parameters"), "; "))
+    calls = grammar.several(grammar.call_object("parameters"), "; ")
+    return grammar.build_alone(calls, r"/(.|\n)*/ & ~/\s*\{(.|\n)*/")
 
 
 FORMAT = ToolFormat("llama3_json", (_MARKER,), (_MARKER, '"parameters":'), lambda _: _calls, _write, _grammar)

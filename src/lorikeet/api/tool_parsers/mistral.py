@@ -56,8 +56,8 @@ def _write(calls: Sequence[Call]) -> str:
 
 
 def _grammar(grammar: CallGrammar) -> str:
-    calls = grammar.several(grammar.call_object(), ", ")
-    return grammar.build(f"{grammar.marker(_MARKER)} {literal('[')} {calls} {literal(']')}")
+    body = f"{literal('[')} {grammar.several(grammar.call_object(), ', ')} {literal(']')}"
+    return grammar.build_behind_text(_MARKER, grammar.rule(body), is_list=True)
 
 
 FORMAT = ToolFormat("mistral", (_MARKER, _ARGUMENTS, _ID), (_MARKER,), lambda _: _calls, _write, _grammar, id_letters=9)

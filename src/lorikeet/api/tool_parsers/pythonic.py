@@ -106,7 +106,19 @@ def _write(calls: Sequence[Call]) -> str:
 
 def _as_python(call: Call) -> str:
     arguments = json.loads(call.arguments)
-    return f"{call.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+    return f"{call.name}({', '.join(f'{name}={_literal(value)}' for name, value in arguments.items())})"
+
+
+def _literal(value: Any) -> str:
+    """Return a JSON value in Python, with strings as JSON writes them."""
+    match value:
+        case str():
+            return json.dumps(value, ensure_ascii=False)
+        case list():
+            return f"[{', '.join(map(_literal, value))}]"
+        case dict():
+            return f"{{{', '.join(f'{_literal(key)}: {_literal(each)}' for key, each in value.items())}}}"
+    return repr(value)
 
 
 def _grammar(grammar: CallGrammar) -> str:
@@ -118,8 +130,8 @@ def _grammar(grammar: CallGrammar) -> str:
         optional = [values[key] for key in properties if key not in required]
         keywords = _list_of(needed, optional)
         calls.append(grammar.rule(f"{literal(name + '(')} {keywords} {literal(')')}"))
-    call = grammar.rule(" | ".join(calls))
-    return grammar.build(f"{literal('[')} {grammar.several(call, ', ')} {literal(']')}")
+    several = grammar.several(grammar.rule(" | ".join(calls)), ", ")
+    return grammar.build_alone(f"{literal('[')} {several} {literal(']')}", r"/(.|\n)*/ & ~/\s*\[(.|\n)*/")
 
 
 def _list_of(needed: Sequence[str], optional: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ from lorikeet.api.tool_parsers.base import (
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_NEWLINE = "\n"
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 _DEFINITION = re.compile(r"#/(\$defs|definitions)/(.+)")
 _MAX_DEPTH = 10
@@ -139,21 +140,27 @@ def _as_tags(call: Call) -> str:
 
 
 def _grammar(grammar: CallGrammar) -> str:
-    text = grammar.rule(r"/[^<]*/")
+    # With its end in one lexeme, since a text would take the newline before the end.
+    text = grammar.rule(r"/[^<]*\n<\/parameter>\n/")
     calls = []
     for name, schema in grammar.functions.items():
-        parts = [grammar.marker(_BEGIN), literal(f"\n{_FUNCTION}{name}>\n")]
+        parts = [literal(f"\n{_FUNCTION}{name}>\n")]
         properties, required = as_object(schema)["properties"], schema.get("required", ())
         for key, of_key in properties.items():
-            begin, end = literal(f"{_PARAMETER}{key}>\n"), literal(f"\n{_PARAMETER_END}\n")
-            choices = of_key.get("enum", ()) if isinstance(of_key, dict) else ()
-            if choices:
-                value = f"({' | '.join(literal(one if isinstance(one, str) else _text(one)) for one in choices)})"
-            else:
-                value = grammar.json_property(schema, key) if _kinds(of_key, schema) else text
-            parts.append(f"{begin} {value} {end}" if key in required else f"({begin} {value} {end})?")
-        calls.append(grammar.rule(" ".join([*parts, literal(f"{_FUNCTION_END}\n"), grammar.marker(_END)])))
-    return grammar.build(grammar.several(grammar.rule(" | ".join(calls)), "\n"))
+            value = _value_grammar(grammar, schema, key, of_key) or text
+            parameter = f"{literal(f'{_PARAMETER}{key}>' + _NEWLINE)} {value}"
+            parts.append(parameter if key in required else f"({parameter})?")
+        calls.append(grammar.rule(" ".join([*parts, literal(_FUNCTION_END + _NEWLINE), grammar.marker(_END)])))
+    return grammar.build_behind_text(_BEGIN, grammar.rule(" | ".join(calls)), _NEWLINE)
+
+
+def _value_grammar(grammar: CallGrammar, schema: Parameters, key: str, of_key: Any) -> str:
+    """Return the grammar of a value and its end, empty for any text."""
+    end = literal(f"{_NEWLINE}{_PARAMETER_END}{_NEWLINE}")
+    if choices := of_key.get("enum", ()) if isinstance(of_key, dict) else ():
+        texts = (literal(one if isinstance(one, str) else _text(one)) for one in choices)
+        return f"({' | '.join(texts)}) {end}"
+    return f"{grammar.json_property(schema, key)} {end}" if _kinds(of_key, schema) else ""
 
 
 FORMAT = ToolFormat("qwen3_coder", (_BEGIN, _END), (_FUNCTION,), _Reader, _write, _grammar)

@@ -215,7 +215,7 @@ class PoolFolder:
                 staged.mkdir()
                 for name in (CONFIG_FILE, WEIGHTS_FILE):
                     (staged / name).write_bytes(files[name].data)
-                write_manifest(staged, _checked(staged, digest).modules)
+                write_manifest(staged, _checked(staged, digest))
                 with self._publishing:
                     if self._problem(digest) is not None:  # otherwise a concurrent call was faster
                         self._remove(digest)

@@ -77,6 +77,7 @@ class ClusterClient:
         kv_bandwidth: KvBandwidth | None = None,
     ) -> None:
         self.wanted: int | None = None
+        self._is_paused = False
         self._settings = settings
         self._hosts = hosts
         self._context = zmq.asyncio.Context()
@@ -159,6 +160,12 @@ class ClusterClient:
             self._apply(self._dispatcher.retire(digest))
         return await freed
 
+    def set_paused(self, paused: bool) -> None:
+        """Pause all replicas, and those that are started meanwhile, or let them go on. See ``Engines``."""
+        self._is_paused = paused
+        for replica in self._replicas.values():
+            replica.supervisor.set_paused(paused)
+
     def on_adapter_event(self, callback: Callable[[AdapterEvent], None]) -> None:
         """Call ``callback`` with every adapter event. See ``Engines``."""
         self._on_adapter_event.append(callback)
@@ -229,6 +236,8 @@ class ClusterClient:
         replica = self._replicas[replica_id] = LiveReplica(supervisor)
         try:
             self._engine_info = await supervisor.start(on_progress)
+            if self._is_paused:
+                supervisor.set_paused(True)
         except BaseException as error:
             if isinstance(error, EngineError):
                 where = supervisor.address

@@ -22,7 +22,16 @@ _NAME = "the loader process"
 
 
 class LoaderError(RuntimeError):
-    """There is no loader process now; the message says why."""
+    """There is no loader process now; the message says why.
+
+    Args:
+        message: why.
+        rest_s: seconds until another may be started.
+    """
+
+    def __init__(self, message: str, rest_s: float) -> None:
+        super().__init__(message)
+        self.rest_s = rest_s
 
 
 def start_loader_process() -> HelperProcess:
@@ -100,7 +109,7 @@ class Loader(Helper):
         with self._changed:
             running = self._ensure_started()
             if running is None:
-                raise LoaderError(self._reason)
+                raise LoaderError(self._reason, max(0.0, self._next_start_s - time.monotonic()))
             self._reading[read.transfer_id] = _Reading(running, read.reader, read.free_blocks, 0, time.monotonic())
             running.send(read)
 

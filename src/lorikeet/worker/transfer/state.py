@@ -132,6 +132,7 @@ class TransferState:
         copied: blocks copied.
         reader: the reader that reads it; None before and after reading.
         lost_reads: how often its read was lost with the loader process.
+        has_rested: whether its read has waited until a loader process may be started.
         is_lost: whether its read was lost, and begins again once nothing is being copied.
         error: why it has failed, None if it has not.
         partial: for steps that use layers before the end of the transfer, None if it has no groups.
@@ -150,6 +151,7 @@ class TransferState:
     copied: int = 0
     reader: int | None = None
     lost_reads: int = 0
+    has_rested: bool = False
     is_lost: bool = False
     error: str | None = None
     partial: PartialAdapter | None = None

@@ -91,6 +91,7 @@ class TransferManager:
         self._lock = threading.Lock()
         self._inflight: dict[int, TransferState] = {}
         self._unread: dict[int, TransferState] = {}  # those of _inflight whose read has not begun
+        self._rest: threading.Timer | None = None  # until a loader may be started again
         self._partial: dict[AdapterDigest, PartialAdapter] = {}
         self.adapters = LoadedAdapters()
         self.counts = TransferCounts()
@@ -189,6 +190,9 @@ class TransferManager:
         """Finish the copies that have begun, and abandon all other transfers."""
         for copier in self._copiers.values():
             copier.close()
+        with self._lock:
+            if self._rest is not None:
+                self._rest.cancel()
         self.loader.close()
         try:
             self._unregister()
@@ -289,22 +293,21 @@ class TransferManager:
                 state = self._next_read()
                 if state is None:
                     return
-                self._start_read(state)
-                has_ended = self._remove_if_ended(state)
-            if has_ended:
-                self._report(state)
+                ended = [each for each in self._start_read(state) if self._remove_if_ended(each)]
+            for each in ended:
+                self._report(each)
 
     def _next_read(self) -> TransferState | None:
         """Return the most urgent unread transfer if its read may start now. Under the lock."""
-        if not (self._unread and self._free_readers):
+        if not (self._unread and self._free_readers) or self._rest is not None:
             return None
         first = min(self._unread.values(), key=lambda state: state.urgency)
         reading = [state for state in self._inflight.values() if state.reader is not None]
         ahead = sum(state.demand for state in reading) if first.demand else len(reading)
         return first if ahead < self._max_reads else None
 
-    def _start_read(self, state: TransferState) -> None:
-        """Send a read to the loader process. Under the lock."""
+    def _start_read(self, state: TransferState) -> "list[TransferState]":
+        """Send a read to the loader process; return transfers that have failed since there is none. Under the lock."""
         transfer, reader = state.transfer, self._free_readers.pop()
         del self._unread[transfer.transfer_id]
         assert transfer.adapter is not None
@@ -317,7 +320,31 @@ class TransferManager:
             blocks, free = state.host_blocks, state.max_uncopied
             self.loader.read(ReadAdapter(transfer.transfer_id, reader, transfer.adapter, blocks, free))
         except LoaderError as error:
-            state.reading, state.error = False, str(error)
+            self._free_reader(state)
+            state.update_active_s()
+            self._unread[transfer.transfer_id] = state
+            return self._rest_reads(error)
+        return []
+
+    def _rest_reads(self, error: LoaderError) -> "list[TransferState]":
+        """Let all reads wait until a loader may be started; return those that have waited before. Under the lock."""
+        failed = []
+        for each in list(self._unread.values()):
+            if each.has_rested:
+                del self._unread[each.transfer.transfer_id]
+                each.reading, each.error = False, str(error)
+                failed.append(each)
+            each.has_rested = True
+        if self._unread:
+            self._rest = threading.Timer(error.rest_s, self._end_rest)
+            self._rest.daemon = True
+            self._rest.start()
+        return failed
+
+    def _end_rest(self) -> None:
+        with self._lock:
+            self._rest = None
+        self._start_reads()
 
     def _filled(self, message: BlocksFilled) -> None:
         with self._lock:

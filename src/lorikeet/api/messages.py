@@ -1,0 +1,241 @@
+"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``: Anthropic's messages API, on top of the chat."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lorikeet.api.answer_blocks import AnswerBlocks, Block, BlockAdded, BlockEvent, BlockKind, BlockOpened
+from lorikeet.api.chat_answer import ChatAnswer, check_one_answer, start_chat
+from lorikeet.api.errors import ApiError
+from lorikeet.api.large_bodies import PromptRoute, prepared_body
+from lorikeet.api.messages_body import CountTokensRequest, MessagesRequest
+from lorikeet.api.prompt_process import MESSAGES_PATH, TOKENIZE_PATH
+from lorikeet.api.protocol import refuse_unsupported
+from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
+from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
+from lorikeet.api.usage import usage_of
+
+router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""By HTTP status; of others ``invalid_request_error``."""
+_DELTA = {
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.THOUGHTS: ("thinking_delta", "thinking"),
+    BlockKind.CALL: ("input_json_delta", "partial_json"),
+}
+
+
+@router.post(MESSAGES_PATH)
+async def messages(http: Request, body: MessagesRequest, service: ServiceDep, sender: SenderDep) -> Response:
+    """Answer a conversation."""
+    refuse_unsupported(body)
+    check_one_answer(body)
+    answer = await start_chat(service, body.chat(), sender, prepared_body(http))
+    writer = MessageWriter(answer, f"msg_{sender.request_id}")
+
+    async def make() -> Response:
+        if body.stream:
+            return EventStream(await begun(_events(writer)), answer.generation.read_until_s)
+        async for step in answer.steps():
+            writer.blocks.push(step)
+        answer.generation.close()
+        return Response(msgspec.json.encode(writer.message()), media_type="application/json")
+
+    return CancelOnDisconnect(make, answer.generation.close)
+
+
+@router.post(f"{MESSAGES_PATH}/count_tokens")
+async def count_tokens(http: Request, body: CountTokensRequest, service: ServiceDep) -> Any:
+    """Return the number of tokens of a prompt."""
+    refuse_unsupported(body)
+    if prepared := prepared_body(http):
+        return Response(prepared.answer, media_type="application/json")
+    chat = await service.chat_of(await service.resolve(body.model, body.lora_path, generates=False))
+    asked = body.tokenize_body()
+    assert asked.messages is not None
+    if chat.own is not None:
+        read = await service.read_in_process(TOKENIZE_PATH, asked, chat.own)
+        return {"input_tokens": json.loads(read.answer)["count"]}
+    return {"input_tokens": len(await chat.text_processor.encode_chat(asked.messages, chat.style(asked)))}
+
+
+class MessageWriter:
+    """Writes one answer as Anthropic's message.
+
+    Args:
+        answer: running.
+        message_id: id to report.
+
+    Attributes:
+        answer: running.
+        blocks: of the answer, so far.
+    """
+
+    def __init__(self, answer: ChatAnswer, message_id: str) -> None:
+        self.blocks = AnswerBlocks()
+        self.answer = answer
+        self._id = message_id
+
+    def message(self) -> dict[str, Any]:
+        """Return the whole message."""
+        content = [_whole(block) for block in self.blocks.blocks]
+        return self.opening() | {"content": content, **self.end(), "usage": self.usage()}
+
+    def opening(self) -> dict[str, Any]:
+        """Return the message without an answer, which opens a stream."""
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.answer.target.name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self.usage() | {"output_tokens": 0},
+        }
+
+    def end(self) -> dict[str, Any]:
+        """Return why the answer ended."""
+        reason, stop = self.blocks.finish_reason, self.blocks.stop_reason
+        if reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": "tool_use" if self.blocks.has_calls else "end_turn", "stop_sequence": None}
+
+    def usage(self) -> dict[str, Any]:
+        """Return the token counts; those of the prompt that were found in KV are counted apart."""
+        usage = usage_of(self.answer.generation)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _whole(block: Block) -> dict[str, Any]:
+    if block.kind is BlockKind.CALL:
+        return _opened(block) | {"input": _arguments(block.text)}
+    return _opened(block) | {_DELTA[block.kind][1]: block.text}
+
+
+def _arguments(text: str) -> Any:
+    """Return what a call passes; an object without keys if the answer was cut off before it was complete."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}
+
+
+def _opened(block: Block) -> dict[str, Any]:
+    match block.kind:
+        case BlockKind.TEXT:
+            return {"type": "text", "text": ""}
+        case BlockKind.THOUGHTS:
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case BlockKind.CALL:
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
+
+
+async def _events(writer: MessageWriter) -> AsyncIterator[bytes]:
+    has_begun = False
+    try:
+        async for step in writer.answer.steps():
+            changes = writer.blocks.push(step)
+            if not has_begun:
+                has_begun = True
+                yield _event("message_start", message=writer.opening())
+            if changes:
+                yield b"".join(map(_block_event, changes))
+    except ApiError as error:
+        if not has_begun:
+            raise
+        yield _event("error", error=_error(error.status, error.message))
+        return
+    usage = writer.usage()
+    yield _event("message_delta", delta=writer.end(), usage=usage) + _event("message_stop")
+
+
+def _block_event(change: BlockEvent) -> bytes:
+    index = change.block.index
+    if isinstance(change, BlockOpened):
+        return _event("content_block_start", index=index, content_block=_opened(change.block))
+    if isinstance(change, BlockAdded):
+        kind, key = _DELTA[change.block.kind]
+        return _event("content_block_delta", index=index, delta={"type": kind, key: change.text})
+    return _event("content_block_stop", index=index)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))
+
+
+def _error(status: int, message: str) -> dict[str, str]:
+    return {"type": _ERROR_TYPES.get(status, "invalid_request_error"), "message": message}
+
+
+class AnthropicErrors:
+    """Middleware that writes the errors of these routes in Anthropic's form, wherever they arose.
+
+    Args:
+        app: what answers with errors in OpenAI's form.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        path = scope.get("path", "")
+        if scope["type"] != "http" or not (path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")):
+            await self._app(scope, receive, send)
+            return
+        start: Message = {}
+        parts: list[bytes] = []
+
+        async def send_in_form(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["request-id"] = headers.get("x-request-id", "")
+                if message["status"] >= 400:
+                    start = message
+                    return
+            if not start:
+                await send(message)
+                return
+            parts.append(message.get("body", b""))
+            if not message.get("more_body"):
+                content = _in_form(start["status"], b"".join(parts), MutableHeaders(scope=start)["request-id"])
+                MutableHeaders(scope=start)["content-length"] = str(len(content))
+                await send(start)
+                await send({"type": "http.response.body", "body": content})
+
+        await self._app(scope, receive, send_in_form)
+
+
+def _in_form(status: int, content: bytes, request_id: str) -> bytes:
+    try:
+        error = json.loads(content)["error"]
+    except (ValueError, KeyError, TypeError):
+        return content
+    message = error["message"] if isinstance(error, dict) else str(error)
+    return msgspec.json.encode({"type": "error", "error": _error(status, message), "request_id": request_id})

@@ -1,0 +1,449 @@
+"""``/v1/responses``: OpenAI's responses API, on top of the chat."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from lorikeet.api.answer_blocks import (
+    AnswerBlocks,
+    Block,
+    BlockAdded,
+    BlockEvent,
+    BlockKind,
+    BlockOpened,
+)
+from lorikeet.api.chat_answer import ChatAnswer, check_one_answer, start_chat
+from lorikeet.api.errors import ApiError, bad_request, unexpected_failure
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES, PreparedBody, PromptRoute, prepare, prepared_body
+from lorikeet.api.logprobs import TokenNames, chat_logprobs
+from lorikeet.api.logs import log
+from lorikeet.api.prompt_process import RESPONSES_PATH
+from lorikeet.api.protocol import refuse_unsupported
+from lorikeet.api.responses_body import ResponsesRequest, in_these_words
+from lorikeet.api.service import JsonBody, Sender, SenderDep, Service, ServiceDep
+from lorikeet.api.stored_responses import BackgroundRun, StoredResponse
+from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
+from lorikeet.api.threads import off_the_loop
+from lorikeet.api.usage import usage_of
+from lorikeet.core.plan import Token
+
+router = APIRouter()
+creation = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
+
+_ID_BYTES = 24
+_DEFAULT_ITEMS, _MAX_ITEMS = 20, 100
+
+
+@creation.post(RESPONSES_PATH)
+async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sender: SenderDep) -> Response:
+    """Answer an input, after a stored response or anew."""
+    refuse_unsupported(body)
+    check_one_answer(body)
+    stores = body.store is not False and service.responses.max_number > 0
+    if body.background and not stores:
+        raise bad_request("background needs a response that is stored.", "background")
+    prepared = prepared_body(http)
+    previous = b"" if prepared else service.responses.conversation(sender.tenant, body.previous_response_id)
+    with ExitStack() as holding:
+        if len(previous) > SMALL_BODY_BYTES:
+            prepared = await _prepare(service, body, len(previous), sender, holding)
+        conversation = b""
+        if stores:
+            conversation = prepared.conversation if prepared else body.conversation(previous)
+        try:
+            answer = await start_chat(service, body.chat(b"" if prepared else previous), sender, prepared)
+        except ApiError as error:
+            raise in_these_words(error) from error
+    names = TokenNames(answer.chat.text_processor, as_ids=bool(body.return_tokens_as_token_ids))
+    writer = ResponseWriter(body, answer, names if body.wants_logprobs else None, is_stored=stores)
+    stored = StoredResponse(writer.response_id, conversation)
+    if body.background:
+        return _in_background(body, service, sender.tenant, writer, stored)
+
+    def keep(content: bytes) -> None:
+        if stores and writer.status in ("completed", "incomplete"):
+            stored.response = content
+            service.responses.put(sender.tenant, stored)
+
+    async def make() -> Response:
+        if body.stream:
+            return EventStream(await begun(_stream(writer, keep)), answer.generation.read_until_s)
+        async for step in answer.steps():
+            writer.blocks.push(step)
+        writer.finish()
+        answer.generation.close()
+        content = await off_the_loop(writer.encoded, writer.scores)
+        keep(content)
+        return _json(content)
+
+    return CancelOnDisconnect(make, answer.generation.close)
+
+
+async def _prepare(
+    service: Service, body: ResponsesRequest, previous_bytes: int, sender: Sender, holding: ExitStack
+) -> PreparedBody:
+    """Read a body that goes on from a long conversation in another process, as large bodies are."""
+    content = body.model_dump_json(exclude_unset=True).encode()
+    async with service.body_gate.hold(min(previous_bytes, service.body_gate.max_body_bytes)):
+        prepared, _ = await prepare(service, RESPONSES_PATH, content, sender.tenant, holding)
+    return prepared
+
+
+@router.get(f"{RESPONSES_PATH}/{{response_id}}")
+async def retrieve(
+    response_id: str,
+    service: ServiceDep,
+    sender: SenderDep,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+) -> Response:
+    """Return a stored response; of one made in the background also its stream, from an event on."""
+    stored = service.responses.get(sender.tenant, response_id)
+    if not stream:
+        return _json(stored.as_json())
+    run = stored.run
+    if run is None or not run.keeps_events:
+        raise bad_request("Only a background response that was created as a stream can be streamed again.", "stream")
+    return _followed(run, starting_after + 1)
+
+
+@router.delete(f"{RESPONSES_PATH}/{{response_id}}")
+async def delete(response_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
+    """Drop a stored response; one that is being made is cancelled."""
+    stored = service.responses.get(sender.tenant, response_id)
+    if stored.run is not None:
+        await stored.run.cancel()
+    service.responses.delete(sender.tenant, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post(f"{RESPONSES_PATH}/{{response_id}}/cancel")
+async def cancel(response_id: str, service: ServiceDep, sender: SenderDep) -> Response:
+    """Stop a response that is made in the background; of one that has ended nothing changes."""
+    stored = service.responses.get(sender.tenant, response_id)
+    if stored.run is None:
+        raise bad_request("Only background responses can be cancelled.", "response_id")
+    await stored.run.cancel()
+    return _json(stored.as_json())
+
+
+@router.get(f"{RESPONSES_PATH}/{{response_id}}/input_items")
+async def input_items(
+    response_id: str,
+    service: ServiceDep,
+    sender: SenderDep,
+    limit: Annotated[int, Query(ge=1, le=_MAX_ITEMS)] = _DEFAULT_ITEMS,
+    order: Literal["asc", "desc"] = "desc",
+    after: str = "",
+) -> Response:
+    """Return what a response answers, earlier turns included."""
+    conversation = service.responses.get(sender.tenant, response_id).conversation
+
+    def write() -> bytes:
+        items = [_listed(item, at, response_id) for at, item in enumerate(msgspec.json.decode(conversation))]
+        if order == "desc":
+            items.reverse()
+        begin = next((at + 1 for at, item in enumerate(items) if item["id"] == after), None) if after else 0
+        if begin is None:
+            raise bad_request(f"after: there is no item {after[:100]!r}.", "after")
+        page = items[begin : begin + limit]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        has_more = len(items) > begin + limit
+        return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": has_more})
+
+    return _json(await off_the_loop(write, len(conversation)))
+
+
+router.include_router(creation)
+
+
+class ResponseWriter:
+    """Writes one answer as OpenAI's response, and the events of its stream.
+
+    Args:
+        body: what it answers.
+        answer: running.
+        names: names the tokens of log probabilities; None for none.
+        is_stored: whether it is stored.
+
+    Attributes:
+        response_id: its id.
+        answer: running.
+        blocks: of the answer, so far.
+        status: of the answer.
+    """
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        answer: ChatAnswer,
+        names: TokenNames | None,
+        *,
+        is_stored: bool,
+    ) -> None:
+        # Not made of the client's request id, since who knows it may ask for the response.
+        self._key = secrets.token_hex(_ID_BYTES)
+        self.response_id = f"resp_{self._key}"
+        self.answer = answer
+        self.blocks = AnswerBlocks()
+        self.status = "queued" if body.background else "in_progress"
+        self._body, self._names, self._is_stored = body, names, is_stored
+        self._created_s = int(time.time())
+        self._completed_s: int | None = None
+        self._error: ApiError | None = None
+        self._events = 0
+
+    @property
+    def scores(self) -> int:
+        """How many log probabilities it has."""
+        if self._names is None:
+            return 0
+        return sum(1 + len(token.top) for block in self.blocks.blocks for token in block.tokens)
+
+    def encoded(self) -> bytes:
+        """Return the response as JSON."""
+        return msgspec.json.encode(self.response())
+
+    def response(self) -> dict[str, Any]:
+        """Return the response as it is now."""
+        body, sampling = self._body, self.answer.generation.choices[0].handle.request.sampling
+        form = None if body.text is None else body.text.model_dump(exclude_unset=True)
+        return {
+            "id": self.response_id,
+            "object": "response",
+            "created_at": self._created_s,
+            "completed_at": self._completed_s,
+            "status": self.status,
+            "background": bool(body.background),
+            "error": None if self._error is None else {"code": "server_error", "message": self._error.message},
+            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "model": self.answer.target.name,
+            "output": [self._item(block) for block in self.blocks.blocks],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "store": self._is_stored,
+            "temperature": sampling.temperature,
+            "text": {"format": {"type": "text"}} | (form or {}),
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [_told(tool.model_dump(exclude_unset=True)) for tool in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": sampling.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": self._usage() if self.status in ("completed", "incomplete") else None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the events that open the stream."""
+        events = [self._event("response.created", response=self.response())]
+        self.status = "in_progress"
+        return [*events, self._event("response.in_progress", response=self.response())]
+
+    def events(self, changes: list[BlockEvent]) -> list[dict[str, Any]]:
+        """Return the events of what a step did."""
+        return [event for change in changes for event in self._block_events(change)]
+
+    def finish(self) -> None:
+        """Note that the answer has ended by itself."""
+        self.status = "incomplete" if self.blocks.finish_reason == "length" else "completed"
+        self._completed_s = int(time.time())
+
+    def fail(self, error: ApiError) -> None:
+        """Note that the answer could not be made."""
+        self.status, self._error = "failed", error
+
+    def end(self) -> dict[str, Any]:
+        """Return the event that ends the stream."""
+        return self._event(f"response.{self.status}", response=self.response())
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        number, self._events = self._events, self._events + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def _block_events(self, change: BlockEvent) -> list[dict[str, Any]]:
+        block = change.block
+        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        if block.kind is BlockKind.CALL:
+            name, part = "response.function_call_arguments", None
+        else:
+            place["content_index"] = 0
+            name = "response.output_text" if block.kind is BlockKind.TEXT else "response.reasoning_text"
+            part = self._part(block)
+        is_text = block.kind is BlockKind.TEXT
+        if isinstance(change, BlockAdded):
+            scores = {"logprobs": self._logprobs(change.tokens)} if is_text else {}
+            return [self._event(f"{name}.delta", **place, delta=change.text, **scores)]
+        if isinstance(change, BlockOpened):
+            item = self._item(block) | ({} if part is None else {"content": []})
+            events = [self._event("response.output_item.added", output_index=block.index, item=item)]
+            return events + ([] if part is None else [self._event("response.content_part.added", **place, part=part)])
+        if part is None:
+            events = [self._event(f"{name}.done", **place, name=block.name, arguments=block.text)]
+        else:
+            scores = {"logprobs": self._logprobs(block.tokens)} if is_text else {}
+            events = [
+                self._event(f"{name}.done", **place, text=block.text, **scores),
+                self._event("response.content_part.done", **place, part=part),
+            ]
+        return [*events, self._event("response.output_item.done", output_index=block.index, item=self._item(block))]
+
+    def _item(self, block: Block) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(block), "status": self._status(block)}
+        match block.kind:
+            case BlockKind.TEXT:
+                return item | {"type": "message", "role": "assistant", "content": [self._part(block)]}
+            case BlockKind.THOUGHTS:
+                told = {"summary": [], "content": [self._part(block)], "encrypted_content": None}
+                return item | {"type": "reasoning", **told}
+            case BlockKind.CALL:
+                call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+                return item | {"type": "function_call", **call}
+
+    def _part(self, block: Block) -> dict[str, Any]:
+        if block.kind is BlockKind.THOUGHTS:
+            return {"type": "reasoning_text", "text": block.text}
+        scores = self._logprobs(block.tokens)
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": scores}
+
+    def _status(self, block: Block) -> str:
+        if not block.is_complete:
+            return "in_progress" if self.status in ("queued", "in_progress") else "incomplete"
+        is_cut = self.blocks.finish_reason == "length" and block is self.blocks.blocks[-1]
+        return "incomplete" if is_cut else "completed"
+
+    def _item_id(self, block: Block) -> str:
+        prefix = {BlockKind.TEXT: "msg", BlockKind.THOUGHTS: "rs", BlockKind.CALL: "fc"}[block.kind]
+        return f"{prefix}_{self._key}{block.index:04x}"
+
+    def _logprobs(self, tokens: list[Token] | tuple[Token, ...]) -> list[Any]:
+        if self._names is None or not tokens:
+            return []
+        content: list[Any] = chat_logprobs(self._names, tokens)["content"]
+        return content
+
+    def _usage(self) -> dict[str, Any]:
+        usage = usage_of(self.answer.generation)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self.blocks.reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _told(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as a response repeats it."""
+    return {"description": None, "parameters": None, "strict": None, **tool}
+
+
+async def _stream(writer: ResponseWriter, keep: Callable[[bytes], None]) -> AsyncIterator[bytes]:
+    """Yield the events of an answer.
+
+    Args:
+        writer: of the answer.
+        keep: gets the whole response, before the last event.
+
+    Raises:
+        ApiError: before the first event.
+    """
+    has_begun = False
+    try:
+        async for step in writer.answer.steps():
+            opening = [] if has_begun else writer.opening()
+            has_begun = True
+            changes = writer.blocks.push(step)
+            write = partial(_written, opening, writer, changes)
+            if written := await off_the_loop(write, 0 if step.finish_reason is None else writer.scores):
+                yield written
+        writer.finish()
+    except ApiError as error:
+        if not has_begun:
+            raise
+        writer.fail(error)
+    keep(await off_the_loop(writer.encoded, writer.scores))
+    yield await off_the_loop(lambda: _sse(writer.end()), writer.scores)
+
+
+def _written(opening: list[dict[str, Any]], writer: "ResponseWriter", changes: list[BlockEvent]) -> bytes:
+    return b"".join(map(_sse, [*opening, *writer.events(changes)]))
+
+
+def _sse(event: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+
+
+def _in_background(
+    body: ResponsesRequest, service: Service, tenant: str, writer: ResponseWriter, stored: StoredResponse
+) -> Response:
+    """Store a response that is being made, and return it, or its stream."""
+    run = stored.run = BackgroundRun(keeps_events=bool(body.stream))
+    stored.snapshot = writer.encoded
+    service.responses.put(tenant, stored)
+    first = writer.encoded()
+
+    async def make() -> None:
+        try:
+            for event in writer.opening():
+                run.add(_sse(event))
+            async for step in writer.answer.steps():
+                changes = writer.blocks.push(step)
+                if run.keeps_events:
+                    for event in writer.events(changes):
+                        run.add(_sse(event))
+            writer.finish()
+        except asyncio.CancelledError:
+            writer.status = "cancelled"
+        except ApiError as error:
+            writer.fail(error)
+        except Exception as error:
+            log.error("a background response failed", response=writer.response_id, exc_info=error)
+            writer.fail(unexpected_failure())
+        finally:
+            writer.answer.generation.close()
+            stored.response, stored.snapshot = writer.encoded(), None
+            run.add(_sse(writer.end()))
+            run.end()
+            service.responses.put(tenant, stored)
+
+    run.task = asyncio.create_task(make())
+    return _followed(run, 0) if body.stream else _json(first)
+
+
+def _followed(run: BackgroundRun, begin: int) -> Response:
+    """Return the stream of a response in the background, which goes on when the client leaves."""
+
+    async def make() -> Response:
+        return EventStream(run.follow(begin))
+
+    return CancelOnDisconnect(make, lambda: None)
+
+
+def _listed(item: dict[str, Any], at: int, response_id: str) -> dict[str, Any]:
+    """Return an item of a conversation as it is listed: with an id, and its content in parts."""
+    key = response_id.removeprefix("resp_")
+    listed = {"id": f"item_{key}{at:04x}", "status": "completed", **item}
+    if item.get("type") == "message" and isinstance(item.get("content"), str):
+        kind = "output_text" if item.get("role") == "assistant" else "input_text"
+        extra: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
+        listed["content"] = [{"type": kind, "text": item["content"], **extra}]
+    return listed
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")

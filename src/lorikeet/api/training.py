@@ -1,0 +1,61 @@
+"""Routes that training loops call between two updates of their adapters: vLLM's, as TRL calls them."""
+
+import asyncio
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+
+from lorikeet.api.logs import log
+from lorikeet.api.service import Service, ServiceDep
+
+router = APIRouter()
+
+PauseMode = Literal["abort", "wait", "keep"]
+"""What happens to running requests: they end with what they have, are waited for, or stand still."""
+
+
+@router.post("/pause")
+async def pause(
+    service: ServiceDep, mode: Annotated[PauseMode, Query()] = "abort", clear_cache: bool = True
+) -> dict[str, str]:
+    """Generate nothing until ``/resume``; new requests wait.
+
+    ``clear_cache`` has no effect: KV belongs to one version of an adapter, so new weights never use old KV.
+    """
+    service.unpaused.clear()
+    if mode == "abort":
+        for generation in tuple(service.generations):
+            generation.abort()
+    if mode != "keep":
+        await _all_ended(service)
+    if not service.unpaused.is_set():  # else it was resumed meanwhile
+        service.client.set_paused(True)
+    log.info("generation paused", mode=mode)
+    return {"status": "paused"}
+
+
+@router.post("/resume")
+async def resume(service: ServiceDep) -> dict[str, str]:
+    """Generate again."""
+    service.unpaused.set()
+    service.client.set_paused(False)
+    log.info("generation resumed")
+    return {"status": "resumed"}
+
+
+@router.get("/is_paused")
+async def is_paused(service: ServiceDep) -> dict[str, bool]:
+    """Return whether generation is paused."""
+    return {"is_paused": not service.unpaused.is_set()}
+
+
+@router.get("/get_world_size")
+async def get_world_size(service: ServiceDep, include_dp: bool = True) -> dict[str, int]:
+    """Return the number of ranks of all replicas, or of one."""
+    return {"world_size": service.ranks * (len(service.client.views) if include_dp else 1)}
+
+
+async def _all_ended(service: Service) -> None:
+    while service.generations:
+        ended = [generation.closed.wait() for generation in service.generations]
+        await asyncio.gather(*ended)

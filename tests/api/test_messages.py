@@ -1,0 +1,265 @@
+"""Anthropic's messages API over HTTP."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES
+from tests.api.conftest import Running, Start
+from tests.api.test_tools import CALL, LONG, TWO_CALLS, prompt_of, set_reasoning
+
+MESSAGES = "/v1/messages"
+WEATHER = {
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+NOW = {"name": "now", "input_schema": {"type": "object"}}
+TOOLS = [WEATHER, NOW]
+ASKED = [{"role": "user", "content": "hello"}]
+START = "<|im_start|>assistant\n"
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "base", "max_tokens": 100, "messages": ASKED, **fields}
+
+
+async def events(http: httpx.AsyncClient, path: str, content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Read a stream, whose events must be named in both places."""
+    found = []
+    async with http.stream("POST", path, json={**content, "stream": True}) as reply:
+        assert reply.status_code == 200, await reply.aread()
+        text = "".join([part async for part in reply.aiter_text()])
+    for event in filter(None, text.split("\n\n")):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def merged(stream: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put a stream together, as Anthropic's client does."""
+    message: dict[str, Any] = stream[0]["message"]
+    assert (stream[0]["type"], stream[-1]["type"]) == ("message_start", "message_stop")
+    partial = ""
+    for event in stream[1:-1]:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"])
+                partial = ""
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                if delta["type"] == "input_json_delta":
+                    partial += delta["partial_json"]
+                    block["input"] = partial
+                else:
+                    key = delta["type"].removesuffix("_delta")
+                    block[key] += delta[key]
+            case "content_block_stop":
+                block = message["content"][event["index"]]
+                if block["type"] == "tool_use":
+                    block["input"] = json.loads(block["input"])
+            case "message_delta":
+                message |= event["delta"] | {"usage": event["usage"]}
+    return message
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    content = [{key: value for key, value in block.items() if key != "id"} for block in message["content"]]
+    return {**message, "id": "", "content": content}
+
+
+async def test_message_has_the_shape_that_anthropic_gives_it(server: Running) -> None:
+    reply = await server.http.post(MESSAGES, json=body(system="be brief", metadata={"user_id": "x"}))
+    message = reply.json()
+    prompt = len(server.engine.submitted[0].prompt_token_ids)
+    assert message == {
+        "id": f"msg_{reply.headers['x-request-id']}",
+        "type": "message",
+        "role": "assistant",
+        "model": "base",
+        "content": [{"type": "text", "text": "hello world"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": message["usage"],
+    }
+    assert message["usage"]["input_tokens"] == prompt
+    assert message["usage"]["output_tokens"] > 1
+    assert reply.headers["request-id"] == reply.headers["x-request-id"]
+    assert prompt_of(server) == (f"<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n{START}")
+
+
+@pytest.mark.parametrize("answer", ["hello world", "", TWO_CALLS, f"<think>hm</think>{CALL}"])
+async def test_stream_adds_up_to_the_message(start: Start, answer: str) -> None:
+    async with start(max_model_len=LONG, answer=answer) as server:
+        set_reasoning(server, "qwen3")
+        content = body(max_tokens=1000, tools=TOOLS)
+        whole = (await server.http.post(MESSAGES, json=content)).json()
+        assert without_ids(merged(await events(server.http, MESSAGES, content))) == without_ids(whole)
+
+
+async def test_thoughts_texts_and_calls_are_blocks(start: Start) -> None:
+    async with start(max_model_len=LONG, answer=f"<think>hm</think>{TWO_CALLS}") as server:
+        set_reasoning(server, "qwen3")
+        message = (await server.http.post(MESSAGES, json=body(max_tokens=1000, tools=TOOLS))).json()
+        thoughts, text, weather, now = message["content"]
+        assert thoughts == {"type": "thinking", "thinking": "hm", "signature": ""}
+        assert text == {"type": "text", "text": "Let me see."}
+        assert (weather["type"], weather["name"], weather["input"]) == ("tool_use", "get_weather", {"city": "Oslo"})
+        assert (now["name"], now["input"]) == ("now", {})
+        assert message["stop_reason"] == "tool_use"
+        hidden = (await server.http.post(MESSAGES, json=body(max_tokens=1000, thinking={"type": "disabled"}))).json()
+        assert hidden["content"][0]["type"] == "text"
+
+
+async def test_history_with_calls_and_thoughts_makes_the_prompt_that_a_chat_makes(start: Start) -> None:
+    async with start(max_model_len=LONG) as server:
+        history = [
+            {"role": "user", "content": [{"type": "text", "text": "weather?", "cache_control": {"type": "ephemeral"}}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "x"},
+                    {"type": "text", "text": "Let me see."},
+                    {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Oslo"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]},
+                    {"type": "text", "text": "and tomorrow?"},
+                ],
+            },
+        ]
+        assert (
+            await server.http.post(MESSAGES, json=body(max_tokens=1000, messages=history, tools=TOOLS))
+        ).status_code == 200
+        functions = [
+            {
+                "type": "function",
+                "function": {"parameters" if key == "input_schema" else key: tool[key] for key in tool},
+            }
+            for tool in TOOLS
+        ]
+        call = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
+        chat = [
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "Let me see.", "tool_calls": [{"id": "toolu_1", "function": call}]},
+            {"role": "tool", "tool_call_id": "toolu_1", "content": "rain"},
+            {"role": "user", "content": "and tomorrow?"},
+        ]
+        await server.http.post("/v1/chat/completions", json={"messages": chat, "tools": functions})
+        assert prompt_of(server, 0) == prompt_of(server, 1)
+        count = await server.http.post(f"{MESSAGES}/count_tokens", json={"messages": history, "tools": TOOLS})
+        assert count.json() == {"input_tokens": len(server.engine.submitted[0].prompt_token_ids)}
+
+
+async def test_last_message_of_the_assistant_is_continued(server: Running) -> None:
+    messages = [*ASKED, {"role": "assistant", "content": "well, "}]
+    await server.http.post(MESSAGES, json=body(messages=messages))
+    assert prompt_of(server).endswith(f"{START}well, ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "ended"),
+    [
+        ({"stop_sequences": ["wor"]}, ("hello ", "stop_sequence", "wor")),
+        ({"max_tokens": 1}, ("h", "max_tokens", None)),
+        ({"top_k": 3, "temperature": 0.5, "seed": 5}, ("hello world", "end_turn", None)),
+    ],
+)
+async def test_answer_says_why_it_ended(server: Running, fields: dict[str, Any], ended: tuple[Any, ...]) -> None:
+    message = (await server.http.post(MESSAGES, json=body(model="formal", **fields))).json()
+    text = message["content"][0]["text"]
+    assert (message["stop_reason"], message["stop_sequence"]) == ended[1:]
+    assert text == ended[0] or (ended[1] == "max_tokens" and ended[0] in text)
+    sampling = server.engine.submitted[0].sampling
+    assert sampling.top_k == fields.get("top_k", sampling.top_k)
+
+
+@pytest.mark.parametrize(
+    ("choice", "status"),
+    [({"type": "any"}, 200), ({"type": "tool", "name": "now"}, 200), ({"type": "tool", "name": "x"}, 400)],
+)
+async def test_tool_choice_is_a_grammar_as_in_chats(start: Start, choice: dict[str, str], status: int) -> None:
+    async with start(max_model_len=LONG, answer=CALL) as server:
+        reply = await server.http.post(MESSAGES, json=body(max_tokens=1000, tools=TOOLS, tool_choice=choice))
+        assert reply.status_code == status
+        assert all(request.sampling.grammar for request in server.engine.submitted)
+
+
+async def test_output_format_is_a_grammar(server: Running) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+        assert (await server.http.post(MESSAGES, json=body(**fields))).status_code == 200
+        assert server.engine.submitted[-1].sampling.grammar
+
+
+IMAGE = [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "kind"),
+    [
+        ({"max_tokens": None}, 400, "invalid_request_error"),
+        ({"messages": []}, 400, "invalid_request_error"),
+        ({"model": "nobody"}, 404, "not_found_error"),
+        ({"messages": IMAGE}, 501, "invalid_request_error"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 501, "invalid_request_error"),
+        ({"mcp_servers": [{"type": "url", "url": "x", "name": "x"}]}, 501, "invalid_request_error"),
+        ({"n": 2}, 501, "invalid_request_error"),
+    ],
+)
+async def test_errors_are_in_anthropics_form(server: Running, fields: dict[str, Any], status: int, kind: str) -> None:
+    reply = await server.http.post(MESSAGES, json=body(**fields))
+    assert reply.status_code == status, reply.text
+    error = reply.json()
+    assert (error["type"], error["error"]["type"]) == ("error", kind)
+    assert error["request_id"] == reply.headers["request-id"]
+    assert reply.headers["x-should-retry"] == "false"
+    assert len(reply.content) == int(reply.headers["content-length"])
+
+
+async def test_errors_of_a_running_stream_are_events(server: Running) -> None:
+    server.engine.dies_after = 2
+    stream = await events(server.http, MESSAGES, body())
+    assert stream[-1]["type"] == "error"
+    assert stream[-1]["error"]["type"] == "overloaded_error"
+    server.engine.dies_after = 0
+    assert (await server.http.post(MESSAGES, json=body(stream=True))).status_code == 503
+
+
+async def test_key_may_come_in_anthropics_header(start: Start) -> None:
+    async with start(api_keys=("one", "two")) as server:
+        refused = await server.http.post(MESSAGES, json=body(), headers={"x-api-key": "three"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+        assert (await server.http.post(MESSAGES, json=body(), headers={"x-api-key": "one"})).status_code == 200
+        headers = {"Authorization": "Bearer one"}
+        assert (await server.http.post(MESSAGES, json=body(), headers=headers)).status_code == 200
+        assert (await server.http.get("/v1/models", headers={"x-api-key": "two"})).status_code == 200
+        first, second = server.engine.submitted
+        assert first.tenant == second.tenant
+        assert first.tenant.startswith("key-")
+
+
+@pytest.mark.slow
+async def test_large_bodies_are_answered_as_small_ones(start: Start) -> None:
+    async with start(max_model_len=LONG, answer=CALL) as server:
+        for path, fields in (
+            (MESSAGES, {"system": "x", "tools": TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 200}),
+            (MESSAGES, {"messages": IMAGE, "max_tokens": 5}),
+            (f"{MESSAGES}/count_tokens", {"system": "x", "tools": TOOLS}),
+        ):
+            seen = []
+            for padding in ({}, {"user": "x" * SMALL_BODY_BYTES}):
+                server.engine.submitted.clear()
+                reply = await server.http.post(path, json={"messages": ASKED, **fields, **padding})
+                prompts = [request.prompt_token_ids for request in server.engine.submitted]
+                answer = {**reply.json(), "id": "", "request_id": "", "content": ""}
+                seen.append((reply.status_code, answer, prompts))
+            assert seen[0] == seen[1]
+        assert len(server.service.prompt_processes.pids) == 1

@@ -1,0 +1,335 @@
+"""OpenAI's responses API over HTTP."""
+
+import json
+from typing import Any
+
+import pytest
+
+from lorikeet.api import responses
+from lorikeet.api.large_bodies import SMALL_BODY_BYTES
+from tests.api.conftest import Running, Start
+from tests.api.test_messages import events
+from tests.api.test_operations import bearer
+from tests.api.test_tools import CALL, LONG, TWO_CALLS, prompt_of, set_reasoning
+from tests.support.waiting import until
+
+RESPONSES = "/v1/responses"
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOOLS: list[dict[str, Any]] = [WEATHER, {"type": "function", "name": "now"}]
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "base", "input": "hello", **fields}
+
+
+async def create(server: Running, key: str = "", **fields: Any) -> dict[str, Any]:
+    reply = await server.http.post(RESPONSES, json=body(**fields), headers=bearer(key) if key else {})
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+async def get(server: Running, path: str, key: str = "", **params: Any) -> Any:
+    reply = await server.http.get(f"{RESPONSES}/{path}", params=params, headers=bearer(key) if key else {})
+    return reply.json() if reply.status_code == 200 else reply.status_code
+
+
+def text_of(response: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in response["output"] for part in item.get("content", ()))
+
+
+def plain(response: dict[str, Any]) -> dict[str, Any]:
+    """Return a response without what differs from one to the next."""
+    output = [{**item, "id": "", "call_id": ""} for item in response["output"]]
+    return {**response, "id": "", "created_at": 0, "completed_at": 0, "output": output}
+
+
+async def test_response_has_the_shape_that_openai_gives_it(server: Running) -> None:
+    response = await create(server, instructions="be brief", metadata={"a": "b"}, temperature=0.5, model="formal")
+    (item,) = response["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert item["content"] == [{"type": "output_text", "text": "hello world", "annotations": [], "logprobs": []}]
+    said = {"object": "response", "status": "completed", "model": "formal", "store": True, "temperature": 0.5}
+    assert response == response | said | {"metadata": {"a": "b"}, "instructions": "be brief", "error": None}
+    prompt = len(server.engine.submitted[0].prompt_token_ids)
+    usage = response["usage"]
+    assert (usage["input_tokens"], usage["total_tokens"]) == (prompt, prompt + usage["output_tokens"])
+    assert prompt_of(server).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>")
+
+
+@pytest.mark.parametrize("answer", ["hello world", "", TWO_CALLS, f"<think>hm</think>{CALL}"])
+async def test_stream_tells_of_every_part_in_order(start: Start, answer: str) -> None:
+    async with start(max_model_len=LONG, answer=answer) as server:
+        set_reasoning(server, "qwen3")
+        whole = await create(server, tools=TOOLS)
+        stream = await events(server.http, RESPONSES, body(tools=TOOLS))
+        assert [event["sequence_number"] for event in stream] == list(range(len(stream)))
+        kinds = [event["type"].removeprefix("response.") for event in stream]
+        assert (kinds[:2], kinds[-1]) == (["created", "in_progress"], "completed")
+        last = stream[-1]["response"]
+        assert plain(last) == plain(whole)
+        texts: dict[str, str] = {}
+        for event in stream:
+            if event["type"].endswith(".delta"):
+                texts[event["item_id"]] = texts.get(event["item_id"], "") + event["delta"]
+        written = {item["id"]: item.get("arguments") or text_of({"output": [item]}) for item in last["output"]}
+        assert texts == {key: text for key, text in written.items() if text}
+        done = [event["item"] for event in stream if event["type"] == "response.output_item.done"]
+        assert done == last["output"]
+
+
+async def test_thoughts_texts_and_calls_are_items(start: Start) -> None:
+    async with start(max_model_len=LONG, answer=f"<think>hm</think>{TWO_CALLS}") as server:
+        set_reasoning(server, "qwen3")
+        response = await create(server, tools=TOOLS)
+        thoughts, text, weather, now = response["output"]
+        assert thoughts["content"] == [{"type": "reasoning_text", "text": "hm"}]
+        assert text["content"][0]["text"] == "Let me see."
+        assert (weather["type"], weather["name"], weather["arguments"]) == (
+            "function_call",
+            "get_weather",
+            '{"city": "Oslo"}',
+        )
+        assert now["call_id"] != weather["call_id"]
+        assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_items_make_the_prompt_that_a_chat_makes(start: Start) -> None:
+    async with start(max_model_len=LONG) as server:
+        items: list[dict[str, Any]] = [
+            {"role": "developer", "content": "be brief"},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I see."}]},
+            {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Oslo"}'},
+            {"type": "function_call", "call_id": "c2", "name": "now", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "noon"}]},
+        ]
+        await create(server, input=items, tools=TOOLS)
+        calls = [
+            {"id": "c1", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}},
+            {"id": "c2", "function": {"name": "now", "arguments": "{}"}},
+        ]
+        chat = [
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": "weather?"},
+            {"role": "assistant", "content": "I see.", "reasoning": "hm", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            {"role": "tool", "tool_call_id": "c2", "content": "noon"},
+        ]
+        functions = [
+            {"type": "function", "function": {key: tool[key] for key in tool if key != "type"}} for tool in TOOLS
+        ]
+        await server.http.post("/v1/chat/completions", json={"messages": chat, "tools": functions})
+        assert prompt_of(server, 0) == prompt_of(server, 1)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "name": "now"},
+        {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]},
+    ],
+)
+async def test_tool_choice_is_a_grammar_as_in_chats(start: Start, choice: Any) -> None:
+    async with start(max_model_len=LONG, answer=CALL) as server:
+        await create(server, tools=TOOLS, tool_choice=choice)
+        grammar = server.engine.submitted[0].sampling.grammar
+        assert ("get_weather" in grammar) == (choice == "required")
+        assert "now" in grammar
+
+
+async def test_text_format_is_a_grammar(server: Running) -> None:
+    form = {"type": "json_schema", "name": "x", "strict": True, "schema": {"type": "object", "properties": {"a": {}}}}
+    response = await create(server, text={"format": form})
+    assert server.engine.submitted[0].sampling.grammar
+    assert response["text"]["format"] == form
+    await create(server, text={"format": {"type": "text"}})
+    assert not server.engine.submitted[1].sampling.grammar
+
+
+async def test_log_probabilities_are_told_if_they_are_asked_for(server: Running) -> None:
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    response = await create(server, **fields)
+    scores = response["output"][0]["content"][0]["logprobs"]
+    assert len(scores) == response["usage"]["output_tokens"] - 1
+    assert len(scores[0]["top_logprobs"]) == 2
+    stream = await events(server.http, RESPONSES, body(**fields))
+    deltas = [event for event in stream if event["type"] == "response.output_text.delta"]
+    assert [score for event in deltas for score in event["logprobs"]] == scores
+
+
+async def test_answer_that_is_cut_off_is_incomplete(server: Running) -> None:
+    response = await create(server, max_output_tokens=2)
+    assert response["status"] == "incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["output"][0]["status"] == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, 501, "tools"),
+        ({"tool_choice": {"type": "file_search"}}, 501, "tool_choice"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 501, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, 501, "input"),
+        ({"input": [{"content": "x"}]}, 400, "input"),
+        ({"input": []}, 400, "input"),
+        ({"input": "hello " * 300}, 400, "input"),
+        ({"conversation": "conv_1"}, 501, "conversation"),
+        ({"prompt": {"id": "x"}}, 501, "prompt"),
+        ({"n": 2}, 501, "n"),
+        ({"include": ["all"]}, 400, "include"),
+        ({"text": {"format": {"type": "xml"}}}, 400, "text"),
+        ({"max_output_tokens": 100_000}, 400, "max_output_tokens"),
+        ({"previous_response_id": "resp_x"}, 404, "previous_response_id"),
+        ({"background": True, "store": False}, 400, "background"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused(
+    server: Running, fields: dict[str, Any], status: int, param: str
+) -> None:
+    reply = await server.http.post(RESPONSES, json=body(**fields))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
+    assert reply.headers["x-should-retry"] == "false"
+    assert not server.engine.submitted
+
+
+async def test_failure_before_the_first_token_has_its_status_and_a_later_one_an_event(server: Running) -> None:
+    server.engine.dies_after = 0
+    assert (await server.http.post(RESPONSES, json=body(stream=True))).status_code == 503
+    server.engine.dies_after = 2
+    stream = await events(server.http, RESPONSES, body())
+    assert stream[-1]["type"] == "response.failed"
+    assert stream[-1]["response"]["error"]["code"] == "server_error"
+
+
+# --- stored answers ----------------------------------------------------------------------------------
+
+
+async def test_conversation_goes_on_from_a_stored_response(server: Running) -> None:
+    first = await create(server, instructions="be brief")
+    second = await create(server, input="again", previous_response_id=first["id"])
+    asked = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhello world<|im_end|>\n<|im_start|>user\nagain"
+    assert prompt_of(server).startswith(asked)
+    assert second["previous_response_id"] == first["id"]
+    assert await get(server, second["id"]) == second
+    listed = await get(server, f"{second['id']}/input_items", order="asc")
+    assert [item["content"][0]["text"] for item in listed["data"]] == ["hello", "hello world", "again"]
+    page = await get(server, f"{second['id']}/input_items", limit=1)
+    assert (page["data"][0]["content"][0]["text"], page["has_more"]) == ("again", True)
+    page = await get(server, f"{second['id']}/input_items", after=page["last_id"])
+    assert [item["role"] for item in page["data"]] == ["assistant", "user"]
+
+
+async def test_streamed_responses_are_stored_and_others_only_if_that_is_wanted(server: Running) -> None:
+    stream = await events(server.http, RESPONSES, body())
+    assert await get(server, stream[0]["response"]["id"]) == stream[-1]["response"]
+    assert await get(server, (await create(server, store=False))["id"]) == 404
+
+
+async def test_deleted_response_is_gone(server: Running) -> None:
+    response = await create(server)
+    assert (await server.http.delete(f"{RESPONSES}/{response['id']}")).json()["deleted"]
+    assert await get(server, response["id"]) == 404
+    assert (await server.http.delete(f"{RESPONSES}/{response['id']}")).status_code == 404
+
+
+async def test_keys_see_their_own_responses_only(start: Start) -> None:
+    async with start(api_keys=("one", "two")) as server:
+        response = await create(server, "one")
+        path = f"{RESPONSES}/{response['id']}"
+        assert await get(server, response["id"], "one") == response
+        assert await get(server, response["id"], "two") == 404
+        assert await get(server, f"{response['id']}/input_items", "two") == 404
+        for method, route in (("DELETE", path), ("POST", f"{path}/cancel")):
+            assert (await server.http.request(method, route, headers=bearer("two"))).status_code == 404
+        following = body(previous_response_id=response["id"])
+        assert (await server.http.post(RESPONSES, json=following, headers=bearer("two"))).status_code == 404
+        assert (await server.http.post(RESPONSES, json=following, headers=bearer("one"))).status_code == 200
+
+
+async def test_server_that_stores_nothing_says_so(start: Start) -> None:
+    async with start(stored_responses=0) as server:
+        response = await create(server)
+        assert not response["store"]
+        assert await get(server, response["id"]) == 404
+        assert (await server.http.post(RESPONSES, json=body(background=True))).status_code == 400
+
+
+async def test_background_response_is_made_without_its_client(server: Running) -> None:
+    server.engine.open.clear()
+    response = await create(server, background=True)
+    assert response["status"] == "queued"
+    following = body(previous_response_id=response["id"])
+    assert (await server.http.post(RESPONSES, json=following)).status_code == 400
+    server.engine.open.set()
+    await until(lambda: server.service.gate.active == 0, "the answer has ended")
+    done = await get(server, response["id"])
+    assert (done["status"], text_of(done)) == ("completed", "hello world")
+    cancelled = await server.http.post(f"{RESPONSES}/{response['id']}/cancel")
+    assert cancelled.json()["status"] == "completed"
+    assert (await server.http.post(RESPONSES, json=following)).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+async def test_background_response_can_be_stopped(server: Running, how: str) -> None:
+    server.engine.open.clear()
+    response = await create(server, background=True)
+    path = f"{RESPONSES}/{response['id']}"
+    if how == "cancel":
+        assert (await server.http.post(f"{path}/cancel")).json()["status"] == "cancelled"
+        assert (await get(server, response["id"]))["status"] == "cancelled"
+    else:
+        assert (await server.http.delete(path)).status_code == 200
+        assert await get(server, response["id"]) == 404
+    assert server.engine.aborted
+    assert server.service.gate.active == 0
+    foreground = await create_when_open(server)
+    assert (await server.http.post(f"{RESPONSES}/{foreground['id']}/cancel")).status_code == 400
+
+
+async def create_when_open(server: Running) -> dict[str, Any]:
+    server.engine.open.set()
+    return await create(server)
+
+
+async def test_stream_of_a_background_response_can_be_read_again_from_any_event(server: Running) -> None:
+    stream = await events(server.http, RESPONSES, body(background=True))
+    response_id = stream[0]["response"]["id"]
+    reply = await server.http.get(f"{RESPONSES}/{response_id}", params={"stream": True, "starting_after": 3})
+    again = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert again == stream[4:]
+    plain_one = await create(server)
+    assert await get(server, plain_one["id"], stream=True) == 400
+
+
+async def test_background_failure_is_told_by_the_response(server: Running) -> None:
+    server.engine.dies_after = 2
+    response = await create(server, background=True)
+    await until(lambda: server.service.gate.active == 0, "the answer has ended")
+    failed = await get(server, response["id"])
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+
+
+@pytest.mark.slow
+async def test_large_bodies_and_conversations_are_answered_as_small_ones(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start(max_model_len=LONG) as server:
+        for padding in ({}, {"user": "x" * SMALL_BODY_BYTES}):
+            first = await create(server, tools=TOOLS, instructions="be brief", **padding)
+            await create(server, input="again", previous_response_id=first["id"], **padding)
+        prompts = [request.prompt_token_ids for request in server.engine.submitted]
+        assert prompts[:2] == prompts[2:]
+        monkeypatch.setattr(responses, "SMALL_BODY_BYTES", 10)
+        third = await create(server, input="again", previous_response_id=first["id"])
+        assert server.engine.submitted[-1].prompt_token_ids == prompts[1]
+        assert len((await get(server, f"{third['id']}/input_items"))["data"]) == 3
