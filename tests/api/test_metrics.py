@@ -125,7 +125,17 @@ async def test_the_engines_state_is_told_as_gateways_expect_it(server: Running) 
     assert value(samples, "vllm:prefix_cache_queries_total") == 100
     assert value(samples, "vllm:prefix_cache_hits_total") == 25
     assert value(samples, "vllm:num_preemptions_total") == 3
-    assert value(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
+    assert (
+        value(
+            samples,
+            "vllm:cache_config_info",
+            block_size="16",
+            num_gpu_blocks="100",
+            kv_cache_size_tokens="1600",
+            kv_cache_max_concurrency="6.25",
+        )
+        == 1
+    )
     assert value(samples, "lorikeet:blocks", use="adapter") == 18
 
 
@@ -334,3 +344,11 @@ async def test_scrapers_choose_the_format(server: Running, accept: str, is_openm
         found = {sample.name for family in families for sample in family.samples}
         plain = (await page(server)).keys()
         assert {name for name in plain ^ found if not name.endswith("_created")} == set()
+
+
+async def test_what_requests_ask_for_is_counted_once_for_each_request(server: Running) -> None:
+    await server.http.post(CHAT, json=body(n=3, max_tokens=7))
+    samples = await page(server)
+    for name, asked in (("n", 3), ("max_tokens", 7)):
+        assert value(samples, f"vllm:request_params_{name}_count") == 1
+        assert value(samples, f"vllm:request_params_{name}_sum") == asked

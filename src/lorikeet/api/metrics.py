@@ -258,6 +258,7 @@ class MetricFamilies:
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_ANSWERS = (1, 2, 5, 10, 20, 50, 100)
 _LOAD_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -304,6 +305,8 @@ class RequestMetrics:
         self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", lengths)
         self._answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", lengths)
+        self._params_n = self._histogram("request_params_n", "Answers asked for.", _ANSWERS)
+        self._params_max_tokens = self._histogram("request_params_max_tokens", "Most tokens asked for.", lengths)
         self.adapter_load = self._histogram("lora_adapter_load_seconds", "Transfer of an adapter.", _LOAD_S)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -332,6 +335,11 @@ class RequestMetrics:
     def count_tokens(self, tokens: int) -> None:
         """Count generated tokens as they are sent."""
         self._answer_tokens.inc(tokens)
+
+    def observe_params(self, n: int, max_tokens: int) -> None:
+        """Count what an accepted request asks for: answers for each prompt, and the most tokens of one."""
+        self._params_n.observe(n)
+        self._params_max_tokens.observe(max_tokens)
 
     def observe_request(
         self, timings: RequestTimings, prompt_tokens: int, completion_tokens: int, reason: str, ended_s: float
@@ -402,7 +410,13 @@ class EngineCollector(Collector):
         yield make.gauge("lorikeet:engine_up", "1 while the engine process answers.", float(self._client.alive))
         yield make.count("lorikeet:engine_restarts", "Times the engine process was restarted.", self._client.restarts)
         engine_info = self._client.engine_info
-        shape = {"block_size": str(engine_info.block_size), "num_gpu_blocks": str(engine_info.total_blocks)}
+        tokens = engine_info.block_size * engine_info.total_blocks
+        shape = {
+            "block_size": str(engine_info.block_size),
+            "num_gpu_blocks": str(engine_info.total_blocks),
+            "kv_cache_size_tokens": str(tokens),
+            "kv_cache_max_concurrency": f"{tokens / engine_info.max_model_len:.2f}",
+        }
         yield make.gauge("vllm:cache_config_info", "Sizes of the block pool.", 1.0, shape)
         stats = self._client.stats
         if stats is None:

@@ -281,6 +281,7 @@ class Service:
             if isinstance(error, EngineError):
                 raise engine_unavailable(error) from error
             raise
+        self.observer.metrics.observe_params(body.n or 1, requests[0].sampling.max_tokens)
         self.generations.add(generation)
         return generation
 
