@@ -22,6 +22,8 @@ ADMIN_CALLS = [
     ("POST", "/load_lora_adapter", {"lora_name": "x", "lora_path": "nowhere"}),
     ("POST", "/v1/adapters", {"name": "x", "source": "nowhere"}),
     ("DELETE", "/v1/adapters/x", None),
+    ("POST", "/adapters", {"name": "x", "src": "nowhere"}),
+    ("DELETE", "/adapters/x", None),
     ("POST", "/v1/loras", {"lora_name": "x", "source": {"uri": "nowhere"}}),
     ("DELETE", "/v1/loras/x", None),
 ]
