@@ -155,6 +155,7 @@ def test_vllms_key_in_the_environment_counts_only_where_no_other_is_given(monkey
 
 def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_of(monkeypatch, "--no-enable-prefix-caching").engine.preset == "lorikeet:plain-no-reuse"
+    assert settings_of(monkeypatch, "--disable-radix-cache").engine.preset == "lorikeet:plain-no-reuse"
     assert settings_of(monkeypatch, "--enable-prefix-caching").engine.preset == "auto"
     monkeypatch.setenv("LORIKEET_ENGINE__PRESET", "elora")
     assert settings_of(monkeypatch, "--enable-prefix-caching").engine.preset == "elora"
@@ -320,6 +321,16 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
         ("--allow-credentials", "no cookies"),
         ('--allowed-methods ["*"]', None),
         ('--allowed-headers ["X"]', "may use any"),
+        ("--enable-prompt-tokens-details --enable-server-load-tracking --enable-request-id-headers", None),
+        ("--enable-tokenizer-info-endpoint --enable-cache-report --enable-metrics", None),
+        ("--runner generate --task generate --convert none --tokenizer-mode auto", None),
+        ("--stream-interval 1 --structured-outputs-config.backend auto", None),
+        ("--structured-outputs-config.backend=xgrammar", "llguidance"),
+        ("--enable-force-include-usage", "stream_options.include_usage"),
+        ("--stream-interval 10", "sent at once"),
+        ("--async-scheduling", "how many steps"),
+        ("--attention-backend FLASHINFER", "--kernels"),
+        ('--compilation-config {"level":3}', "--kernels"),
         ("--revision main", None),
         ("--generation-config auto", None),
     ],
@@ -424,6 +435,11 @@ def test_a_flag_that_would_change_what_is_served_is_refused() -> None:
         ("--quantization", "awq", "only bfloat16"),
         ("--revision", "v2", "the hub's main revision is served"),
         ("--generation-config", "vllm", "comes from the generation_config.json"),
+        ("--override-generation-config", '{"temperature": 0}', "change the generation_config.json"),
+        ("--hf-overrides", '{"vocab_size": 9}', "change the config.json"),
+        ("--runner", "pooling", "only models that generate text"),
+        ("--middleware", "a.b", "put a proxy in front"),
+        ("--uds", "/run/x", "listens on a port"),
     ):
         with pytest.raises(compat.CompatError, match=f"{flag}: .*{reason}"):
             compat.translate([flag, value])

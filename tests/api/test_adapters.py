@@ -313,9 +313,13 @@ async def test_sglang_loads_and_unloads(server: Running) -> None:
         "error_message": "",
         "loaded_adapters": {"formal": "formal", "pirate": "pirate"},
     }
+    assert not server.service.loader.pinned
     again = await server.http.post("/load_lora_adapter", json={"lora_name": "pirate", "lora_path": source})
     assert again.status_code == 400
     assert again.json()["success"] is False
+    held = {"lora_name": "held", "lora_path": source, "pinned": True}
+    assert (await server.http.post("/load_lora_adapter", json=held)).status_code == 200
+    assert server.service.loader.pinned == {"held"}
     gone = await server.http.post("/unload_lora_adapter", json={"lora_name": "pirate"})
     assert "pirate" not in gone.json()["loaded_adapters"]
     assert (await server.http.post("/unload_lora_adapter", json={"lora_name": "pirate"})).status_code == 400

@@ -3,6 +3,8 @@
 import time
 
 import msgspec
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -123,7 +125,17 @@ async def test_the_engines_state_is_told_as_gateways_expect_it(server: Running) 
     assert value(samples, "vllm:prefix_cache_queries_total") == 100
     assert value(samples, "vllm:prefix_cache_hits_total") == 25
     assert value(samples, "vllm:num_preemptions_total") == 3
-    assert value(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks="100") == 1
+    assert (
+        value(
+            samples,
+            "vllm:cache_config_info",
+            block_size="16",
+            num_gpu_blocks="100",
+            kv_cache_size_tokens="1600",
+            kv_cache_max_concurrency="6.25",
+        )
+        == 1
+    )
     assert value(samples, "lorikeet:blocks", use="adapter") == 18
 
 
@@ -224,7 +236,7 @@ def test_waits_for_an_adapter_and_beyond_it_for_kv_are_told_apart() -> None:
     metrics = RequestMetrics("base", 256)
     metrics.observe_request(timings, 40, 0, "abort", 8.0)
     metrics.observe_request(RequestTimings(arrival_s=0.0), 40, 0, "abort", 8.0)
-    text = metrics.page().decode()
+    text = bytes(metrics.page("").body).decode()
     assert 'lorikeet:request_adapter_wait_seconds_sum{engine="0",model_name="base"} 2.0' in text
     assert 'lorikeet:request_kv_wait_seconds_sum{engine="0",model_name="base"} 4.0' in text
     assert 'lorikeet:request_kv_wait_seconds_count{engine="0",model_name="base"} 1.0' in text
@@ -308,3 +320,35 @@ async def test_ten_thousand_busy_adapters_fit_on_a_small_page(server: Running) -
     samples = await page(server)
     assert len(samples["lorikeet:adapter_requests_total"]) == 21
     assert value(samples, "vllm:num_gpu_loaded_lora_adapters") == 10_000
+
+
+@pytest.mark.parametrize(
+    ("accept", "is_openmetrics"),
+    [
+        ("", False),
+        ("*/*", False),
+        ("text/plain;version=abc", False),
+        ("application/openmetrics-text;version=0.0.1,text/plain;version=0.0.4;q=0.3", False),
+        ("application/openmetrics-text; version=1.0.0; charset=utf-8", True),
+        ("application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;q=0.4", True),
+    ],
+)
+async def test_scrapers_choose_the_format(server: Running, accept: str, is_openmetrics: bool) -> None:
+    server.engine.stats = STATS
+    await server.http.post(CHAT, json=body())
+    reply = await server.http.get("/metrics", headers={"Accept": accept})
+    kind = "application/openmetrics-text; version=1.0.0" if is_openmetrics else "text/plain; version=0.0.4"
+    assert reply.headers["content-type"] == f"{kind}; charset=utf-8"
+    if is_openmetrics:
+        families = openmetrics_families(reply.text)
+        found = {sample.name for family in families for sample in family.samples}
+        plain = (await page(server)).keys()
+        assert {name for name in plain ^ found if not name.endswith("_created")} == set()
+
+
+async def test_what_requests_ask_for_is_counted_once_for_each_request(server: Running) -> None:
+    await server.http.post(CHAT, json=body(n=3, max_tokens=7))
+    samples = await page(server)
+    for name, asked in (("n", 3), ("max_tokens", 7)):
+        assert value(samples, f"vllm:request_params_{name}_count") == 1
+        assert value(samples, f"vllm:request_params_{name}_sum") == asked

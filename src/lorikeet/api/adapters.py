@@ -390,12 +390,11 @@ async def load_lora_adapter_sglang(body: LoadAdapter, service: ServiceDep) -> Re
     """Load an adapter as SGLang does."""
     if not body.lora_name or not body.lora_path:
         return _sglang(service, "Both lora_name and lora_path must be provided.")
-    if body.pinned:
-        return _sglang(service, "Pinned adapters are not supported yet.", 501)
     try:
         loaded = await load_adapter(service, body.lora_name, body.lora_path, replace=False)
     except ApiError as error:
         return _sglang_refused(service, error)
+    service.loader.pin(body.lora_name, body.pinned)
     return _sglang(service, None, warnings=loaded.warnings)
 
 

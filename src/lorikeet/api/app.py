@@ -7,6 +7,7 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.api import adapters, cluster, completions, info, messages, responses, training
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
+from lorikeet.api.dialects import generate, sagemaker, sglang, tgi, vllm
 from lorikeet.api.errors import ApiError, install_handlers
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate, PromptProcesses
 from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
@@ -120,6 +121,8 @@ def create_app(service: Service) -> FastAPI:
     # A request is matched with each route before its own.
     for routes in (completions, responses, messages, info, adapters, cluster, training):
         app.include_router(routes.router)
+    for dialect in (generate, tgi, sglang, sagemaker, vllm):
+        app.include_router(dialect.router)
     install_handlers(app)
     add_middleware(
         app,

@@ -17,7 +17,7 @@ from lorikeet.api.chat_output import AnswerPart, AnswerReader, whole_calls
 from lorikeet.api.conversation import content_text
 from lorikeet.api.errors import ApiError, bad_request
 from lorikeet.api.generation import Generation, OutputDelta
-from lorikeet.api.large_bodies import PromptRoute, prepared_body
+from lorikeet.api.large_bodies import PreparedBody, PromptRoute, prepared_body
 from lorikeet.api.logprobs import (
     TextOffsets,
     TokenNames,
@@ -34,7 +34,7 @@ from lorikeet.api.protocol import (
     refuse_unsupported,
 )
 from lorikeet.api.sampling import truncated
-from lorikeet.api.service import GenerationSpec, JsonBody, SenderDep, ServiceDep
+from lorikeet.api.service import GenerationSpec, JsonBody, Sender, SenderDep, Service, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
@@ -337,12 +337,40 @@ def _choice(
     }
 
 
-@router.post("/v1/completions")
-async def completions(http: Request, body: CompletionRequest, service: ServiceDep, sender: SenderDep) -> Response:
-    """Continue one or several prompts."""
-    refuse_unsupported(body)
-    _check_choices(body)
-    prepared = prepared_body(http)
+class StartedCompletion(NamedTuple):
+    """A running completion.
+
+    Attributes:
+        generation: to be closed in the end.
+        texts: tokenizer of its model.
+        model: name to report.
+    """
+
+    generation: Generation
+    texts: TextProcessor
+    model: str
+
+
+async def start_completion(
+    service: Service,
+    body: CompletionRequest,
+    sender: Sender,
+    prepared: PreparedBody | None = None,
+    *,
+    default_max_tokens: int = _DEFAULT_MAX_TOKENS,
+) -> StartedCompletion:
+    """Submit the prompts of a body.
+
+    Args:
+        service: running.
+        body: checked, but for its prompts and the fields of sampling.
+        sender: of the request.
+        prepared: what was read of a large body.
+        default_max_tokens: limit on an answer if the body sets none.
+
+    Raises:
+        ApiError: it cannot be served.
+    """
     target = prepared.target if prepared else await service.resolve(body.model, body.lora_path)
     chat = await service.chat_of(target)
     prompts = prepared.prompts if prepared else prompts_of(body)
@@ -358,30 +386,39 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
         prompts=len(prompts),
         encode=encode,
         prompt_param="prompt",
-        default_max_tokens=_DEFAULT_MAX_TOKENS,
+        default_max_tokens=default_max_tokens,
         logprobs=0 if body.logprobs is None and body.choices_per_prompt > (body.n or 1) else body.logprobs,
         prompt_logprobs=body.logprobs if body.prompt_logprobs is None and body.echo else body.prompt_logprobs,
         arrival_s=prepared.arrival_s if prepared else None,
         grammar=grammar_spec(body),
     )
-    generation = await service.start(body, target, spec, sender)
+    return StartedCompletion(await service.start(body, target, spec, sender), chat.text_processor, target.name)
+
+
+@router.post("/v1/completions")
+async def completions(http: Request, body: CompletionRequest, service: ServiceDep, sender: SenderDep) -> Response:
+    """Continue one or several prompts."""
+    refuse_unsupported(body)
+    _check_choices(body)
+    prepared = prepared_body(http)
+    generation, texts, model = await start_completion(service, body, sender, prepared)
     handles = [choice.handle for choice in generation.choices]
     try:
         echoes = list(prepared.texts) if prepared else []
         if body.echo and not prepared:
             own = [handle.request.prompt_token_ids for handle in handles[:: body.choices_per_prompt]]
-            echoes = await chat.text_processor.decode_all(own if body.truncates else prompts)
+            echoes = await texts.decode_all(own if body.truncates else prompts_of(body))
     except BaseException:
         generation.close()
         raise
     answer = CompletionFormat(
-        TokenReport.of(body, chat.text_processor, service.settings, logprobs=body.logprobs is not None),
+        TokenReport.of(body, texts, service.settings, logprobs=body.logprobs is not None),
         handles,
         echoes=echoes,
         choices=body.choices_per_prompt,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
-    return await respond(http, body, generation, answer, target.name)
+    return await respond(http, body, generation, answer, model)
 
 
 def _check_choices(body: CompletionRequest) -> None:

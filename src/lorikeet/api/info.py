@@ -30,7 +30,6 @@ _UNSUPPORTED = {
     "/rerank": "Reranking is not supported yet.",
     "/pooling": "Pooling is not supported yet.",
     "/classify": "Classification is not supported yet.",
-    "/generate": "This API is not supported yet; use /v1/completions.",
 }
 
 
@@ -69,9 +68,9 @@ async def load(service: ServiceDep) -> dict[str, int]:
 
 
 @router.get("/metrics")
-async def metrics(service: ServiceDep) -> Response:
-    """Return all metrics in Prometheus's text format."""
-    return Response(service.observer.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+async def metrics(http: Request, service: ServiceDep) -> Response:
+    """Return all metrics in the format of Prometheus or, if it is accepted, of OpenMetrics."""
+    return service.observer.metrics.page(http.headers.get("accept", ""))
 
 
 @router.get("/v1/models")

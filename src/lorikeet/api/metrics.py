@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from lorikeet.client.client import Engines
 from lorikeet.client.state import ReplicaView
@@ -256,9 +258,25 @@ class MetricFamilies:
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_ANSWERS = (1, 2, 5, 10, 20, 50, 100)
 _LOAD_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 _FINISHED_REASONS = ("stop", "length", "abort", "error")
+
+
+def metrics_page(registry: CollectorRegistry, accept: str) -> Response:
+    """Return all metrics in Prometheus's text format, or in that of OpenMetrics 1.0 for a client that accepts it.
+
+    Args:
+        registry: has the metrics.
+        accept: the header ``Accept``.
+    """
+    kinds = [kind.replace(" ", "").lower().split(";") for kind in accept.split(",")]
+    if any(kind == "application/openmetrics-text" and "version=0.0.1" not in options for kind, *options in kinds):
+        # The default escaping writes vllm_x for vllm:x. These names need none.
+        content = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+        return Response(content, media_type=openmetrics.CONTENT_TYPE_LATEST)
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 class RequestMetrics:
@@ -287,6 +305,8 @@ class RequestMetrics:
         self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", lengths)
         self._answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", lengths)
+        self._params_n = self._histogram("request_params_n", "Answers asked for.", _ANSWERS)
+        self._params_max_tokens = self._histogram("request_params_max_tokens", "Most tokens asked for.", lengths)
         self.adapter_load = self._histogram("lora_adapter_load_seconds", "Transfer of an adapter.", _LOAD_S)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -308,13 +328,18 @@ class RequestMetrics:
         """Include the metrics of ``collector`` in every scrape."""
         self.registry.register(collector)
 
-    def page(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+    def page(self, accept: str) -> Response:
+        """Return all metrics, as :func:`metrics_page`."""
+        return metrics_page(self.registry, accept)
 
     def count_tokens(self, tokens: int) -> None:
         """Count generated tokens as they are sent."""
         self._answer_tokens.inc(tokens)
+
+    def observe_params(self, n: int, max_tokens: int) -> None:
+        """Count what an accepted request asks for: answers for each prompt, and the most tokens of one."""
+        self._params_n.observe(n)
+        self._params_max_tokens.observe(max_tokens)
 
     def observe_request(
         self, timings: RequestTimings, prompt_tokens: int, completion_tokens: int, reason: str, ended_s: float
@@ -385,7 +410,13 @@ class EngineCollector(Collector):
         yield make.gauge("lorikeet:engine_up", "1 while the engine process answers.", float(self._client.alive))
         yield make.count("lorikeet:engine_restarts", "Times the engine process was restarted.", self._client.restarts)
         engine_info = self._client.engine_info
-        shape = {"block_size": str(engine_info.block_size), "num_gpu_blocks": str(engine_info.total_blocks)}
+        tokens = engine_info.block_size * engine_info.total_blocks
+        shape = {
+            "block_size": str(engine_info.block_size),
+            "num_gpu_blocks": str(engine_info.total_blocks),
+            "kv_cache_size_tokens": str(tokens),
+            "kv_cache_max_concurrency": f"{tokens / engine_info.max_model_len:.2f}",
+        }
         yield make.gauge("vllm:cache_config_info", "Sizes of the block pool.", 1.0, shape)
         stats = self._client.stats
         if stats is None:

@@ -194,10 +194,18 @@ def _foreign_host(host: str) -> ASGIApp:
 
 _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"})
 _ADMIN_POSTS = frozenset(
-    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"}
-    | {"/pause", "/resume"}
+    {
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
+        "/reset_prefix_cache",
+        "/flush_cache",
+        "/pause",
+        "/resume",
+    }
 )
-_ADMIN_PREFIXES = ("/v1/adapters", "/v1/loras", "/v1/cluster")
+_ADMIN_PREFIXES = ("/v1/adapters", "/v1/loras", "/v1/cluster", "/adapters")
 _MAX_TENANT_CHARACTERS = 128
 
 

@@ -131,6 +131,8 @@ class Service:
     """Versions that requests used, so that metrics can name those whose name was removed."""
     generations: set[Generation] = field(default_factory=set)
     """Running requests."""
+    cache_epoch: str = ""
+    """Changes when the prefix cache is reset, and tells KV from before and after apart."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
     """Tasks that drop adapters; kept here so that they are not garbage-collected."""
     loads: LoadPlaces = field(default_factory=LoadPlaces)
@@ -279,6 +281,7 @@ class Service:
             if isinstance(error, EngineError):
                 raise engine_unavailable(error) from error
             raise
+        self.observer.metrics.observe_params(body.n or 1, requests[0].sampling.max_tokens)
         self.generations.add(generation)
         return generation
 
@@ -355,7 +358,12 @@ class Service:
         """Return what a request's KV is told apart by: its tenant, where keys keep tenants apart, and what it says."""
         is_shared = self.settings.shared_prefix_cache or not self.settings.api_keys
         tenant, salt = "" if is_shared else sender.tenant, body.cache_salt or ""
-        return f"{tenant}\0{salt}" if tenant or salt else ""
+        plain = f"{tenant}\0{salt}" if tenant or salt else ""
+        return f"{self.cache_epoch}\0{plain}" if self.cache_epoch else plain
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request reuse KV that is there now. Its blocks are evicted as room is needed."""
+        self.cache_epoch = secrets.token_hex(8)  # random, so that no tenant or salt makes the same text
 
     def _shed(self, requests: list[Request]) -> None:
         """Refuse requests whose first token is predicted to miss its target, so that they do not delay others.

@@ -37,6 +37,10 @@ _ADMISSION = "the preset decides which request is admitted next (for example --p
 _ALWAYS = "Lorikeet always does this"
 _DENSE = "mixture-of-experts models are not supported"
 _MAIN = "the hub's main revision is served; fetch another into a folder, and name that"
+_TEXT_MODELS = "only models that generate text are served"
+_STEPS = "the engine itself decides how many steps are planned at once"
+_KERNELS = "the kernels are chosen by device (--kernels), and need no compiler options"
+_GRAMMARS = "grammars are compiled by llguidance"
 _ORIGINS = "pages of an allowed origin may use any"
 
 FOREIGN_FLAGS: dict[str, ForeignFlag] = {
@@ -78,6 +82,34 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--disable-log-stats": ForeignFlag("figures are at /metrics", value=False),
     "--kv-cache-dtype": ForeignFlag("KV has the model's dtype", same=("auto",)),
     "--enable-auto-tool-choice": ForeignFlag(_ALWAYS, value=False, same=("",)),
+    "--enable-prompt-tokens-details": ForeignFlag(_ALWAYS, value=False, same=("",)),
+    "--enable-server-load-tracking": ForeignFlag(_ALWAYS, value=False, same=("",)),
+    "--enable-request-id-headers": ForeignFlag(_ALWAYS, value=False, same=("",)),
+    "--enable-tokenizer-info-endpoint": ForeignFlag(_ALWAYS, value=False, same=("",)),
+    "--enable-cache-report": ForeignFlag(_ALWAYS, value=False, same=("",)),
+    "--enable-metrics": ForeignFlag(_ALWAYS, value=False, same=("",)),
+    "--runner": ForeignFlag(_TEXT_MODELS, same=("generate", "auto"), refuse=True),
+    "--task": ForeignFlag(_TEXT_MODELS, same=("generate", "auto"), refuse=True),
+    "--convert": ForeignFlag(_TEXT_MODELS, same=("none", "auto"), refuse=True),
+    "--enable-force-include-usage": ForeignFlag(
+        "requests ask for usage in streams (stream_options.include_usage)", value=False
+    ),
+    "--stream-interval": ForeignFlag("the tokens of a step are sent at once", same=("1",)),
+    "--async-scheduling": ForeignFlag(_STEPS, value=False),
+    "--no-async-scheduling": ForeignFlag(_STEPS, value=False),
+    "--num-scheduler-steps": ForeignFlag(_STEPS),
+    "--attention-backend": ForeignFlag(_KERNELS),
+    "--sampling-backend": ForeignFlag(_KERNELS),
+    "--compilation-config": ForeignFlag(_KERNELS),
+    "--cuda-graph-max-bs": ForeignFlag(_KERNELS),
+    "--structured-outputs-config.backend": ForeignFlag(_GRAMMARS, same=("auto", "guidance")),
+    "--guided-decoding-backend": ForeignFlag(_GRAMMARS, same=("auto", "guidance")),
+    "--grammar-backend": ForeignFlag(_GRAMMARS, same=("llguidance",)),
+    "--tokenizer-mode": ForeignFlag("the tokenizer is the one in the model's folder", same=("auto",)),
+    "--override-generation-config": ForeignFlag("change the generation_config.json in the model's folder", refuse=True),
+    "--hf-overrides": ForeignFlag("change the config.json in the model's folder", same=("{}",), refuse=True),
+    "--middleware": ForeignFlag("code of others does not run in the server; put a proxy in front", refuse=True),
+    "--uds": ForeignFlag("the server listens on a port; choose it with --host and --port", refuse=True),
     "--download-dir": ForeignFlag("set HF_HUB_CACHE in the environment to keep what comes from the hub elsewhere"),
     "--root-path": ForeignFlag("routes begin with /v1; let the proxy in front take its prefix off", same=("", "/")),
     "--allow-credentials": ForeignFlag("keys are in a header, so pages need no cookies", value=False),

@@ -23,6 +23,7 @@ PrefixCaching = Annotated[
     bool | None,
     typer.Option(
         "--enable-prefix-caching/--no-enable-prefix-caching",
+        " /--disable-radix-cache",  # SGLang's name
         help="Keep KV for later requests of the same adapter; the preset decides.",
         rich_help_panel="Engine",
         show_default=False,

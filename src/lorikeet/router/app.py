@@ -148,8 +148,8 @@ class _Routes:
         return JSONResponse(body, 200 if is_open else 503)
 
     async def metrics(self, http: Request) -> Response:
-        """Prometheus's text format."""
-        return Response(self._parts.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """Prometheus's text format, or that of OpenMetrics."""
+        return self._parts.metrics.page(http.headers.get("accept", ""))
 
     async def not_served(self, http: Request) -> Response:
         """Answer 404 and name the routes that clients may mean."""

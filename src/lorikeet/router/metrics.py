@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from lorikeet.api.connections import ConnectionStats
-from lorikeet.api.metrics import ConnectionCollector
+from lorikeet.api.metrics import ConnectionCollector, metrics_page
 from lorikeet.client.state import ClusterState, CopyCounts, ReplicaState
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend
@@ -81,9 +82,9 @@ class RouterMetrics:
         """Count a request that ended: ``complete``, ``failed``, or ``left`` if its client hung up."""
         self._ended[outcome].inc()
 
-    def page(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+    def page(self, accept: str) -> Response:
+        """Return all metrics, as :func:`metrics_page`."""
+        return metrics_page(self.registry, accept)
 
 
 class _Backends(Collector):

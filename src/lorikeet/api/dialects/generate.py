@@ -1,0 +1,23 @@
+"""``POST /generate``, which TGI, LoRAX and SGLang all have: the fields of the body say whose it is."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from lorikeet.api.dialects import sglang, tgi
+from lorikeet.api.errors import bad_request
+from lorikeet.api.protocol import validated
+from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
+
+router = APIRouter(dependencies=[JsonBody])
+
+
+@router.post("/generate")
+async def generate(body: dict[str, Any], service: ServiceDep, sender: SenderDep) -> Response:
+    """Continue a prompt: ``inputs`` as in TGI and LoRAX, or ``text`` or ``input_ids`` as in SGLang."""
+    if "inputs" in body:
+        return await tgi.answer(service, validated(tgi.TgiRequest, body), sender, stream=False)
+    if "text" in body or "input_ids" in body:
+        return await sglang.answer(service, validated(sglang.SglangRequest, body), sender)
+    raise bad_request("Give inputs, as in TGI and LoRAX, or text or input_ids, as in SGLang.", "inputs")

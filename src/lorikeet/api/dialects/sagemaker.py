@@ -1,0 +1,68 @@
+"""SageMaker's routes: its containers take every request at ``/invocations``. ``/ping`` is in ``info.py``.
+
+Routes and headers: https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.html and
+https://docs.aws.amazon.com/sagemaker/latest/dg/realtime-endpoints-adapt.html.
+"""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request
+from pydantic import Field
+from starlette.responses import PlainTextResponse, Response
+
+from lorikeet.api.adapters import load_adapter, unload_adapter
+from lorikeet.api.completions import chat_completions, completions
+from lorikeet.api.dialects import tgi
+from lorikeet.api.errors import bad_request
+from lorikeet.api.protocol import Body, ChatCompletionRequest, CompletionRequest, validated
+from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
+
+router = APIRouter()
+
+
+@router.post("/invocations", dependencies=[JsonBody])
+async def invocations(
+    http: Request,
+    body: dict[str, Any],
+    service: ServiceDep,
+    sender: SenderDep,
+    adapter: Annotated[str | None, Header(alias="X-Amzn-SageMaker-Adapter-Identifier")] = None,
+) -> Response:
+    """Answer a chat, a completion or a body of TGI, by its fields; a header may name the adapter."""
+    if "inputs" in body:
+        asked = validated(tgi.TgiRequest, body)
+        if adapter:
+            asked.parameters = asked.given.model_copy(update={"adapter_id": adapter})
+        return await tgi.answer(service, asked, sender, stream=bool(asked.stream), in_a_list=True)
+    named = body | ({"model": adapter} if adapter else {})
+    if "messages" in body:
+        return await chat_completions(http, validated(ChatCompletionRequest, named), service, sender)
+    if "prompt" in body:
+        return await completions(http, validated(CompletionRequest, named), service, sender)
+    raise bad_request("Give messages for a chat, prompt for a completion, or inputs, as in TGI.", "messages")
+
+
+class SagemakerAdapter(Body):
+    """Body of ``POST /adapters``."""
+
+    name: Annotated[str, Field(min_length=1)]
+    src: Annotated[str, Field(min_length=1)]
+    preload: bool | None = None
+    pin: bool | None = None
+
+
+@router.post("/adapters", dependencies=[JsonBody])
+async def add_adapter(body: SagemakerAdapter, service: ServiceDep, sender: SenderDep) -> Response:
+    """Load an adapter; with ``preload`` onto the device."""
+    await load_adapter(service, body.name, body.src, replace=False, replaced_by="replace of /v1/adapters")
+    service.loader.pin(body.name, bool(body.pin))
+    if body.preload:
+        await service.warm(await service.resolve(body.name), sender)
+    return PlainTextResponse(f"Adapter {body.name} loaded.\n")
+
+
+@router.delete("/adapters/{name:path}")
+async def delete_adapter(name: str, service: ServiceDep) -> Response:
+    """Unload an adapter."""
+    await unload_adapter(service, name)
+    return PlainTextResponse(f"Adapter {name} unloaded.\n")

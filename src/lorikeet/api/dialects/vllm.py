@@ -1,0 +1,65 @@
+"""vLLM's routes beside OpenAI's, and ``/server_info``, which SGLang has, too."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from lorikeet import __version__
+from lorikeet.api.errors import ApiError
+from lorikeet.api.service import ServiceDep
+from lorikeet.api.threads import in_daemon_thread
+
+router = APIRouter()
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(service: ServiceDep) -> Response:
+    """Let no later request reuse KV that is there now."""
+    service.reset_prefix_cache()
+    return Response(status_code=200)
+
+
+@router.get("/server_info")
+@router.get("/get_server_info")
+async def server_info(service: ServiceDep) -> dict[str, Any]:
+    """Return sizes and limits of the server."""
+    engine, models = service.client.engine_info, service.models
+    root = models.card(models.base)["root"]
+    return {
+        "version": __version__,
+        "model_path": root,
+        "tokenizer_path": root,
+        "served_model_name": models.base,
+        "max_model_len": service.limits.max_model_len,
+        "block_size": engine.block_size,
+        "num_gpu_blocks": engine.total_blocks,
+        "max_total_num_tokens": engine.total_blocks * engine.block_size,
+        "max_queued": service.settings.max_queued,
+        "max_logprobs": service.settings.max_logprobs,
+        "enable_lora": service.adapter_settings.enabled,
+        "kernels": engine.kernels,
+        "replicas": len(service.client.views),
+    }
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(service: ServiceDep) -> dict[str, Any]:
+    """Return the base model's ``tokenizer_config.json``, with the chat template that is used."""
+    texts = service.text_processor
+    if texts.origin is None:
+        raise ApiError(404, "The tokenizer was not read from a model's folder.")
+    folder = texts.origin[0]
+    config = await in_daemon_thread(lambda: _read(folder))
+    config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    return config if texts.template is None else config | {"chat_template": texts.template.source}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return config
