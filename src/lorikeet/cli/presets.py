@@ -22,7 +22,7 @@ _ABOUT = {
     "lorikeet:tree-lru": "ELORA's tree and prefetch with LRU in place of its cost model",
     "lorikeet:rank-groups": "LoRAServe with groups of replicas by rank, and the least work in place of a draw",
     "lorikeet:merge-turns": "dLoRA with merged turns for starving adapters, and thresholds learned while serving",
-    "lorikeet:assist-patient": "lorikeet:assist, but not on layers that will arrive before host cores have computed them",
+    "lorikeet:assist-patient": "lorikeet:assist, but not on layers that arrive before host cores would be done",
     "lorikeet:assist": "host cores assist prefills while their adapter is loaded, where the first token comes sooner",
     "elora": "ELORA: KV and adapters in one dependency tree, evicted and prefetched by a cost model",
     "vllm-static": "vLLM: a fixed number of adapter slots, the rest of the memory for KV",
