@@ -426,10 +426,14 @@ class TimedDevice:
     def signals(self) -> None:
         """Return None: there are no host workers."""
 
-    def forward(self, batch: Batch, kv: Tensor, *, logits: bool = True) -> Tensor:
+    def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
         """Queue an eager step."""
         self.steps.take(self._called_s)
-        return self._logits.expand(len(batch.sample_rows) if logits else 0, -1)
+        return torch.zeros(len(batch.sample_rows), 1)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return zeros as logits."""
+        return self._logits.expand(len(hidden), -1)
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Wait for the step, as reading its tokens would, and return token 0 for each row."""
