@@ -202,6 +202,7 @@ async def test_host_tier_reads_adapters_before_any_request(model: Path, tmp_path
     write_adapter(tmp_path / "one", layers=3, hidden=48)
     write_adapter(tmp_path / "two", layers=3, hidden=48, seed=1)
     flags = ("--host-memory", "8MiB", "--adapter-dir", str(tmp_path), "--lora-modules", f"one={tmp_path}/one")
+    flags = (*flags, "--preset", "lorikeet:plain")  # the default preset would go on to prefetch them to the device
     async with serving(model, tmp_path, *flags) as server:
         await server.http.post("/v1/adapters", json={"name": "two", "source": str(tmp_path / "two")})
         line = 'num_cpu_loaded_lora_adapters{engine="0",model_name="tiny"} 2.0'

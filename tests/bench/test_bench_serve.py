@@ -135,7 +135,8 @@ async def test_it_drives_lorikeet(tmp_path: Path) -> None:
     names = ("red", "blue")
     for seed, name in enumerate(names):
         write_adapter(tmp_path / name, model, seed)
-    flags = [f"--lora-modules={name}={tmp_path / name}" for name in names]
+    # The default preset prefetches adapters, so that no request finds one cold.
+    flags = ["--preset=lorikeet:plain", *(f"--lora-modules={name}={tmp_path / name}" for name in names)]
     async with serving(model, tmp_path / "home", *flags) as real:
         url = str(real.http.base_url)
         load = ("--adapters", "all", "--requests", "12", "--rate", "50", "--json", str(tmp_path / "r.json"))

@@ -64,11 +64,11 @@ async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
 
 def costs_of(move_s: Callable[[int], float]) -> MigrationCosts:
     """What co-migration knows where KV cannot travel."""
-    return MigrationCosts(MoveTimes(move_s, math.inf, 1.0, None), 0.0)
+    return MigrationCosts(MoveTimes(move_s, math.inf, 1.0, None), 0.0, ALWAYS_SHORT)
 
 
 def migration_of(client: ClusterClient, move_s: float = 0.0) -> CoMigrationController:
-    return CoMigrationController(client, costs_of(lambda tokens: move_s), ALWAYS_SHORT)
+    return CoMigrationController(client, costs_of(lambda tokens: move_s))
 
 
 def ordered(client: ClusterClient) -> tuple[ReplicaId, ReplicaId]:
@@ -177,9 +177,7 @@ async def test_a_review_that_fails_is_not_the_last_one(client: ClusterClient, ad
     handles = await begun(client, adapter, "again")
     before = client.describe().moves
     with structlog.testing.capture_logs() as logged:  # rendering the traceback would take longer than the requests
-        reviewing = asyncio.create_task(
-            CoMigrationController(client, costs_of(move_s), ALWAYS_SHORT, review_s=0.0).run()
-        )
+        reviewing = asyncio.create_task(CoMigrationController(client, costs_of(move_s), review_s=0.0).run())
         await until(lambda: client.describe().moves > before, "a request has moved")
         reviewing.cancel()
         await asyncio.wait({reviewing})
@@ -228,7 +226,7 @@ async def test_move_costs_come_from_the_profile_which_comigration_needs() -> Non
     def costs(preset: str, profile: CostProfile | None = published, **engine: Any) -> MigrationCosts | None:
         return build_migration(EngineSettings(preset=preset, **engine), profile, lambda: 20e9)
 
-    dlora, toppings = costs("dlora"), costs("toppings:dlora")
+    dlora, toppings = costs("dlora", host_memory_bytes=0), costs("toppings:dlora")
     assert dlora is not None
     assert toppings is not None
     assert 0 < dlora.times.move_s(10) < dlora.times.move_s(1000)

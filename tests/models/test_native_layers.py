@@ -109,4 +109,4 @@ def test_what_has_to_be_done_between_kernels_is(tmp_path: Path) -> None:
     instruction_set = supported_instruction_sets()[0]
     kernels = Counting(instruction_set, load_library(instruction_set))
     forward_steps(tmp_path, kernels, torch.float32, KernelForm.EINSUM)
-    assert kernels.calls == 10 * read_model_config(tmp_path).layers
+    assert kernels.calls == 5 * read_model_config(tmp_path).layers

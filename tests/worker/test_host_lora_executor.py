@@ -87,8 +87,9 @@ class ColdDriver(Driver):
         forward = executor._rank.forward
 
         def noted(plan: StepPlan, ran: int) -> Tensor:
-            self.logits.append(forward(plan, ran))
-            return self.logits[-1]
+            result = forward(plan, ran)
+            self.logits.append(result[0])
+            return result
 
         executor._rank.forward = noted  # type: ignore[method-assign,assignment]
 
