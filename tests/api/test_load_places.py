@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
@@ -15,12 +16,12 @@ from tests.support.waiting import until
 async def test_sources_that_hang_block_no_load_from_elsewhere(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     hung, release, register = [], threading.Event(), server.service.catalog.register
 
-    def registering(name: str, source: str, *, replace: bool = False) -> object:
+    def registering(name: str, source: str, **options: Any) -> object:
         if source.startswith("https://hangs"):
             hung.append(name)
             release.wait(60)
             raise AdapterError("gave up")
-        return register(name, source, replace=replace)
+        return register(name, source, **options)
 
     monkeypatch.setattr(server.service.catalog, "register", registering)
 

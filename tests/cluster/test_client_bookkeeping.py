@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from lorikeet.adapters.description import AdapterDescription
 from lorikeet.adapters.store import reference
 from lorikeet.client.supervisor import EngineError
 from lorikeet.cluster.adapters.folder import PoolFolderUnwritableError
@@ -424,7 +425,7 @@ async def test_a_node_with_a_full_disk_fails_no_request_while_another_has_room(t
     with capture_logs() as logs:
         try:
             await cluster.client.start(lambda progress: None)
-            with patch("lorikeet.cluster.adapters.folder._checked"):
+            with patch("lorikeet.cluster.adapters.folder._checked", return_value=AdapterDescription("", (), 0)):
                 handles = [
                     cluster.client.submit(greedy(f"r{number}", prompt(4), 5, ref)) for number, ref in enumerate(refs)
                 ]
