@@ -120,7 +120,9 @@ def share_words(rows: Sequence[Row]) -> str:
     """Return the shares of a paper as a line."""
     everything, headlines = shares(rows)
     name = read_claims(rows[0].claim.paper).name
-    return f"{name}: {_of(everything)} of the testable claims as printed or better, headlines alone {_of(headlines)}"
+    words = f"{name}: {_of(everything)} of the testable claims as printed or better, headlines alone {_of(headlines)}"
+    missing = sum(row.judged.verdict is Verdict.NOT_RUN for row in rows)
+    return f"{words}; {missing} not run, which do not count as such" if missing else words
 
 
 def verdict_words(row: Row) -> str:

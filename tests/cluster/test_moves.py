@@ -35,7 +35,8 @@ from tests.support.waiting import until
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 REPLICAS = (ReplicaId("replica-0"), ReplicaId("replica-1"))
-PROMPT_TOKENS = 200
+PROMPT_TOKENS, ANSWER_TOKENS = 200, 300
+"""The answer is long enough that a request can move twice before a fast engine has finished."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ async def begun(client: ClusterClient, name: str, adapter: AdapterRef, tokens: i
         "every replica is up and has sent statistics",
     )
     client.register_adapters([adapter])
-    handle = client.submit(greedy(name, prompt(PROMPT_TOKENS, seed=len(name)), 200, adapter))
+    handle = client.submit(greedy(name, prompt(PROMPT_TOKENS, seed=len(name)), ANSWER_TOKENS, adapter))
     await until(lambda: len(handle.token_ids) >= tokens, "the request has its first tokens")
     return handle
 

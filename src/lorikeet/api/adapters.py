@@ -315,6 +315,9 @@ async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, se
     target = await service.resolve(name, generates=bool(body.warm))
     if target.adapter is None:
         raise ApiError(400, f"{name!r} is the base model.", param="name")
+    if body.pinned is False and target.name not in service.loader.used_s:
+        message = f"{target.name!r} was added, not loaded on demand: it stays until it is removed."
+        raise ApiError(400, message, param="pinned")
     if body.pinned is not None:
         service.loader.pin(target.name, body.pinned)
     if body.warm:

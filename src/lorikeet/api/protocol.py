@@ -374,6 +374,8 @@ class NewAdapter(Body):
     The last five count more than the adapter's files; None for what those say.
     """
 
+    model_config = ConfigDict(extra="forbid")
+
     name: Annotated[str, Field(min_length=1)]
     source: Annotated[str, Field(min_length=1)] | None = None
     alias_of: Annotated[str, Field(min_length=1)] | None = None
@@ -387,6 +389,8 @@ class NewAdapter(Body):
 
 class AdapterChange(Body):
     """Body of ``PATCH /v1/adapters/{name}``; None changes nothing."""
+
+    model_config = ConfigDict(extra="forbid")
 
     pinned: bool | None = None
     warm: bool | None = None
