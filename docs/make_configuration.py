@@ -5,32 +5,20 @@
 
 import inspect
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from lorikeet.cli.serve_checks import policy_tables
 from lorikeet.cli.serve_flags import FLAGS
-from lorikeet.cluster.placement import PLACEMENT
-from lorikeet.cluster.routing import ROUTING
 from lorikeet.config import Settings
-from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.presets import AUTO_PRESET, CHOICES, PRESETS, Preset
-from lorikeet.scheduling.batching import BATCHING
-from lorikeet.scheduling.policies import ADMISSION
 
 PAGE = Path(__file__).with_name("configuration.md")
 
 _OPTIONS = Preset.__struct_fields__
-_POLICIES: dict[str, Iterable[str]] = {
-    "eviction": EVICTION,
-    "prefetch": PREFETCH,
-    "admission": ADMISSION,
-    "batching_mode": BATCHING,
-    "placement": PLACEMENT,
-    "routing": ROUTING,
-}
+_POLICIES = policy_tables()
 
 _HEAD = """\
 # Settings

@@ -36,6 +36,13 @@ def check_policies(name: str) -> None:
     _, preset = resolve_preset(name)
     if "," not in name:
         return
+    for option, policies in policy_tables().items():
+        if (value := getattr(preset, option)) not in policies:
+            raise ConfigError(f"preset {name!r}: {unknown_name(option, value, list(policies))}")
+
+
+def policy_tables() -> dict[str, Iterable[str]]:
+    """Return the names of all policies by the preset's option that chooses one."""
     # The tables take time to import, and few servers need them here.
     from lorikeet.cluster.placement import PLACEMENT
     from lorikeet.cluster.routing import ROUTING
@@ -43,7 +50,7 @@ def check_policies(name: str) -> None:
     from lorikeet.scheduling.batching import BATCHING
     from lorikeet.scheduling.policies import ADMISSION
 
-    tables: dict[str, Iterable[str]] = {
+    return {
         "eviction": EVICTION,
         "prefetch": PREFETCH,
         "admission": ADMISSION,
@@ -51,9 +58,6 @@ def check_policies(name: str) -> None:
         "placement": PLACEMENT,
         "routing": ROUTING,
     }
-    for option, table in tables.items():
-        if (value := getattr(preset, option)) not in table:
-            raise ConfigError(f"preset {name!r}: {unknown_name(option, value, list(table))}")
 
 
 def _check_profile(name: str) -> None:

@@ -361,15 +361,8 @@ def rest_of(first: str, *markers: str) -> Reads[str]:
 
 def json_string() -> Reads[str]:
     """Return a JSON string with its quotes, of which the first was read; at the end of the text what there is of it."""
-    text, is_escaped = ['"'], False
-    while letter := (yield):
-        text.append(letter)
-        if is_escaped:
-            is_escaped = False
-        elif letter == "\\":
-            is_escaped = True
-        elif letter == '"':
-            break
+    text: list[str] = []
+    yield from _passed_string(text.append)
     return "".join(text)
 
 
