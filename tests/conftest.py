@@ -7,6 +7,7 @@ from typing import Any
 import hypothesis
 import pytest
 import structlog
+import zmq.asyncio
 
 from tests.support import fuzzing, sampling
 from tests.support.default_model import default_model_cache  # noqa: F401 - a fixture, for every folder
@@ -55,6 +56,14 @@ def pytest_make_collect_report() -> Iterator[None]:
         report.outcome = "failed"
         report.longrepr = f"REQUIRE_ALL=1, but this module was skipped: {report.longrepr}"
     return report
+
+
+@pytest.fixture
+def zmq_context() -> Iterator[zmq.asyncio.Context]:
+    """Return a context that is closed even if the test fails: left to Python, it would wait for ever."""
+    context = zmq.asyncio.Context()
+    yield context
+    context.destroy(linger=0)
 
 
 # --- samples of large matrices -------------------------------------------------------------------

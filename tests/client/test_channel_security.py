@@ -1,7 +1,7 @@
 """The channel between machines: who lacks its key gets nothing, and a connection that is cut is noticed."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -32,13 +32,6 @@ from tests.support.waiting import until
 FORGED = msgspec.msgpack.encode(Fatal("forged"))
 
 
-@pytest.fixture
-def context() -> Iterator[zmq.asyncio.Context]:
-    made = zmq.asyncio.Context()
-    yield made
-    made.destroy(linger=0)
-
-
 def stranger(context: zmq.asyncio.Context, address: str, kind: str) -> zmq.asyncio.Socket:
     """Connect as somebody who saw the address but was not told the key, and send a forged message."""
     socket = context.socket(zmq.PAIR)
@@ -53,18 +46,18 @@ def stranger(context: zmq.asyncio.Context, address: str, kind: str) -> zmq.async
 
 @pytest.mark.parametrize("kind", ["no key", "other key"])
 async def test_a_stranger_neither_takes_the_engines_place_nor_speaks_for_it(
-    context: zmq.asyncio.Context, kind: str
+    zmq_context: zmq.asyncio.Context, kind: str
 ) -> None:
     class Raced(FakeHost):
         """Here somebody else connects before the engine does, and stays."""
 
         async def start(self, address: str, settings: bytes) -> FakeEngine:
-            self.strangers = [stranger(context, address, kind) for _ in range(3)]
+            self.strangers = [stranger(zmq_context, address, kind) for _ in range(3)]
             await asyncio.sleep(0.2)
             return await super().start(address, settings)
 
     host = Raced()
-    connection = await asyncio.wait_for(connect(host, context, b"{}", lambda progress: None), 30)
+    connection = await asyncio.wait_for(connect(host, zmq_context, b"{}", lambda progress: None), 30)
     assert connection.engine_info == HELLO
     for each in host.strangers:
         assert not await each.poll(0)
@@ -72,8 +65,8 @@ async def test_a_stranger_neither_takes_the_engines_place_nor_speaks_for_it(
     host.engines[0].kill()
 
 
-async def test_an_engine_talks_to_nobody_who_lacks_the_secret(context: zmq.asyncio.Context) -> None:
-    impostor = context.socket(zmq.PAIR)
+async def test_an_engine_talks_to_nobody_who_lacks_the_secret(zmq_context: zmq.asyncio.Context) -> None:
+    impostor = zmq_context.socket(zmq.PAIR)
     impostor.setsockopt(zmq.LINGER, 0)
     impostor.curve_server = True
     _, impostor.curve_secretkey = zmq.curve_keypair()
@@ -85,11 +78,11 @@ async def test_an_engine_talks_to_nobody_who_lacks_the_secret(context: zmq.async
 
 
 async def test_a_silent_machine_is_noticed_and_its_engine_replaced(
-    context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+    zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notice_quickly(monkeypatch)
     host, listener = LinkedHost(), FakeListener()
-    engine = EngineSupervisor(ReplicaId("r"), host, context, b"{}", listener)
+    engine = EngineSupervisor(ReplicaId("r"), host, zmq_context, b"{}", listener)
     with capture_logs() as logs:
         await engine.start(lambda progress: None)
         await asyncio.sleep(1.0)
@@ -108,7 +101,7 @@ def test_within_ten_seconds_a_silent_machine_counts_as_lost() -> None:
 
 
 async def test_what_an_engine_of_another_machine_lacks_is_said_with_that_machine(
-    context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+    zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Lacking(FakeHost):
         address = "10.0.0.3"
@@ -124,7 +117,7 @@ async def test_what_an_engine_of_another_machine_lacks_is_said_with_that_machine
 
     monkeypatch.setattr(FakeEngine, "_say", say_only_fatal)
     with pytest.raises(EngineError, match=r"^on 10\.0\.0\.3: /models/x: no such folder"):
-        await connect(Lacking(), context, b"{}", lambda progress: None)
+        await connect(Lacking(), zmq_context, b"{}", lambda progress: None)
 
 
 def test_engines_get_no_keys_and_no_urls() -> None:

@@ -105,12 +105,13 @@ class FakeListener:
         self.failure.set_result(failure)
 
 
-async def test_log_tells_of_death_restart_and_giving_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_log_tells_of_death_restart_and_giving_up(
+    zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor, "DRAIN_TIMEOUT_S", 0.01)
     monkeypatch.setattr(supervisor, "MAX_FAILED_STARTS", 1)
-    context = zmq.asyncio.Context()
-    host, listener = FakeHost(context), FakeListener()
-    engine = EngineSupervisor(ReplicaId("r"), host, context, b"{}", listener)
+    host, listener = FakeHost(zmq_context), FakeListener()
+    engine = EngineSupervisor(ReplicaId("r"), host, zmq_context, b"{}", listener)
     with capture_logs() as logs:
         await engine.start(lambda progress: None)
         host.processes[0].end(-11)
@@ -122,7 +123,6 @@ async def test_log_tells_of_death_restart_and_giving_up(monkeypatch: pytest.Monk
         host.processes[1].end(1)
         failure = await asyncio.wait_for(listener.failure, timeout=30)
     await engine.close()
-    context.destroy(linger=0)
 
     assert all(entry["replica"] == "r" for entry in logs)
     assert [(entry["log_level"], entry["event"]) for entry in logs] == [
@@ -145,13 +145,14 @@ async def test_log_tells_of_death_restart_and_giving_up(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("how", ["silent", "stuck"])
-async def test_an_engine_that_hangs_is_noted_then_replaced(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+async def test_an_engine_that_hangs_is_noted_then_replaced(
+    zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     monkeypatch.setattr(supervisor, "DRAIN_TIMEOUT_S", 0.01)
     monkeypatch.setattr(supervisor, "CHECK_EVERY_S", 0.02)
-    context = zmq.asyncio.Context()
-    host, listener = FakeHost(context), FakeListener()
+    host, listener = FakeHost(zmq_context), FakeListener()
     timeouts = EngineTimeouts(heartbeat_s=0.6, step_s=30.0)
-    engine = EngineSupervisor(ReplicaId("r"), host, context, b"{}", listener, timeouts)
+    engine = EngineSupervisor(ReplicaId("r"), host, zmq_context, b"{}", listener, timeouts)
 
     async def beat(turn_s: float, times: int = 1) -> None:
         for _ in range(times):
@@ -176,7 +177,6 @@ async def test_an_engine_that_hangs_is_noted_then_replaced(monkeypatch: pytest.M
         await until(lambda: engine.restarts and engine.alive, "another engine has started")
         await beat(0.0)
     await engine.close()
-    context.destroy(linger=0)
     assert host.processes[0].returncode == -9
     assert [entry["event"] for entry in logs if entry["event"] != "engine does not answer"] == [
         "engine answers again",
@@ -190,16 +190,16 @@ async def test_an_engine_that_hangs_is_noted_then_replaced(monkeypatch: pytest.M
     assert reasons[-1].startswith("no message for 0.6" if how == "silent" else "one step for 31 s")
 
 
-async def test_an_engine_that_hangs_while_it_starts_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_hangs_while_it_starts_is_killed(
+    zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, seconds in (("CHECK_EVERY_S", 0.01), ("DRAIN_TIMEOUT_S", 0.01), ("_FIRST_MESSAGE_TIMEOUT_S", 0.1)):
         monkeypatch.setattr(supervisor, name, seconds)
-    context = zmq.asyncio.Context()
-    host = FakeHost(context)
+    host = FakeHost(zmq_context)
     host.is_silent = True
     with pytest.raises(EngineError, match=r"ended before it was ready \(no message for 0\.1"):
-        await connect(host, context, b"{}", lambda progress: None, EngineTimeouts(0.05, 0.0))
+        await connect(host, zmq_context, b"{}", lambda progress: None, EngineTimeouts(0.05, 0.0))
     assert host.processes[0].returncode == -9
-    context.destroy(linger=0)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def outputs(number: int) -> StepOutputs:
 
 
 async def test_repeated_messages_are_ignored_and_an_engine_whose_messages_are_lost_is_replaced(
+    zmq_context: zmq.asyncio.Context,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "DRAIN_TIMEOUT_S", 0.01)
-    context = zmq.asyncio.Context()
-    host, listener = FakeHost(context), FakeListener()
-    engine = EngineSupervisor(ReplicaId("r"), host, context, b"{}", listener)
+    host, listener = FakeHost(zmq_context), FakeListener()
+    engine = EngineSupervisor(ReplicaId("r"), host, zmq_context, b"{}", listener)
     with capture_logs() as logs:
         await engine.start(lambda progress: None)
         first = host.processes[0]
@@ -229,7 +229,6 @@ async def test_repeated_messages_are_ignored_and_an_engine_whose_messages_are_lo
         await first.send(outputs(3))
         await until(lambda: engine.restarts == 1 and engine.alive, "another engine is there")
     await engine.close()
-    context.destroy(linger=0)
     assert listener.received == [outputs(0), outputs(1)]
     assert first.returncode == -9
     assert [entry["reason"] for entry in logs if "lost" in entry["event"]] == ["1 messages are missing before number 4"]

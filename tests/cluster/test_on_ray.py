@@ -176,14 +176,13 @@ async def test_without_ray_it_is_told_what_to_install(monkeypatch: pytest.Monkey
 
 
 async def test_an_engine_beside_an_actor_answers_and_its_death_is_noticed(
-    make_host: Callable[[ReplicaId], RayHost], tmp_path: Path
+    make_host: Callable[[ReplicaId], RayHost], tmp_path: Path, zmq_context: zmq.asyncio.Context
 ) -> None:
     host = make_host(R0)
     assert host.bind_address() == "tcp://127.0.0.1:*"
     settings = live_settings(make_model(tmp_path / "model"), threads=0)
     stages: list[Progress] = []
-    context = zmq.asyncio.Context()
-    connection = await connect(host, context, msgspec.json.encode(settings), stages.append)
+    connection = await connect(host, zmq_context, msgspec.json.encode(settings), stages.append)
     process = connection.process
     assert isinstance(process, RayProcess)
     assert stages
@@ -214,13 +213,12 @@ async def test_an_engine_beside_an_actor_answers_and_its_death_is_noticed(
     assert await process.wait() == -signal.SIGKILL
     connection.close()
 
-    again = await connect(host, context, msgspec.json.encode(settings), stages.append)
+    again = await connect(host, zmq_context, msgspec.json.encode(settings), stages.append)
     assert again.process.pid != process.pid
     assert (await host.actor.describe.remote()).pid == place.pid, "the same actor"
     again.send(Shutdown())
     assert await again.process.wait() == 0
     again.close()
-    context.destroy(linger=0)
 
 
 async def test_kill_does_not_wait_and_a_second_one_does_nothing(make_host: Callable[[ReplicaId], RayHost]) -> None:
