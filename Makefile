@@ -16,7 +16,8 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 SAMPLES := $(patsubst examples/adapters/%/adapter_config.json,%,$(wildcard examples/adapters/*/adapter_config.json))
 # The tests of a file stay together, since they share engines and servers; files come in their order, since those with
 # few tests are not the short ones.
-PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of processes, which need not compile the same modules each.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup serve lint types style docs test test-fast test-all fuzz wheel check-wheel smoke-wheel constraints
 
