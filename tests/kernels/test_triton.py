@@ -44,12 +44,13 @@ from tests.kernels.test_native_choose import parameters
 from tests.kernels.test_native_elementwise import REFERENCE, Heads, _ExactNorms, random
 from tests.support.interpreter import round_to_nearest, spare_needless_work
 from tests.support.on_gpu import triton_kernels
+from tests.support.step_counts import examples
 
 round_to_nearest()
 spare_needless_work()
 TRITON = triton_kernels()
 DTYPES = (torch.bfloat16, torch.float32)
-FEW = settings(max_examples=8)
+FEW = settings(max_examples=examples(4))
 dtypes = st.sampled_from(DTYPES)
 rows = st.integers(1, 9)
 
