@@ -110,6 +110,7 @@ class Request(msgspec.Struct, frozen=True):
         exports: how often an engine exported it, by preemption or migration, to be resumed there or elsewhere.
         output_token_ids: tokens generated so far.
         cache_salt: KV is only reused by requests with the same one; empty for all that have none.
+        background: whether it runs only when no other request waits, whatever the policy.
     """
 
     request_id: RequestId
@@ -125,6 +126,7 @@ class Request(msgspec.Struct, frozen=True):
     exports: int = 0
     output_token_ids: list[int] = msgspec.field(default_factory=list)
     cache_salt: str = ""
+    background: bool = False
 
     @property
     def digest(self) -> AdapterDigest | None:

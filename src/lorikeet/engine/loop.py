@@ -88,7 +88,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a new or a resumed request."""
         # Behind waiting requests it is hardly admitted before a running one ends, and that ends the plan anyway.
-        now = self._receive(Submit(request), must_replan=not len(self.queue))
+        now = self._receive(Submit(request), must_replan=self._scheduler.may_be_next(request))
         self._scheduler.submit(request, now)
 
     def abort(self, request_id: RequestId) -> None:
