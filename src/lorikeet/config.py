@@ -304,6 +304,28 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_json: bool = False
 
 
+class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Files and batches of requests, which are answered when no other request waits.
+
+    Attributes:
+        dir: folder for them, with one folder for each base model; empty for the user's data folder. One server uses it.
+        concurrency: most requests of batches that are answered at once; 0: ``max_num_seqs`` of all replicas.
+        max_file_bytes: largest file.
+        max_requests: most requests in a file.
+        max_files: most files and batches that are stored.
+        storage_bytes: most bytes of all files; output of batches that were accepted may exceed it.
+        keep_s: time for which files and ended batches are kept, and the longest that a batch may take.
+    """
+
+    dir: str = ""
+    concurrency: Count = 0
+    max_file_bytes: Positive = 200 * 2**20
+    max_requests: Positive = 50_000
+    max_files: Positive = 10_000
+    storage_bytes: Positive = 8 * 2**30
+    keep_s: PositiveSeconds = 30 * 86400.0
+
+
 class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Several engines behind one address. The preset decides which of them serves which adapter and request.
 
@@ -334,6 +356,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineSettings = msgspec.field(default_factory=EngineSettings)
     adapters: AdapterSettings = msgspec.field(default_factory=AdapterSettings)
     server: ServerSettings = msgspec.field(default_factory=ServerSettings)
+    batches: BatchSettings = msgspec.field(default_factory=BatchSettings)
     cluster: ClusterSettings = msgspec.field(default_factory=ClusterSettings)
 
 

@@ -47,7 +47,9 @@ def test_background_requests_give_up_their_slots_and_lose_no_token(admission: st
 def test_background_requests_give_up_blocks_that_others_wait_for() -> None:
     bench = Bench(blocks=16, limits=LIMITS)
     for index in range(2):
-        bench.engine.submit(background(f"b{index}", list(range(30 * index, 30 * index + 24)), float(index), max_tokens=8))
+        bench.engine.submit(
+            background(f"b{index}", list(range(30 * index, 30 * index + 24)), float(index), max_tokens=8)
+        )
     for _ in range(4):
         bench.step()
     bench.engine.submit(request("f", list(range(60, 90)), bench.clock.now(), max_tokens=2))

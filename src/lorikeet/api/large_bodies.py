@@ -258,7 +258,8 @@ class PromptRoute(APIRoute):
                 # Not by request.body(), which would keep it until the answer has been sent.
                 body = b"".join([chunk async for chunk in request.stream()])
                 if len(body) > SMALL_BODY_BYTES:
-                    service.gate.enter(1).release()  # else nothing need be read
+                    is_batch = request.scope["state"].get("is_batch", False)
+                    service.gate_of(is_batch=is_batch).enter(1).release()  # else nothing need be read
                     if self.path in GENERATING:
                         await service.unpaused.wait()
                     prepared, body = await prepare(service, self.path, body, request.state.tenant, holding)

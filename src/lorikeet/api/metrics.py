@@ -342,13 +342,15 @@ class RequestMetrics:
         self._params_max_tokens.observe(max_tokens)
 
     def observe_request(
-        self, timings: RequestTimings, prompt_tokens: int, completion_tokens: int, reason: str, ended_s: float
+        self, timings: RequestTimings | None, prompt_tokens: int, completion_tokens: int, reason: str, ended_s: float
     ) -> None:
-        """Count one request that ended at ``ended_s`` for ``reason``."""
+        """Count one request that ended at ``ended_s`` for ``reason``; without its times if those are None."""
         self._ended[reason].inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._prompt_lengths.observe(prompt_tokens)
         self._answer_lengths.observe(completion_tokens)
+        if timings is None:
+            return
         self._e2e.observe(ended_s - timings.arrival_s)
         if timings.adapter_wait_s:
             self._adapter_wait.observe(timings.adapter_wait_s)

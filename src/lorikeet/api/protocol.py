@@ -113,6 +113,7 @@ class GenerationBody(Body):
     bad_words: Annotated[list[StopString], Field(max_length=256)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     truncation_side: Literal["left", "right"] | None = None
+    service_tier: str | None = None
     user: str | None = None
 
     @field_validator("stream_options")

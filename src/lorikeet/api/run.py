@@ -131,6 +131,8 @@ async def _serve(settings: Settings) -> None:
         stack.push_async_callback(service.prompt_processes.close)
         stack.push_async_callback(service.loader.close)
         stack.push_async_callback(service.grammars.close)
+        stack.push_async_callback(service.batches.close)
+        await service.batches.resume()
         for note in (*catalog.notes, lengths_note):
             log.info(note)
         needs_key = bool(settings.server.api_keys)

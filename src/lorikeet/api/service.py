@@ -21,6 +21,7 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
+from lorikeet.api.batches.batches import Batches
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionStats
 from lorikeet.api.errors import ApiError, engine_unavailable
@@ -90,10 +91,12 @@ class Sender(NamedTuple):
     Attributes:
         request_id: the client's ``X-Request-Id``, or a generated one.
         tenant: that the request counts for; empty if it is not known.
+        is_batch: whether it is a line of a batch: no client waits for it.
     """
 
     request_id: str
     tenant: str
+    is_batch: bool = False
 
 
 def _set_event() -> asyncio.Event:
@@ -114,6 +117,7 @@ class Service:
     models: ServedModels
     targets: SloTargets
     gate: AdmissionGate
+    batch_gate: AdmissionGate
     lengths: AnswerLengthPredictor
     body_gate: BodyGate
     prompt_processes: PromptProcesses
@@ -122,6 +126,7 @@ class Service:
     versions: HeldVersions
     loader: AdapterLoader
     responses: StoredResponses
+    batches: Batches
     ranks: int = 1
     """Tensor-parallel ranks of a replica."""
     unpaused: asyncio.Event = field(default_factory=_set_event)
@@ -232,9 +237,10 @@ class Service:
         arrival_s = time.monotonic() if spec.arrival_s is None else spec.arrival_s
         sequences = spec.prompts * body.choices_per_prompt
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
-        slo = self.targets.of(None if target.adapter is None else target.adapter.name)
+        background = sender.is_batch or body.service_tier == "flex"
+        slo = None if background else self.targets.of(None if target.adapter is None else target.adapter.name)
         try:
-            ticket = self.gate.enter(sequences)
+            ticket = self.gate_of(is_batch=sender.is_batch).enter(sequences)
         except ApiError as error:
             if error.status == 429:
                 self.observer.refused(target.adapter, slo, sequences, shed=False)
@@ -257,6 +263,7 @@ class Service:
                     sender,
                     arrival_s,
                     grammar,
+                    background=background,
                 )
                 self._shed(requests)
                 if adapter is not None:
@@ -269,7 +276,7 @@ class Service:
                         chat.text_processor,
                         self._text_options(body, chat.limits, spec),
                         self.observer,
-                        self.settings.request_timeout_s,
+                        0.0 if sender.is_batch else self.settings.request_timeout_s,
                         on_close=lambda: self._ended(generation, ticket, adapter),
                     )
                 except BaseException:
@@ -284,6 +291,10 @@ class Service:
         self.observer.metrics.observe_params(body.n or 1, requests[0].sampling.max_tokens)
         self.generations.add(generation)
         return generation
+
+    def gate_of(self, *, is_batch: bool) -> AdmissionGate:
+        """Return the gate that a request enters; lines of batches take no place of others."""
+        return self.batch_gate if is_batch else self.gate
 
     def adapters_by_digest(self, digests: Set[AdapterDigest]) -> dict[AdapterDigest, list[AdapterRef]]:
         """Return these versions under all their names; a version without a name under the last one it was used by."""
@@ -317,6 +328,8 @@ class Service:
         sender: Sender,
         arrival_s: float,
         grammar: str,
+        *,
+        background: bool,
     ) -> list[Request]:
         requests: list[Request] = []
         limits = chat.limits
@@ -350,6 +363,7 @@ class Service:
                         cache_salt=cache_salt,
                         slo=slo,
                         predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
+                        background=background,
                     )
                 )
         return requests
@@ -411,7 +425,7 @@ async def _is_json(request: HttpRequest) -> None:
 
 
 async def _sender(request: HttpRequest) -> Sender:
-    return Sender(request.state.request_id, request.state.tenant)
+    return Sender(request.state.request_id, request.state.tenant, request.scope["state"].get("is_batch", False))
 
 
 ServiceDep = Annotated[Service, Depends(_service)]
