@@ -316,7 +316,6 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
         ("--no-enable-log-requests", None),
         ("--disable-uvicorn-access-log", "--log-level warning"),
         ("--download-dir /d", "HF_HUB_CACHE"),
-        ("--root-path /llm", "take its prefix off"),
         ("--enable-auto-tool-choice", None),
         ("--allow-credentials", "no cookies"),
         ('--allowed-methods ["*"]', None),
@@ -439,7 +438,6 @@ def test_a_flag_that_would_change_what_is_served_is_refused() -> None:
         ("--hf-overrides", '{"vocab_size": 9}', "change the config.json"),
         ("--runner", "pooling", "only models that generate text"),
         ("--middleware", "a.b", "put a proxy in front"),
-        ("--uds", "/run/x", "listens on a port"),
     ):
         with pytest.raises(compat.CompatError, match=f"{flag}: .*{reason}"):
             compat.translate([flag, value])

@@ -24,7 +24,7 @@ from lorikeet.api.metrics import (
     RequestMetrics,
     UsageCollector,
 )
-from lorikeet.api.middleware import AdmissionGate, add_middleware
+from lorikeet.api.middleware import AdmissionGate, RootPath, add_middleware
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.prompt_process import PATHS
 from lorikeet.api.request_log import RequestLog
@@ -146,7 +146,9 @@ def create_app(service: Service) -> FastAPI:
         admin_keys=service.settings.admin_keys,
         tenant_header=service.settings.tenant_header,
         allowed_origins=service.settings.allowed_origins,
-        host=service.settings.host,
+        host="" if service.settings.uds else service.settings.host,
     )
     app.add_middleware(messages.AnthropicErrors)
+    if root_path := service.settings.root_path.rstrip("/"):
+        app.add_middleware(RootPath, prefix=root_path)
     return app

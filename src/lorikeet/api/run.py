@@ -23,7 +23,7 @@ from lorikeet.api.app import create_app, create_service
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
 from lorikeet.api.length_prediction import open_length_predictor
-from lorikeet.api.listening import BoundServer, bind, is_loopback
+from lorikeet.api.listening import BoundServer, bind, bind_unix, is_loopback
 from lorikeet.api.logs import log
 from lorikeet.api.model_folder import ModelFolder, prepare_model
 from lorikeet.api.preload import names_to_show, preload_adapters
@@ -81,7 +81,9 @@ def serve(settings: Settings, name_settings: Callable[[str], str] = str) -> None
 
 async def _serve(settings: Settings) -> None:
     as_json = settings.server.log_json
-    listener = bind(settings.server.host, settings.server.port)
+    server_settings = settings.server
+    uds = server_settings.uds
+    listener = bind_unix(uds) if uds else bind(server_settings.host, server_settings.port)
     this_task = asyncio.current_task()
     assert this_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
@@ -136,9 +138,9 @@ async def _serve(settings: Settings) -> None:
         for note in (*catalog.notes, lengths_note):
             log.info(note)
         needs_key = bool(settings.server.api_keys)
-        if not needs_key and not is_loopback(settings.server.host):
+        if not needs_key and not uds and not is_loopback(settings.server.host):
             log.warning("anyone who can reach this address may use the server: no --api-key is set")
-        url = shown_url(settings.server.host, listener.getsockname()[1])
+        url = f"unix:{uds}" if uds else shown_url(settings.server.host, listener.getsockname()[1])
 
         def on_ready() -> None:
             progress.display.stop()

@@ -195,6 +195,8 @@ FLAGS = (
     ),
     Flag("--host", "server.host", str, "Address to listen on."),
     Flag("--port", "server.port", int, "Port; 0 picks a free one."),
+    Flag("--uds", "server.uds", str, "Unix socket to listen on instead of a port.", None, "PATH"),
+    Flag("--root-path", "server.root_path", str, "Path that a proxy in front puts before the routes.", None, "PREFIX"),
     Flag(
         "--api-key",
         "server.api_keys",
