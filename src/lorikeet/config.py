@@ -20,13 +20,19 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
+MIN_HEAD_BYTES = 1024
+"""Least limit on the head of a request: clients' own headers take some hundred bytes."""
+
+
 class ConfigError(ValueError):
     """A setting is unknown or has a wrong value; the message names the setting and its source."""
 
 
 DEVICES = ("cpu", "cuda")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOAD_FORMATS = ("auto", "dummy")
 KERNELS = ("auto", "native", "triton", "reference")
-"""Values of ``engine.device`` and ``engine.kernels``."""
+"""Values of ``engine.device`` and ``engine.kernels``; before them those of ``model.dtype`` and ``load_format``."""
 
 
 class ExecutorKind(StrEnum):
@@ -281,7 +287,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool = False
     max_body_bytes: Positive = 8 * 2**20
     max_connections: Positive = 4096
-    max_head_bytes: Positive = 64 * 1024
+    max_head_bytes: Annotated[int, msgspec.Meta(ge=MIN_HEAD_BYTES)] = 64 * 1024
     head_timeout_s: PositiveSeconds = 15.0
     body_timeout_s: PositiveSeconds = 30.0
     write_timeout_s: PositiveSeconds = 60.0
@@ -389,6 +395,7 @@ SECRET_VARIABLES = (
 )
 """Variables with keys and passwords; once read they are removed, so that no engine or reader process has them."""
 _KEYS = ("api_keys", "admin_keys")
+_URL_PREFIX = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+.*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 
 
@@ -426,7 +433,22 @@ def load_settings(
     _check_names(settings.adapters.preload)
     check_keys((*settings.server.api_keys, *settings.server.admin_keys))
     check_origins(settings.server.allowed_origins)
+    for key in ("resolvers", "allowed_sources"):
+        _check_prefixes(key, getattr(settings.adapters, key))
     return settings
+
+
+def _check_prefixes(key: str, prefixes: Iterable[str]) -> None:
+    """Check that sources of adapters are prefixes of URLs, of at least a host, bucket or organization.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for prefix in prefixes:
+        if not _URL_PREFIX.fullmatch(prefix):
+            raise ConfigError(
+                f"settings: [adapters]: {key}: {prefix!r} is no prefix of URLs, such as hf://org/ or s3://bucket/team/"
+            )
 
 
 def _check_names(preload: Iterable[str]) -> None:
@@ -531,4 +553,20 @@ def convert(values: Any, to: Any, where: str) -> Any:
     try:
         return msgspec.convert(values, to, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {_with_choices(str(error), to)}") from error
+
+
+_WRONG_CHOICE = re.compile(r"Invalid enum value ('.*')(?= - at `\$\.(?:\w+\.)?(\w+)`)")
+
+
+def _with_choices(text: str, to: Any) -> str:
+    """Return an error text that lists the choices of a field that has others."""
+    structs = [to, *(field.type for field in msgspec.structs.fields(to))]
+    kinds = {f.name: f.type for s in structs if isinstance(s, type(msgspec.Struct)) for f in msgspec.structs.fields(s)}
+
+    def choices(found: re.Match[str]) -> str:
+        kind = kinds.get(found[2])
+        listed = kind if isinstance(kind, type) and issubclass(kind, StrEnum) else ()
+        return f"{found[1]} is none of {', '.join(listed)}"
+
+    return _WRONG_CHOICE.sub(choices, text)

@@ -251,9 +251,12 @@ async def upload_adapter(
 
             def register() -> RegisteredAdapter:
                 write_config(folder, config, service.catalog.get(name) if replace else None)
-                return service.catalog.register(
-                    name, str(folder), replace=replace, trusted=True, persistent=True, shown_source=source
-                )
+                try:
+                    return service.catalog.register(
+                        name, str(folder), replace=replace, trusted=True, persistent=True, shown_source=source
+                    )
+                except AdapterError as error:  # its folder means nothing to the client
+                    raise type(error)(str(error).replace(f"{folder}: ", "")) from error
 
             loaded = await _register(service, name, source, register, "replace")
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}

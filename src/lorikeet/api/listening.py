@@ -99,7 +99,6 @@ class BoundServer(uvicorn.Server):
             # Connections inherit it, and a restart can bind while they linger.
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen no more."""
         if self._listener.family == socket.AF_UNIX:

@@ -303,7 +303,7 @@ class PromptReader:
             "tokens": ids,
             "token_strs": strings,
         }
-        placeholder: dict[str, Any] = {"messages": [{"role": "user"}]} if is_chat else {"prompt": ""}
+        placeholder: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]} if is_chat else {"prompt": ""}
         return BodyRead(_fields(body, **placeholder), answer=msgspec.json.encode(answer))
 
     def _tokenized_ids(self, body: TokenizeRequest) -> list[int]:

@@ -218,12 +218,22 @@ class ToolCall(Body):
     function: CalledFunction
 
 
+_WITH_CONTENT = frozenset({"system", "developer", "user", "tool"})
+"""Roles whose messages need content, as at OpenAI; an answer may have calls instead."""
+
+
 class ChatMessage(Body):
     """One message. Further fields (``name``, ``tool_call_id``) are passed to the template."""
 
     role: Annotated[str, Field(min_length=1)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "ChatMessage":
+        if self.content is None and self.role in _WITH_CONTENT:
+            raise PydanticCustomError("content", "a message of the role {role} needs content", {"role": self.role})
+        return self
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]

@@ -44,8 +44,9 @@ from lorikeet.core.logs import configure_logs
 from lorikeet.core.machine import cpu_model, gpu_models
 from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
+from lorikeet.memory.least import check_blocks
 from lorikeet.memory.packing import pack
-from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_config
+from lorikeet.models.config import ModelConfig, ModelConfigError, max_model_len, read_model_config
 
 _KEEP_ALIVE_S = 75
 
@@ -94,6 +95,7 @@ async def _serve(settings: Settings) -> None:
         log.info("model found", model=model.names[0], folder=str(model.path))
         config = read_model_config(model.path)
         _check_profile(settings, config, model.names[0])
+        _check_memory(settings, config)
         text_processor = TextProcessor.read(model.path, settings.model.chat_template)
         request_log = _open_request_log(settings)
         if request_log is not None:
@@ -199,6 +201,22 @@ def _check_profile(settings: Settings, config: ModelConfig, model: str) -> None:
         check_model(profile, config.geometry(profile.geometry.dtype_bytes), model)
         if engine.executor is ExecutorKind.TORCH:
             check_device(profile, engine.device, cpu_model(), gpu_models())
+
+
+def _check_memory(settings: Settings, config: ModelConfig) -> None:
+    """Check that the pool, if its size is set, holds the longest sequence and an adapter, before weights are loaded.
+
+    Raises:
+        ConfigError: it does not, or the longest sequence is longer than the model's.
+    """
+    engine = settings.engine
+    if engine.executor is not ExecutorKind.TORCH:
+        return
+    longest_tokens = max_model_len(settings, config)
+    if engine.memory_bytes:
+        dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
+        geometry = config.geometry(4 if dtype == "float32" else 2, engine.tensor_parallel)
+        check_blocks(settings, geometry, longest_tokens, engine.memory_bytes // geometry.block_bytes(engine.block_size))
 
 
 def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:

@@ -14,7 +14,7 @@ from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import PromptLogprobs, StepPlan, StepResult, Token, TransferDone
-from lorikeet.models.config import ModelConfig, read_model_config
+from lorikeet.models.config import ModelConfig, max_model_len, read_model_config
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.presets import resolve_preset
 from lorikeet.worker.batch import SequenceState as RankSequence
@@ -24,7 +24,7 @@ from lorikeet.worker.host_lora.assisted_step import HostLoraLeader
 from lorikeet.worker.host_lora.start import build_host_lora, start_worker_processes
 from lorikeet.worker.memory_profiling import arena_blocks, host_arena_blocks
 from lorikeet.worker.rank import Rank, sampling_steps
-from lorikeet.worker.rank_setup import RankModel, allocate_arena, load_rank, max_model_len
+from lorikeet.worker.rank_setup import RankModel, allocate_arena, load_rank
 from lorikeet.worker.sampler import NOT_FINITE, Sampler
 from lorikeet.worker.tensor_parallel import RankProcesses
 from lorikeet.worker.threads import CpuBudget, requested_threads
