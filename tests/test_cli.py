@@ -215,7 +215,7 @@ def test_a_wrong_setting_ends_the_command_before_anything_starts(
         (["--adapter-resolver", "foo"], "'foo' is no prefix of URLs, such as hf://org/ or s3://bucket/team/"),
         (["--allow-source", "hf://"], "'hf://' is no prefix of URLs"),
         (["--dtype", "float23"], "error: unknown dtype 'float23'; did you mean float32"),
-        (["--load-format", "gguf"], "error: unknown load_format 'gguf'; choose one of: auto, dummy"),
+        (["--load-format", "gguf"], "error: unknown --load-format 'gguf'; choose one of: auto, dummy"),
         (["--root-path", "llm"], "error: --root-path: "),
         (["--chat-template", "/no/such.jinja"], "error: --chat-template: /no/such.jinja: No such file or directory\n"),
         (["--profile", "a100-80-llama-2-70"], "error: unknown profile 'a100-80-llama-2-70'; did you mean"),
@@ -250,7 +250,7 @@ def test_a_gpu_that_is_not_there_ends_the_command_before_anything_starts(
 
 
 def test_a_pool_that_is_too_small_ends_the_command_before_weights_are_loaded(tmp_path: Path) -> None:
-    folder = make_model(tmp_path)
+    folder = make_model(tmp_path, "")
     (folder / "model.safetensors").unlink()
     done = runner.invoke(app, ["serve", str(folder), "--memory", "1KiB", "--port", "0"])
     assert "error: --memory 1.0 KiB is too small for a sequence of" in done.output

@@ -258,6 +258,7 @@ class MetricFamilies:
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 _ANSWERS = (1, 2, 5, 10, 20, 50, 100)
 _LOAD_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -307,6 +308,8 @@ class RequestMetrics:
         self._answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", lengths)
         self._params_n = self._histogram("request_params_n", "Answers asked for.", _ANSWERS)
         self._params_max_tokens = self._histogram("request_params_max_tokens", "Most tokens asked for.", lengths)
+        self._preemptions = self._histogram("request_num_preemptions", "Times a request was preempted.", _PREEMPTIONS)
+        self._rejections = self._counter("admission_rejections", "Requests refused, since too many wait or are late.")
         self.adapter_load = self._histogram("lora_adapter_load_seconds", "Transfer of an adapter.", _LOAD_S)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -336,20 +339,32 @@ class RequestMetrics:
         """Count generated tokens as they are sent."""
         self._answer_tokens.inc(tokens)
 
+    def count_rejections(self, requests: int) -> None:
+        """Count requests that were not accepted: too many are unfinished, or they would miss their TTFT target."""
+        self._rejections.inc(requests)
+
     def observe_params(self, n: int, max_tokens: int) -> None:
         """Count what an accepted request asks for: answers for each prompt, and the most tokens of one."""
         self._params_n.observe(n)
         self._params_max_tokens.observe(max_tokens)
 
     def observe_request(
-        self, timings: RequestTimings | None, prompt_tokens: int, completion_tokens: int, reason: str, ended_s: float
+        self,
+        timings: RequestTimings,
+        prompt_tokens: int,
+        completion_tokens: int,
+        reason: str,
+        ended_s: float,
+        *,
+        latencies: bool = True,
     ) -> None:
-        """Count one request that ended at ``ended_s`` for ``reason``; without its times if those are None."""
+        """Count one request that ended at ``ended_s`` for ``reason``, with or without its times."""
         self._ended[reason].inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._prompt_lengths.observe(prompt_tokens)
         self._answer_lengths.observe(completion_tokens)
-        if timings is None:
+        self._preemptions.observe(timings.preemptions)
+        if not latencies:
             return
         self._e2e.observe(ended_s - timings.arrival_s)
         if timings.adapter_wait_s:

@@ -49,6 +49,7 @@ class RequestObserver:
         """Count ``requests`` that were refused because too many are running, or ``shed`` by the forecast."""
         counts = missed(slo, requests)
         counts.shed = requests if shed else 0
+        self.metrics.count_rejections(requests)
         self.usage.of(None if adapter is None else adapter.name).add(counts)
 
 
@@ -113,11 +114,12 @@ class RequestWatch:
             self._forecast.on_ended(request)
         self._observer.lengths.on_ended(request, completion_tokens, reason)
         self._observer.metrics.observe_request(
-            None if self._is_background else timings,
+            timings,
             len(request.prompt_token_ids),
             completion_tokens,
             reason,
             ended_s,
+            latencies=not self._is_background,
         )
         if self._observer.request_log is not None:
             text = None if self._text is None else "".join(self._text)
