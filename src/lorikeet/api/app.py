@@ -107,7 +107,7 @@ def create_service(
             lambda: Dispatcher(service, (completions.router, responses.router)),
         ),
     )
-    metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))
+    metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest, service.loader.pinned))
     metrics.add_collector(ClusterCollector(client, models.base))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
     metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": models.base}))

@@ -409,6 +409,7 @@ class EngineCollector(Collector):
         client: holds the latest statistics.
         labels: of every metric.
         adapters_by_digest: gives adapter versions under all their names.
+        pinned: names of pinned adapters, read at every scrape.
     """
 
     def __init__(
@@ -416,10 +417,11 @@ class EngineCollector(Collector):
         client: ReplicaView,
         labels: dict[str, str],
         adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
+        pinned: Set[str] = frozenset(),
     ) -> None:
         self._client = client
         self._make = MetricFamilies(labels)
-        self._adapters_by_digest = adapters_by_digest
+        self._adapters_by_digest, self._pinned = adapters_by_digest, pinned
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics."""
@@ -499,7 +501,8 @@ class EngineCollector(Collector):
         ranks = {
             name: str(known[digest][0].max_rank) for digest in stats.resident_adapters for name in _names(known, digest)
         }
-        loaded = [((name, "gpu", "false", ranks[name]), 1.0) for name in sorted(ranks)[:_MAX_NAMES]]
+        shown = sorted(ranks)[:_MAX_NAMES]
+        loaded = [((name, "gpu", str(name in self._pinned).lower(), ranks[name]), 1.0) for name in shown]
         labels = ("adapter_name", "level", "pinned", "rank")
         yield make.gauges("vllm:lora_adapter_loaded", "Adapters on the device.", labels, loaded)
         held, hosted = len(stats.resident_adapters), stats.memory.host_adapters
@@ -698,6 +701,7 @@ class ReplicasCollector(Collector):
         client: has the replicas, which may change.
         labels: of every metric, but for ``engine``.
         adapters_by_digest: gives adapter versions under all their names.
+        pinned: names of pinned adapters, read at every scrape.
     """
 
     def __init__(
@@ -705,17 +709,19 @@ class ReplicasCollector(Collector):
         client: Engines,
         labels: dict[str, str],
         adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
+        pinned: Set[str] = frozenset(),
     ) -> None:
         self._client = client
         self._labels = labels
-        self._adapters_by_digest = adapters_by_digest
+        self._adapters_by_digest, self._pinned = adapters_by_digest, pinned
 
     def collect(self) -> Iterable[Metric]:
         """Return each metric once, with the values of all replicas: a page may not name a metric twice."""
         merged: dict[str, Metric] = {}
         for replica, view in self._client.views.items():
             labels = {**self._labels, "engine": replica}
-            for collector in (EngineCollector(view, labels, self._adapters_by_digest), MemoryCollector(view, labels)):
+            engine = EngineCollector(view, labels, self._adapters_by_digest, self._pinned)
+            for collector in (engine, MemoryCollector(view, labels)):
                 for metric in collector.collect():
                     merged.setdefault(metric.name, metric)
                     if merged[metric.name] is not metric:

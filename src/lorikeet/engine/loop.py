@@ -19,6 +19,7 @@ from lorikeet.core.messages import (
     ExportRequest,
     ImportKv,
     MemoryStats,
+    PinAdapters,
     RegisterAdapters,
     StepOutputs,
     Submit,
@@ -123,6 +124,11 @@ class Engine:
         if message.blocks:  # none in a replay
             contents = [message.blocks[index] for index, _ in places]
             self._executor.write_host([block for _, block in places], contents)
+
+    def pin_adapters(self, digests: tuple[AdapterDigest, ...]) -> None:
+        """Evict these versions last, and no others."""
+        now = self._receive(PinAdapters(digests))
+        self._memory.pin_adapters(digests, now)
 
     def register_adapters(self, refs: tuple[AdapterRef, ...]) -> None:
         """Register versions for which requests may arrive, so that they can be read ahead and prefetched."""
