@@ -22,7 +22,7 @@ from lorikeet.api.service import Service
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.config import AdapterDirMode, AdapterSettings, BatchSettings, ServerSettings, Settings
 from lorikeet.core.chat_template import ChatTemplate
-from tests.api.fakes import GEOMETRY, FakeEngine, byte_level_tokenizer, write_adapter
+from tests.api.fakes import GEOMETRY, HIDDEN, FakeEngine, byte_level_tokenizer, write_adapter
 from tests.support.quick_server import serving
 
 TEMPLATE = (
@@ -77,7 +77,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
             batches=BatchSettings(**{"dir": str(tmp_path / "batches"), **(batches or {})}),
         )
         engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END], max_model_len=max_model_len)
-        limits = ModelLimits(engine.engine_info.max_model_len, TOKENIZER.get_vocab_size(), (END,))
+        limits = ModelLimits(engine.engine_info.max_model_len, TOKENIZER.get_vocab_size(), (END,), hidden=HIDDEN)
         chats = AdapterChats(ChatSettings(TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {})), limits))
         catalog = AdapterCatalog(settings.adapters, "base", GEOMETRY, reserved_names=("base",), fit_chat=chats.fit)
         models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)

@@ -8,6 +8,7 @@ from lorikeet.api.fields import BOTH, CHAT, COMPLETIONS, FIELDS
 from lorikeet.api.protocol import _FIELDS, Body, ChatCompletionRequest, CompletionRequest
 from tests.api.conftest import Running
 from tests.api.test_chat import MESSAGES
+from tests.api.test_prompt_embeds import saved, tensor
 
 BODIES: dict[str, type[Body]] = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest}
 EXAMPLES: dict[str, Any] = {
@@ -15,6 +16,7 @@ EXAMPLES: dict[str, Any] = {
     "lora_path": "formal",
     "messages": MESSAGES,
     "prompt": ["a", "b"],
+    "prompt_embeds": saved(tensor(2)),
     "max_tokens": 2,
     "max_completion_tokens": 2,
     "min_tokens": 1,
@@ -116,8 +118,9 @@ async def test_every_supported_field_is_accepted_on_its_routes(server: Running) 
         def value(given: Any, route: str = route) -> Any:
             return given[route] if isinstance(given, dict) and route in given else given
 
-        own: dict[str, Any] = {"prompt": "a"} if route == COMPLETIONS else {"messages": MESSAGES}
+        prompts: dict[str, Any] = {"prompt": "a"} if route == COMPLETIONS else {"messages": MESSAGES}
         for name in (name for field in FIELDS if route in field.routes for name in field.names):
+            own = {} if name == "prompt_embeds" else prompts
             beside = {key: value(given) for key, given in TOGETHER.get(name, {}).items()}
             reply = await server.http.post(route, json={**own, **beside, name: value(EXAMPLES[name])})
             assert reply.status_code == 200, (route, name, reply.text)

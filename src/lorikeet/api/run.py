@@ -313,7 +313,14 @@ def _limits(folder: Path, config: ModelConfig, engine_info: EngineReady, max_log
         defaults = SamplingDefaults.from_generation_config(read_generation_config(folder))
     except msgspec.ValidationError as error:
         raise ModelConfigError(f"{folder / 'generation_config.json'}: {error}") from error
-    return ModelLimits(engine_info.max_model_len, config.vocab_size, config.eos_token_ids, defaults, max_logprobs)
+    return ModelLimits(
+        engine_info.max_model_len,
+        config.vocab_size,
+        config.eos_token_ids,
+        defaults,
+        max_logprobs,
+        config.hidden_size,
+    )
 
 
 def _open_catalog(

@@ -4,10 +4,11 @@
 """
 
 import asyncio
+import hashlib
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -54,7 +55,7 @@ from lorikeet.client.supervisor import EngineError
 from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.request import Request, Slo
+from lorikeet.core.request import PromptEmbeds, Request, Slo
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class GenerationSpec:
         arrival_s: monotonic time at which the body had been received; None for now.
         kept_tokens: special tokens that stay in the text of an answer.
         grammar: that the answers follow; None for none.
+        embeds: of each prompt, whose tokens then mean nothing; empty if the prompts are tokens.
     """
 
     prompts: int
@@ -83,6 +85,7 @@ class GenerationSpec:
     arrival_s: float | None = None
     kept_tokens: frozenset[int] = frozenset()
     grammar: GrammarSpec | None = None
+    embeds: Sequence[PromptEmbeds] = ()
 
 
 class Sender(NamedTuple):
@@ -336,7 +339,8 @@ class Service:
         cache_salt = self._cache_salt(body, sender)
         logit_bias = logit_bias_pairs(body, limits.vocabulary, len(prompts) * body.choices_per_prompt)
         bad_words = chat.text_processor.bad_words(body.bad_words or ())
-        for token_ids, tokens in zip(prompts, predicted, strict=True):
+        for at, (token_ids, tokens) in enumerate(zip(prompts, predicted, strict=True)):
+            embeds = spec.embeds[at] if spec.embeds else None
             check_prompt(token_ids, limits, spec.prompt_param)
             params = sampling_params(
                 body,
@@ -360,10 +364,11 @@ class Service:
                         adapter=adapter,
                         priority=body.priority or 0,
                         tenant=sender.tenant,
-                        cache_salt=cache_salt,
+                        cache_salt=cache_salt if embeds is None else f"{cache_salt}\0{_digest(embeds)}",
                         slo=slo,
                         predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
                         background=background,
+                        prompt_embeds=embeds,
                     )
                 )
         return requests
@@ -408,6 +413,11 @@ class Service:
             kept_tokens=spec.kept_tokens,
             is_empty=body.most_tokens[0] == 0,
         )
+
+
+def _digest(embeds: PromptEmbeds) -> str:
+    """Return what tells embeddings apart."""
+    return hashlib.sha256(embeds.dtype.encode() + embeds.data).hexdigest()
 
 
 async def _service(request: HttpRequest) -> Service:

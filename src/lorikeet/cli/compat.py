@@ -86,6 +86,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--enable-server-load-tracking": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--enable-request-id-headers": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--enable-tokenizer-info-endpoint": ForeignFlag(_ALWAYS, value=False, same=("",)),
+    "--enable-prompt-embeds": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--enable-cache-report": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--enable-metrics": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--runner": ForeignFlag(_TEXT_MODELS, same=("generate", "auto"), refuse=True),

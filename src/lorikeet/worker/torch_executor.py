@@ -378,9 +378,13 @@ class TorchExecutor:
             self._running.keep(sequences)
             return self._running, 1
         self._discard_running()
-        if self._graphs is not None and plan.fits_graphs:
+        if self._graphs is not None and plan.fits_graphs and not self._has_embeds(plan):
             return GraphRunner(self._graphs, self._rank, self._sampler, plan, sequences), 0
         return EagerRunner(self._rank, self._sampler, plan, sequences), 0
+
+    def _has_embeds(self, plan: StepPlan) -> bool:
+        """Whether a step computes a token whose embedding is given, which graphs know nothing of."""
+        return any(step.start < self._rank.sequence(step.request_id).embedded_tokens for step in plan.sequences)
 
     def _discard_running(self) -> None:
         """Wait for a step that runs ahead, and discard its tokens."""
