@@ -1,4 +1,4 @@
-"""Write the table of fields in ``docs/api.md`` from ``lorikeet.api.fields``.
+"""Write the tables of ``docs/api.md`` from ``lorikeet.api.route_list`` and ``lorikeet.api.fields``.
 
 .venv/bin/python docs/make_api.py
 """
@@ -6,25 +6,38 @@
 from pathlib import Path
 
 from lorikeet.api.fields import BOTH, CHAT, FIELDS
+from lorikeet.api.route_list import ROUTES
 
 PAGE = Path(__file__).with_name("api.md")
 
-_BEGIN, _END = "<!-- fields: made by docs/make_api.py -->", "<!-- end of fields -->"
+_BY = "made by docs/make_api.py"
 
 
 def page() -> str:
-    """Return the page with the table of fields as it should be."""
-    before, _, rest = PAGE.read_text().partition(_BEGIN)
-    return f"{before}{_BEGIN}\n{_table()}{_END}{rest.partition(_END)[2]}"
+    """Return the page with its tables as they should be."""
+    text = PAGE.read_text()
+    for name, rows in (("routes", _routes()), ("fields", _fields())):
+        begin, end = f"<!-- {name}: {_BY} -->", f"<!-- end of {name} -->"
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n" + "\n".join(rows) + f"\n{end}{rest.partition(end)[2]}"
+    return text
 
 
-def _table() -> str:
+def _routes() -> list[str]:
+    rows = ["| route | state | notes |", "|---|---|---|"]
+    for each in ROUTES:
+        names = ", ".join(f"`{route}`" for route in each.routes)
+        rows.append(f"| {names} | {each.state} | {each.notes} |")
+    return rows
+
+
+def _fields() -> list[str]:
     rows = ["| field | routes | notes |", "|---|---|---|"]
     for field in FIELDS:
         names = ", ".join(f"`{name}`" for name in field.names)
         where = "both" if field.routes == BOTH else "chat" if field.routes == (CHAT,) else "completions"
         rows.append(f"| {names} | {where if field.routes else '501'} | {field.meaning} |")
-    return "\n".join(rows) + "\n"
+    return rows
 
 
 if __name__ == "__main__":

@@ -209,11 +209,52 @@ def test_a_wrong_setting_ends_the_command_before_anything_starts(
         (["--preset", "elroa"], "did you mean elora or dlora? (`lorikeet presets` lists all)"),
         (["--kernels", "nativ"], "error: unknown kernels 'nativ'; did you mean native?"),
         (["--host-memory", "900TiB"], "error: --host-memory: 900.0 TiB is too much: this machine or container has "),
+        (["--adapter-dir-mode", "x"], "error: --adapter-dir-mode: 'x' is none of serve, allow\n"),
+        (["--executor", "x"], "error: --executor: 'x' is none of torch, paced\n"),
+        (["--max-head", "10"], "error: --max-head: Expected `int` >= 1024\n"),
+        (["--adapter-resolver", "foo"], "'foo' is no prefix of URLs, such as hf://org/ or s3://bucket/team/"),
+        (["--allow-source", "hf://"], "'hf://' is no prefix of URLs"),
+        (["--dtype", "float23"], "error: unknown dtype 'float23'; did you mean float32"),
+        (["--load-format", "gguf"], "error: unknown --load-format 'gguf'; choose one of: auto, dummy"),
+        (["--root-path", "llm"], "error: --root-path: "),
+        (["--chat-template", "/no/such.jinja"], "error: --chat-template: /no/such.jinja: No such file or directory\n"),
         (["--profile", "a100-80-llama-2-70"], "error: unknown profile 'a100-80-llama-2-70'; did you mean"),
     ],
 )
 def test_a_wrong_setting_is_reported_in_plain_words(arguments: list[str], message: str) -> None:
     assert message in runner.invoke(app, ["serve", *arguments]).output
+
+
+def test_a_template_that_does_not_compile_ends_the_command_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "broken.jinja").write_text("{% if")
+    done = runner.invoke(app, ["serve", "--chat-template", str(tmp_path / "broken.jinja")])
+    assert "broken.jinja: the chat template does not compile" in done.output
+    assert done.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("version", "files", "said"),
+    [
+        ("2.13.0+cpu", (), "device: cuda needs a torch with CUDA, and 2.13.0+cpu has none"),
+        ("2.13.0", ("/no/such/device",), "device: this machine or container has no NVIDIA GPU"),
+    ],
+)
+def test_a_gpu_that_is_not_there_ends_the_command_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, version: str, files: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr("lorikeet.cli.serve_checks._torch_version", lambda: version)
+    monkeypatch.setattr("lorikeet.cli.serve_checks._GPU_FILES", files)
+    done = runner.invoke(app, ["serve", "--device", "cuda"])
+    assert said in done.output
+    assert done.exit_code == 2
+
+
+def test_a_pool_that_is_too_small_ends_the_command_before_weights_are_loaded(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "")
+    (folder / "model.safetensors").unlink()
+    done = runner.invoke(app, ["serve", str(folder), "--memory", "1KiB", "--port", "0"])
+    assert "error: --memory 1.0 KiB is too small for a sequence of" in done.output
+    assert "MiB, or lower --max-model-len" in done.output
 
 
 def test_triton_without_a_gpu_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +357,6 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
         ("--no-enable-log-requests", None),
         ("--disable-uvicorn-access-log", "--log-level warning"),
         ("--download-dir /d", "HF_HUB_CACHE"),
-        ("--root-path /llm", "take its prefix off"),
         ("--enable-auto-tool-choice", None),
         ("--allow-credentials", "no cookies"),
         ('--allowed-methods ["*"]', None),
@@ -439,7 +479,6 @@ def test_a_flag_that_would_change_what_is_served_is_refused() -> None:
         ("--hf-overrides", '{"vocab_size": 9}', "change the config.json"),
         ("--runner", "pooling", "only models that generate text"),
         ("--middleware", "a.b", "put a proxy in front"),
-        ("--uds", "/run/x", "listens on a port"),
     ):
         with pytest.raises(compat.CompatError, match=f"{flag}: .*{reason}"):
             compat.translate([flag, value])

@@ -20,13 +20,19 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
+MIN_HEAD_BYTES = 1024
+"""Least limit on the head of a request: clients' own headers take some hundred bytes."""
+
+
 class ConfigError(ValueError):
     """A setting is unknown or has a wrong value; the message names the setting and its source."""
 
 
 DEVICES = ("cpu", "cuda")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+LOAD_FORMATS = ("auto", "dummy")
 KERNELS = ("auto", "native", "triton", "reference")
-"""Values of ``engine.device`` and ``engine.kernels``."""
+"""Values of ``engine.device`` and ``engine.kernels``; before them those of ``model.dtype`` and ``load_format``."""
 
 
 class ExecutorKind(StrEnum):
@@ -222,6 +228,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         host: address to listen on.
         port: port to listen on; 0 picks a free one.
+        uds: path of a Unix socket to listen on instead of a port; only the user of the server may connect.
+        root_path: prefix, such as ``/llm``, that a proxy in front puts before the routes; they answer with and without.
         api_keys: bearer keys for all routes except health, ping, version, load and metrics; empty for open access.
         admin_keys: keys for the routes that change adapters; empty: the API keys allow that too.
         allowed_origins: origins (``https://example.org``) whose web pages may use the server; ``*`` for any, empty for
@@ -269,6 +277,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    uds: str = ""
+    root_path: Annotated[str, msgspec.Meta(pattern=r"^/?$|^(/[A-Za-z0-9._~-]+)+/?$")] = ""
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -277,7 +287,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool = False
     max_body_bytes: Positive = 8 * 2**20
     max_connections: Positive = 4096
-    max_head_bytes: Positive = 64 * 1024
+    max_head_bytes: Annotated[int, msgspec.Meta(ge=MIN_HEAD_BYTES)] = 64 * 1024
     head_timeout_s: PositiveSeconds = 15.0
     body_timeout_s: PositiveSeconds = 30.0
     write_timeout_s: PositiveSeconds = 60.0
@@ -302,6 +312,28 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length_predictor_timeout_s: Seconds = 0.1
     log_level: str = "info"
     log_json: bool = False
+
+
+class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Files and batches of requests, which are answered when no other request waits.
+
+    Attributes:
+        dir: folder for them, with one folder for each base model; empty for the user's data folder. One server uses it.
+        concurrency: most requests of batches that are answered at once; 0: ``max_num_seqs`` of all replicas.
+        max_file_bytes: largest file.
+        max_requests: most requests in a file.
+        max_files: most files and batches that are stored.
+        storage_bytes: most bytes of all files; output of batches that were accepted may exceed it.
+        keep_s: time for which files and ended batches are kept, and the longest that a batch may take.
+    """
+
+    dir: str = ""
+    concurrency: Count = 0
+    max_file_bytes: Positive = 200 * 2**20
+    max_requests: Positive = 50_000
+    max_files: Positive = 10_000
+    storage_bytes: Positive = 8 * 2**30
+    keep_s: PositiveSeconds = 30 * 86400.0
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -334,6 +366,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineSettings = msgspec.field(default_factory=EngineSettings)
     adapters: AdapterSettings = msgspec.field(default_factory=AdapterSettings)
     server: ServerSettings = msgspec.field(default_factory=ServerSettings)
+    batches: BatchSettings = msgspec.field(default_factory=BatchSettings)
     cluster: ClusterSettings = msgspec.field(default_factory=ClusterSettings)
 
 
@@ -362,6 +395,7 @@ SECRET_VARIABLES = (
 )
 """Variables with keys and passwords; once read they are removed, so that no engine or reader process has them."""
 _KEYS = ("api_keys", "admin_keys")
+_URL_PREFIX = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+.*")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 
 
@@ -399,7 +433,22 @@ def load_settings(
     _check_names(settings.adapters.preload)
     check_keys((*settings.server.api_keys, *settings.server.admin_keys))
     check_origins(settings.server.allowed_origins)
+    for key in ("resolvers", "allowed_sources"):
+        _check_prefixes(key, getattr(settings.adapters, key))
     return settings
+
+
+def _check_prefixes(key: str, prefixes: Iterable[str]) -> None:
+    """Check that sources of adapters are prefixes of URLs, of at least a host, bucket or organization.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for prefix in prefixes:
+        if not _URL_PREFIX.fullmatch(prefix):
+            raise ConfigError(
+                f"settings: [adapters]: {key}: {prefix!r} is no prefix of URLs, such as hf://org/ or s3://bucket/team/"
+            )
 
 
 def _check_names(preload: Iterable[str]) -> None:
@@ -504,4 +553,20 @@ def convert(values: Any, to: Any, where: str) -> Any:
     try:
         return msgspec.convert(values, to, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {_with_choices(str(error), to)}") from error
+
+
+_WRONG_CHOICE = re.compile(r"Invalid enum value ('.*')(?= - at `\$\.(?:\w+\.)?(\w+)`)")
+
+
+def _with_choices(text: str, to: Any) -> str:
+    """Return an error text that lists the choices of a field that has others."""
+    structs = [to, *(field.type for field in msgspec.structs.fields(to))]
+    kinds = {f.name: f.type for s in structs if isinstance(s, type(msgspec.Struct)) for f in msgspec.structs.fields(s)}
+
+    def choices(found: re.Match[str]) -> str:
+        kind = kinds.get(found[2])
+        listed = kind if isinstance(kind, type) and issubclass(kind, StrEnum) else ()
+        return f"{found[1]} is none of {', '.join(listed)}"
+
+    return _WRONG_CHOICE.sub(choices, text)

@@ -20,9 +20,9 @@ from lorikeet.api.sampling import ModelLimits
 from lorikeet.api.served_models import ServedModels
 from lorikeet.api.service import Service
 from lorikeet.api.text_processor import TextProcessor
-from lorikeet.config import AdapterDirMode, AdapterSettings, ServerSettings, Settings
+from lorikeet.config import AdapterDirMode, AdapterSettings, BatchSettings, ServerSettings, Settings
 from lorikeet.core.chat_template import ChatTemplate
-from tests.api.fakes import GEOMETRY, FakeEngine, byte_level_tokenizer, write_adapter
+from tests.api.fakes import GEOMETRY, HIDDEN, FakeEngine, byte_level_tokenizer, write_adapter
 from tests.support.quick_server import serving
 
 TEMPLATE = (
@@ -66,6 +66,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
         lengths: AnswerLengthPredictor | None = None,
         max_model_len: int = 256,
         adapters: dict[str, object] | None = None,
+        batches: dict[str, object] | None = None,
         **server: object,
     ) -> AsyncIterator[Running]:
         folders = {"adapter_dir": str(sources), "store_dir": str(tmp_path / "store")}
@@ -73,9 +74,10 @@ def start(tmp_path: Path, sources: Path) -> Start:
         settings = Settings(
             adapters=AdapterSettings(enabled=lora, **given),
             server=msgspec.structs.replace(ServerSettings(), **server),
+            batches=BatchSettings(**{"dir": str(tmp_path / "batches"), **(batches or {})}),
         )
         engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END], max_model_len=max_model_len)
-        limits = ModelLimits(engine.engine_info.max_model_len, TOKENIZER.get_vocab_size(), (END,))
+        limits = ModelLimits(engine.engine_info.max_model_len, TOKENIZER.get_vocab_size(), (END,), hidden=HIDDEN)
         chats = AdapterChats(ChatSettings(TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {})), limits))
         catalog = AdapterCatalog(settings.adapters, "base", GEOMETRY, reserved_names=("base",), fit_chat=chats.fit)
         models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)
@@ -88,6 +90,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
             ):
                 yield Running(http, engine, service, sources)
         finally:
+            await service.batches.close()
             await service.prompt_processes.close()
             await service.loader.close()
             await service.grammars.close()

@@ -78,6 +78,7 @@ class FakeEngine:
         self.per_output = 1
         self.known: dict[AdapterDigest, AdapterRef] = {}
         self.dropped: list[AdapterDigest] = []
+        self.pinned: tuple[AdapterDigest, ...] = ()
         self.callbacks: list[Callable[[AdapterEvent], None]] = []
         self.state = ClusterState(())
         self.size_error: str | None = None
@@ -97,6 +98,9 @@ class FakeEngine:
 
     def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
         self.known |= {ref.digest: ref for ref in refs}
+
+    def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
+        self.pinned = tuple(digests)
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
         self.known.pop(digest, None)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lorikeet.adapters import sources as adapter_sources
@@ -224,3 +225,27 @@ async def test_no_answer_mixes_versions_while_an_adapter_is_replaced(start: Star
             prompt = TOKENIZER.decode(request.prompt_token_ids, skip_special_tokens=False)
             assert (prompt, request.sampling.top_k) == (f"{seed}[user]hello" if seed % 2 else plain, seed + 1)
         await until(lambda: len(server.engine.dropped) == 5, "old versions are dropped")
+
+
+async def test_pins_reach_the_engine_follow_the_name_and_are_bounded(start: Start) -> None:
+    async with start() as server:
+        engine = server.engine
+        first = (await add(server, "held", source="pirate")).json()
+        assert first["pinned"] is False
+        await add(server, "other", source="json")
+        assert (await server.http.patch("/v1/adapters/held", json={"pinned": True})).json()["pinned"] is True
+        assert engine.pinned == (first["digest"],)
+        write_adapter(server.sources / "pirate", seed=98)
+        second = (await add(server, "held", source="pirate", replace=True)).json()
+        assert engine.pinned == (second["digest"],)
+        assert second["pinned"] is True
+        engine.engine_info = msgspec.structs.replace(engine.engine_info, block_bytes=2048, total_blocks=3)
+        refused = await server.http.patch("/v1/adapters/other", json={"pinned": True})
+        assert refused.status_code == 409
+        assert "pinned adapters would take" in refused.json()["error"]["message"]
+        assert engine.pinned == (second["digest"],)
+        held = {"lora_name": "third", "lora_path": str(server.sources / "json"), "pinned": True}
+        assert (await server.http.post("/load_lora_adapter", json=held)).status_code == 400
+        assert (await server.http.get("/v1/adapters/third")).status_code == 404
+        await server.http.delete("/v1/adapters/held")
+        assert engine.pinned == ()

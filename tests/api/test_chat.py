@@ -455,3 +455,12 @@ async def test_invalid_json_is_a_400_with_line_and_column(server: Running, conte
     reply = await server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
     assert reply.status_code == 400
     assert f"Expecting value, at {place}." in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("role", ["user", "system", "developer", "tool"])
+@pytest.mark.parametrize("without", [{}, {"content": None}])
+async def test_a_message_without_content_is_refused(server: Running, role: str, without: dict[str, Any]) -> None:
+    reply = await server.http.post(CHAT, json={"messages": [*MESSAGES, {"role": role, **without}]})
+    assert reply.status_code == 400
+    assert f"a message of the role {role} needs content" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"] == "messages"

@@ -8,9 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import structlog
 import uvicorn
 
 from lorikeet.api.connections import ConnectionLimits, ConnectionStats, limited_http, raise_file_limit
+from lorikeet.api.errors import ApiError
+from lorikeet.api.logs import RequestIds
 from tests.api.conftest import Running
 
 
@@ -29,9 +32,9 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def serving(limits: ConnectionLimits) -> AsyncIterator[tuple[int, ConnectionStats]]:
+async def serving(limits: ConnectionLimits, app: Any = echo) -> AsyncIterator[tuple[int, ConnectionStats]]:
     stats = ConnectionStats()
-    config = uvicorn.Config(echo, port=0, lifespan="off", log_level="error", http=limited_http(limits, stats))  # type: ignore[arg-type]
+    config = uvicorn.Config(app, port=0, lifespan="off", log_level="error", http=limited_http(limits, stats))  # type: ignore[arg-type]
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(server.serve())
@@ -130,6 +133,32 @@ async def test_answer_that_nobody_reads_is_given_up() -> None:
             await asyncio.sleep(0.01)
         assert stats.closed == {"the answer was not read": 1}
         writer.close()
+
+
+async def test_answer_that_nobody_reads_is_given_up_though_more_requests_wait() -> None:
+    async with serving(ConnectionLimits(write_timeout_s=0.3)) as (port, stats):
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        writer.write(b"GET /large HTTP/1.1\r\nhost: a\r\n\r\n")
+        await asyncio.sleep(0.1)  # the answer fills what is between
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 2)
+        async with asyncio.timeout(20):
+            while not stats.closed:
+                await asyncio.sleep(0.01)
+        assert stats.closed == {"the answer was not read": 1}
+        writer.close()
+
+
+async def test_the_log_has_the_status_of_a_slow_body_that_its_client_got() -> None:
+    async def route(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await ApiError(400, "There was an error parsing the body.").response()(scope, receive, send)
+
+    with structlog.testing.capture_logs() as logged:
+        async with serving(ConnectionLimits(body_timeout_s=0.2), RequestIds(route)) as (port, _):
+            head = HEAD + b"content-length: 1000\r\n\r\n"
+            assert (await exchange(port, head)).startswith(b"HTTP/1.1 408")
+    assert [each["status"] for each in logged if each["event"] == "request"] == [408]
 
 
 async def test_connections_beyond_the_limit_get_503_and_the_others_go_on() -> None:

@@ -8,8 +8,81 @@ from lorikeet.api.fields import BOTH, CHAT, COMPLETIONS, FIELDS
 from lorikeet.api.protocol import _FIELDS, Body, ChatCompletionRequest, CompletionRequest
 from tests.api.conftest import Running
 from tests.api.test_chat import MESSAGES
+from tests.api.test_prompt_embeds import saved, tensor
 
 BODIES: dict[str, type[Body]] = {COMPLETIONS: CompletionRequest, CHAT: ChatCompletionRequest}
+EXAMPLES: dict[str, Any] = {
+    "model": "formal",
+    "lora_path": "formal",
+    "messages": MESSAGES,
+    "prompt": ["a", "b"],
+    "prompt_embeds": saved(tensor(2)),
+    "max_tokens": 2,
+    "max_completion_tokens": 2,
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "n": 2,
+    "best_of": 2,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "stop": ["x"],
+    "include_stop_str_in_output": True,
+    "stop_token_ids": [3],
+    "seed": 7,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 1,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 2},
+    "allowed_token_ids": [1, 2, 3],
+    "bad_words": ["x"],
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"choice": ["a", "b"]},
+    "json_schema": '{"type": "object"}',
+    "regex": "a+",
+    "ebnf": 'root ::= "a"',
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
+    "guided_choice": ["a"],
+    "guided_grammar": 'root ::= "a"',
+    "guided_whitespace_pattern": " ",
+    "logprobs": {COMPLETIONS: 1, CHAT: True},
+    "top_logprobs": 2,
+    "logprob_token_ids": [1, 2],
+    "prompt_logprobs": 1,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "truncate_prompt_tokens": 3,
+    "truncation_side": "right",
+    "skip_special_tokens": False,
+    "add_special_tokens": False,
+    "echo": True,
+    "add_generation_prompt": False,
+    "chat_template_kwargs": {"x": 1},
+    "continue_final_message": True,
+    "priority": 1,
+    "cache_salt": "x",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "none",
+    "parallel_tool_calls": False,
+    "include_reasoning": False,
+    "service_tier": "flex",
+    "user": "x",
+}
+"""A value of every supported field."""
+TOGETHER = {
+    "stream_options": {"stream": True},
+    "top_logprobs": {"logprobs": True},
+    "logprob_token_ids": {"logprobs": {COMPLETIONS: 1, CHAT: True}},
+    "guided_whitespace_pattern": {"guided_json": {"type": "object"}},
+    "tools": {"tool_choice": "none"},
+    "truncation_side": {"truncate_prompt_tokens": 3},
+    "continue_final_message": {"add_generation_prompt": False},
+}
+"""What some need beside them."""
 NAMES = [name for field in FIELDS for name in field.names]
 
 
@@ -27,16 +100,31 @@ def test_what_is_refused_is_listed() -> None:
     assert set(_FIELDS) <= set(NAMES)
 
 
-@pytest.mark.parametrize(
-    ("route", "name"),
-    [(route, name) for field in FIELDS for name in field.names for route in BOTH if route not in field.routes],
-)
-async def test_fields_that_a_route_lacks_are_refused_or_have_no_effect(server: Running, route: str, name: str) -> None:
+async def test_fields_that_a_route_lacks_are_refused_or_have_no_effect(server: Running) -> None:
     """Those of the other route's own input, such as messages, have none."""
-    own: dict[str, Any] = {"prompt": "a"} if route == COMPLETIONS else {"messages": MESSAGES}
-    reply = await server.http.post(route, json={**own, name: {"odd": 1}})
-    if name in _FIELDS:
-        assert reply.status_code == 501
-        assert reply.json()["error"]["param"] == name
-    else:
-        assert reply.status_code == 200
+    for route in BOTH:
+        own: dict[str, Any] = {"prompt": "a"} if route == COMPLETIONS else {"messages": MESSAGES}
+        for name in (name for field in FIELDS if route not in field.routes for name in field.names):
+            reply = await server.http.post(route, json={**own, name: {"odd": 1}})
+            if name in _FIELDS:
+                assert (reply.status_code, reply.json()["error"]["param"]) == (501, name)
+            else:
+                assert reply.status_code == 200, (route, name)
+
+
+async def test_every_supported_field_is_accepted_on_its_routes(server: Running) -> None:
+    for route in BOTH:
+
+        def value(given: Any, route: str = route) -> Any:
+            return given[route] if isinstance(given, dict) and route in given else given
+
+        prompts: dict[str, Any] = {"prompt": "a"} if route == COMPLETIONS else {"messages": MESSAGES}
+        for name in (name for field in FIELDS if route in field.routes for name in field.names):
+            own = {} if name == "prompt_embeds" else prompts
+            beside = {key: value(given) for key, given in TOGETHER.get(name, {}).items()}
+            reply = await server.http.post(route, json={**own, **beside, name: value(EXAMPLES[name])})
+            assert reply.status_code == 200, (route, name, reply.text)
+
+
+def test_every_supported_field_has_an_example() -> None:
+    assert set(EXAMPLES) == {name for field in FIELDS if field.routes for name in field.names}

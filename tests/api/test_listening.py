@@ -2,13 +2,17 @@
 
 import asyncio
 import socket
+import stat
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 
-from lorikeet.api.listening import BoundServer, bind
+from lorikeet.api.listening import BoundServer, bind, bind_unix
 from lorikeet.config import ConfigError
+from tests.api.conftest import Start
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -58,3 +62,43 @@ async def test_port_that_another_listens_on_when_ready_is_an_error() -> None:
         other.listen()
         with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1"):
             await server_on(mine)._serve()
+
+
+async def test_a_unix_socket_is_answered_removed_and_replaced_only_if_nobody_listens(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    bind_unix(str(path)).close()  # as a server that was killed leaves it
+    listener = bind_unix(str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    server = server_on(listener)
+    serving = asyncio.create_task(server._serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    transport = httpx.AsyncHTTPTransport(uds=str(path))
+    async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as http:
+        assert (await http.get("/")).status_code == 204
+        with pytest.raises(ConfigError, match=f"cannot listen on {path}: Address already in use"):
+            bind_unix(str(path))
+        assert (await http.get("/")).status_code == 204
+    server.should_exit = True
+    await serving
+    assert not path.exists()
+    path.write_text("not a socket")
+    with pytest.raises(ConfigError):
+        bind_unix(str(path))
+    assert path.read_text() == "not a socket"
+
+
+async def test_routes_answer_with_and_without_the_root_path_and_keys_count_for_both(start: Start) -> None:
+    async with start(root_path="/llm/", api_keys=("user",), admin_keys=("admin",)) as server:
+        user, http = {"Authorization": "Bearer user"}, server.http
+        for prefix in ("", "/llm"):
+            assert (await http.get(f"{prefix}/health")).status_code == 200
+            assert (await http.get(f"{prefix}/v1/models")).status_code == 401
+            assert (await http.get(f"{prefix}/v1/models", headers=user)).status_code == 200
+            assert (await http.delete(f"{prefix}/v1/adapters/x", headers=user)).status_code == 403
+            body = {"model": "base", "prompt": "a"}
+            assert (await http.post(f"{prefix}/v1/completions", headers=user, json=body)).status_code == 200
+        assert (await http.get("/llmv1/models", headers=user)).status_code == 404
+        assert "/llm/openapi.json" in (await http.get("/llm/docs", headers=user)).text
+        described = (await http.get("/llm/openapi.json", headers=user)).json()
+        assert described["servers"] == [{"url": "/llm"}]

@@ -1,5 +1,6 @@
 """The metrics page: vLLM's names, true numbers, bounded size."""
 
+import asyncio
 import time
 
 import msgspec
@@ -22,8 +23,9 @@ from lorikeet.core.messages import (
     RouteStats,
     TierBytes,
 )
-from tests.api.conftest import Running
+from tests.api.conftest import Running, Start
 from tests.api.test_chat import CHAT, body, events
+from tests.support.waiting import until
 
 MEMORY = MemoryStats(
     device=TierBytes(total=100, free=40, adapters=25, kv_running=30, kv_cached=3, inflight=2),
@@ -106,6 +108,8 @@ async def test_finished_requests_are_counted_under_vllms_names(server: Running) 
         "request_generation_tokens",
     ):
         assert value(samples, f"vllm:{name}_count") == 2
+    assert value(samples, "vllm:request_num_preemptions_count") == 2
+    assert value(samples, "vllm:admission_rejections_total") == 0
     assert value(samples, "vllm:request_time_per_output_token_seconds_count") == 1
     assert value(samples, "vllm:inter_token_latency_seconds_count") == usage["completion_tokens"] - 1
 
@@ -352,3 +356,19 @@ async def test_what_requests_ask_for_is_counted_once_for_each_request(server: Ru
     for name, asked in (("n", 3), ("max_tokens", 7)):
         assert value(samples, f"vllm:request_params_{name}_count") == 1
         assert value(samples, f"vllm:request_params_{name}_sum") == asked
+
+
+async def test_refused_requests_are_counted_and_background_ones_have_no_latencies(start: Start) -> None:
+    async with start(max_queued=1) as server:
+        assert (await server.http.post(CHAT, json=body(n=2))).status_code == 400
+        server.engine.open.clear()
+        first = asyncio.create_task(server.http.post(CHAT, json=body(service_tier="flex")))
+        await until(lambda: len(server.engine.submitted) == 1, "a request is in flight")
+        assert (await server.http.post(CHAT, json=body())).status_code == 429
+        server.engine.open.set()
+        assert (await first).status_code == 200
+        samples = await page(server)
+    assert value(samples, "vllm:admission_rejections_total") == 1
+    assert value(samples, "vllm:request_success_total", finished_reason="stop") == 1
+    assert value(samples, "vllm:e2e_request_latency_seconds_count") == 0
+    assert value(samples, "vllm:time_to_first_token_seconds_count") == 0

@@ -1,6 +1,7 @@
 """What training loops call: pause and resume, and weights in a body."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -141,3 +142,15 @@ async def test_weights_that_are_too_large_are_refused_while_they_arrive(start: S
 
         reply = await server.http.post(UPLOAD, params={"name": "policy"}, content=pieces())
         assert reply.status_code == 413
+
+
+async def test_the_error_of_an_upload_names_no_folder_of_the_server(server: Running) -> None:
+    folder = server.sources / "formal"
+    config = json.loads((folder / "adapter_config.json").read_text()) | {"r": 3}
+    reply = await server.http.post(
+        UPLOAD,
+        params={"name": "policy", "config": json.dumps(config)},
+        content=(folder / "adapter_model.safetensors").read_bytes(),
+    )
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"].startswith("adapter 'policy': adapter_model.safetensors: tensor base_model")

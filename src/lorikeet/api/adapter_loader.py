@@ -37,7 +37,7 @@ class AdapterLoader:
 
     Attributes:
         used_s: when each adapter that was loaded here was last used.
-        pinned: names that are not removed for not being used.
+        pinned: names that are not removed for not being used, and whose versions are evicted last.
     """
 
     def __init__(

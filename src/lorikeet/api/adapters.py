@@ -2,7 +2,7 @@
 
 import asyncio
 import bisect
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence, Set
 from typing import Annotated, Any
 
 import msgspec
@@ -109,9 +109,56 @@ async def _register(
     log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
     if service.catalog.has(record.digest):  # else it was removed meanwhile
         service.client.register_adapters([record.ref])
+    if old is not None and name in service.loader.pinned:
+        _send_pins(service)
     if old is not None:
         _in_background(service, _drop_version(service, old))
     return loaded
+
+
+_PINNED_SHARE = 0.5
+"""Share of the device's blocks that pinned adapters may take."""
+
+
+def set_pinned(service: Service, name: str, is_pinned: bool) -> None:
+    """Pin an adapter, or no longer. The version that its name has is evicted last, also after a replacement.
+
+    Raises:
+        ApiError: 409, pinned adapters would take too much of the device.
+    """
+    pinned = service.loader.pinned
+    if is_pinned and name not in pinned:
+        info = service.client.engine_info
+        wanted = {record.digest: _blocks(service, record) for record in _records(service, {*pinned, name})}
+        most = int(_PINNED_SHARE * info.total_blocks)
+        if sum(wanted.values()) > most:
+            mib = info.block_bytes / 2**20
+            raise ApiError(
+                409,
+                f"With {name!r}, pinned adapters would take {sum(wanted.values()) * mib:.1f} MiB of the device; "
+                f"they may take {most * mib:.1f} MiB, half of it.",
+                param="pinned",
+            )
+    service.loader.pin(name, is_pinned)
+    _send_pins(service)
+
+
+def _send_pins(service: Service) -> None:
+    service.client.pin_adapters(sorted({record.digest for record in _records(service, service.loader.pinned)}))
+
+
+def _records(service: Service, names: Set[str]) -> list[AdapterRecord]:
+    return [record for record in service.catalog.list() if record.name in names]
+
+
+def _blocks(service: Service, record: AdapterRecord) -> int:
+    """Return the blocks of an adapter on the device of one rank, nearly."""
+    info = service.client.engine_info
+    elements = sum(
+        sum(record.ref.ranks.get(module, ())) * (shape.in_features + shape.out_features)
+        for module, shape in info.geometry.modules.items()
+    )
+    return -(-elements * info.geometry.dtype_bytes // (service.ranks * info.block_bytes))
 
 
 async def unload_adapter(service: Service, name: str) -> int | None:
@@ -134,6 +181,8 @@ async def unload_adapter(service: Service, name: str) -> int | None:
     except AdapterStoreError as error:
         raise _store_error(name, error) from error
     log.info("adapter unloaded", adapter=name, digest=record.digest)
+    if name in service.loader.pinned:
+        set_pinned(service, name, False)
     freeing = _in_background(service, _drop_version(service, record))
     freeing.add_done_callback(lambda _: _forget_counts(service, name))
     try:
@@ -251,9 +300,12 @@ async def upload_adapter(
 
             def register() -> RegisteredAdapter:
                 write_config(folder, config, service.catalog.get(name) if replace else None)
-                return service.catalog.register(
-                    name, str(folder), replace=replace, trusted=True, persistent=True, shown_source=source
-                )
+                try:
+                    return service.catalog.register(
+                        name, str(folder), replace=replace, trusted=True, persistent=True, shown_source=source
+                    )
+                except AdapterError as error:  # its folder means nothing to the client
+                    raise type(error)(str(error).replace(f"{folder}: ", "")) from error
 
             loaded = await _register(service, name, source, register, "replace")
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
@@ -315,11 +367,8 @@ async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, se
     target = await service.resolve(name, generates=bool(body.warm))
     if target.adapter is None:
         raise ApiError(400, f"{name!r} is the base model.", param="name")
-    if body.pinned is False and target.name not in service.loader.used_s:
-        message = f"{target.name!r} was added, not loaded on demand: it stays until it is removed."
-        raise ApiError(400, message, param="pinned")
     if body.pinned is not None:
-        service.loader.pin(target.name, body.pinned)
+        set_pinned(service, target.name, body.pinned)
     if body.warm:
         await service.warm(target, sender)
     return _card(service, _record(service, target.name))
@@ -350,7 +399,7 @@ def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
         "rank": record.max_rank,
         "weight_bytes": record.row.weight_bytes,
         **_residency(service, record),
-        "pinned": record.name not in service.loader.used_s or record.name in service.loader.pinned,
+        "pinned": record.name in service.loader.pinned,
         **({"chat": describe_chat(record.chat)} if record.row.chat else {}),
     }
 
@@ -397,7 +446,11 @@ async def load_lora_adapter_sglang(body: LoadAdapter, service: ServiceDep) -> Re
         loaded = await load_adapter(service, body.lora_name, body.lora_path, replace=False)
     except ApiError as error:
         return _sglang_refused(service, error)
-    service.loader.pin(body.lora_name, body.pinned)
+    try:
+        set_pinned(service, body.lora_name, body.pinned)
+    except ApiError as error:
+        await unload_adapter(service, body.lora_name)
+        return _sglang_refused(service, error)
     return _sglang(service, None, warnings=loaded.warnings)
 
 

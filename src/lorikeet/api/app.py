@@ -7,6 +7,10 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.api import adapters, cluster, completions, info, messages, responses, training
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
+from lorikeet.api.batches import routes as batches
+from lorikeet.api.batches.batches import Batches
+from lorikeet.api.batches.dispatch import Dispatcher
+from lorikeet.api.batches.storage import BatchStorage
 from lorikeet.api.dialects import generate, sagemaker, sglang, tgi, vllm
 from lorikeet.api.errors import ApiError, install_handlers
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate, PromptProcesses
@@ -20,7 +24,7 @@ from lorikeet.api.metrics import (
     RequestMetrics,
     UsageCollector,
 )
-from lorikeet.api.middleware import AdmissionGate, add_middleware
+from lorikeet.api.middleware import AdmissionGate, RootPath, add_middleware
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.prompt_process import PATHS
 from lorikeet.api.request_log import RequestLog
@@ -86,6 +90,7 @@ def create_service(
         models=models,
         targets=read_targets(settings.server, settings.cluster),
         gate=AdmissionGate(settings.server.max_queued),
+        batch_gate=AdmissionGate(settings.server.max_queued),
         lengths=lengths,
         body_gate=BodyGate(settings.server.max_body_bytes),
         prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
@@ -96,8 +101,13 @@ def create_service(
             settings.server.stored_responses_bytes,
             settings.server.stored_responses_s,
         ),
+        batches=Batches(
+            BatchStorage(settings.batches, models.base, settings.server.max_body_bytes),
+            lambda: settings.batches.concurrency or settings.engine.max_num_seqs * max(1, len(client.views)),
+            lambda: Dispatcher(service, (completions.router, responses.router)),
+        ),
     )
-    metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest))
+    metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest, service.loader.pinned))
     metrics.add_collector(ClusterCollector(client, models.base))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
     metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": models.base}))
@@ -119,7 +129,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Lorikeet", version=__version__)
     app.state.service = service
     # A request is matched with each route before its own.
-    for routes in (completions, responses, messages, info, adapters, cluster, training):
+    for routes in (completions, responses, messages, batches, info, adapters, cluster, training):
         app.include_router(routes.router)
     for dialect in (generate, tgi, sglang, sagemaker, vllm):
         app.include_router(dialect.router)
@@ -130,12 +140,15 @@ def create_app(service: Service) -> FastAPI:
         larger_bodies={
             **dict.fromkeys(PATHS, service.settings.max_body_bytes),
             adapters.UPLOAD_PATH: service.adapter_settings.max_bytes,
+            batches.FILES_PATH: service.batches.storage.settings.max_file_bytes + batches.FORM_BYTES,
         },
         api_keys=service.settings.api_keys,
         admin_keys=service.settings.admin_keys,
         tenant_header=service.settings.tenant_header,
         allowed_origins=service.settings.allowed_origins,
-        host=service.settings.host,
+        host="" if service.settings.uds else service.settings.host,
     )
     app.add_middleware(messages.AnthropicErrors)
+    if root_path := service.settings.root_path.rstrip("/"):
+        app.add_middleware(RootPath, prefix=root_path)
     return app

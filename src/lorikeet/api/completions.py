@@ -26,10 +26,12 @@ from lorikeet.api.logprobs import (
     echoed_tokens,
     prompt_logprobs,
 )
+from lorikeet.api.prompt_embeds import read_prompt_embeds, token_count
 from lorikeet.api.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationBody,
+    check_prompt_embeds,
     prompts_of,
     refuse_unsupported,
 )
@@ -43,6 +45,7 @@ from lorikeet.api.usage import token_counts, usage_of
 from lorikeet.client.client import RequestHandle
 from lorikeet.config import ServerSettings
 from lorikeet.core.plan import Token
+from lorikeet.core.request import PromptEmbeds
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -373,7 +376,14 @@ async def start_completion(
     """
     target = prepared.target if prepared else await service.resolve(body.model, body.lora_path)
     chat = await service.chat_of(target)
-    prompts = prepared.prompts if prepared else prompts_of(body)
+    embeds: Sequence[PromptEmbeds] = prepared.embeds if prepared else ()
+    if body.prompt_embeds is not None and not prepared:
+        check_prompt_embeds(body)
+        embeds = read_prompt_embeds(body.prompt_embeds, chat.limits.hidden, chat.limits.max_model_len)
+    if embeds and not prepared:
+        prompts: Sequence[str | list[int]] = [[0] * token_count(each, chat.limits.hidden) for each in embeds]
+    else:
+        prompts = prepared.prompts if prepared else prompts_of(body)
 
     async def encode() -> list[list[int]]:
         if prepared:
@@ -391,6 +401,7 @@ async def start_completion(
         prompt_logprobs=body.logprobs if body.prompt_logprobs is None and body.echo else body.prompt_logprobs,
         arrival_s=prepared.arrival_s if prepared else None,
         grammar=grammar_spec(body),
+        embeds=embeds,
     )
     return StartedCompletion(await service.start(body, target, spec, sender), chat.text_processor, target.name)
 

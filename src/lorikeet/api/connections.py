@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from lorikeet.api.logs import log
+from lorikeet.api.logs import REFUSED, log
 
 _MAX_HEADERS = 256
 """64 KiB of the smallest headers would be 13,000 calls of the parser, which take longer than reading a body."""
@@ -80,7 +80,8 @@ class LimitedHttp(HttpToolsProtocol):
         self._head_bytes = 0
         self._body_bytes = 0
         self._refusal: tuple[int, str] | None = None
-        self._deadline: tuple[float, int, str] | None = None  # when, status to answer (0: none), reason
+        self._deadline: tuple[float, int, str] | None = None  # of what is read: when, status to answer, reason
+        self._unread_until_s: float | None = None  # of an answer that the client does not read
         self._timer: asyncio.TimerHandle | None = None
 
     # What comes in.
@@ -152,13 +153,13 @@ class LimitedHttp(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client does not read: it has until the limit."""
         super().pause_writing()
-        self._deadline = time.monotonic() + self._limits.write_timeout_s, 0, "the answer was not read"
+        self._unread_until_s = time.monotonic() + self._limits.write_timeout_s
         self._arm()
 
     def resume_writing(self) -> None:
         """The client reads again."""
         super().resume_writing()
-        self._deadline = None
+        self._unread_until_s = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -185,9 +186,10 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _arm(self) -> None:
         """Have one timer that fires no later than the deadline and then looks again: deadlines seldom pass."""
-        if self._deadline is None:
+        due_s = [each for each in (self._unread_until_s, self._read_until_s()) if each is not None]
+        if not due_s:
             return
-        left_s = max(0.05, self._deadline[0] - time.monotonic())
+        left_s = max(0.05, min(due_s) - time.monotonic())
         if self._timer is not None and self._timer.when() > self.loop.time() + left_s:
             self._timer.cancel()
             self._timer = None
@@ -196,17 +198,27 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _look(self) -> None:
         self._timer = None
-        if self._deadline is None or self.transport.is_closing():
+        if self.transport.is_closing():
             return
-        until_s, status, reason = self._deadline
-        if self._head_bytes < 0 and status:  # a body: what has come gives more time
+        now_s, read_until_s = time.monotonic(), self._read_until_s()
+        if self._unread_until_s is not None and now_s >= self._unread_until_s:
+            self._refuse(0, "the answer was not read")
+        elif read_until_s is not None and now_s >= read_until_s:
+            assert self._deadline is not None
+            self._refuse(*self._deadline[1:])
+        else:
+            self._arm()
+
+    def _read_until_s(self) -> float | None:
+        """Return when what is being read must be there; None if nothing is."""
+        if self._deadline is None:
+            return None
+        until_s = self._deadline[0]
+        if self._head_bytes < 0:  # a body: what has come gives more time
             until_s += self._body_bytes / _BODY_BYTES_PER_S
             if self.flow.read_paused:
                 until_s = time.monotonic() + 1.0
-        if time.monotonic() < until_s:
-            self._timer = self.loop.call_later(max(0.05, until_s - time.monotonic()), self._look)
-        else:
-            self._refuse(status, reason)
+        return until_s
 
     def _refuse(self, status: int, reason: str) -> None:
         self._stats.note(reason, self._who())
@@ -218,6 +230,9 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _refuse_with(self, status: int, reason: str) -> None:
         self._refusal = status, reason
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.scope.setdefault("state", {})[REFUSED] = status
         body = b'{"error":{"message":"%s","type":"BadRequestError","param":null,"code":%d}}' % (reason.encode(), status)
         self.transport.write(
             STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"

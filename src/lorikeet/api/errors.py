@@ -26,6 +26,7 @@ _TYPES = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
+    507: "InsufficientStorageError",
 }
 
 _MAY_BE_RETRIED = {408, 409, 429, 500, 503, 504}

@@ -34,6 +34,13 @@ FIELDS = (
     ),
     BodyField(("prompt",), "text, token ids, or a list of either", (COMPLETIONS,)),
     BodyField(
+        ("prompt_embeds",),
+        "instead of a prompt: in base64, what `torch.save` writes for a tensor `[tokens, hidden]` of float32, float16 "
+        "or bfloat16, or up to 128 of them. No code in it is run; KV is reused for the same numbers only. Not with "
+        "`echo`, `prompt_logprobs`, `return_token_ids` or `truncate_prompt_tokens`",
+        (COMPLETIONS,),
+    ),
+    BodyField(
         ("max_tokens", "max_completion_tokens"),
         "≥ 1; the second wins. Default: the rest of the context (chat), 16 (completions). Completions: 0 scores the "
         "prompt only",
@@ -118,10 +125,11 @@ FIELDS = (
     ),
     BodyField(("tools", "tool_choice", "parallel_tool_calls"), "[tools](#tools)", (CHAT,)),
     BodyField(("include_reasoning",), "[reasoning](#reasoning); default true", (CHAT,)),
-    BodyField(("user",), "accepted, no effect; so are `metadata`, `store` and `service_tier`"),
+    BodyField(("service_tier",), "`flex`: runs only when no other request waits; other values have no effect"),
+    BodyField(("user",), "accepted, no effect; so are `metadata` and `store`"),
     BodyField(("functions", "function_call"), "use `tools` and `tool_choice`", ()),
     BodyField(("use_beam_search", "suffix"), "", ()),
-    BodyField(("prompt_embeds", "input_embeds"), "", ()),
+    BodyField(("input_embeds",), "use `prompt_embeds` of `/v1/completions`", ()),
     BodyField(("logits_processors", "custom_logit_processor"), "", ()),
     BodyField(("stop_regex", "thinking_token_budget", "repetition_detection"), "", ()),
     BodyField(("kv_transfer_params", "ec_transfer_params", "session_params"), "", ()),

@@ -17,7 +17,7 @@ from lorikeet.api.threads import in_daemon_thread
 router = APIRouter()
 prompts = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
-_UNSUPPORTED = {
+UNSUPPORTED = {
     "/v1/embeddings": "Embeddings are not supported yet.",
     "/v1/audio/transcriptions": "Audio is not supported.",
     "/v1/audio/translations": "Audio is not supported.",
@@ -139,8 +139,8 @@ router.include_router(prompts)
 
 
 async def _unsupported(request: Request) -> Response:
-    raise not_supported(_UNSUPPORTED[request.url.path])
+    raise not_supported(UNSUPPORTED[request.url.path])
 
 
-for _path in _UNSUPPORTED:
+for _path in UNSUPPORTED:
     router.add_api_route(_path, _unsupported, methods=["POST"], include_in_schema=False)

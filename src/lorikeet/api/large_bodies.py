@@ -32,6 +32,7 @@ from lorikeet.api.prompt_process import (
     WhichModel,
 )
 from lorikeet.api.served_models import ResolvedModel
+from lorikeet.core.request import PromptEmbeds
 
 SMALL_BODY_BYTES = 64 * 1024
 """A larger body would hold up the event loop, and every stream, for more than some hundredths of a second."""
@@ -193,6 +194,7 @@ class PreparedBody(NamedTuple):
         arrival_s: monotonic time at which it had been received.
         target: the model that it was read for.
         conversation: of the responses API, as a JSON array of items; empty if it is not stored.
+        embeds: of the prompts, instead of their tokens.
     """
 
     prompts: list[list[int]]
@@ -201,6 +203,7 @@ class PreparedBody(NamedTuple):
     arrival_s: float
     target: ResolvedModel
     conversation: bytes = b""
+    embeds: tuple[PromptEmbeds, ...] = ()
 
 
 def prepared_body(request: Request) -> PreparedBody | None:
@@ -258,7 +261,8 @@ class PromptRoute(APIRoute):
                 # Not by request.body(), which would keep it until the answer has been sent.
                 body = b"".join([chunk async for chunk in request.stream()])
                 if len(body) > SMALL_BODY_BYTES:
-                    service.gate.enter(1).release()  # else nothing need be read
+                    is_batch = request.scope["state"].get("is_batch", False)
+                    service.gate_of(is_batch=is_batch).enter(1).release()  # else nothing need be read
                     if self.path in GENERATING:
                         await service.unpaused.wait()
                     prepared, body = await prepare(service, self.path, body, request.state.tenant, holding)
@@ -301,7 +305,9 @@ async def prepare(service: Any, path: str, body: bytes, tenant: str, holding: Ex
     except _NotLoaded as missing:  # a load may take minutes, so it holds no process
         await service.resolve(missing.model, missing.lora_path, generates=False)
         read = await service.prompt_processes.read(path, body, resolve)
-    prepared = PreparedBody(unpacked(read), read.texts, read.answer, arrival_s, targets[-1], read.conversation)
+    prepared = PreparedBody(
+        unpacked(read), read.texts, read.answer, arrival_s, targets[-1], read.conversation, read.embeds
+    )
     return prepared, read.fields
 
 

@@ -1,6 +1,10 @@
 """The socket that a server listens on: bound at the start, so that a port in use is an error before anything heavy."""
 
+import errno
+import os
 import socket
+import stat
+from contextlib import suppress
 from ipaddress import ip_address
 
 import uvicorn
@@ -31,6 +35,35 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def bind_unix(path: str) -> socket.socket:
+    """Bind a Unix socket, in the place of one that nobody listens on.
+
+    Raises:
+        ConfigError: it cannot be bound.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if _is_left_behind(path):
+            os.unlink(path)
+        listener.bind(path)
+        os.chmod(path, 0o600)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
+    return listener
+
+
+def _is_left_behind(path: str) -> bool:
+    """Whether there is a Unix socket on which nobody listens any more."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return False
+    except FileNotFoundError:
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == errno.ECONNREFUSED
+
+
 def is_loopback(host: str) -> bool:
     """Tell whether only this machine reaches a server at that address."""
     try:
@@ -44,7 +77,7 @@ class BoundServer(uvicorn.Server):
 
     Args:
         config: the socket's address is not taken from it.
-        listener: bound.
+        listener: bound; a Unix socket is removed in the end.
     """
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
@@ -62,8 +95,16 @@ class BoundServer(uvicorn.Server):
         except OSError as error:
             host, port, *_ = self._listener.getsockname()
             raise _cannot_listen(host, port, error) from error
-        # Connections inherit it, and a restart can bind while they linger.
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self._listener.family != socket.AF_UNIX:
+            # Connections inherit it, and a restart can bind while they linger.
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen no more."""
+        if self._listener.family == socket.AF_UNIX:
+            with suppress(FileNotFoundError):
+                os.unlink(self._listener.getsockname())
+        await super().shutdown(sockets)
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:

@@ -15,6 +15,8 @@ from lorikeet.api.errors import unexpected_failure
 log: structlog.stdlib.BoundLogger = structlog.get_logger("lorikeet.api")
 
 _CLIENT_CLOSED_REQUEST = 499
+REFUSED = "refused_with"
+"""Key of a request's state: the status that its connection was closed with."""
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _QUIET_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/ping", "/load"})
 
@@ -57,6 +59,8 @@ class RequestIds:
                     raise  # the answer has begun, so all that is left is to end the connection
                 await unexpected_failure().response()(scope, receive, send_with_id)
             finally:
+                # What the connection was refused with counts: the route only saw it end.
+                status = scope["state"].get(REFUSED, status)
                 level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
                 log.log(
                     level,

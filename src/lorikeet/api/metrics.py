@@ -258,6 +258,7 @@ class MetricFamilies:
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+_PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 _ANSWERS = (1, 2, 5, 10, 20, 50, 100)
 _LOAD_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -307,6 +308,8 @@ class RequestMetrics:
         self._answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", lengths)
         self._params_n = self._histogram("request_params_n", "Answers asked for.", _ANSWERS)
         self._params_max_tokens = self._histogram("request_params_max_tokens", "Most tokens asked for.", lengths)
+        self._preemptions = self._histogram("request_num_preemptions", "Times a request was preempted.", _PREEMPTIONS)
+        self._rejections = self._counter("admission_rejections", "Requests refused, since too many wait or are late.")
         self.adapter_load = self._histogram("lora_adapter_load_seconds", "Transfer of an adapter.", _LOAD_S)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -336,19 +339,33 @@ class RequestMetrics:
         """Count generated tokens as they are sent."""
         self._answer_tokens.inc(tokens)
 
+    def count_rejections(self, requests: int) -> None:
+        """Count requests that were not accepted: too many are unfinished, or they would miss their TTFT target."""
+        self._rejections.inc(requests)
+
     def observe_params(self, n: int, max_tokens: int) -> None:
         """Count what an accepted request asks for: answers for each prompt, and the most tokens of one."""
         self._params_n.observe(n)
         self._params_max_tokens.observe(max_tokens)
 
     def observe_request(
-        self, timings: RequestTimings, prompt_tokens: int, completion_tokens: int, reason: str, ended_s: float
+        self,
+        timings: RequestTimings,
+        prompt_tokens: int,
+        completion_tokens: int,
+        reason: str,
+        ended_s: float,
+        *,
+        latencies: bool = True,
     ) -> None:
-        """Count one request that ended at ``ended_s`` for ``reason``."""
+        """Count one request that ended at ``ended_s`` for ``reason``, with or without its times."""
         self._ended[reason].inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._prompt_lengths.observe(prompt_tokens)
         self._answer_lengths.observe(completion_tokens)
+        self._preemptions.observe(timings.preemptions)
+        if not latencies:
+            return
         self._e2e.observe(ended_s - timings.arrival_s)
         if timings.adapter_wait_s:
             self._adapter_wait.observe(timings.adapter_wait_s)
@@ -392,6 +409,7 @@ class EngineCollector(Collector):
         client: holds the latest statistics.
         labels: of every metric.
         adapters_by_digest: gives adapter versions under all their names.
+        pinned: names of pinned adapters, read at every scrape.
     """
 
     def __init__(
@@ -399,10 +417,11 @@ class EngineCollector(Collector):
         client: ReplicaView,
         labels: dict[str, str],
         adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
+        pinned: Set[str] = frozenset(),
     ) -> None:
         self._client = client
         self._make = MetricFamilies(labels)
-        self._adapters_by_digest = adapters_by_digest
+        self._adapters_by_digest, self._pinned = adapters_by_digest, pinned
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics."""
@@ -482,7 +501,8 @@ class EngineCollector(Collector):
         ranks = {
             name: str(known[digest][0].max_rank) for digest in stats.resident_adapters for name in _names(known, digest)
         }
-        loaded = [((name, "gpu", "false", ranks[name]), 1.0) for name in sorted(ranks)[:_MAX_NAMES]]
+        shown = sorted(ranks)[:_MAX_NAMES]
+        loaded = [((name, "gpu", str(name in self._pinned).lower(), ranks[name]), 1.0) for name in shown]
         labels = ("adapter_name", "level", "pinned", "rank")
         yield make.gauges("vllm:lora_adapter_loaded", "Adapters on the device.", labels, loaded)
         held, hosted = len(stats.resident_adapters), stats.memory.host_adapters
@@ -681,6 +701,7 @@ class ReplicasCollector(Collector):
         client: has the replicas, which may change.
         labels: of every metric, but for ``engine``.
         adapters_by_digest: gives adapter versions under all their names.
+        pinned: names of pinned adapters, read at every scrape.
     """
 
     def __init__(
@@ -688,17 +709,19 @@ class ReplicasCollector(Collector):
         client: Engines,
         labels: dict[str, str],
         adapters_by_digest: Callable[[Set[AdapterDigest]], dict[AdapterDigest, list[AdapterRef]]],
+        pinned: Set[str] = frozenset(),
     ) -> None:
         self._client = client
         self._labels = labels
-        self._adapters_by_digest = adapters_by_digest
+        self._adapters_by_digest, self._pinned = adapters_by_digest, pinned
 
     def collect(self) -> Iterable[Metric]:
         """Return each metric once, with the values of all replicas: a page may not name a metric twice."""
         merged: dict[str, Metric] = {}
         for replica, view in self._client.views.items():
             labels = {**self._labels, "engine": replica}
-            for collector in (EngineCollector(view, labels, self._adapters_by_digest), MemoryCollector(view, labels)):
+            engine = EngineCollector(view, labels, self._adapters_by_digest, self._pinned)
+            for collector in (engine, MemoryCollector(view, labels)):
                 for metric in collector.collect():
                     merged.setdefault(metric.name, metric)
                     if merged[metric.name] is not metric:

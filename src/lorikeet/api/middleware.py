@@ -70,6 +70,29 @@ class Ticket:
         self._sequences = 0
 
 
+class RootPath:
+    """Middleware, the outermost, that takes a prefix off the path, so that all others see the route.
+
+    Args:
+        app: the wrapped application.
+        prefix: without a slash at its end.
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http":
+            path = scope["path"]
+            if path.startswith(f"{self._prefix}/"):
+                path = path.removeprefix(self._prefix)
+            # The root path is for links in the page of the routes.
+            scope = {**scope, "path": path, "raw_path": path.encode(), "root_path": self._prefix}
+        await self._app(scope, receive, send)
+
+
 class BodyLimit:
     """Refuses bodies above a size with 413, by their Content-Length or while they arrive.
 

@@ -49,17 +49,19 @@ class RequestObserver:
         """Count ``requests`` that were refused because too many are running, or ``shed`` by the forecast."""
         counts = missed(slo, requests)
         counts.shed = requests if shed else 0
+        self.metrics.count_rejections(requests)
         self.usage.of(None if adapter is None else adapter.name).add(counts)
 
 
 class RequestWatch:
-    """Records one request: its outputs, and once its end."""
+    """Records one request: its outputs, and once its end; of a background request no latencies."""
 
     def __init__(self, observer: RequestObserver, handle: RequestHandle) -> None:
         self._observer = observer
         self._handle = handle
         self._last_output_s: float | None = None
-        self._forecast = observer.forecast
+        self._is_background = handle.request.background
+        self._forecast = None if self._is_background else observer.forecast
         if self._forecast is not None:
             self._forecast.on_submitted(handle.request, handle.timings)
         adapter = handle.request.adapter
@@ -78,7 +80,7 @@ class RequestWatch:
         now_s = time.monotonic()
         if self._last_output_s is None and self._forecast is not None:
             self._forecast.on_first_token(self._handle.timings)
-        if self._last_output_s is not None:
+        if self._last_output_s is not None and not self._is_background:
             self._observer.metrics.inter_token.observe(now_s - self._last_output_s)
         self._last_output_s = now_s
 
@@ -91,7 +93,7 @@ class RequestWatch:
         """
         request, timings = self._handle.request, self._handle.timings
         ended_s = timings.finished_s if timings.finished_s is not None else time.monotonic()
-        ttft_s = first_token_latency_s(timings)
+        ttft_s = None if self._is_background else first_token_latency_s(timings)
         counts = RequestCounts(
             requests=1,
             aborted=reason == "abort",
@@ -112,7 +114,12 @@ class RequestWatch:
             self._forecast.on_ended(request)
         self._observer.lengths.on_ended(request, completion_tokens, reason)
         self._observer.metrics.observe_request(
-            timings, len(request.prompt_token_ids), completion_tokens, reason, ended_s
+            timings,
+            len(request.prompt_token_ids),
+            completion_tokens,
+            reason,
+            ended_s,
+            latencies=not self._is_background,
         )
         if self._observer.request_log is not None:
             text = None if self._text is None else "".join(self._text)

@@ -28,6 +28,7 @@ from lorikeet.api.errors import ApiError, bad_request, invalid_json, model_not_f
 from lorikeet.api.helper_main import run_helper
 from lorikeet.api.messages_body import CountTokensRequest, MessagesRequest
 from lorikeet.api.middleware import AdmissionGate
+from lorikeet.api.prompt_embeds import read_prompt_embeds, token_count
 from lorikeet.api.protocol import (
     Body,
     ChatCompletionRequest,
@@ -37,6 +38,7 @@ from lorikeet.api.protocol import (
     DetokenizeRequest,
     GenerationBody,
     TokenizeRequest,
+    check_prompt_embeds,
     prompts_of,
     refuse_lone_surrogates,
     refuse_unsupported,
@@ -47,6 +49,7 @@ from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_b
 from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
+from lorikeet.core.request import PromptEmbeds
 
 CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
 RESPONSES_PATH, MESSAGES_PATH = "/v1/responses", "/v1/messages"
@@ -78,7 +81,7 @@ _TEMPLATE_CPU_S = 2.0
 """CPU time for one prompt from an adapter's template."""
 _MEMORY_BYTES = 2**30
 """Address space that a body may take."""
-_APART = {"prompt", "messages", "system", "input", "tokens", "chat_template_kwargs", "user"}
+_APART = {"prompt", "prompt_embeds", "messages", "system", "input", "tokens", "chat_template_kwargs", "user"}
 """Fields that are sent back in another form, or have no effect."""
 
 
@@ -140,6 +143,7 @@ class BodyRead(msgspec.Struct, frozen=True, tag=True):
         texts: texts that answers open with, for ``echo``.
         answer: of a route of the tokenizer, the whole answer.
         conversation: of a body of the responses API that is stored, as a JSON array of items.
+        embeds: of each prompt, whose tokens then mean nothing.
     """
 
     fields: bytes
@@ -147,6 +151,7 @@ class BodyRead(msgspec.Struct, frozen=True, tag=True):
     texts: tuple[str, ...] = ()
     answer: bytes = b""
     conversation: bytes = b""
+    embeds: tuple[PromptEmbeds, ...] = ()
 
 
 class BodyRefused(msgspec.Struct, frozen=True, tag=True):
@@ -240,6 +245,8 @@ class PromptReader:
         self._settings, self._text_processor = settings, texts
 
     def _completion(self, body: CompletionRequest) -> BodyRead:
+        if body.prompt_embeds is not None:
+            return self._embedded(body)
         prompts = prompts_of(body)
         self._check(body, len(prompts))
         token_ids, total = [], 0
@@ -256,6 +263,14 @@ class PromptReader:
             if body.echo
         )
         return BodyRead(_fields(body, prompt=""), tuple(token_ids), tuple(texts))
+
+    def _embedded(self, body: CompletionRequest) -> BodyRead:
+        check_prompt_embeds(body)
+        field, limits = body.prompt_embeds or "", self._limits
+        self._check(body, len(field) if isinstance(field, list) else 1)
+        embeds = tuple(read_prompt_embeds(field, limits.hidden, limits.max_model_len))
+        prompts = tuple(_packed([0] * token_count(each, limits.hidden)) for each in embeds)
+        return BodyRead(_fields(body, prompt=""), prompts, embeds=embeds)
 
     def _packed_prompt(self, body: ChatCompletionRequest) -> bytes:
         self._check(body, 1)
@@ -303,7 +318,7 @@ class PromptReader:
             "tokens": ids,
             "token_strs": strings,
         }
-        placeholder: dict[str, Any] = {"messages": [{"role": "user"}]} if is_chat else {"prompt": ""}
+        placeholder: dict[str, Any] = {"messages": [{"role": "user", "content": ""}]} if is_chat else {"prompt": ""}
         return BodyRead(_fields(body, **placeholder), answer=msgspec.json.encode(answer))
 
     def _tokenized_ids(self, body: TokenizeRequest) -> list[int]:

@@ -113,6 +113,7 @@ class GenerationBody(Body):
     bad_words: Annotated[list[StopString], Field(max_length=256)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = None
     truncation_side: Literal["left", "right"] | None = None
+    service_tier: str | None = None
     user: str | None = None
 
     @field_validator("stream_options")
@@ -165,18 +166,48 @@ class CompletionRequest(GenerationBody):
     """Body of ``POST /v1/completions``."""
 
     prompt: (
-        str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
-    )
+        str
+        | TokenIds
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[TokenIds], Field(fail_fast=True)]
+        | None
+    ) = None
+    prompt_embeds: str | Annotated[list[str], Field(min_length=1, max_length=128, fail_fast=True)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=-1)] | None = None
     max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     add_special_tokens: bool | None = None
 
+    @model_validator(mode="after")
+    def _has_one_kind_of_prompt(self) -> "CompletionRequest":
+        if self.prompt is None and self.prompt_embeds is None:
+            raise PydanticCustomError("prompt", "a body needs a prompt or prompt_embeds")
+        return self
+
     @property
     def choices_per_prompt(self) -> int:
         """Sequences that are generated for each prompt, of which the best ``n`` are returned."""
         return self.best_of or self.n or 1
+
+
+def check_prompt_embeds(body: CompletionRequest) -> None:
+    """Check that a body with embeddings asks for nothing that needs the tokens of its prompts.
+
+    Raises:
+        ApiError: 400.
+    """
+    wanted = {
+        "prompt": bool(body.prompt),
+        "echo": bool(body.echo),
+        "prompt_logprobs": body.prompt_logprobs is not None,
+        "return_token_ids": bool(body.return_token_ids),
+        "truncate_prompt_tokens": body.truncates,
+        "max_tokens": body.most_tokens[0] == 0,
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            raise bad_request(f"{name} does not go with prompt_embeds.", name)
 
 
 def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
@@ -185,7 +216,7 @@ def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
     Raises:
         ApiError: 400, there is none.
     """
-    prompt = body.prompt
+    prompt = body.prompt or []
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -217,12 +248,22 @@ class ToolCall(Body):
     function: CalledFunction
 
 
+_WITH_CONTENT = frozenset({"system", "developer", "user", "tool"})
+"""Roles whose messages need content, as at OpenAI; an answer may have calls instead."""
+
+
 class ChatMessage(Body):
     """One message. Further fields (``name``, ``tool_call_id``) are passed to the template."""
 
     role: Annotated[str, Field(min_length=1)]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> "ChatMessage":
+        if self.content is None and self.role in _WITH_CONTENT:
+            raise PydanticCustomError("content", "a message of the role {role} needs content", {"role": self.role})
+        return self
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -423,7 +464,7 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_beam_search": ((False,), _BEAM),
     "best_of": ((1,), "best_of above 1 is not supported in chat; ask for n answers and choose."),
     "suffix": (("",), "Completing before a suffix is not supported."),
-    "prompt_embeds": ((), "Prompts as embeddings are not supported."),
+    "prompt_embeds": ((), "Prompts as embeddings are for /v1/completions."),
     "logits_processors": (([],), "Logits processors are not supported."),
     "modalities": ((["text"],), "Only text is supported."),
     "audio": ((), "Audio is not supported."),

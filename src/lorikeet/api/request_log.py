@@ -19,9 +19,9 @@ import msgspec
 
 from lorikeet.api.logs import log
 from lorikeet.core.events import RequestTimings
+from lorikeet.core.json_lines import drop_partial_line
 from lorikeet.core.request import Request
 
-_CHUNK_BYTES = 2**16
 _MAX_QUEUED = 10_000
 """Most lines in the queue; with ``text`` one may take megabytes."""
 
@@ -49,7 +49,7 @@ class RequestLog:
         self._max_bytes = self._full_at_bytes = max_bytes
         self._keep = keep
         self._wall_minus_monotonic_s = time.time() - time.monotonic()
-        _drop_partial_line(path)
+        drop_partial_line(path)
         self._first_arrival_s = _first_arrival_unix_s(path)
         self._file = path.open("ab")
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(_MAX_QUEUED)
@@ -138,23 +138,6 @@ class RequestLog:
 
 def _since(timings: RequestTimings, when_s: float | None) -> float | None:
     return None if when_s is None else round(when_s - timings.arrival_s, 6)
-
-
-def _drop_partial_line(path: Path) -> None:
-    """Remove an incomplete last line, which a killed process has left."""
-    if not path.is_file():
-        return
-    with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            begin = max(0, end - _CHUNK_BYTES)
-            file.seek(begin)
-            newline = file.read(end - begin).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(begin + newline + 1)
-                return
-            end = begin
-        file.truncate(0)
 
 
 def _first_arrival_unix_s(path: Path) -> float | None:

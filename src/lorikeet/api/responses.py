@@ -47,7 +47,7 @@ async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sen
     """Answer an input, after a stored response or anew."""
     refuse_unsupported(body)
     check_one_answer(body)
-    stores = body.store is not False and service.responses.max_number > 0
+    stores = body.store is not False and service.responses.max_number > 0 and not sender.is_batch
     if body.background and not stores:
         raise bad_request("background needs a response that is stored.", "background")
     prepared = prepared_body(http)

@@ -23,7 +23,7 @@ from lorikeet.api.app import create_app, create_service
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
 from lorikeet.api.length_prediction import open_length_predictor
-from lorikeet.api.listening import BoundServer, bind, is_loopback
+from lorikeet.api.listening import BoundServer, bind, bind_unix, is_loopback
 from lorikeet.api.logs import log
 from lorikeet.api.model_folder import ModelFolder, prepare_model
 from lorikeet.api.preload import names_to_show, preload_adapters
@@ -44,8 +44,9 @@ from lorikeet.core.logs import configure_logs
 from lorikeet.core.machine import cpu_model, gpu_models
 from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
+from lorikeet.memory.least import check_blocks
 from lorikeet.memory.packing import pack
-from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_config
+from lorikeet.models.config import ModelConfig, ModelConfigError, max_model_len, read_model_config
 
 _KEEP_ALIVE_S = 75
 
@@ -81,7 +82,9 @@ def serve(settings: Settings, name_settings: Callable[[str], str] = str) -> None
 
 async def _serve(settings: Settings) -> None:
     as_json = settings.server.log_json
-    listener = bind(settings.server.host, settings.server.port)
+    server_settings = settings.server
+    uds = server_settings.uds
+    listener = bind_unix(uds) if uds else bind(server_settings.host, server_settings.port)
     this_task = asyncio.current_task()
     assert this_task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
@@ -92,6 +95,7 @@ async def _serve(settings: Settings) -> None:
         log.info("model found", model=model.names[0], folder=str(model.path))
         config = read_model_config(model.path)
         _check_profile(settings, config, model.names[0])
+        _check_memory(settings, config)
         text_processor = TextProcessor.read(model.path, settings.model.chat_template)
         request_log = _open_request_log(settings)
         if request_log is not None:
@@ -131,12 +135,14 @@ async def _serve(settings: Settings) -> None:
         stack.push_async_callback(service.prompt_processes.close)
         stack.push_async_callback(service.loader.close)
         stack.push_async_callback(service.grammars.close)
+        stack.push_async_callback(service.batches.close)
+        await service.batches.resume()
         for note in (*catalog.notes, lengths_note):
             log.info(note)
         needs_key = bool(settings.server.api_keys)
-        if not needs_key and not is_loopback(settings.server.host):
+        if not needs_key and not uds and not is_loopback(settings.server.host):
             log.warning("anyone who can reach this address may use the server: no --api-key is set")
-        url = shown_url(settings.server.host, listener.getsockname()[1])
+        url = f"unix:{uds}" if uds else shown_url(settings.server.host, listener.getsockname()[1])
 
         def on_ready() -> None:
             progress.display.stop()
@@ -195,6 +201,22 @@ def _check_profile(settings: Settings, config: ModelConfig, model: str) -> None:
         check_model(profile, config.geometry(profile.geometry.dtype_bytes), model)
         if engine.executor is ExecutorKind.TORCH:
             check_device(profile, engine.device, cpu_model(), gpu_models())
+
+
+def _check_memory(settings: Settings, config: ModelConfig) -> None:
+    """Check that the pool, if its size is set, holds the longest sequence and an adapter, before weights are loaded.
+
+    Raises:
+        ConfigError: it does not, or the longest sequence is longer than the model's.
+    """
+    engine = settings.engine
+    if engine.executor is not ExecutorKind.TORCH:
+        return
+    longest_tokens = max_model_len(settings, config)
+    if engine.memory_bytes:
+        dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
+        geometry = config.geometry(4 if dtype == "float32" else 2, engine.tensor_parallel)
+        check_blocks(settings, geometry, longest_tokens, engine.memory_bytes // geometry.block_bytes(engine.block_size))
 
 
 def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
@@ -291,7 +313,14 @@ def _limits(folder: Path, config: ModelConfig, engine_info: EngineReady, max_log
         defaults = SamplingDefaults.from_generation_config(read_generation_config(folder))
     except msgspec.ValidationError as error:
         raise ModelConfigError(f"{folder / 'generation_config.json'}: {error}") from error
-    return ModelLimits(engine_info.max_model_len, config.vocab_size, config.eos_token_ids, defaults, max_logprobs)
+    return ModelLimits(
+        engine_info.max_model_len,
+        config.vocab_size,
+        config.eos_token_ids,
+        defaults,
+        max_logprobs,
+        config.hidden_size,
+    )
 
 
 def _open_catalog(

@@ -55,6 +55,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
         eos_token_ids: tokens that end an answer.
         defaults: of the sampling fields.
         max_logprobs: most alternatives that a request may ask for with each token; -1 for no limit.
+        hidden: size of an embedding.
     """
 
     max_model_len: int
@@ -62,6 +63,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     defaults: SamplingDefaults = SamplingDefaults()
     max_logprobs: int = 20
+    hidden: int = 0
 
 
 def check_text_length(least_tokens: int, limits: ModelLimits, param: str) -> None:

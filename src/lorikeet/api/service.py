@@ -4,10 +4,11 @@
 """
 
 import asyncio
+import hashlib
 import math
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -21,6 +22,7 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
+from lorikeet.api.batches.batches import Batches
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionStats
 from lorikeet.api.errors import ApiError, engine_unavailable
@@ -53,7 +55,7 @@ from lorikeet.client.supervisor import EngineError
 from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.request import Request, Slo
+from lorikeet.core.request import PromptEmbeds, Request, Slo
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class GenerationSpec:
         arrival_s: monotonic time at which the body had been received; None for now.
         kept_tokens: special tokens that stay in the text of an answer.
         grammar: that the answers follow; None for none.
+        embeds: of each prompt, whose tokens then mean nothing; empty if the prompts are tokens.
     """
 
     prompts: int
@@ -82,6 +85,7 @@ class GenerationSpec:
     arrival_s: float | None = None
     kept_tokens: frozenset[int] = frozenset()
     grammar: GrammarSpec | None = None
+    embeds: Sequence[PromptEmbeds] = ()
 
 
 class Sender(NamedTuple):
@@ -90,10 +94,12 @@ class Sender(NamedTuple):
     Attributes:
         request_id: the client's ``X-Request-Id``, or a generated one.
         tenant: that the request counts for; empty if it is not known.
+        is_batch: whether it is a line of a batch: no client waits for it.
     """
 
     request_id: str
     tenant: str
+    is_batch: bool = False
 
 
 def _set_event() -> asyncio.Event:
@@ -114,6 +120,7 @@ class Service:
     models: ServedModels
     targets: SloTargets
     gate: AdmissionGate
+    batch_gate: AdmissionGate
     lengths: AnswerLengthPredictor
     body_gate: BodyGate
     prompt_processes: PromptProcesses
@@ -122,6 +129,7 @@ class Service:
     versions: HeldVersions
     loader: AdapterLoader
     responses: StoredResponses
+    batches: Batches
     ranks: int = 1
     """Tensor-parallel ranks of a replica."""
     unpaused: asyncio.Event = field(default_factory=_set_event)
@@ -232,9 +240,10 @@ class Service:
         arrival_s = time.monotonic() if spec.arrival_s is None else spec.arrival_s
         sequences = spec.prompts * body.choices_per_prompt
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
-        slo = self.targets.of(None if target.adapter is None else target.adapter.name)
+        background = sender.is_batch or body.service_tier == "flex"
+        slo = None if background else self.targets.of(None if target.adapter is None else target.adapter.name)
         try:
-            ticket = self.gate.enter(sequences)
+            ticket = self.gate_of(is_batch=sender.is_batch).enter(sequences)
         except ApiError as error:
             if error.status == 429:
                 self.observer.refused(target.adapter, slo, sequences, shed=False)
@@ -257,6 +266,7 @@ class Service:
                     sender,
                     arrival_s,
                     grammar,
+                    background=background,
                 )
                 self._shed(requests)
                 if adapter is not None:
@@ -269,7 +279,7 @@ class Service:
                         chat.text_processor,
                         self._text_options(body, chat.limits, spec),
                         self.observer,
-                        self.settings.request_timeout_s,
+                        0.0 if sender.is_batch else self.settings.request_timeout_s,
                         on_close=lambda: self._ended(generation, ticket, adapter),
                     )
                 except BaseException:
@@ -284,6 +294,10 @@ class Service:
         self.observer.metrics.observe_params(body.n or 1, requests[0].sampling.max_tokens)
         self.generations.add(generation)
         return generation
+
+    def gate_of(self, *, is_batch: bool) -> AdmissionGate:
+        """Return the gate that a request enters; lines of batches take no place of others."""
+        return self.batch_gate if is_batch else self.gate
 
     def adapters_by_digest(self, digests: Set[AdapterDigest]) -> dict[AdapterDigest, list[AdapterRef]]:
         """Return these versions under all their names; a version without a name under the last one it was used by."""
@@ -317,13 +331,16 @@ class Service:
         sender: Sender,
         arrival_s: float,
         grammar: str,
+        *,
+        background: bool,
     ) -> list[Request]:
         requests: list[Request] = []
         limits = chat.limits
         cache_salt = self._cache_salt(body, sender)
         logit_bias = logit_bias_pairs(body, limits.vocabulary, len(prompts) * body.choices_per_prompt)
         bad_words = chat.text_processor.bad_words(body.bad_words or ())
-        for token_ids, tokens in zip(prompts, predicted, strict=True):
+        for at, (token_ids, tokens) in enumerate(zip(prompts, predicted, strict=True)):
+            embeds = spec.embeds[at] if spec.embeds else None
             check_prompt(token_ids, limits, spec.prompt_param)
             params = sampling_params(
                 body,
@@ -347,9 +364,11 @@ class Service:
                         adapter=adapter,
                         priority=body.priority or 0,
                         tenant=sender.tenant,
-                        cache_salt=cache_salt,
+                        cache_salt=cache_salt if embeds is None else f"{cache_salt}\0{_digest(embeds)}",
                         slo=slo,
                         predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
+                        background=background,
+                        prompt_embeds=embeds,
                     )
                 )
         return requests
@@ -396,6 +415,11 @@ class Service:
         )
 
 
+def _digest(embeds: PromptEmbeds) -> str:
+    """Return what tells embeddings apart."""
+    return hashlib.sha256(embeds.dtype.encode() + embeds.data).hexdigest()
+
+
 async def _service(request: HttpRequest) -> Service:
     # If it were not async, FastAPI would run it in a thread for every request.
     service: Service = request.app.state.service
@@ -411,7 +435,7 @@ async def _is_json(request: HttpRequest) -> None:
 
 
 async def _sender(request: HttpRequest) -> Sender:
-    return Sender(request.state.request_id, request.state.tenant)
+    return Sender(request.state.request_id, request.state.tenant, request.scope["state"].get("is_batch", False))
 
 
 ServiceDep = Annotated[Service, Depends(_service)]

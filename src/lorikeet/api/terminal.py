@@ -79,6 +79,8 @@ def show_ready(url: str, base: str, adapters: Sequence[str], *, needs_key: bool,
     console.print(f"  adapters:   {escape(shown) or 'none'}", soft_wrap=True)
     console.print("Try:", soft_wrap=True)
     key = '-H "Authorization: Bearer $LORIKEET_API_KEY" ' if needs_key else ""
+    if url.startswith("unix:"):
+        url = f"--unix-socket {url.removeprefix('unix:')} http://localhost"
     console.print(
         f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
         f'-d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a lorikeet?"}}]}}\'',

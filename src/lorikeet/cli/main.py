@@ -9,6 +9,7 @@ from typer.core import TyperCommand, TyperOption
 
 from lorikeet import __version__
 from lorikeet.cli import adapters, bench, compat, profiles
+from lorikeet.cli.batch import batch, run_batch
 from lorikeet.cli.chat import chat
 from lorikeet.cli.console import fail, note
 from lorikeet.cli.generate import generate
@@ -33,6 +34,10 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.command()(chat)
+app.command(context_settings={"allow_extra_args": True})(batch)
+app.command("run-batch", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    run_batch
+)
 app.command()(presets)
 app.command()(profile)
 app.command()(simulate)

@@ -111,7 +111,7 @@ def router(
             backend_key=backend_key,
             shared_prefix_cache=shared_prefix_cache,
             connections=ConnectionLimits(
-                max_connections, parse_size(max_head), head_timeout, body_timeout, write_timeout
+                max_connections, _head_bytes(max_head), head_timeout, body_timeout, write_timeout
             ),
             backend_timeout_s=backend_timeout,
             drain_timeout_s=drain_timeout,
@@ -121,6 +121,21 @@ def router(
     except (AdapterError, ConfigError, SloError, ValueError) as error:
         fail(str(error), code=2, as_json=log_json)
     run_router(options)
+
+
+def _head_bytes(text: str) -> int:
+    """Return the size of ``--max-head``.
+
+    Raises:
+        ValueError: it is none, or too small.
+    """
+    from lorikeet.config import MIN_HEAD_BYTES
+
+    if (size_bytes := parse_size(text)) < MIN_HEAD_BYTES:
+        raise ValueError(
+            f"--max-head: {size_bytes} bytes are too few for the head of a request; {MIN_HEAD_BYTES} at least"
+        )
+    return size_bytes
 
 
 def _read_adapters(texts: Iterable[str]) -> "tuple[RoutedAdapter, ...]":

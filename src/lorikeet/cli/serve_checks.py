@@ -1,16 +1,20 @@
 """Finds settings that cannot work before anything is downloaded, converted or loaded."""
 
+import importlib.metadata
 import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
 from lorikeet.adapters.description import CONFIG_FILE
-from lorikeet.config import DEVICES, KERNELS, ConfigError, EngineSettings, ExecutorKind, Settings
+from lorikeet.config import DEVICES, DTYPES, KERNELS, LOAD_FORMATS, ConfigError, ExecutorKind, Settings
 from lorikeet.core.machine import memory_limit_bytes
 from lorikeet.core.sizes import format_size
 from lorikeet.core.suggestions import unknown_name
 from lorikeet.presets import resolve_preset
+
+_GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version", "/sys/module/nvgpu")
+"""One of them is there where CUDA works: on Linux, in WSL and on Jetson."""
 
 
 def check_settings(settings: Settings) -> None:
@@ -21,7 +25,9 @@ def check_settings(settings: Settings) -> None:
     """
     check_policies(settings.engine.preset)
     _check_profile(settings.engine.profile)
-    _check_kernels(settings.engine)
+    _check_names(settings)
+    _check_device(settings)
+    _check_template(settings.model.chat_template)
     _check_folders(settings.adapters.preload)
     if settings.engine.executor is ExecutorKind.TORCH and not settings.cluster.ray_address:
         _check_memory(settings, memory_limit_bytes())
@@ -72,14 +78,54 @@ def _check_profile(name: str) -> None:
             raise ConfigError(str(error)) from error
 
 
-def _check_kernels(engine: EngineSettings) -> None:
-    for kind, name, known in (("device", engine.device, DEVICES), ("kernels", engine.kernels, KERNELS)):
+def _check_names(settings: Settings) -> None:
+    model, engine = settings.model, settings.engine
+    for kind, name, known in (
+        ("dtype", model.dtype, DTYPES),
+        ("load_format", model.load_format, LOAD_FORMATS),
+        ("device", engine.device, DEVICES),
+        ("kernels", engine.kernels, KERNELS),
+    ):
         if name not in known:
             raise ConfigError(unknown_name(kind, name, known))
+
+
+def _check_device(settings: Settings) -> None:
+    """Check that device and kernels go together, and that the torch that is installed knows the device.
+
+    torch itself is not imported, which takes seconds; a Ray cluster may have another one.
+    """
+    engine = settings.engine
+    if engine.device == "cuda" and engine.executor is ExecutorKind.TORCH and not settings.cluster.ray_address:
+        if (version := _torch_version()).endswith("+cpu"):
+            raise ConfigError(
+                f"device: cuda needs a torch with CUDA, and {version} has none; install another, or use cpu"
+            )
+        if Path("/proc").is_dir() and not any(map(os.path.exists, _GPU_FILES)):
+            raise ConfigError("device: this machine or container has no NVIDIA GPU; use cpu")
     if engine.kernels == "triton" and engine.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ConfigError("kernels: triton runs on a GPU: add --device cuda, or leave --kernels out")
     if engine.kernels == "native" and engine.device == "cuda":
         raise ConfigError("kernels: native runs on a CPU: add --device cpu, or leave --kernels out")
+
+
+def _torch_version() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _check_template(file: str) -> None:
+    """Check that the chat template that is given compiles."""
+    if not file:
+        return
+    from lorikeet.core.chat_template import ChatTemplate, TemplateError  # takes time to import
+
+    try:
+        ChatTemplate(Path(file).read_text(encoding="utf-8"), {})
+    except (OSError, TemplateError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"chat_template: {file}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _check_folders(preload: Iterable[str]) -> None:

@@ -195,6 +195,8 @@ FLAGS = (
     ),
     Flag("--host", "server.host", str, "Address to listen on."),
     Flag("--port", "server.port", int, "Port; 0 picks a free one."),
+    Flag("--uds", "server.uds", str, "Unix socket to listen on instead of a port.", None, "PATH"),
+    Flag("--root-path", "server.root_path", str, "Path that a proxy in front puts before the routes.", None, "PREFIX"),
     Flag(
         "--api-key",
         "server.api_keys",
@@ -250,6 +252,13 @@ FLAGS = (
         "SIZE",
     ),
     Flag("--stored-responses-time", "server.stored_responses_s", float, "Seconds for which one is stored."),
+    Flag("--batch-dir", "batches.dir", str, "Where files and batches are kept."),
+    Flag("--batch-concurrency", "batches.concurrency", int, "Requests of batches at once; else as many as can run."),
+    Flag("--max-batch-file", "batches.max_file_bytes", int, "Largest file of a batch.", parse_size, "SIZE"),
+    Flag("--max-batch-requests", "batches.max_requests", int, "Most requests in a file."),
+    Flag("--max-batch-files", "batches.max_files", int, "Most files and batches that are kept."),
+    Flag("--batch-storage", "batches.storage_bytes", int, "Most bytes of all files.", parse_size, "SIZE"),
+    Flag("--batch-keep", "batches.keep_s", float, "Seconds for which files and ended batches are kept."),
     Flag("--slo-ttft", "server.slo_ttft_s", float, "Target for the time to first token, in seconds."),
     Flag("--slo-tpot", "server.slo_tpot_s", float, "Target for the mean time per token after the first, in seconds."),
     Flag(

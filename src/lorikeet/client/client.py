@@ -277,6 +277,10 @@ class Engines(Protocol):
         """Announce versions for which requests may arrive, so that they can be prefetched, until they are dropped."""
         ...
 
+    def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
+        """Have these versions evicted last, and no others; engines that start later hear of it, too."""
+        ...
+
     async def drop_adapter(self, digest: AdapterDigest) -> int:
         """Free a version once no request uses it; return the bytes freed on all tiers, its KV's included.
 
@@ -343,6 +347,7 @@ class EngineClient:
         self._streams = Streams()
         self._drops = PendingDrops()
         self._registered: dict[AdapterDigest, AdapterRef] = {}
+        self._pinned: tuple[AdapterDigest, ...] = ()
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
 
     @property
@@ -394,6 +399,11 @@ class EngineClient:
         new = {ref.digest: ref for ref in refs}
         self._registered |= new
         self._supervisor.register_adapters(new.values())
+
+    def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
+        """Send the pinned versions to the engine, and keep them for an engine that replaces it."""
+        self._pinned = tuple(digests)
+        self._supervisor.pin_adapters(self._pinned)
 
     async def drop_adapter(self, digest: AdapterDigest) -> int:
         """Ask the engine to drop a version and wait until it has; return the bytes freed."""
@@ -454,6 +464,8 @@ class EngineClient:
     def on_restart(self, supervisor: EngineSupervisor) -> int:
         """Send the new engine all adapters, requests and drops; return the number of requests."""
         self._supervisor.register_adapters(self._registered.values())
+        if self._pinned:
+            self._supervisor.pin_adapters(self._pinned)
         handles = list(self._streams)
         for handle in handles:
             handle.replica = ONLY_REPLICA

@@ -29,6 +29,7 @@ from lorikeet.core.messages import (
     Heartbeat,
     MessageCodec,
     MessagesLost,
+    PinAdapters,
     Progress,
     RegisterAdapters,
     SetPaused,
@@ -209,6 +210,10 @@ class EngineSupervisor:
         remaining = iter(refs)
         while batch := tuple(islice(remaining, MAX_ADAPTERS_PER_MESSAGE)):
             self.send(RegisterAdapters(batch))
+
+    def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
+        """Send the engine, if one is running, all versions that it evicts last."""
+        self.send(PinAdapters(tuple(digests)))
 
     def drop_adapter(self, digest: AdapterDigest) -> None:
         """Ask the engine, if one is running, to free a version once no request uses it."""

@@ -72,6 +72,12 @@ class RegisterAdapters(msgspec.Struct, frozen=True, tag=True):
     adapters: tuple[AdapterRef, ...]
 
 
+class PinAdapters(msgspec.Struct, frozen=True, tag=True):
+    """All versions that are evicted last, in the place of those that were before."""
+
+    digests: tuple[AdapterDigest, ...]
+
+
 class SetPaused(msgspec.Struct, frozen=True, tag=True):
     """Run no steps, or go on. A paused engine takes messages, and answers them when it goes on."""
 
@@ -384,7 +390,18 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     turn_s: float
 
 
-ToEngine = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | SetPaused | Heartbeat | Shutdown
+ToEngine = (
+    Submit
+    | Abort
+    | ExportRequest
+    | ImportKv
+    | RegisterAdapters
+    | PinAdapters
+    | DropAdapter
+    | SetPaused
+    | Heartbeat
+    | Shutdown
+)
 FromEngine = Progress | EngineReady | StepOutputs | Heartbeat | Fatal
 
 

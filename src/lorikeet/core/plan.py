@@ -7,7 +7,7 @@ import msgspec
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
-from lorikeet.core.request import SamplingParams
+from lorikeet.core.request import PromptEmbeds, SamplingParams
 
 
 class KernelForm(StrEnum):
@@ -34,6 +34,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
         prompt_tokens: how many of ``token_ids`` are prompt.
         sampling: how tokens are chosen.
         adapter: adapter version, None for the base model.
+        prompt_embeds: embeddings of the prompt's tokens, None for those of their ids.
     """
 
     request_id: RequestId
@@ -41,6 +42,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     sampling: SamplingParams
     adapter: AdapterDigest | None
+    prompt_embeds: PromptEmbeds | None = None
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):

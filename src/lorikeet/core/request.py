@@ -93,6 +93,18 @@ class SamplingParams(msgspec.Struct, frozen=True):
     grammar: str = ""
 
 
+class PromptEmbeds(msgspec.Struct, frozen=True):
+    """Embeddings of a prompt's tokens, in their place.
+
+    Attributes:
+        dtype: ``float32``, ``float16`` or ``bfloat16``.
+        data: the numbers, ``[tokens, hidden]``, little-endian.
+    """
+
+    dtype: str
+    data: bytes
+
+
 class Request(msgspec.Struct, frozen=True):
     """One sequence to continue.
 
@@ -110,6 +122,9 @@ class Request(msgspec.Struct, frozen=True):
         exports: how often an engine exported it, by preemption or migration, to be resumed there or elsewhere.
         output_token_ids: tokens generated so far.
         cache_salt: KV is only reused by requests with the same one; empty for all that have none.
+        background: whether it runs only when no other request waits, whatever the policy.
+        prompt_embeds: embeddings of all tokens of the prompt, whose ids then mean nothing; ``cache_salt`` tells KV of
+            other embeddings apart.
     """
 
     request_id: RequestId
@@ -125,6 +140,8 @@ class Request(msgspec.Struct, frozen=True):
     exports: int = 0
     output_token_ids: list[int] = msgspec.field(default_factory=list)
     cache_salt: str = ""
+    background: bool = False
+    prompt_embeds: PromptEmbeds | None = None
 
     @property
     def digest(self) -> AdapterDigest | None:

@@ -19,6 +19,7 @@ from lorikeet.core.messages import (
     ExportRequest,
     ImportKv,
     MemoryStats,
+    PinAdapters,
     RegisterAdapters,
     StepOutputs,
     Submit,
@@ -88,7 +89,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a new or a resumed request."""
         # Behind waiting requests it is hardly admitted before a running one ends, and that ends the plan anyway.
-        now = self._receive(Submit(request), must_replan=not len(self.queue))
+        now = self._receive(Submit(request), must_replan=self._scheduler.may_be_next(request))
         self._scheduler.submit(request, now)
 
     def abort(self, request_id: RequestId) -> None:
@@ -123,6 +124,11 @@ class Engine:
         if message.blocks:  # none in a replay
             contents = [message.blocks[index] for index, _ in places]
             self._executor.write_host([block for _, block in places], contents)
+
+    def pin_adapters(self, digests: tuple[AdapterDigest, ...]) -> None:
+        """Evict these versions last, and no others."""
+        now = self._receive(PinAdapters(digests))
+        self._memory.pin_adapters(digests, now)
 
     def register_adapters(self, refs: tuple[AdapterRef, ...]) -> None:
         """Register versions for which requests may arrive, so that they can be read ahead and prefetched."""

@@ -38,6 +38,7 @@ from lorikeet.core.messages import (
     ImportKv,
     MessageCodec,
     MessagesLost,
+    PinAdapters,
     Progress,
     RegisterAdapters,
     SetPaused,
@@ -224,6 +225,8 @@ def handle(message: ToEngine, engine: Engine, compiling: Compiling) -> None:
             engine.import_kv(message)
         case RegisterAdapters(adapters):
             engine.register_adapters(adapters)
+        case PinAdapters(digests):
+            engine.pin_adapters(digests)
         case DropAdapter(digest):
             engine.drop_adapter(digest)
 

@@ -13,7 +13,7 @@ from lorikeet.config import EngineSettings
 from lorikeet.core.events import AdapterEvent, RequestEvent
 from lorikeet.core.executor import EngineSizes
 from lorikeet.core.ids import RequestId
-from lorikeet.core.messages import Abort, DropAdapter, ExportRequest, ImportKv, RegisterAdapters, Submit
+from lorikeet.core.messages import Abort, DropAdapter, ExportRequest, ImportKv, PinAdapters, RegisterAdapters, Submit
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 
 
@@ -37,7 +37,7 @@ class RequestExported(msgspec.Struct, frozen=True, tag=True):
     request_id: RequestId
 
 
-Message = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | DropAdapter | RequestExported
+Message = Submit | Abort | ExportRequest | ImportKv | RegisterAdapters | PinAdapters | DropAdapter | RequestExported
 """``ImportKv`` is recorded with its keys only, since plans do not depend on the bytes."""
 
 

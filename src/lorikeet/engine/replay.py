@@ -13,7 +13,7 @@ import msgspec
 from lorikeet.config import Settings
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.executor import ExecutorError
-from lorikeet.core.messages import Abort, DropAdapter, ExportRequest, ImportKv, RegisterAdapters, Submit
+from lorikeet.core.messages import Abort, DropAdapter, ExportRequest, ImportKv, PinAdapters, RegisterAdapters, Submit
 from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Tier, Token, Transfer, TransferDone
 from lorikeet.costs.transfers import TransferModel
 from lorikeet.engine.build import assemble
@@ -138,6 +138,8 @@ def _send(engine: Engine, received: Received) -> None:
             engine.abort(request_id)
         case RegisterAdapters(refs):
             engine.register_adapters(refs)
+        case PinAdapters(digests):
+            engine.pin_adapters(digests)
         case DropAdapter(digest):
             engine.drop_adapter(digest)
         case RequestExported(request_id):

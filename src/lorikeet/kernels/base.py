@@ -452,6 +452,8 @@ class Batch:
         sample_rows: int64 ``[S]``, rows that need logits, each once; in row order if these are all rows.
         lora: the adapters, None if no row has one.
         assist: host LoRA, if adapters of ``lora`` are in flight; these change q, k and v only. None if all are loaded.
+        embeds: rows, int64 ``[E]``, and the embeddings that they have instead of their tokens', ``[E, hidden]``; None
+            if no row has.
         host: copies on the host; None in a graph.
     """
 
@@ -465,6 +467,7 @@ class Batch:
     sample_rows: Tensor
     lora: LoraBatch | None = None
     assist: Assist | None = None
+    embeds: tuple[Tensor, Tensor] | None = None
     host: HostMetadata | None = None
 
     @cached_property

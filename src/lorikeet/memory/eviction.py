@@ -6,7 +6,7 @@ which nodes may be evicted from it. ``Evictor`` evicts the lowest until enough b
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from lorikeet.memory.reuse import KvReuse
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.statistics import MemoryCounters
 from lorikeet.memory.tiers import Tiers
-from lorikeet.memory.tree import DependencyTree, NodeKind, Nodes, NodeTransfer
+from lorikeet.memory.tree import DependencyTree, NodeKind, Nodes, NodeTransfer, Scores
 from lorikeet.presets import HostKv
 
 _HEAP_NODES = 256
@@ -285,11 +285,29 @@ class Evictor:
             self._shares = (_DeviceShare((NodeKind.ADAPTER,), adapters), _DeviceShare((NodeKind.KV,), total - adapters))
         self._device_queues = device_queues(self._tree, dependent=rules.dependent, deeper_first=eviction.deeper_first)
         self._host_queues = host_queues(self._tree)
+        self._pinned: frozenset[AdapterDigest] = frozenset()
         self.allocation_failed = False
         self.evicted: list[AdapterDigest] = []
         self.events: list[AdapterEvent] = []
 
     # --- the device ----------------------------------------------------------------------------------
+
+    def pin(self, digests: Iterable[AdapterDigest], now: float) -> None:
+        """Evict these adapters only where a request could not run otherwise, and no longer those pinned before."""
+        self._pinned = frozenset(digests)
+        self.rescore_all(now)
+
+    def is_pinned(self, node: int) -> bool:
+        """Whether a node is a pinned adapter."""
+        entry = self._tree.adapters.get(node) if self._pinned else None
+        return entry is not None and entry.ref.digest in self._pinned
+
+    def _scores(self, nodes: Nodes, now: float) -> Scores:
+        """Return the policy's scores; those of pinned adapters are infinite."""
+        scores = self._eviction.scores(nodes, now)
+        if self._pinned:
+            scores = np.where([self.is_pinned(int(node)) for node in nodes], np.inf, scores)
+        return scores
 
     def limit(self, kind: int) -> int:
         """Return the largest number of device blocks that a kind of node may take."""
@@ -354,21 +372,21 @@ class Evictor:
         """Evict until ``blocks`` device blocks are unused, but no more than ``most`` further blocks."""
         blocks = min(blocks, self.unused() + most)
         for share in self._shares:
-            self._free_blocks(share, blocks * share.limit // self._tiers.device.total, now, np.inf)
+            self._free_blocks(share, blocks * share.limit // self._tiers.device.total, now, np.inf, even_pinned=False)
 
     def rescore(self, nodes: Nodes, now: float) -> None:
         """Score nodes that were used or inserted; not adapters if the policy scores all of them at each eviction."""
         tree, is_adapter = self._tree, self._tree.kind[nodes] == NodeKind.ADAPTER
         scored = nodes[~is_adapter] if self._eviction.rescored_at_eviction else nodes
         if len(scored):
-            tree.score[scored] = self._eviction.scores(scored, now)
+            tree.score[scored] = self._scores(scored, now)
         self.offer_all(nodes)
 
     def rescore_all(self, now: float) -> None:
         """Score all nodes again."""
         tree = self._tree
         nodes = np.flatnonzero(tree.kind[: tree.end] >= NodeKind.ADAPTER)
-        tree.score[nodes] = self._eviction.scores(nodes, now)
+        tree.score[nodes] = self._scores(nodes, now)
         for kind in (NodeKind.KV, NodeKind.ADAPTER):
             self._device_queues.invalidate(kind)
             self._host_queues.invalidate(kind)
@@ -600,14 +618,18 @@ class Evictor:
         if below == np.inf or blocks > self.available(share.kinds[0]):
             return blocks <= self.available(share.kinds[0])
         adapters = self._device_queues.candidates(NodeKind.ADAPTER)
-        scores = self._eviction.scores(adapters, now)
+        scores = self._scores(adapters, now)
         return blocks <= have + int(self._tree.device_size(adapters[scores < below]).sum())
 
-    def _free_blocks(self, share: _DeviceShare, blocks: int, now: float, below: float) -> bool:
+    def _free_blocks(
+        self, share: _DeviceShare, blocks: int, now: float, below: float, *, even_pinned: bool = True
+    ) -> bool:
         kinds = share.kinds if below == np.inf else (NodeKind.ADAPTER,)
         while (missing := blocks - self._unused(share)) > 0:
             nodes = self._next_victims(kinds, missing, now)
-            if not nodes or self._tree.score[nodes[0]] >= below:
+            if not nodes or self._tree.score[nodes[0]] >= below < np.inf:
+                return False
+            if not even_pinned and self.is_pinned(nodes[0]):
                 return False
             top = int(self._tree.top[nodes[0]])
             self._evict(nodes, now, missing if self._rules.adapter_chain else None)
@@ -629,6 +651,7 @@ class Evictor:
         if not ranked:
             return []
         ranked.sort(key=lambda item: item[0])
+        ranked = [item for item in ranked if not self.is_pinned(item[1])] or ranked
         node = eviction.choose([node for _, node in ranked[: eviction.proposals]], now)
         is_alone = eviction.proposals > 1 or eviction.whole_branches or not eviction.deeper_first
         is_alone |= bool(tree.kind[node] == NodeKind.ADAPTER)
@@ -638,7 +661,7 @@ class Evictor:
         """Score all evictable adapters of a tier again, if the policy's scores depend on what else is resident."""
         if self._eviction.rescored_at_eviction:
             adapters = queues.candidates(NodeKind.ADAPTER)
-            self._tree.score[adapters] = self._eviction.scores(adapters, now)
+            self._tree.score[adapters] = self._scores(adapters, now)
             self._device_queues.invalidate(NodeKind.ADAPTER)
             self._host_queues.invalidate(NodeKind.ADAPTER)
 
@@ -653,5 +676,5 @@ class Evictor:
         tree = self._tree
         branch = np.flatnonzero((tree.top[: tree.end] == top) & tree.on_device[: tree.end])
         for node in branch[np.argsort(-tree.depth[branch], kind="stable")].tolist():
-            if tree.kind[node] in share.kinds and self._device_queues.allows(node):
+            if tree.kind[node] in share.kinds and self._device_queues.allows(node) and not self.is_pinned(node):
                 self._evict([node], now)

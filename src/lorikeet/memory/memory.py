@@ -157,7 +157,7 @@ class KnownAdapters:
     def evict_if_not_kept(self, node: int, wanted: Container[int], now: float) -> None:
         """Evict an unused adapter that no queued request wants, where the preset does not keep adapters."""
         tree = self._tree
-        if self._rules.keep_adapters or node in wanted:
+        if self._rules.keep_adapters or node in wanted or self._evictor.is_pinned(node):
             return
         is_idle = node in tree.adapters and tree.on_device[node] and not tree.moving[node]
         if is_idle and not tree.pins[node] and not tree.children_on_device[node]:
@@ -306,6 +306,10 @@ class Memory:
             node = self.adapters.add(ref)
             self.swapper.adapter_registered(node)
         return node
+
+    def pin_adapters(self, digests: Iterable[AdapterDigest], now: float) -> None:
+        """Evict these versions only where a request could not run otherwise, and no longer those pinned before."""
+        self.evictor.pin(digests, now)
 
     def retire(self, digest: AdapterDigest, now: float) -> bool:
         """Free an adapter version that no request needs, and its KV, on both tiers; append an ``AdapterEvicted`` event.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from lorikeet.config import ConfigError, Settings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 
 
@@ -437,3 +438,15 @@ def _windows(settings: JsonSection, architecture: str, layers: int) -> tuple[int
     if unknown or len(kinds) < layers:
         raise settings.error("layer_types", f"{', '.join(unknown) or 'fewer entries than layers'}: not supported")
     return tuple(by_kind[kind] for kind in kinds[:layers])
+
+
+def max_model_len(settings: Settings, config: ModelConfig) -> int:
+    """Return the longest sequence to serve, in tokens.
+
+    Raises:
+        ConfigError: the setting is more than the model's context length.
+    """
+    requested = settings.model.max_model_len
+    if requested > config.context_tokens:
+        raise ConfigError(f"max_model_len: {requested} is more than the model's {config.context_tokens}")
+    return requested or config.context_tokens

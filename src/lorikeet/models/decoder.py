@@ -152,6 +152,9 @@ class Decoder:
         """
         weights, kernels = self._weights, self._kernels
         x = weights.embedding[batch.token_ids]
+        if batch.embeds is not None:
+            rows, embeds = batch.embeds
+            x[rows] = embeds.to(x.dtype)
         cos, sin = self._rotary(batch.positions, x.dtype)
         in_one_call = self._in_one_call if fits_one_call(batch) else None
         x, delta = (in_one_call or self._by_kernels)(x, cos, sin, kv, batch)

@@ -70,7 +70,7 @@ class AdmissionView(Protocol):
         ...
 
     def running(self) -> Sequence[RunningRequest]:
-        """Return the running requests; the last is preempted first."""
+        """Return the running requests but those in the background; the last is preempted first."""
         ...
 
 

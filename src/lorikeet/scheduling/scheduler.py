@@ -32,7 +32,8 @@ from lorikeet.memory.blocks import SequenceLease, WaitReason
 from lorikeet.memory.memory import ComputedTokens, Memory
 from lorikeet.memory.tree import NodeKind, NodeTransfer
 from lorikeet.presets import ColdStart, PreemptedKv, Preset
-from lorikeet.scheduling.admission import AdmissionPolicy, RunningRequest
+from lorikeet.scheduling.admission import AdmissionPolicy, AdmissionQueue, RunningRequest
+from lorikeet.scheduling.background import BackgroundLast
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_plan, continue_plan
 from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence, StepTimeEstimator
@@ -80,8 +81,8 @@ class Scheduler:
         self.selector = BatchSelector(
             batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist, iterations
         )
-        view = SchedulerView(memory, limits.max_model_len, self._running, self.selector, self._step_times)
-        self.queue = admission(view)
+        self._view = SchedulerView(memory, limits, self._running, self.selector, self._step_times)
+        self.queue: AdmissionQueue = admission(self._view)
         self._drops: list[RequestId] = []
         self._steps = 0
         self._decode_steps = 0
@@ -131,6 +132,13 @@ class Scheduler:
         waiting = {s.digest for s in self._sequences.values() if s.lease is None}
         return {d for d in running if d is not None}, {d for d in waiting if d is not None}
 
+    def may_be_next(self, request: Request) -> bool:
+        """Whether a new request may be admitted next: no request waits that goes before it."""
+        queue = self.queue
+        if isinstance(queue, BackgroundLast) and not request.background:
+            queue = queue.foreground
+        return not len(queue)
+
     @property
     def has_requests(self) -> bool:
         """Whether there is any request."""
@@ -179,7 +187,8 @@ class Scheduler:
         """
         builder = PlanBuilder(self._limits.max_num_batched_tokens)
         for request in self.queue.review(now):
-            self._suspend(self._sequences[request.request_id], now, restarts=self.queue.restarts_squashed)
+            restarts = self.queue.restarts_squashed and not request.background
+            self._suspend(self._sequences[request.request_id], now, restarts=restarts)
         self.selector.choose(self.queue.urgency)
         self._memory.note_waiting(len(self.queue), self.queue.wanted, now)
         self._continue_running(builder, now)
@@ -270,6 +279,8 @@ class Scheduler:
         sequence = Sequence(request, now, min(longest, self._limits.max_model_len), restarts=restarts)
         sequence.keys = self._memory.keys_of(request.digest, sequence.token_ids, list(keys), salt=request.kv_salt)
         self._sequences[request.request_id] = sequence
+        if request.background and not isinstance(self.queue, BackgroundLast):
+            self.queue = BackgroundLast(self.queue, self._view)  # engines that never have any do without
         self.queue.add(request, now)
         return sequence
 
@@ -441,7 +452,7 @@ class SchedulerView:
 
     Args:
         memory: of the engine.
-        max_model_len: most tokens of a sequence.
+        limits: bounds of a plan.
         running: the scheduler's running sequences, read live.
         selector: knows which requests may run.
         step_times: estimates how long steps take.
@@ -450,13 +461,13 @@ class SchedulerView:
     def __init__(
         self,
         memory: Memory,
-        max_model_len: int,
+        limits: SchedulerLimits,
         running: Many[Sequence],
         selector: BatchSelector,
         step_times: StepTimeEstimator,
     ) -> None:
         self._memory = memory
-        self.max_model_len = max_model_len
+        self.max_model_len, self._max_num_seqs = limits.max_model_len, limits.max_num_seqs
         self._running = running
         self._selector = selector
         self.step_times = step_times
@@ -484,10 +495,21 @@ class SchedulerView:
         return self._selector.allows(request.request_id)
 
     def running(self) -> list[RunningRequest]:
-        """Return the running requests; the last is preempted first."""
+        """Return the running requests but those in the background; the last is preempted first."""
+        return self._running_requests(background=False)
+
+    def background(self) -> list[RunningRequest]:
+        """Return the running background requests; the last is preempted first."""
+        return self._running_requests(background=True)
+
+    def free_slots(self) -> int:
+        """Return how many more sequences may run."""
+        return self._max_num_seqs - len(self._running)
+
+    def _running_requests(self, *, background: bool) -> list[RunningRequest]:
         block_size = self._memory.block_size
         return [
             RunningRequest(s.request, s.output_tokens, len(s.lease.blocks) * block_size)
             for s in self._running
-            if s.lease
+            if s.lease and s.request.background is background
         ]

@@ -265,7 +265,12 @@ class Sequence:
         """Return the data that the executor needs to start it."""
         request = self.request
         return SequenceStart(
-            request.request_id, list(self.token_ids), self.prompt_tokens, request.sampling, self.digest
+            request.request_id,
+            list(self.token_ids),
+            self.prompt_tokens,
+            request.sampling,
+            self.digest,
+            request.prompt_embeds,
         )
 
     def step(self, tokens: int) -> SequenceStep:

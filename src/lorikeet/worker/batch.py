@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
-from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import Batch, HostMetadata, LoraBatch, LoraSegment, LoraWeights, to_device
+from lorikeet.core.request import PromptEmbeds, SamplingParams
+from lorikeet.kernels.base import Batch, HostMetadata, LoraBatch, LoraSegment, LoraWeights, to_device, torch_dtype
 
 Ints = npt.NDArray[np.int64]
 
@@ -62,6 +62,7 @@ class SequenceState:
         prompt_tokens: how many of ``token_ids`` are prompt.
         token_ids: prompt and outputs, including those of earlier attempts.
         blocks: its block table.
+        embeds: of the prompt's tokens, ``[tokens, hidden]``; None for those of the ids.
         scores_prompt: whether the log probabilities of its prompt are wanted. Those of a sequence with outputs of
             earlier attempts have been reported.
     """
@@ -73,7 +74,13 @@ class SequenceState:
         self.prompt_tokens = start.prompt_tokens
         self.token_ids = GrowingInts(start.token_ids)
         self.blocks = GrowingInts()
+        self.embeds = None if start.prompt_embeds is None else _rows_of(start.prompt_embeds, start.prompt_tokens)
         self.scores_prompt = start.sampling.prompt_logprobs is not None and len(start.token_ids) == start.prompt_tokens
+
+    @property
+    def embedded_tokens(self) -> int:
+        """How many of its first tokens have embeddings of their own."""
+        return 0 if self.embeds is None else len(self.embeds)
 
     def scored_tokens(self, start: int, tokens: int) -> int:
         """Return how many of the ``tokens`` from ``start`` on are followed by a prompt token that is to be scored."""
@@ -86,6 +93,11 @@ class SequenceState:
     def add_token(self, token_id: int) -> None:
         """Append a sampled token."""
         self.token_ids.append(token_id)
+
+
+def _rows_of(embeds: PromptEmbeds, tokens: int) -> Tensor:
+    numbers = torch.frombuffer(bytearray(embeds.data), dtype=torch_dtype(embeds.dtype))
+    return numbers.view(tokens, -1)
 
 
 class BatchRow(NamedTuple):
@@ -192,8 +204,20 @@ def build_batch(
         block_tables=to_device(host.block_tables, device),
         sample_rows=to_device(host.sample_rows, device),
         lora=lora_batch(rows, weights, form, merged),
+        embeds=_embeds(rows, firsts, device),
         host=host,
     )
+
+
+def _embeds(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Return the rows of a batch whose embeddings are given, and these; None if there are none."""
+    at, values = list[Ints](), list[Tensor]()
+    for row, first in zip(rows, firsts, strict=True):
+        tokens = min(row.tokens, row.sequence.embedded_tokens - row.start)
+        if row.sequence.embeds is not None and tokens > 0:
+            at.append(first + np.arange(tokens))
+            values.append(row.sequence.embeds[row.start : row.start + tokens].float())
+    return (to_device(_tensor(_concatenate(at)), device), to_device(torch.cat(values), device)) if at else None
 
 
 def _sample_rows(rows: Sequence[BatchRow], firsts: Ints, stops: Ints) -> Ints:

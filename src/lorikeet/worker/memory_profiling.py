@@ -11,17 +11,17 @@ import psutil
 import torch
 from torch import Tensor
 
-from lorikeet.config import ConfigError, EngineSettings, Settings
+from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.executor import ExecutorError
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.machine import free_memory_bytes
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.core.sizes import format_size
 from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, SamplingTensors, kv_view
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HOST_TIMES_DEVICE
+from lorikeet.memory.least import check_blocks, least_blocks
 from lorikeet.memory.packing import pack
 from lorikeet.presets import resolve_preset
 from lorikeet.worker.batch import BatchRow, build_batch, lora_batch
@@ -214,7 +214,7 @@ _CPU_BYTES = 4 * 2**30
 _HOST_MEMORY_SHARE = 0.25
 """Share of the free memory that the host arenas of all ranks take if their size is not set."""
 _ADAPTER_BYTES = 4 * 2**30
-_SMALLEST_RANK, _LARGE_RANK = 8, 128
+_LARGE_RANK = 128
 
 
 def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> int:
@@ -233,26 +233,19 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
     step_bytes = measured_step_bytes(settings, model, longest_tokens)
     block_bytes = model.geometry.block_bytes(engine.block_size)
     sequence_blocks = -(-longest_tokens // engine.block_size)
-    least_blocks = sequence_blocks + _adapter_blocks(settings, model.geometry, _SMALLEST_RANK)
+    least = least_blocks(settings, model.geometry, longest_tokens)
     if engine.memory_bytes:
         blocks = engine.memory_bytes // block_bytes
     else:
         useful_bytes = engine.max_num_seqs * sequence_blocks * block_bytes + _ADAPTER_BYTES
         if model.device.type == "cpu":
             free_bytes = int(psutil.virtual_memory().available / engine.tensor_parallel * _CPU_MEMORY_SHARE)
-            useful_bytes = min(useful_bytes, max(_CPU_BYTES, least_blocks * block_bytes))
+            useful_bytes = min(useful_bytes, max(_CPU_BYTES, least * block_bytes))
         else:
             free_bytes, total_bytes = torch.cuda.mem_get_info(model.device)
             free_bytes = share_left_bytes(engine.gpu_memory_utilization, total_bytes, free_bytes, step_bytes)
         blocks = min(free_bytes, useful_bytes) // block_bytes
-    if blocks < least_blocks:
-        given = "memory_bytes" if engine.memory_bytes else "free memory of"
-        given_bytes = engine.memory_bytes or blocks * block_bytes
-        least_mib = -(-least_blocks * block_bytes // 2**20)
-        raise ConfigError(
-            f"{given} {format_size(given_bytes)} is too small for a sequence of {longest_tokens} tokens and an "
-            f"adapter; at least {least_mib} MiB, or lower max_model_len"
-        )
+    check_blocks(settings, model.geometry, longest_tokens, blocks)
     return blocks
 
 
@@ -296,13 +289,3 @@ def measured_step_bytes(settings: Settings, model: RankModel, longest_tokens: in
             f"a step of {settings.engine.max_num_batched_tokens} tokens in {settings.engine.max_num_seqs} sequences "
             f"cannot be run by the kernels {model.kernels.name!r}: {type(error).__name__}: {error}"
         ) from error
-
-
-def _adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> int:
-    if not settings.adapters.enabled:
-        return 0
-    ranks = dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers)
-    try:
-        return pack(ranks, geometry, geometry.block_elements(settings.engine.block_size)).blocks
-    except ValueError as error:
-        raise ConfigError(f"block_size: {error}; make blocks larger, or disable adapters") from error

@@ -108,18 +108,6 @@ def rank_device(settings: Settings, rank: int) -> torch.device:
     return torch.device(name, rank) if name == "cuda" else torch.device(name)
 
 
-def max_model_len(settings: Settings, config: ModelConfig) -> int:
-    """Return the longest sequence to serve, in tokens.
-
-    Raises:
-        ConfigError: the setting is more than the model's context length.
-    """
-    requested = settings.model.max_model_len
-    if requested > config.context_tokens:
-        raise ConfigError(f"max_model_len: {requested} is more than the model's {config.context_tokens}")
-    return requested or config.context_tokens
-
-
 def allocate_arena(model: RankModel, blocks: int, engine: EngineSettings) -> Tensor:
     """Return a zeroed device arena, ``[blocks, elements]``.
 

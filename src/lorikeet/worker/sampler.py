@@ -36,11 +36,17 @@ class Sampled(Protocol):
         sampling: its sampling parameters.
         token_ids: prompt and outputs so far; their number is the position of the new token.
         prompt_tokens: how many of them are prompt.
+        embedded_tokens: of how many, the first ones, the ids mean nothing.
     """
 
     sampling: SamplingParams
     token_ids: GrowingInts
     prompt_tokens: int
+
+    @property
+    def embedded_tokens(self) -> int:
+        """How many of the first ids mean nothing."""
+        ...
 
 
 class Bias(NamedTuple):
@@ -211,7 +217,7 @@ def edit_logits(logits: Tensor, sequence: Sampled, bias: Bias, *, is_end: bool =
         addends = bias.values[_is_within(bias.token_ids, logits)]
         logits.index_add_(0, _indices(bias.token_ids, logits), _values(addends, logits))
     if params.repetition_penalty != 1.0:
-        seen = _indices(np.unique(token_ids), logits)
+        seen = _indices(np.unique(token_ids[sequence.embedded_tokens :]), logits)
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     if (params.presence_penalty or params.frequency_penalty) and len(outputs):

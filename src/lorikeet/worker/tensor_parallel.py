@@ -23,6 +23,7 @@ from lorikeet.core.executor import ExecutorError
 from lorikeet.core.plan import StepPlan, TransferDone
 from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.memory.host_arena import HostArena
+from lorikeet.models.config import max_model_len
 from lorikeet.models.parallel import DistributedRankGroup, RankGroup
 from lorikeet.presets import resolve_preset
 from lorikeet.worker.host_lora.assisted_step import HostLoraFollower
@@ -30,7 +31,7 @@ from lorikeet.worker.host_lora.ring import Ring, RingShape
 from lorikeet.worker.host_lora.start import wanted_workers
 from lorikeet.worker.memory_profiling import measured_step_bytes
 from lorikeet.worker.rank import Rank, sampling_steps
-from lorikeet.worker.rank_setup import allocate_arena, load_rank, max_model_len
+from lorikeet.worker.rank_setup import allocate_arena, load_rank
 from lorikeet.worker.threads import CpuBudget, requested_threads
 from lorikeet.worker.transfer.finished import FinishedTransfers
 from lorikeet.worker.transfer.loader import start_loader_process

@@ -14,7 +14,7 @@ from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import PromptLogprobs, StepPlan, StepResult, Token, TransferDone
-from lorikeet.models.config import ModelConfig, read_model_config
+from lorikeet.models.config import ModelConfig, max_model_len, read_model_config
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.presets import resolve_preset
 from lorikeet.worker.batch import SequenceState as RankSequence
@@ -24,7 +24,7 @@ from lorikeet.worker.host_lora.assisted_step import HostLoraLeader
 from lorikeet.worker.host_lora.start import build_host_lora, start_worker_processes
 from lorikeet.worker.memory_profiling import arena_blocks, host_arena_blocks
 from lorikeet.worker.rank import Rank, sampling_steps
-from lorikeet.worker.rank_setup import RankModel, allocate_arena, load_rank, max_model_len
+from lorikeet.worker.rank_setup import RankModel, allocate_arena, load_rank
 from lorikeet.worker.sampler import NOT_FINITE, Sampler
 from lorikeet.worker.tensor_parallel import RankProcesses
 from lorikeet.worker.threads import CpuBudget, requested_threads
@@ -378,9 +378,13 @@ class TorchExecutor:
             self._running.keep(sequences)
             return self._running, 1
         self._discard_running()
-        if self._graphs is not None and plan.fits_graphs:
+        if self._graphs is not None and plan.fits_graphs and not self._has_embeds(plan):
             return GraphRunner(self._graphs, self._rank, self._sampler, plan, sequences), 0
         return EagerRunner(self._rank, self._sampler, plan, sequences), 0
+
+    def _has_embeds(self, plan: StepPlan) -> bool:
+        """Whether a step computes a token whose embedding is given, which graphs know nothing of."""
+        return any(step.start < self._rank.sequence(step.request_id).embedded_tokens for step in plan.sequences)
 
     def _discard_running(self) -> None:
         """Wait for a step that runs ahead, and discard its tokens."""

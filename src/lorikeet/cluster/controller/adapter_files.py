@@ -63,6 +63,7 @@ class AdapterFiles:
         self._refs: dict[AdapterDigest, AdapterRef] = {}
         self._dropped: dict[AdapterDigest, AdapterRef] = {}  # in the order of their drops
         self._retiring = RetiringAdapters()
+        self.pinned: tuple[AdapterDigest, ...] = ()
         self.copier = AdapterCopier(transport, self._refs, self._dropped, self)
 
     def register(self, refs: Iterable[AdapterRef]) -> None:

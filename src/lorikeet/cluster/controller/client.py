@@ -150,6 +150,12 @@ class ClusterClient:
         known = [AdapterInfo(ref.digest, ref.max_rank, ref.weight_bytes) for ref in new]
         self._tasks.run(self._placement.register(known))
 
+    def pin_adapters(self, digests: Iterable[AdapterDigest]) -> None:
+        """Have these versions evicted last by every replica that holds them. See ``Engines``."""
+        self._files.pinned = tuple(digests)
+        for replica in self._replicas.values():
+            replica.supervisor.pin_adapters(self._files.pinned)
+
     async def drop_adapter(self, digest: AdapterDigest) -> int:
         """Drop an adapter from all replicas and return the bytes freed. See ``Engines``."""
         if self._failure is not None:
@@ -475,6 +481,8 @@ class ReplicaJoiner:
         if not supervisor.is_connected or replica.epoch != epoch or replica.is_leaving:
             return
         supervisor.register_adapters(copier.placed_at(supervisor.replica))
+        if self._files.pinned:
+            supervisor.pin_adapters(self._files.pinned)
         replica.is_joined = True
         self._apply(self._dispatcher.join(replica.info(self._engine), time.monotonic(), held))
 

@@ -1,0 +1,166 @@
+"""The lines of a batch: requests as OpenAI's batch files have them, and their answers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""Routes whose requests a batch may have."""
+LONGEST_ID = 512
+"""Characters of a ``custom_id``."""
+
+
+class LineError(ValueError):
+    """A line is no request; the message begins with its number."""
+
+
+class RequestLine(NamedTuple):
+    """One request.
+
+    Attributes:
+        custom_id: tells its answer from others.
+        url: its route.
+        body: a JSON object.
+    """
+
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _Known(msgspec.Struct):
+    custom_id: str
+
+
+_LINE = msgspec.json.Decoder(_Line)
+_ANSWER = msgspec.json.Decoder(_Known)
+
+
+def read_request(line: bytes, number: int) -> RequestLine:
+    """Return the request in a line of a file.
+
+    Raises:
+        LineError: it is none.
+    """
+    try:
+        request = _LINE.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LineError(f"line {number}: {error}") from error
+    if not 0 < len(request.custom_id) <= LONGEST_ID:
+        raise LineError(f"line {number}: custom_id must have 1 to {LONGEST_ID} characters")
+    if request.method != "POST":
+        raise LineError(f"line {number}: method is {request.method[:20]!r}, and must be POST")
+    body = bytes(request.body)
+    if not body.startswith(b"{"):
+        raise LineError(f"line {number}: body must be a JSON object")
+    return RequestLine(request.custom_id, request.url, body)
+
+
+class NumberedLine(NamedTuple):
+    """A line that is not blank, without its end, and its number from 1 on."""
+
+    number: int
+    content: bytes
+
+
+def numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[NumberedLine]:
+    """Yield the lines of a file that are not blank.
+
+    Raises:
+        LineError: one is longer than ``max_bytes``.
+    """
+    number = 0
+    while line := file.readline(max_bytes + 2):
+        number += 1
+        content = line.strip()
+        if len(content) > max_bytes:
+            raise LineError(f"line {number}: longer than {max_bytes} bytes")
+        if content:
+            yield NumberedLine(number, content)
+
+
+class FileSummary(msgspec.Struct):
+    """What a checked file of requests has.
+
+    Attributes:
+        lines: number of requests.
+        urls: of each route the number of its first line.
+    """
+
+    lines: int = 0
+    urls: dict[str, int] = {}
+
+
+def check_requests(file: BinaryIO, max_requests: int, max_line_bytes: int) -> FileSummary:
+    """Check that every line of a file is a request, with a ``custom_id`` of its own.
+
+    Raises:
+        LineError: the first line that is wrong.
+    """
+    summary, ids = FileSummary(), dict[str, int]()
+    for number, content in numbered_lines(file, max_line_bytes):
+        request = read_request(content, number)
+        if (other := ids.setdefault(request.custom_id, number)) != number:
+            raise LineError(f"line {number}: custom_id {request.custom_id[:100]!r} is that of line {other}, too")
+        if summary.lines == max_requests:
+            raise LineError(f"line {number}: a file may have {max_requests} requests")
+        summary.lines += 1
+        if request.url not in summary.urls:
+            if len(summary.urls) == len(ENDPOINTS) + 1:  # so that a file of wrong ones is not remembered whole
+                raise LineError(f"line {number}: {request.url[:100]!r} is none of {', '.join(ENDPOINTS)}")
+            summary.urls[request.url] = number
+    if not summary.lines:
+        raise LineError("the file has no requests")
+    return summary
+
+
+def answered(path: Path) -> set[str]:
+    """Return the ``custom_id`` of every answer in a file; none if it is not there.
+
+    Raises:
+        ValueError: a line is no answer.
+    """
+    if not path.exists():
+        return set()
+    with path.open("rb") as file:
+        return {_ANSWER.decode(line).custom_id for line in file}
+
+
+def answer_line(line_id: str, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
+    """Return the line of an answer; of one that is no success with its error beside it."""
+    response = {"status_code": status, "request_id": request_id, "body": _raw(body)}
+    error = None if status < 400 else _error_in(body)
+    line = {"id": line_id, "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(line) + b"\n"
+
+
+def error_line(line_id: str, custom_id: str, code: str, message: str) -> bytes:
+    """Return the line of a request without an answer."""
+    error = {"code": code, "message": message}
+    return msgspec.json.encode({"id": line_id, "custom_id": custom_id, "response": None, "error": error}) + b"\n"
+
+
+def _raw(body: bytes) -> Any:
+    """Return JSON as it is, if it is JSON on one line; else its text."""
+    try:
+        msgspec.json.decode(body, type=msgspec.Raw)
+    except msgspec.DecodeError:
+        return body.decode(errors="replace")
+    return msgspec.json.decode(body) if b"\n" in body else msgspec.Raw(body)
+
+
+def _error_in(body: bytes) -> dict[str, str]:
+    try:
+        error = msgspec.json.decode(body)["error"]
+        return {"code": str(error["type"]), "message": str(error["message"])}
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return {"code": "error", "message": body.decode(errors="replace")[:1000]}

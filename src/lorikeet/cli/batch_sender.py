@@ -1,0 +1,199 @@
+"""Sends the requests of a file to a server, and appends the answers to another file."""
+
+import asyncio
+import fcntl
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import aiohttp
+import msgspec
+
+from lorikeet.api.batches.lines import (
+    RequestLine,
+    answer_line,
+    answered,
+    check_requests,
+    error_line,
+    numbered_lines,
+    read_request,
+)
+from lorikeet.core.json_lines import drop_partial_line
+from lorikeet.core.urls import server_root
+
+MAX_LINE_BYTES = 2**28
+"""Longer lines are refused, since each is read whole."""
+_RETRIED = {429, 503}
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_MAX_FAILURES = 8
+"""Times that a connection may fail one after the other before the server counts as gone."""
+
+
+class BatchError(RuntimeError):
+    """The batch cannot go on; the message says why."""
+
+
+class BatchCounts(NamedTuple):
+    """How far a batch is.
+
+    Attributes:
+        total: requests in the file.
+        done: those with an answer.
+        failed: of those, the ones with an error in this run.
+    """
+
+    total: int
+    done: int
+    failed: int = 0
+
+
+class BatchFiles:
+    """A file of requests, and the one with their answers, which this process owns.
+
+    Args:
+        source: requests.
+        target: answers; it is made if it is not there, and goes on if it is.
+
+    Raises:
+        LineError: a line of either is wrong.
+        BatchError: another process writes the answers.
+        OSError: a file cannot be read or written.
+    """
+
+    def __init__(self, source: Path, target: Path) -> None:
+        self._source = source
+        if target.exists() and target.samefile(source):
+            raise BatchError(f"{target}: the answers cannot be in the file of the requests")
+        with source.open("rb") as file:
+            self.total = check_requests(file, 2**62, MAX_LINE_BYTES).lines
+        self._target: BinaryIO = target.open("ab", buffering=0)
+        try:
+            fcntl.flock(self._target, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._target.close()
+            raise BatchError(f"{target}: another process writes to it") from error
+        try:
+            drop_partial_line(target)
+            self._answered = answered(target)
+        except (OSError, ValueError) as error:
+            self._target.close()
+            raise BatchError(f"{target}: it is there, and holds no answers of a batch: {error}") from error
+
+    @property
+    def counts(self) -> BatchCounts:
+        """How far it is."""
+        return BatchCounts(self.total, min(self.total, len(self._answered)))
+
+    def unanswered(self) -> Iterator[RequestLine]:
+        """Yield the requests that had no answer when the file was opened."""
+        with self._source.open("rb") as file:
+            for number, content in numbered_lines(file, MAX_LINE_BYTES):
+                request = read_request(content, number)
+                if request.custom_id not in self._answered:
+                    yield request
+
+    def append(self, line: bytes) -> None:
+        """Append an answer.
+
+        Raises:
+            OSError: it cannot be written whole.
+        """
+        begin = self._target.seek(0, os.SEEK_END)
+        if self._target.write(line) != len(line):
+            self._target.truncate(begin)
+            raise OSError("no space is left")
+
+    def close(self) -> None:
+        """Let others write the answers."""
+        self._target.close()
+
+
+async def send_batch(
+    files: BatchFiles,
+    url: str,
+    api_key: str | None,
+    concurrency: int,
+    show: Callable[[BatchCounts], None],
+    uds: str = "",
+) -> BatchCounts:
+    """Send what has no answer, until all of it has one.
+
+    Args:
+        files: requests and answers.
+        url: of the server.
+        api_key: sent as a bearer token.
+        concurrency: requests at the same time.
+        show: gets every step.
+        uds: path of a Unix socket to reach the server by.
+
+    Raises:
+        BatchError: the server is gone, or refuses the key.
+        OSError: an answer cannot be written.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connector = aiohttp.UnixConnector(uds, limit=0) if uds else aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+    counts = files.counts
+    waiting = iter(files.unanswered())
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=timeout, connector=connector, trust_env=not uds, auto_decompress=True
+    ) as session:
+
+        async def work() -> None:
+            nonlocal counts
+            for request in waiting:  # shared: each takes the next
+                line, has_failed = await _answer(session, server_root(url), request)
+                files.append(line)
+                counts = counts._replace(done=counts.done + 1, failed=counts.failed + has_failed)
+                show(counts)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(concurrency, counts.total - counts.done)):
+                    group.create_task(work())
+        except* (BatchError, OSError) as errors:
+            raise errors.exceptions[0] from None
+    return counts
+
+
+async def _answer(session: aiohttp.ClientSession, root: str, request: RequestLine) -> tuple[bytes, bool]:
+    """Return the line with the answer to a request, and whether it is an error."""
+    line_id = f"batch_req_{secrets.token_hex(12)}"
+    try:
+        body = _in_background(request.body)
+    except ValueError as error:
+        return error_line(line_id, request.custom_id, "BadRequestError", str(error)), True
+    pause_s, failures = _FIRST_PAUSE_S, 0
+    while True:
+        try:
+            async with session.post(
+                root + request.url, data=body, headers={"Content-Type": "application/json"}
+            ) as response:
+                content, status = await response.read(), response.status
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            failures += 1
+            if failures == _MAX_FAILURES:
+                raise BatchError(f"{root}: {str(error) or type(error).__name__}") from error
+        else:
+            failures = 0
+            if status == 401:
+                raise BatchError(f"{root}: 401, the server needs a key (--api-key)")
+            if status not in _RETRIED:
+                request_id = response.headers.get("X-Request-Id", "")
+                return answer_line(line_id, request.custom_id, status, request_id, content), status >= 400
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _in_background(body: bytes) -> bytes:
+    """Return a body that asks to run when no other request waits, unless it asks for something else.
+
+    Raises:
+        ValueError: it asks for a stream.
+    """
+    fields: dict[str, Any] = msgspec.json.decode(body)
+    if fields.get("stream"):
+        raise ValueError("stream: not in a batch")
+    return body if "service_tier" in fields else msgspec.json.encode({**fields, "service_tier": "flex"})

@@ -1,0 +1,55 @@
+"""The least memory that an engine works with."""
+
+from lorikeet.config import ConfigError, Settings
+from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.sizes import format_size
+from lorikeet.memory.packing import pack
+
+_SMALLEST_RANK = 8
+
+
+def adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> int:
+    """Return the blocks of an adapter of that rank on every module; 0 without adapters.
+
+    Raises:
+        ConfigError: a block is too small for a row of it.
+    """
+    if not settings.adapters.enabled:
+        return 0
+    ranks = dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers)
+    try:
+        return pack(ranks, geometry, geometry.block_elements(settings.engine.block_size)).blocks
+    except ValueError as error:
+        raise ConfigError(f"block_size: {error}; make blocks larger, or disable adapters") from error
+
+
+def least_blocks(settings: Settings, geometry: ModelGeometry, longest_tokens: int) -> int:
+    """Return the blocks of the longest sequence and a small adapter; raises as :func:`adapter_blocks`.
+
+    Args:
+        settings: of the server.
+        geometry: of one rank's share of the model.
+        longest_tokens: of a sequence.
+    """
+    return -(-longest_tokens // settings.engine.block_size) + adapter_blocks(settings, geometry, _SMALLEST_RANK)
+
+
+def check_blocks(settings: Settings, geometry: ModelGeometry, longest_tokens: int, blocks: int) -> None:
+    """Check that an arena of so many blocks works.
+
+    Raises:
+        ConfigError: it does not; the message says how much is needed.
+    """
+    least, block_bytes = (
+        least_blocks(settings, geometry, longest_tokens),
+        geometry.block_bytes(settings.engine.block_size),
+    )
+    if blocks >= least:
+        return
+    given = "memory_bytes" if settings.engine.memory_bytes else "free memory of"
+    given_bytes = settings.engine.memory_bytes or blocks * block_bytes
+    least_mib = -(-least * block_bytes // 2**20)
+    raise ConfigError(
+        f"{given} {format_size(given_bytes)} is too small for a sequence of {longest_tokens} tokens and an adapter; at "
+        f"least {least_mib} MiB, or lower max_model_len"
+    )

@@ -1,0 +1,127 @@
+"""Background requests: those that run only when no other request waits."""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.messages import QueueStats
+from lorikeet.core.request import Request
+from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, RunningRequest, tokens_needed
+
+
+class BackgroundView(AdmissionView, Protocol):
+    """What is known of background requests beside the rest."""
+
+    def background(self) -> Sequence[RunningRequest]:
+        """Return the running background requests; the last is preempted first."""
+        ...
+
+    def free_slots(self) -> int:
+        """Return how many more sequences may run."""
+        ...
+
+
+class BackgroundLast(AdmissionQueue):
+    """Puts background requests behind all others, whatever the admission policy does with those.
+
+    A background request is admitted, by time of arrival, when no other request waits. When one waits for a slot or for
+    blocks, running background requests are preempted for it; they go on later with the tokens that they have. The
+    policy sees none of them.
+
+    Args:
+        foreground: queue of the admission policy, for all other requests.
+        view: of the engine.
+    """
+
+    def __init__(self, foreground: AdmissionQueue, view: BackgroundView) -> None:
+        super().__init__(view)
+        self.foreground = foreground
+        self._view = view
+        self._background: list[Request] = []
+
+    @property
+    def due_s(self) -> float:  # type: ignore[override]
+        """Time at which the policy may decide otherwise."""
+        return self.foreground.due_s
+
+    @property
+    def restarts_squashed(self) -> bool:  # type: ignore[override]
+        """Whether the policy lets requests start anew; background requests never do."""
+        return self.foreground.restarts_squashed
+
+    def add(self, request: Request, now: float) -> None:
+        """Add a request to its queue."""
+        if request.background:
+            insort(self._background, request, key=lambda waiting: waiting.arrival_s)
+        else:
+            self.foreground.add(request, now)
+
+    def remove(self, request: Request, now: float) -> None:
+        """Remove a waiting request."""
+        if request.background:
+            self._background.remove(request)
+        else:
+            self.foreground.remove(request, now)
+
+    def admit(self, now: float) -> Admission:
+        """Yield the policy's requests; when none of them waits any more, those in the background."""
+        yield from self.foreground.admit(now)
+        if len(self.foreground):
+            return
+        for request in tuple(self._background):
+            if (yield request) is None:
+                self._background.remove(request)
+            else:
+                return
+
+    def waiting(self) -> Iterable[Request]:
+        """Return the waiting requests, those in the background last."""
+        return (*self.foreground.waiting(), *self._background)
+
+    def wanted(self) -> Counter[AdapterDigest]:
+        """Return the adapters of the waiting requests."""
+        wanted = Counter(self.foreground.wanted())
+        wanted.update(request.digest for request in self._background if request.digest is not None)
+        return wanted
+
+    def __len__(self) -> int:
+        """Return the number of waiting requests."""
+        return len(self.foreground) + len(self._background)
+
+    def ended(self, request: Request, now: float, *, will_resume: bool = False) -> None:
+        """Tell the policy of its own requests."""
+        if not request.background:
+            self.foreground.ended(request, now, will_resume=will_resume)
+
+    def review(self, now: float) -> Iterable[Request]:
+        """Return what the policy preempts, and the background requests whose slots or blocks others wait for."""
+        preempted = list(self.foreground.review(now))
+        running = list(self._view.background()) if len(self.foreground) else []
+        if not running:
+            return preempted
+        waiting = list(self.foreground.waiting())
+        lacking_slots = len(waiting) - self._view.free_slots()
+        lacking_tokens = sum(tokens_needed(each, self.view) for each in waiting) - self.view.free_tokens()
+        while running and (lacking_slots > 0 or lacking_tokens > 0):
+            request, _, kv_tokens = running.pop()
+            preempted.append(request)
+            lacking_slots, lacking_tokens = lacking_slots - 1, lacking_tokens - kv_tokens
+        return preempted
+
+    def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:
+        """Return when the policy must be asked."""
+        return self.foreground.tokens_until_review(each for each in running if not each[0].background)
+
+    def precedence(self, request: Request) -> Any:
+        """Return the policy's key; background requests are preempted before all others."""
+        return (True, request.arrival_s) if request.background else (False, self.foreground.precedence(request))
+
+    def urgency(self, request: Request) -> Any:
+        """Return the policy's key; background requests come after all others."""
+        return (True, request.arrival_s) if request.background else (False, self.foreground.urgency(request))
+
+    def stats(self) -> QueueStats | None:
+        """Return the policy's statistics."""
+        return self.foreground.stats()
