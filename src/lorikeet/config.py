@@ -229,6 +229,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         host: address to listen on.
         port: port to listen on; 0 picks a free one.
         uds: path of a Unix socket to listen on instead of a port; only the user of the server may connect.
+        ssl_certfile: PEM file of a certificate, and of those of the authorities between it and the root, for HTTPS. It
+            is read again when it changes.
+        ssl_keyfile: PEM file of its key, without a password; empty if the key is in ``ssl_certfile``.
         root_path: prefix, such as ``/llm``, that a proxy in front puts before the routes; they answer with and without.
         api_keys: bearer keys for all routes except health, ping, version, load and metrics; empty for open access.
         admin_keys: keys for the routes that change adapters; empty: the API keys allow that too.
@@ -278,6 +281,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     uds: str = ""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
     root_path: Annotated[str, msgspec.Meta(pattern=r"^/?$|^(/[A-Za-z0-9._~-]+)+/?$")] = ""
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from ipaddress import ip_address
 
 import uvicorn
 
+from lorikeet.api.tls import Certificate
 from lorikeet.config import ConfigError
 
 
@@ -78,11 +79,13 @@ class BoundServer(uvicorn.Server):
     Args:
         config: the socket's address is not taken from it.
         listener: bound; a Unix socket is removed in the end.
+        certificate: for TLS; None for none.
     """
 
-    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, certificate: Certificate | None = None) -> None:
         super().__init__(config)
         self._listener = listener
+        self._certificate = certificate
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen.
@@ -90,6 +93,8 @@ class BoundServer(uvicorn.Server):
         Raises:
             ConfigError: another server listens on the port.
         """
+        if self._certificate is not None:
+            self.config.ssl = self._certificate.context
         try:
             await super().startup([self._listener])
         except OSError as error:

@@ -34,6 +34,7 @@ from lorikeet.api.service import Service
 from lorikeet.api.terminal import ProgressDisplay, exit_at_once, fail, show_ready, shown_url
 from lorikeet.api.text_processor import TextProcessor, read_generation_config
 from lorikeet.api.threads import in_daemon_thread
+from lorikeet.api.tls import Certificate, open_certificate
 from lorikeet.client.client import EngineClient, Engines
 from lorikeet.client.supervisor import EngineError
 from lorikeet.config import ConfigError, ExecutorKind, ServerSettings, Settings
@@ -84,6 +85,7 @@ async def _serve(settings: Settings) -> None:
     as_json = settings.server.log_json
     server_settings = settings.server
     uds = server_settings.uds
+    certificate = open_certificate(server_settings.ssl_certfile, server_settings.ssl_keyfile)
     listener = bind_unix(uds) if uds else bind(server_settings.host, server_settings.port)
     this_task = asyncio.current_task()
     assert this_task is not None
@@ -142,7 +144,11 @@ async def _serve(settings: Settings) -> None:
         needs_key = bool(settings.server.api_keys)
         if not needs_key and not uds and not is_loopback(settings.server.host):
             log.warning("anyone who can reach this address may use the server: no --api-key is set")
-        url = f"unix:{uds}" if uds else shown_url(settings.server.host, listener.getsockname()[1])
+        url = (
+            f"unix:{uds}"
+            if uds
+            else shown_url(settings.server.host, listener.getsockname()[1], certificate is not None)
+        )
 
         def on_ready() -> None:
             progress.display.stop()
@@ -150,7 +156,9 @@ async def _serve(settings: Settings) -> None:
             show_ready(url, names.base, shown, needs_key=needs_key, as_json=as_json)
 
         limits = _connection_limits(settings.server)
-        server = _Server(service, listener, limits, settings.server.drain_timeout_s, on_ready)
+        server = _Server(service, listener, certificate, limits, settings.server.drain_timeout_s, on_ready)
+        if certificate is not None:
+            await stack.enter_async_context(certificate.renewing())
         # From here on uvicorn's own handlers receive the signals.
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         with frozen_gc():
@@ -237,6 +245,7 @@ class _Server(BoundServer):
         self,
         service: Service,
         listener: socket.socket,
+        certificate: Certificate | None,
         limits: ConnectionLimits,
         drain_timeout_s: float,
         on_ready: Callable[[], None],
@@ -252,7 +261,7 @@ class _Server(BoundServer):
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=5,
         )
-        super().__init__(config, listener)
+        super().__init__(config, listener, certificate)
         self._service = service
         self._drain_timeout_s = drain_timeout_s
         self._drain_until_s: float | None = None

@@ -89,10 +89,10 @@ def show_ready(url: str, base: str, adapters: Sequence[str], *, needs_key: bool,
     )
 
 
-def shown_url(host: str, port: int) -> str:
+def shown_url(host: str, port: int, has_tls: bool = False) -> str:
     """Return the URL at which this machine reaches a server that listens on ``host``."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"
+    return f"{'https' if has_tls else 'http'}://{shown}:{port}"
 
 
 def fail(text: str, *, as_json: bool = False) -> NoReturn:

@@ -127,8 +127,8 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--speculative-config": ForeignFlag("speculative decoding is not supported", refuse=True),
     "--default-mm-loras": ForeignFlag("only text models are served", refuse=True),
     "--enable-tower-connector-lora": ForeignFlag("only text models are served", value=False, refuse=True),
-    "--ssl-keyfile": ForeignFlag("put a proxy in front for TLS", refuse=True),
-    "--ssl-certfile": ForeignFlag("put a proxy in front for TLS", refuse=True),
+    "--enable-ssl-refresh": ForeignFlag("a certificate that changes is always read again", value=False),
+    "--ssl-ca-certs": ForeignFlag("put a proxy in front to ask clients for certificates", refuse=True),
 }
 
 _LISTS = ("--lora-modules", "--lora-paths", "--served-model-name", "--api-key")

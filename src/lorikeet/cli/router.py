@@ -34,6 +34,8 @@ def router(
     seed: Annotated[int, typer.Option(min=0, help="Of random choices.")] = 0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8000,
+    ssl_certfile: Annotated[str, typer.Option(help="Certificate for HTTPS, in PEM.", metavar="FILE")] = "",
+    ssl_keyfile: Annotated[str, typer.Option(help="Its key, if it is in another file.", metavar="FILE")] = "",
     api_key: Annotated[list[str] | None, typer.Option(help="Key that clients need; repeatable.")] = None,
     admin_key: Annotated[list[str] | None, typer.Option(help="Key for changing adapters; repeatable.")] = None,
     allowed_origins: Annotated[
@@ -105,6 +107,8 @@ def router(
             seed=seed,
             host=host,
             port=port,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
             api_keys=tuple(api_key or ()),
             admin_keys=tuple(admin_key or ()),
             allowed_origins=pages,

@@ -196,6 +196,8 @@ FLAGS = (
     Flag("--host", "server.host", str, "Address to listen on."),
     Flag("--port", "server.port", int, "Port; 0 picks a free one."),
     Flag("--uds", "server.uds", str, "Unix socket to listen on instead of a port.", None, "PATH"),
+    Flag("--ssl-certfile", "server.ssl_certfile", str, "Certificate for HTTPS, in PEM.", None, "FILE"),
+    Flag("--ssl-keyfile", "server.ssl_keyfile", str, "Its key, if it is in another file.", None, "FILE"),
     Flag("--root-path", "server.root_path", str, "Path that a proxy in front puts before the routes.", None, "PREFIX"),
     Flag(
         "--api-key",

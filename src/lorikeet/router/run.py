@@ -4,7 +4,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from types import FrameType
 
@@ -17,6 +17,7 @@ from lorikeet.api.large_bodies import BodyGate
 from lorikeet.api.listening import BoundServer, bind
 from lorikeet.api.logs import log
 from lorikeet.api.terminal import fail, show_ready, shown_url
+from lorikeet.api.tls import Certificate, open_certificate
 from lorikeet.cluster.build import ClusterOptions, build_cluster_policies
 from lorikeet.cluster.controller.dispatcher import Dispatcher
 from lorikeet.cluster.placement.orchestrator import Orchestrator
@@ -54,6 +55,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
         slo: targets that such presets keep.
         seed: of random choices.
         host, port: where to listen; port 0 picks a free one.
+        ssl_certfile, ssl_keyfile: PEM files of certificate and key for HTTPS; empty for HTTP.
         api_keys, admin_keys, allowed_origins: as of ``lorikeet serve``.
         shared_prefix_cache: requests of all API keys reuse each other's KV at the backends.
         backend_key: sent to the backends instead of the client's key; empty for none.
@@ -72,6 +74,8 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     host: str = "127.0.0.1"
     port: int = 8000
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -107,12 +111,17 @@ def run_router(options: RouterOptions) -> None:
 
 
 async def _run(options: RouterOptions) -> None:
+    certificate = open_certificate(options.ssl_certfile, options.ssl_keyfile)
     with bind(options.host, options.port) as listener:
-        async with open_router(options) as parts:
-            await _serve(options, listener, parts)
+        async with open_router(options) as parts, AsyncExitStack() as stack:
+            if certificate is not None:
+                await stack.enter_async_context(certificate.renewing())
+            await _serve(options, listener, certificate, parts)
 
 
-async def _serve(options: RouterOptions, listener: socket.socket, parts: RouterParts) -> None:
+async def _serve(
+    options: RouterOptions, listener: socket.socket, certificate: Certificate | None, parts: RouterParts
+) -> None:
     preset, _ = resolve_preset(options.preset)
     app = create_app(parts, preset, options.api_keys, options.admin_keys, options.allowed_origins, options.host)
     files = raise_file_limit() // 2  # a request takes two sockets
@@ -141,7 +150,7 @@ async def _serve(options: RouterOptions, listener: socket.socket, parts: RouterP
         )
 
     with frozen_gc():
-        await _Server(config, listener, on_ready).serve()
+        await _Server(config, listener, certificate, on_ready).serve()
 
 
 @asynccontextmanager
@@ -194,15 +203,22 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
 class _Server(BoundServer):
     """Uvicorn that reports when it is ready and when it drains, and whose process ends with code 0 after a signal."""
 
-    def __init__(self, config: uvicorn.Config, listener: socket.socket, on_ready: Callable[[str], None]) -> None:
-        super().__init__(config, listener)
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        listener: socket.socket,
+        certificate: Certificate | None,
+        on_ready: Callable[[str], None],
+    ) -> None:
+        super().__init__(config, listener, certificate)
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then call ``on_ready`` with the URL."""
         await super().startup(sockets)
         if self.started:
-            self._on_ready(shown_url(*self._listener.getsockname()[:2]))
+            host, port = self._listener.getsockname()[:2]
+            self._on_ready(shown_url(host, port, self._certificate is not None))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running requests end, within the drain time."""
