@@ -10,6 +10,7 @@ from lorikeet.config import DEVICES, KERNELS, ConfigError, EngineSettings, Execu
 from lorikeet.core.machine import memory_limit_bytes
 from lorikeet.core.sizes import format_size
 from lorikeet.core.suggestions import unknown_name
+from lorikeet.models.quantization_config import ALIASES, QUANTIZATIONS
 from lorikeet.presets import resolve_preset
 
 
@@ -22,6 +23,7 @@ def check_settings(settings: Settings) -> None:
     check_policies(settings.engine.preset)
     _check_profile(settings.engine.profile)
     _check_kernels(settings.engine)
+    _check_quantization(settings.model.quantization)
     _check_folders(settings.adapters.preload)
     if settings.engine.executor is ExecutorKind.TORCH and not settings.cluster.ray_address:
         _check_memory(settings, memory_limit_bytes())
@@ -66,6 +68,11 @@ def _check_profile(name: str) -> None:
             load_profile(name)
         except ProfileError as error:
             raise ConfigError(str(error)) from error
+
+
+def _check_quantization(name: str) -> None:
+    if ALIASES.get(name, name) not in QUANTIZATIONS:
+        raise ConfigError(unknown_name("quantization", name, QUANTIZATIONS))
 
 
 def _check_kernels(engine: EngineSettings) -> None:

@@ -372,9 +372,6 @@ def read_model_config(folder: Path) -> ModelConfig:
     """
     settings = read_json_section(folder / "config.json")
     architecture = _architecture(settings)
-    for key in ("quantization_config", "compression_config"):
-        if settings.get(key) is not None:
-            raise settings.error(key, "quantised checkpoints are not supported")
     if settings.string("hidden_act", "silu") != "silu":
         raise settings.error("hidden_act", f"{settings.get('hidden_act')!r} is not supported, only 'silu'")
     hidden_size, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")

@@ -24,6 +24,7 @@ from lorikeet.kernels.base import (
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
+from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum
 
 _MOST_PARTS = 8
@@ -87,7 +88,7 @@ class TritonKernels:
         """Do nothing."""
         return nullcontext()
 
-    def pack(self, weight: Tensor) -> Weight:
+    def pack(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Weight:
         """Return the weight itself."""
         return weight
 
