@@ -59,14 +59,14 @@ class LinearWeight:
 
     Attributes:
         tensor: in the model's dtype.
-        first_input: of the rank's share.
+        splits_inputs: whether other ranks hold other inputs.
         waiting: names of the checkpoint tensors that are not there yet.
         parts: those that are quantised, by name.
         weight: the weight, when all parts are there.
     """
 
     tensor: Tensor
-    first_input: int = 0
+    splits_inputs: bool = False
     waiting: list[str] = field(default_factory=list)
     parts: dict[str, QuantizedWeight] = field(default_factory=dict)
     weight: Weight | None = None
@@ -160,7 +160,7 @@ class WeightLayout:
         columns = shards[0].inputs.stop - shards[0].inputs.start
         weight = self._empty(sum(rows), columns)
         bias = self._empty(sum(rows)) if biased else None
-        linear = LinearWeight(weight, shards[0].inputs.start)
+        linear = LinearWeight(weight, columns < self._shapes[modules[0]].in_features)
         self._products[-1][next(name for name, fused in PRODUCTS.items() if fused == modules)] = linear
         holds_bias = self._rank == 0 or not ROW_PARALLEL.intersection(modules)
         for index, (module, shard) in enumerate(zip(modules, shards, strict=True)):
@@ -205,7 +205,7 @@ class WeightLayout:
         else:
             for each, part in linear.parts.items():
                 self.targets[each].view.copy_(part.dequantized(self._dtype))
-            if bits and (linear.first_input % GROUP or (self._ranks > 1 and linear.tensor.shape[1] % GROUP)):
+            if bits and linear.splits_inputs and linear.tensor.shape[1] % GROUP:
                 raise WeightError(
                     f"{name}: weights are quantised in groups of {GROUP} inputs, and the {linear.tensor.shape[1]} inputs "
                     f"of a rank are no multiple: they cannot be split over {self._ranks} tensor-parallel ranks"

@@ -23,6 +23,7 @@ from lorikeet.kernels.base import (
 )
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
+from lorikeet.kernels.gpu.quantized import quantized_linear
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum
@@ -72,7 +73,7 @@ _FILTERED, _FILTER_WARPS = 8192, 16
 
 
 class TritonKernels:
-    """The Triton backend; products of the base model run in torch. ``kernels.base.Kernels`` documents the methods.
+    """The Triton backend; products of the base model run in torch, if they are not quantised. ``kernels.base.Kernels`` documents the methods.
 
     No method waits for the device, except LoRA by einsum.
 
@@ -102,8 +103,11 @@ class TritonKernels:
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """``x @ weightᵀ + bias``, then the LoRA delta."""
-        assert isinstance(weight, Tensor)
-        out = F.linear(x, weight, bias)
+        if isinstance(weight, QuantizedWeight):
+            out = quantized_linear(x, weight, bias)
+        else:
+            assert isinstance(weight, Tensor)
+            out = F.linear(x, weight, bias)
         if delta is not None:
             add = add_lora_einsum if delta.lora.form is KernelForm.EINSUM else _add_lora
             add(out, x, delta)
