@@ -17,7 +17,9 @@ Writer = Callable[[Tensor, torch.Generator], tuple[Tensors, Tensor]]
 """Weight ``[out, in]``, random numbers → tensors by the end of their names, and the weight that they mean in fp32."""
 
 
-def write_quantized(folder: Path, writer: Writer, quantization: dict[str, Any], key: str = "quantization_config") -> Tensors:
+def write_quantized(
+    folder: Path, writer: Writer, quantization: dict[str, Any], key: str = "quantization_config"
+) -> Tensors:
     """Quantise the checkpoint in ``folder`` in place; return what all its weights are then, by name."""
     tensors, stored, meant = load_file(folder / "model.safetensors"), {}, {}
     generator = torch.Generator().manual_seed(1)
@@ -141,9 +143,9 @@ def fp8_blocks(size: int) -> Writer:
 
 NF4 = torch.tensor(
     [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ]
 )  # fmt: skip
 """The levels of NF4 (QLoRA, https://arxiv.org/abs/2305.14314, appendix E)."""

@@ -110,7 +110,9 @@ def test_the_ranks_shares_put_together_are_the_whole(name: str, tmp_path: Path) 
     whole = load(tmp_path).layers[2]
     shares = [load(tmp_path, rank=rank, tensor_parallel=2).layers[2] for rank in (0, 1)]
     for product in ("o", "down"):
-        assert torch.equal(torch.cat([plain(getattr(share, product)) for share in shares], 1), plain(getattr(whole, product)))
+        assert torch.equal(
+            torch.cat([plain(getattr(share, product)) for share in shares], 1), plain(getattr(whole, product))
+        )
     gates, ups = zip(*(plain(share.gate_up).chunk(2) for share in shares), strict=True)
     assert torch.equal(torch.cat([*gates, *ups]), plain(whole.gate_up))
 
@@ -205,7 +207,9 @@ def test_ranks_quantise_the_same_model_or_none(tmp_path: Path) -> None:
     whole = load(tmp_path, quantization="int4").layers[0]
     shares = [load(tmp_path, quantization="int4", rank=rank, tensor_parallel=2).layers[0] for rank in (0, 1)]
     for product in ("o", "down"):
-        assert torch.equal(torch.cat([plain(getattr(share, product)) for share in shares], 1), plain(getattr(whole, product)))
+        assert torch.equal(
+            torch.cat([plain(getattr(share, product)) for share in shares], 1), plain(getattr(whole, product))
+        )
     make_checkpoint(tmp_path, "llama")
-    with pytest.raises(WeightError, match=r"down_proj\.weight: .* groups of 32 inputs, and the 40 inputs of a rank"):
+    with pytest.raises(WeightError, match=r"down_proj\.weight: .* groups of 32 inputs, and a rank has 40 of a rank"):
         load(tmp_path, quantization="int4", tensor_parallel=2)

@@ -100,6 +100,4 @@ def _download(hub_id: str, on_stage: Callable[[str], None], files: Sequence[str]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(files)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ConfigError(
-            f"{hub_id!r}: no such folder, and it cannot be downloaded from the hub: {error}"
-        ) from error
+        raise ConfigError(f"{hub_id!r}: no such folder, and it cannot be downloaded from the hub: {error}") from error

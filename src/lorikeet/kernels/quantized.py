@@ -6,12 +6,10 @@ Backends with a layout of their own pack them further (``Kernels.pack``).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-EXACT_IN_HALVES = torch.float16
-"""Scales are kept in this dtype if that changes none of them, else in float32."""
 
 
 class QuantizedWeightError(ValueError):
@@ -201,18 +199,19 @@ def unpack_nibbles(codes: Tensor) -> Tensor:
 GROUP = 32
 """Inputs of a group of weights that are quantised on load."""
 
-_CHUNK_ROWS = 4096
+_CHUNK_ELEMENTS = 2**17
+"""Weights that are quantised at a time: few enough for the caches."""
 
 
 def quantize(weight: Tensor, bits: int, group: int = GROUP) -> QuantizedWeight:
     """Quantise a weight ``[out, in]``: symmetric, no group's squared error above that of round-to-nearest.
 
     Scales are float16. For 8 bits the largest magnitude of a group becomes 127. For 4 bits three scales are tried for
-    each group: the largest magnitude becomes -8 (as in GGUF's Q4_0) or 7, or the scale is the one that fits the better of
+    each group: the largest magnitude becomes -8 (as in GGUF's Q4_0) or 7, or the scale fits the codes of the better of
     both best, by least squares.
     """
-    pieces = [_quantize_rows(rows, bits, group) for rows in weight.split(_CHUNK_ROWS)]
-    return stacked(pieces)
+    rows = weight.split(max(1, _CHUNK_ELEMENTS // weight.shape[1]))
+    return stacked([_quantize_rows(some, bits, group) for some in rows])
 
 
 def _quantize_rows(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
@@ -221,36 +220,38 @@ def _quantize_rows(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
     wide = torch.nn.functional.pad(weight.float(), (0, groups * group - inputs)).view(outputs, groups, group)
     least, most = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     largest = wide.gather(2, wide.abs().argmax(dim=2, keepdim=True))
-    if bits == 8:
-        scale = _half(largest.abs() / most)
-        codes = _codes(wide, scale, least, most)
-    else:
-        scale = _half(largest / least)
-        codes = _codes(wide, scale, least, most)
-        error = _error(wide, codes, scale)
-        for candidate in (lambda: largest.abs() / most, lambda: _fitted(wide, codes)):
-            other = _half(candidate())
-            other_codes = _codes(wide, other, least, most)
-            other_error = _error(wide, other_codes, other)
-            better = other_error < error
-            scale, codes = torch.where(better, other, scale), torch.where(better, other_codes, codes)
-            error = torch.where(better, other_error, error)
-    levels = (codes - least).flatten(1)[:, :inputs]
-    return quantized_weight(levels.to(torch.uint8), scale[:, :, 0], bits=bits, group=group, zero=-least)
+    chosen = _rounded(wide, largest.abs() / most, least, most)
+    if bits == 4:
+        chosen = _better(chosen, _rounded(wide, largest / least, least, most))
+        chosen = _better(chosen, _rounded(wide, _fitted(wide, chosen.codes), least, most))
+    levels = (chosen.codes - least).flatten(1)[:, :inputs]
+    return quantized_weight(levels.to(torch.uint8), chosen.scale[:, :, 0], bits=bits, group=group, zero=-least)
+
+
+class _Rounded(NamedTuple):
+    """Groups, rounded: codes ``[out, groups, group]``, scale and squared error ``[out, groups, 1]``."""
+
+    codes: Tensor
+    scale: Tensor
+    error: Tensor
+
+
+def _rounded(wide: Tensor, scale: Tensor, least: int, most: int) -> _Rounded:
+    """Round groups to multiples of a scale, which is rounded to float16 first."""
+    scale = _half(scale)
+    codes = (wide * torch.where(scale == 0, 0.0, 1.0 / scale)).round_().clamp_(least, most)
+    return _Rounded(codes, scale, (codes * scale).sub_(wide).square_().sum(dim=2, keepdim=True))
+
+
+def _better(one: _Rounded, other: _Rounded) -> _Rounded:
+    """Return the one with the smaller error, by group."""
+    is_better = other.error < one.error
+    return _Rounded(*(torch.where(is_better, b, a) for a, b in zip(one, other, strict=True)))
 
 
 def _half(scale: Tensor) -> Tensor:
     """Return a scale as it is stored."""
     return scale.clamp(-65504.0, 65504.0).half().float()
-
-
-def _codes(wide: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
-    inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
-    return (wide * inverse).round_().clamp_(least, most)
-
-
-def _error(wide: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    return (codes * scale).sub_(wide).square_().sum(dim=2, keepdim=True)
 
 
 def _fitted(wide: Tensor, codes: Tensor) -> Tensor:

@@ -211,9 +211,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     vocabulary = file.tensors.get("token_embd.weight")
     if vocabulary is None:
         raise settings.error("token_embd.weight", "this tensor is missing")
-    rotated = settings.integer(f"{name}.rope.dimension_count", hidden_size // heads)
-    head_dim = settings.integer(f"{name}.attention.key_length", rotated)
-    if rotated != head_dim:
+    head_dim = settings.integer(f"{name}.attention.key_length", hidden_size // heads)
+    if settings.integer(f"{name}.rope.dimension_count", head_dim) != head_dim:
         raise settings.error(f"{name}.rope.dimension_count", f"only whole heads of {head_dim} can be rotated")
     config = {
         "architectures": [model.architecture],

@@ -44,7 +44,9 @@ def _decoded(file: GgufFile, tensor: GgufTensor, raw: Tensor) -> QuantizedWeight
     try:
         import gguf  # an extra, for types that are rarely used
     except ImportError as error:
-        raise ModelConfigError(f"{file.path}: tensors of type {kind.name} need gguf: {install_command('gguf')}") from error
+        raise ModelConfigError(
+            f"{file.path}: tensors of type {kind.name} need gguf: {install_command('gguf')}"
+        ) from error
     rows = raw.view(-1, tensor.shape[-1] // kind.values * kind.size_bytes).numpy()
     values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind.name])
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(tensor.shape)

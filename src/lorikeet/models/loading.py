@@ -105,7 +105,9 @@ class WeightLayout:
         self._products: list[dict[str, LinearWeight]] = []
         config.check_divides(tensor_parallel)
         self.weights = self._decoder()
-        self._head = LinearWeight(self.weights.lm_head, waiting=[_EMBEDDING if config.tie_word_embeddings else _LM_HEAD])
+        self._head = LinearWeight(
+            self.weights.lm_head, waiting=[_EMBEDDING if config.tie_word_embeddings else _LM_HEAD]
+        )
         self.linears[self._head.waiting[0]] = self._head
         self.copies = {_LM_HEAD: _EMBEDDING} if config.tie_word_embeddings else {}
 
@@ -207,8 +209,8 @@ class WeightLayout:
                 self.targets[each].view.copy_(part.dequantized(self._dtype))
             if bits and linear.splits_inputs and linear.tensor.shape[1] % GROUP:
                 raise WeightError(
-                    f"{name}: weights are quantised in groups of {GROUP} inputs, and the {linear.tensor.shape[1]} inputs "
-                    f"of a rank are no multiple: they cannot be split over {self._ranks} tensor-parallel ranks"
+                    f"{name}: weights are quantised in groups of {GROUP} inputs, and a rank has "
+                    f"{linear.tensor.shape[1]}: they cannot be split over {self._ranks} tensor-parallel ranks"
                 )
             linear.weight = quantize(linear.tensor, bits) if bits else linear.tensor
         linear.parts.clear()

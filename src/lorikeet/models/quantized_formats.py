@@ -1,8 +1,8 @@
 """The linear weights of quantised checkpoints: which tensors store one, and what numbers they mean.
 
-A weight is kept packed where its numbers are those of a ``QuantizedWeight``; otherwise it is dequantised to fp32 here, and
-rounded to the model's dtype by the loader. The layouts are those of AutoAWQ, AutoGPTQ and GPTQModel, compressed-tensors
-and bitsandbytes, as their checkpoints have them.
+A weight is kept packed where its numbers are those of a ``QuantizedWeight``; otherwise it is dequantised to fp32 here,
+and rounded to the model's dtype by the loader. The layouts are those of AutoAWQ, AutoGPTQ and GPTQModel,
+compressed-tensors and bitsandbytes, as their checkpoints have them.
 """
 
 import json

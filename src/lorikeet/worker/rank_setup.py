@@ -84,8 +84,8 @@ def load_rank(
     merges = preset.batching_mode in MERGING_MODES
     if merges and weights.are_quantized:
         raise ConfigError(
-            f"preset {name}: merges adapters into the weights, and quantised ones ({weights.stored}) cannot hold the sum: "
-            "choose another preset, or quantization none for weights in 16 bits"
+            f"preset {name}: merges adapters into the weights, and these are quantised ({weights.stored}): choose "
+            "another preset, or set quantization to none for weights in 16 bits"
         )
     try:
         kernels = choose_kernels(settings.engine.kernels, dtype, device)

@@ -23,8 +23,8 @@ from lorikeet.kernels.base import (
 )
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
-from lorikeet.kernels.gpu.quantized import quantized_linear
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
+from lorikeet.kernels.gpu.quantized import quantized_linear
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum
 
@@ -73,8 +73,9 @@ _FILTERED, _FILTER_WARPS = 8192, 16
 
 
 class TritonKernels:
-    """The Triton backend; products of the base model run in torch, if they are not quantised. ``kernels.base.Kernels`` documents the methods.
+    """The Triton backend; products with weights that are not quantised run in torch.
 
+    ``kernels.base.Kernels`` documents the methods.
     No method waits for the device, except LoRA by einsum.
 
     Attributes:

@@ -1,9 +1,8 @@
-"""Products with quantised weights: of few rows in one launch; for many rows the weight is unpacked for a library's product.
+"""Products with quantised weights: of few rows in one launch; for many rows a kernel unpacks the weight first.
 
 In both the weight is computed in fp32 and rounded to the dtype of ``x`` before it is multiplied, as the reference does.
 """
 
-import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -29,7 +28,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
         grid = tiles_of(outputs, _UNPACKED_OUTPUTS), tiles_of(inputs, _UNPACKED_INPUTS)
         unpack[grid](
             codes, scales, scales if offsets is None else offsets, plain, outputs, *shape,
-            weight.bits, weight.group, offsets is not None, _UNPACKED_OUTPUTS, _UNPACKED_INPUTS, **launch(_UNPACK_WARPS),
+            weight.bits, weight.group, offsets is not None, _UNPACKED_OUTPUTS, _UNPACKED_INPUTS,
+            **launch(_UNPACK_WARPS),
         )  # fmt: skip
         return F.linear(x, plain, bias)
     out = x.new_empty(rows, outputs)
@@ -45,7 +45,8 @@ def quantized_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
 @triton.jit
 def unpack(
     codes, scales, offsets, out, outputs, inputs, zero, code_stride, scale_stride,
-    BITS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, OFFSETS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of the weight, ``[out, in]``."""
     output = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)[:, None]
