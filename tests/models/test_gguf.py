@@ -89,7 +89,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("qwen2", "qwen2", {"qwen2.rope.freq_base": 1e6}),
     "qwen3": ("qwen3", "qwen3", {}),
 }
-SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
+from lorikeet.models.quantization_config import read_quantization
 
 
 class ModelConfigError(ValueError):
@@ -372,6 +373,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """
     settings = read_json_section(folder / "config.json")
     architecture = _architecture(settings)
+    read_quantization(settings)  # raises what is not supported before weights are looked at
     if settings.string("hidden_act", "silu") != "silu":
         raise settings.error("hidden_act", f"{settings.get('hidden_act')!r} is not supported, only 'silu'")
     hidden_size, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
