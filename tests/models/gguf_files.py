@@ -137,6 +137,7 @@ def write_model(
         f"{architecture}.attention.key_length": model.model.layers[0].self_attn.head_dim,
         f"{architecture}.attention.value_length": model.model.layers[0].self_attn.head_dim,
         f"{architecture}.vocab_size": config.vocab_size,
+        "tokenizer.ggml.tokens": [f"token {i}" for i in range(config.vocab_size)],
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.bos_token_id": 1,
     }

@@ -174,7 +174,8 @@ class _Reader:
         element, count = self.number("<I"), self.number("<Q")
         if element == _STRING:
             for _ in range(count):
-                self.at += self.number("<Q")
+                length = self.number("<Q")
+                self.at += length
             return count
         return [self.value(element) for _ in range(count)]
 
