@@ -17,8 +17,8 @@ from lorikeet.models.default import prepare_default_model
 from tests.api.conftest import TOKENIZER
 from tests.api.fakes import write_adapter
 from tests.api.test_serve import COMMAND, Server, make_model, serving
-from tests.models.gguf_files import MIXED, write_model
 from tests.models.checkpoints import make_checkpoint
+from tests.models.gguf_files import MIXED, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -40,13 +40,14 @@ async def test_the_default_models_own_file_answers_as_the_model_converted_from_i
     default_model_cache: Path, tmp_path: Path
 ) -> None:
     flags = [f"--lora-modules={name}={SAMPLES / name}" for name in ("pirate", "json")]
+    small = ["--memory=128MiB", "--max-model-len=512"]
     prompt, found = "<|im_start|>user\nWhat is honey?<|im_end|>\n<|im_start|>assistant\n", []
     file = default.find_gguf()
     for model, name, form in (
         (prepare_default_model(default_model_cache), default.NAME, "bfloat16"),
         (file, file.stem, "GGUF Q4_1, GGUF Q8_0: "),
     ):
-        async with serving(model, tmp_path / "home", *flags, f"--cache-dir={tmp_path}", "--memory=64MiB") as server:
+        async with serving(model, tmp_path / "home", *flags, f"--cache-dir={tmp_path}", *small) as server:
             assert (await server.http.get("/health")).json()["weights"].startswith(form)
             found.append(await answers(server, (name, "pirate", "json"), prompt))
     assert found[0] == found[1]
@@ -90,7 +91,10 @@ async def test_a_gguf_file_is_served_with_another_tokenizer_and_over_two_ranks(t
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--quantization=int4", "--preset=dlora"], "preset dlora: merges adapters into the weights, and these are quant"),
+        (
+            ["--quantization=int4", "--preset=dlora"],
+            "preset dlora: merges adapters into the weights, and these are quant",
+        ),
         (["--quantization=awq"], "is not quantised, not awq"),
         (["--quantization=int3"], "quantization: 'int3'"),
         (["--tokenizer=elsewhere"], "tokenizer: is for GGUF files"),
