@@ -15,7 +15,9 @@ from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.models.config import ModelConfig, ModelConfigError, read_model_config
 from lorikeet.models.decoder import Decoder
+from lorikeet.models.default import find_gguf, prepare_default_model
 from lorikeet.models.gguf import GGUF_FILE, gguf_config, read_gguf, transformers_names
+from lorikeet.models.gguf_folder import prepare_gguf
 from lorikeet.models.gguf_weights import decode_gguf
 from lorikeet.models.loading import WeightError, load_weights
 from lorikeet.models.parallel import SingleRankGroup
@@ -188,6 +190,20 @@ def test_llama_3s_scaling_is_read_from_its_tensor(tmp_path: Path) -> None:
     tensors["rope_freqs.weight"] = (Type.F32, divisors[::-1].copy())
     with pytest.raises(ModelConfigError, match=r"rope_freqs\.weight: only the scaling of Llama 3"):
         gguf_config(read_gguf(write_tensors(tmp_path / "other.gguf", tensors, metadata)))
+
+
+@pytest.mark.slow
+def test_the_default_models_file_has_the_config_and_tokenizer_of_the_converted_model(
+    default_model_cache: Path, tmp_path: Path
+) -> None:
+    converted, told = prepare_default_model(default_model_cache), []
+    folder = prepare_gguf(find_gguf(), tmp_path, None, told.append)
+    assert told == ["converting the tokenizer of SmolLM2-135M-Instruct.Q4_1.gguf (once)"]
+    assert read_model_config(folder) == read_model_config(converted)
+    one, other = (json.loads((each / "tokenizer.json").read_text()) for each in (folder, converted))
+    assert one == other
+    template = "chat_template.jinja"
+    assert (folder / template).read_text() == (converted / template).read_text()
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ FLAGS = (
         str,
         "int8 or int4 quantises the weights when they are loaded; none dequantises those of a quantised checkpoint. By "
         "default as stored.",
+        str.lower,
+        "TEXT",
     ),
     Flag("--tokenizer", "model.tokenizer", str, "Folder or hub id of the tokenizer for a GGUF file."),
     Flag("--max-model-len --context-length", "model.max_model_len", int, "Longest sequence, in tokens."),

@@ -215,7 +215,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     head_dim = settings.integer(f"{name}.attention.key_length", hidden_size // heads)
     if settings.integer(f"{name}.rope.dimension_count", head_dim) != head_dim:
         raise settings.error(f"{name}.rope.dimension_count", f"only whole heads of {head_dim} can be rotated")
-    config = {
+    config: dict[str, Any] = {
         "architectures": [model.architecture],
         "model_type": model.model_type,
         "vocab_size": vocabulary.shape[0],
@@ -234,7 +234,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     for key in ("bos_token_id", "eos_token_id"):
         if (token := settings.get(f"tokenizer.ggml.{key}")) is not None:
             config[key] = token
-    scaling = _scaling(settings, name) or _llama3_scaling(file, float(config["rope_theta"]), head_dim)
+    scaling = _scaling(settings, name) or _llama3_scaling(file, config["rope_theta"], head_dim)
     return config | ({"rope_scaling": scaling} if scaling else {}) | model.more(settings, name)
 
 

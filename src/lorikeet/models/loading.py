@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -105,10 +105,9 @@ class WeightLayout:
         self._products: list[dict[str, LinearWeight]] = []
         config.check_divides(tensor_parallel)
         self.weights = self._decoder()
-        self._head = LinearWeight(
-            self.weights.lm_head, waiting=[_EMBEDDING if config.tie_word_embeddings else _LM_HEAD]
-        )
-        self.linears[self._head.waiting[0]] = self._head
+        head = _EMBEDDING if config.tie_word_embeddings else _LM_HEAD
+        self._head = LinearWeight(self.targets[head].view, waiting=[head])
+        self.linears[head] = self._head
         self.copies = {_LM_HEAD: _EMBEDDING} if config.tie_word_embeddings else {}
 
     def is_ignored(self, name: str) -> bool:
@@ -221,9 +220,11 @@ class WeightLayout:
         """Return the weights on a device, when every target has been filled."""
         layers = []
         for layer, products in zip(self.weights.layers, self._products, strict=True):
-            kept = {name: value for name, value in vars(layer).items() if name not in products and value is not None}
-            kept |= {name: linear.weight for name, linear in products.items()}
-            layers.append(replace(layer, **{name: _on(value, device) for name, value in kept.items()}))
+            there: dict[str, Any] = {name: _on(linear.weight, device) for name, linear in products.items()}
+            for name, tensor in vars(layer).items():
+                if name not in there:
+                    there[name] = None if tensor is None else tensor.to(device)
+            layers.append(LayerWeights(**there))
         embedding = self.weights.embedding.to(device)
         tied = self._head.weight is self.weights.embedding
         return DecoderWeights(
