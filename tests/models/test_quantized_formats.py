@@ -4,19 +4,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lorikeet.kernels.quantized import QuantizedWeight
+from lorikeet.kernels.quantized import QuantizedWeight, quantize
 from lorikeet.models.config import ModelConfigError, read_model_config
+from lorikeet.models.default import prepare_default_model
 from lorikeet.models.loading import WeightError, load_weights
 from lorikeet.models.weights import DecoderWeights
 from tests.models import quantized_checkpoints as writers
 from tests.models.checkpoints import make_checkpoint
 from tests.models.quantized_checkpoints import Tensors, Writer, write_quantized
 
+SAMPLES = Path(__file__).parents[2] / "examples/adapters"
 COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
@@ -211,5 +216,28 @@ def test_ranks_quantise_the_same_model_or_none(tmp_path: Path) -> None:
             torch.cat([plain(getattr(share, product)) for share in shares], 1), plain(getattr(whole, product))
         )
     make_checkpoint(tmp_path, "llama")
-    with pytest.raises(WeightError, match=r"down_proj\.weight: .* groups of 32 inputs, and a rank has 40 of a rank"):
+    with pytest.raises(WeightError, match=r"down_proj\.weight: .* groups of 32 inputs, and a rank has 40: they cannot"):
         load(tmp_path, quantization="int4", tensor_parallel=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "reference"), [(8, Type.Q8_0), (4, Type.Q4_0)])
+def test_the_default_model_with_an_adapter_merged_in_loses_no_more_than_by_round_to_nearest(
+    bits: int, reference: Type, default_model_cache: Path
+) -> None:
+    """Its own weights are of 4-bit origin, so without the adapter an error would say little."""
+    adapter = SAMPLES / "pirate"
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    lora, base = load_file(adapter / "adapter_model.safetensors"), prepare_default_model(default_model_cache)
+    scale, ours, theirs = settings["lora_alpha"] / settings["r"], 0.0, 0.0
+    names = sorted(name.removesuffix(".lora_A.weight") for name in lora if name.endswith("lora_A.weight"))[::7]
+    with safe_open(base / "model.safetensors", framework="pt") as tensors:
+        for name in names:
+            a, b = (lora[f"{name}.lora_{side}.weight"].float() for side in "AB")
+            weight = tensors.get_tensor(f"{name.removeprefix('base_model.model.')}.weight").float() + scale * (b @ a)
+            blocks = gguf.quants.quantize(weight.numpy(), reference)
+            nearest = torch.from_numpy(gguf.quants.dequantize(blocks, reference))
+            ours += float((quantize(weight, bits).dequantized(torch.float32) - weight).square().sum())
+            theirs += float((nearest - weight).square().sum())
+    assert len(names) > 10
+    assert ours <= theirs
