@@ -92,4 +92,4 @@ def test_a_preset_that_merges_is_refused_on_a_quantised_base(tmp_path: Path) -> 
     command = [sys.executable, "-c", COMMAND, "serve", str(model), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
-    assert "preset dlora:dlora: merges adapters into the weights, and these are quantised (int4 in " in done.stderr
+    assert "preset dlora: merges adapters into the weights, and these are quantised (int4 in " in done.stderr
