@@ -12,7 +12,7 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-_AVX2 = ["-mavx2", "-mfma"]
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 _AVX512_BF16 = [*_AVX512, "-mavx512bf16"]
 INSTRUCTION_SETS = {

@@ -146,9 +146,10 @@ def ratios(some: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 @contextmanager
-def replica(model: Path, dtype: str = "bfloat16", **engine: object) -> Iterator[Replica]:
+def replica(model: Path, dtype: str = "bfloat16", quantization: str = "auto", **engine: object) -> Iterator[Replica]:
     """Build an engine in this process and close it at the end; ``engine`` are engine settings."""
-    settings = Settings(ModelSettings(model=str(model), dtype=dtype), EngineSettings(**engine))  # type: ignore[arg-type]
+    of_model = ModelSettings(model=str(model), dtype=dtype, quantization=quantization)
+    settings = Settings(of_model, EngineSettings(**engine))  # type: ignore[arg-type]
     built = build_replica(settings)
     try:
         yield built

@@ -8,6 +8,8 @@ On the CPU, with the default model in bfloat16. Parts, each a table:
 * ``throughput``: output tokens per second with adapters beside the base model's, in turns.
 * ``ranks``: eight decodes of mixed ranks by the ``unpadded`` and the ``padded`` form, beside eight of one rank.
 * ``loads``: an adapter of rank 64 a second over a link of 0.8 GB/s, and the steps beside it.
+* ``quantised``: decoding and prefilling with weights in 8 and 4 bits, and with the model's own GGUF file, beside
+  bfloat16, in turns.
 * ``errors``: the kernels' error on random values in units of torch's own in bfloat16, both beside fp64.
 """
 
@@ -16,7 +18,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,6 +42,7 @@ from benchmarks.harness import (
 )
 from benchmarks.steps import KERNELS, LONGEST_TOKENS, Stopwatch, measure_loads, twins
 from lorikeet.adapters.store import reference
+from lorikeet.api.model_folder import prepare_model
 from lorikeet.bench.machine_limits import (
     LimitMeter,
     MachineLimits,
@@ -358,6 +363,53 @@ def loads(rounds: int) -> None:
 # --- errors ------------------------------------------------------------------------------------------
 
 
+QUANTISED = ("none", "int8", "int4", "gguf")
+"""Values of ``--quantization``; the first is what the others are compared with."""
+
+
+def quantised(rounds: int) -> None:
+    """Print tokens per second by number of sequences and by form of the weights, and their ratio to bfloat16."""
+    with ExitStack() as stack:
+        sides = {name: stack.enter_context(_timed_replica(name)) for name in QUANTISED}
+        for title, rows, shape in (
+            ("Decoding one sequence", 1, (1, PROMPT_TOKENS, OUTPUT_TOKENS)),
+            (f"Decoding {ROWS} sequences", ROWS, (ROWS, PROMPT_TOKENS, OUTPUT_TOKENS)),
+            (f"Prefilling prompts of {PREFILL[1]} tokens", 0, (*PREFILL, 1)),
+        ):
+            runs = {name: partial(_tokens_per_s, *side, rows, shape) for name, side in sides.items()}
+            speeds = in_turns(runs, rounds)
+            base = speeds[QUANTISED[0]]
+            table = [
+                [
+                    name.replace("none", "bfloat16"),
+                    f"{statistics.median(found):.0f}",
+                    with_interval(ratios(found, base)),
+                ]
+                for name, found in speeds.items()
+            ]
+            print_table(title, ["weights", "tokens/s", "of bfloat16"], table)
+
+
+@contextmanager
+def _timed_replica(quantization: str) -> Iterator[tuple[Replica, Stopwatch]]:
+    settings = ModelSettings(quantization=quantization)
+    folder = prepare_model(settings, print).path
+    watch = Stopwatch(default_kernels())
+    with kernels_as(watch), replica(folder, quantization=quantization, threads=THREADS, touch_memory=True) as built:
+        yield built, watch
+
+
+def _tokens_per_s(built: Replica, watch: Stopwatch, rows: int, shape: tuple[int, int, int], turn: int) -> float:
+    """Return the rate of the steps that decode ``rows`` sequences; 0: of prompt tokens, from start to end."""
+    watch.steps.clear()
+    began_s = time.monotonic()
+    run_all(built, make_requests(f"{turn}", *shape, seed=turn))
+    if not rows:
+        return shape[0] * shape[1] / (time.monotonic() - began_s)
+    seconds = [seconds for seconds, _ in watch.decode_steps(rows)]
+    return rows * len(seconds) / sum(seconds)
+
+
 def errors(rounds: int) -> None:
     """Print root mean square errors beside torch's, by kernel and number of rows."""
     kernels, plain = default_kernels(), ReferenceKernels()
@@ -402,6 +454,7 @@ PARTS: dict[str, Callable[[int], None]] = {
     "throughput": lambda rounds: with_loaded(throughput, rounds),
     "ranks": ranks,
     "loads": loads,
+    "quantised": quantised,
     "errors": errors,
 }
 

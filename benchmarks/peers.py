@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from benchmarks.harness import THREADS, default_model, print_setup, print_table
 from lorikeet.bench.offline import OfflineOptions, run_offline
 from lorikeet.bench.vllm_backend import DEFAULT_PYTHON
-from lorikeet.models.default import _find_gguf
+from lorikeet.models.default import find_gguf
 
 LLAMA_CPP, VLLM = "llama.cpp", ("vllm", "vllm-base")
 PEERS = ("peft", *VLLM, LLAMA_CPP)
@@ -156,7 +156,7 @@ def write_bf16_gguf(path: Path) -> Path:
     import numpy as np
     from gguf import GGMLQuantizationType as Kind
 
-    reader = gguf.GGUFReader(_find_gguf())
+    reader = gguf.GGUFReader(find_gguf())
     writer = gguf.GGUFWriter(path, arch=str(reader.fields["general.architecture"].contents()))
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":

@@ -16,8 +16,9 @@ constexpr int64_t kMostRowsAhead = 128;  // beyond, LoRA itself is bound by arit
 // The rows [begin, end) of one panel. Meanwhile `next`, the next panel if there is one, is fetched into the
 // second-level cache, and what LoRA will read.
 template <class T, class O>
-void panel(const Product<T, O>& p, int64_t index, int64_t begin, int64_t end, const T* next, LoraAhead<T>& lora) {
-  const int64_t bytes = p.panel_elements() * int64_t(sizeof(T));
+void panel(const Product<T, O>& p, const T* weights, int64_t index, int64_t begin, int64_t end, const T* next,
+           LoraAhead<T>& lora) {
+  const int64_t bytes = p.panels.elements() * int64_t(sizeof(T));
   const int64_t tiles = (end - begin + kTileRows - 1) / kTileRows, groups = groups_of(p.inputs, kGroup<T>);
   const int64_t step = (bytes / (tiles * groups * (kPanel<T> / kTileColumns)) + 63) & ~int64_t(63);
   const int64_t limit = std::min(p.outputs, (index + 1) * kPanel<T>);
@@ -26,7 +27,7 @@ void panel(const Product<T, O>& p, int64_t index, int64_t begin, int64_t end, co
     Range rows = part_of(end - begin, i, tiles);
     for (int64_t column = index * kPanel<T>; column < limit; column += kTileColumns, at += groups * step) {
       const Lines ahead = next ? Lines{(const char*)next + std::min(at, bytes), step} : lora.take(groups, p.x);
-      tile_of(rows.end - rows.begin, p, begin + rows.begin, column, ahead, lora.take(groups, p.x));
+      tile_of(rows.end - rows.begin, p, weights, begin + rows.begin, column, ahead, lora.take(groups, p.x));
     }
   }
 }
@@ -36,10 +37,13 @@ template <class T, class O>
 void multiply(const Product<T, O>& p, int64_t rows, LoraAhead<T>& lora, int64_t thread, int64_t threads) {
   const int64_t panels = (p.outputs + kPanel<T> - 1) / kPanel<T>, blocks = (rows + kRowBlock - 1) / kRowBlock;
   const Range items = part_of(panels * blocks, thread, threads);
+  const T* weights = nullptr;
   for (int64_t item = items.begin; item < items.end; ++item) {
     const int64_t index = item / blocks, block = item % blocks;
-    const T* next = index < (items.end - 1) / blocks ? p.packed + (index + 1) * p.panel_elements() : nullptr;
-    panel(p, index, block * kRowBlock, std::min(rows, (block + 1) * kRowBlock), next, lora);
+    if (block == 0 || !weights) weights = p.panels.at(index);
+    const bool fetches = p.panels.are_plain() && index < (items.end - 1) / blocks;
+    const T* next = fetches ? p.panels.stored(index + 1) : nullptr;
+    panel(p, weights, index, block * kRowBlock, std::min(rows, (block + 1) * kRowBlock), next, lora);
   }
 }
 
@@ -98,12 +102,6 @@ void pack(const T* weight, T* packed, int64_t outputs, int64_t inputs, int64_t t
   });
 }
 
-// A packed weight, as passed by Python.
-struct Weight {
-  const void* packed;
-  int64_t inputs, outputs, bytes;
-};
-
 }  // namespace
 }  // namespace lorikeet
 
@@ -127,7 +125,7 @@ LORIKEET_EXPORT void lorikeet_pack(
 // passed by address, since every argument costs Python a tenth of a microsecond.
 //
 // x_stride: in elements; rows of `out` lie side by side.
-// weight: address of the packed elements, inputs, outputs, bytes of an element: 2 for bfloat16, 4 for float.
+// weight: as in panels.h.
 // adapters: null, or address of the segments, their number and 0, or the rank that every adapter is computed (and read)
 //   with in the modules that it changes.
 // segments: in row order and disjoint: start, stop, addresses of the adapter's pieces and of its index.
@@ -141,10 +139,10 @@ LORIKEET_EXPORT void lorikeet_linear(
   const auto *of = (const Adapters*)adapters;
   const auto *to = (const Targets*)targets;
   if (w.bytes == 2)
-    linear<bf16>({(const bf16*)x, x_stride, (const bf16*)w.packed, (const bf16*)bias, (bf16*)out, w.outputs, w.inputs,
+    linear<bf16>({(const bf16*)x, x_stride, Panels<bf16>(w), (const bf16*)bias, (bf16*)out, w.outputs, w.inputs,
                   w.outputs}, rows, of, layer, to, threads);
   else
-    linear<float>({(const float*)x, x_stride, (const float*)w.packed, (const float*)bias, (float*)out, w.outputs,
+    linear<float>({(const float*)x, x_stride, Panels<float>(w), (const float*)bias, (float*)out, w.outputs,
                    w.inputs, w.outputs}, rows, of, layer, to, threads);
 }
 
@@ -153,11 +151,11 @@ LORIKEET_EXPORT void lorikeet_logits(
     const void* x, int64_t x_stride, const void* weight, float* out, int64_t rows, int64_t threads) {
   const Weight& w = *(const Weight*)weight;
   if (w.bytes == 2)
-    logits<bf16>({(const bf16*)x, x_stride, (const bf16*)w.packed, nullptr, out, w.outputs, w.inputs, w.outputs}, rows,
+    logits<bf16>({(const bf16*)x, x_stride, Panels<bf16>(w), nullptr, out, w.outputs, w.inputs, w.outputs}, rows,
                  threads);
   else
-    logits<float>({(const float*)x, x_stride, (const float*)w.packed, nullptr, out, w.outputs, w.inputs, w.outputs},
-                  rows, threads);
+    logits<float>({(const float*)x, x_stride, Panels<float>(w), nullptr, out, w.outputs, w.inputs, w.outputs}, rows,
+                  threads);
 }
 
 // out[rows, outputs / 2] = SiLU(gate) * up, where [gate | up] = x @ weightᵀ + bias, to the same bits as the product and
@@ -167,7 +165,7 @@ LORIKEET_EXPORT bool lorikeet_linear_gated(
 #if defined(__AMX_BF16__)
   const Weight& w = *(const Weight*)weight;
   if (w.bytes != 2 || w.outputs % (2 * kPanel<bf16>) != 0) return false;
-  const Product<bf16> p{(const bf16*)x, x_stride, (const bf16*)w.packed, (const bf16*)bias, nullptr, 0, w.inputs, w.outputs};
+  const Product<bf16> p{(const bf16*)x, x_stride, Panels<bf16>(w), (const bf16*)bias, nullptr, 0, w.inputs, w.outputs};
   parallel(threads, [&](int64_t thread, int64_t count) {
     multiply_gated_by_tiles(p, rows, (bf16*)out, thread, count);
   });

@@ -164,15 +164,19 @@ class TileProduct {
 
   Range rows_of(int64_t block) const { return part_of(rows_, block, blocks_); }
 
-  // A panel of some blocks of a run, whose first row goes to the place. Meanwhile their part of the next panel is fetched.
+  // A panel of some blocks of a run, whose first row goes to the place. Meanwhile their part of the next panel is fetched;
+  // of a quantised weight the hardware does that, since codes are read from front to back.
   void multiply(int64_t panel, int64_t next, Range blocks, Range run, Place<O> to) {
-    const int64_t count = run.end - run.begin, lines = count < kFewestToFetch ? 0 : (kStepLines + count - 1) / count;
-    const char* ahead = (const char*)(p_.packed + next * p_.panel_elements());
+    const bool plain = p_.panels.are_plain();
+    const int64_t count = run.end - run.begin;
+    const int64_t lines = !plain || count < kFewestToFetch ? 0 : (kStepLines + count - 1) / count;
+    const bf16* groups = p_.panels.at(panel);
+    const char* ahead = (const char*)(plain ? p_.panels.stored(next) : groups);
     ahead += (blocks.begin - run.begin) * lines * kLine * (p_.inputs / kTileDepth);
     for (int64_t block = blocks.begin; block < blocks.end; ++block) {
       const Range rows = rows_of(block);
       const int64_t height = rows.end - rows.begin;
-      most_ > kTileHeight ? multiply<true>(panel, rows, ahead, lines, to) : multiply<false>(panel, rows, ahead, lines, to);
+      most_ > kTileHeight ? multiply<true>(groups, rows, ahead, lines, to) : multiply<false>(groups, rows, ahead, lines, to);
       to.out += height * to.stride;
       if (to.gates) to.gates += height * kWidth;
     }
@@ -182,8 +186,7 @@ class TileProduct {
   // A panel of the rows of a block, by one or two tiles. Fetches so many lines with every step, and leaves `ahead` behind
   // them.
   template <bool Two>
-  void multiply(int64_t panel, Range rows, const char*& ahead, int64_t lines, const Place<O>& to) {
-    const bf16* groups = p_.packed + panel * p_.panel_elements();
+  void multiply(const bf16* groups, Range rows, const char*& ahead, int64_t lines, const Place<O>& to) {
     const bf16 *x = p_.x + rows.begin * p_.x_stride, *y = Two ? p_.x + (rows.end - height_) * p_.x_stride : x;
     const int64_t x_bytes = p_.x_stride * int64_t(sizeof(bf16)), group_bytes = 2 * kWidth * int64_t(sizeof(bf16));
     const int64_t steps = p_.inputs / kTileDepth, written = (writer_.waiting() + steps - 1) / std::max<int64_t>(steps, 1);

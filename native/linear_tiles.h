@@ -7,19 +7,15 @@
 
 #include <algorithm>
 
-#include "tile_unit.h"
+#include "panels.h"
 
 namespace lorikeet {
 namespace {
 
-template <class T>
-constexpr int64_t kPanel = kTileUnit<T> ? 2 * kTileWidth : 48;
 constexpr int kVectors = kLanes == 16 ? 3 : 2;    // of a tile's columns
 constexpr int kTileRows = kLanes == 16 ? 8 : 4;   // so that sums, weights and one input fit the registers
 constexpr int64_t kTileColumns = kVectors * kLanes;
 constexpr int64_t kNextCacheBytes = 768 << 10;  // most of a second-level cache
-
-int64_t groups_of(int64_t inputs, int group) { return (inputs + group - 1) / group; }
 
 // Cache lines to prefetch: one every `step` bytes, for each k-group of a tile.
 struct Lines {
@@ -32,22 +28,21 @@ template <class T, class O = T>
 struct Product {
   const T* x;
   int64_t x_stride;
-  const T* packed;
+  Panels<T> panels;
   const T* bias;  // or null
   O* out;
   int64_t out_stride;
   int64_t inputs, outputs;
-  int64_t panel_elements() const { return groups_of(inputs, kGroup<T>) * kGroup<T> * kPanel<T>; }
 };
 
-// Rows x kTileColumns of the product; `ahead` and `also` are memory to prefetch.
+// Rows x kTileColumns of the product; `panel` has these columns, `ahead` and `also` are memory to prefetch.
 template <int Rows, class T, class O>
-inline void tile(const Product<T, O>& p, int64_t row, int64_t column, Lines ahead, Lines also) {
+inline void tile(const Product<T, O>& p, const T* panel, int64_t row, int64_t column, Lines ahead, Lines also) {
   constexpr int G = kGroup<T>;
   F32 sums[Rows][kVectors];
   for (int r = 0; r < Rows; ++r)
     for (int v = 0; v < kVectors; ++v) sums[r][v] = zero();
-  const T* weights = p.packed + (column / kPanel<T>) * p.panel_elements() + (column % kPanel<T>) * G;
+  const T* weights = panel + (column % kPanel<T>) * G;
   const T* x = p.x + row * p.x_stride;
   const int64_t whole = p.inputs / G;
   // Long float sums are sums of short ones, to limit rounding errors; for a bfloat16 result, whose own rounding is larger,
@@ -98,17 +93,17 @@ inline void tile(const Product<T, O>& p, int64_t row, int64_t column, Lines ahea
 }
 
 template <class T, class O>
-void tile_of(int64_t rows, const Product<T, O>& p, int64_t row, int64_t column, Lines ahead, Lines also) {
+void tile_of(int64_t rows, const Product<T, O>& p, const T* panel, int64_t row, int64_t column, Lines ahead, Lines also) {
   switch (rows) {
-    case 1: return tile<1>(p, row, column, ahead, also);
-    case 2: return tile<2>(p, row, column, ahead, also);
-    case 3: return tile<3>(p, row, column, ahead, also);
-    case 4: return tile<4>(p, row, column, ahead, also);
+    case 1: return tile<1>(p, panel, row, column, ahead, also);
+    case 2: return tile<2>(p, panel, row, column, ahead, also);
+    case 3: return tile<3>(p, panel, row, column, ahead, also);
+    case 4: return tile<4>(p, panel, row, column, ahead, also);
 #if defined(__AVX512F__)
-    case 5: return tile<5>(p, row, column, ahead, also);
-    case 6: return tile<6>(p, row, column, ahead, also);
-    case 7: return tile<7>(p, row, column, ahead, also);
-    case 8: return tile<8>(p, row, column, ahead, also);
+    case 5: return tile<5>(p, panel, row, column, ahead, also);
+    case 6: return tile<6>(p, panel, row, column, ahead, also);
+    case 7: return tile<7>(p, panel, row, column, ahead, also);
+    case 8: return tile<8>(p, panel, row, column, ahead, also);
 #endif
   }
 }

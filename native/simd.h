@@ -319,6 +319,52 @@ inline void transpose(const float* const* rows, int64_t word, F32* out) {
                     load_quads(rows + 3, word + i), out + i);
 }
 
+// kLanes pairs of unsigned codes, as floats: the first of each pair, and the second.
+struct CodePairs {
+  F32 first, second;
+};
+#if defined(__AVX512F__)
+inline CodePairs to_floats(__m512i pairs, int bits) {  // in 32-bit words, the first lowest
+  const __m512i mask = _mm512_set1_epi32((1 << bits) - 1);
+  return {_mm512_cvtepi32_ps(_mm512_and_si512(pairs, mask)), _mm512_cvtepi32_ps(_mm512_srli_epi32(pairs, bits))};
+}
+inline CodePairs load_nibble_pairs(const uint8_t* p) {
+  return to_floats(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 4);
+}
+inline CodePairs load_byte_pairs(const uint8_t* p) {
+  return to_floats(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 8);
+}
+inline F32 load_halves(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+// Stores the pairs (first, second) of kLanes columns side by side.
+inline void store_pairs(bf16* p, CodePairs x) {
+#if defined(__AVX512BF16__)
+  __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(x.second, x.first);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                         23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(order, halves));
+#else
+  __m512i first = _mm512_cvtepu16_epi32(narrow(x.first)), second = _mm512_cvtepu16_epi32(narrow(x.second));
+  _mm512_storeu_si512(p, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+#endif
+}
+#else
+inline CodePairs to_floats(__m256i pairs, int bits) {
+  const __m256i mask = _mm256_set1_epi32((1 << bits) - 1);
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(pairs, mask)), _mm256_cvtepi32_ps(_mm256_srli_epi32(pairs, bits))};
+}
+inline CodePairs load_nibble_pairs(const uint8_t* p) {
+  return to_floats(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 4);
+}
+inline CodePairs load_byte_pairs(const uint8_t* p) {
+  return to_floats(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 8);
+}
+inline F32 load_halves(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline void store_pairs(bf16* p, CodePairs x) {
+  __m256i first = _mm256_cvtepu16_epi32(narrow(x.first)), second = _mm256_cvtepu16_epi32(narrow(x.second));
+  _mm256_storeu_si256((__m256i*)p, _mm256_or_si256(first, _mm256_slli_epi32(second, 16)));
+}
+#endif
+
 // 2^x to about 1 ulp of float for x <= 127; 0 below -125.5, exactly 1 at 0. (A minimax polynomial of degree 5.)
 inline F32 exp2(F32 x) {
   x = max(splat(-160.0f), x);  // in this order of operands a NaN passes

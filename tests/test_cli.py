@@ -88,6 +88,13 @@ def test_names_of_flags_may_have_underscores_and_values_keep_theirs(monkeypatch:
     assert settings.engine.preset == "lorikeet:plain-no-reuse"
 
 
+def test_quantization_is_understood_as_vllm_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for written, meant in (("None", "none"), ("AWQ_marlin", "awq_marlin"), ("int8", "int8")):
+        settings = settings_of(monkeypatch, "org/model", "--quantization", written)
+        assert settings.model.quantization == meant
+    assert settings_of(monkeypatch, "a.gguf", "-q", "gguf", "--tokenizer", "org/model").model.tokenizer == "org/model"
+
+
 def test_an_adapter_can_be_given_as_vllms_json(monkeypatch: pytest.MonkeyPatch) -> None:
     text = json.dumps({"name": "sql", "path": "/a/sql", "base_model_name": "m"})
     assert settings_of(monkeypatch, "--lora-modules", text).adapters.preload == ("sql=/a/sql",)
@@ -336,8 +343,6 @@ def test_nothing_is_said_of_a_flag_that_asks_for_what_happens_anyway() -> None:
         "auto",
         "--scheduling-policy=fcfs",
         "--enable-chunked-prefill",
-        "--quantization",
-        "None",
     ]
     assert compat.translate(arguments) == ([], [])
 
@@ -472,7 +477,6 @@ def test_a_prompt_that_the_template_refuses_ends_the_command_with_one_line(tmp_p
 
 def test_a_flag_that_would_change_what_is_served_is_refused() -> None:
     for flag, value, reason in (
-        ("--quantization", "awq", "only bfloat16"),
         ("--revision", "v2", "the hub's main revision is served"),
         ("--generation-config", "vllm", "comes from the generation_config.json"),
         ("--override-generation-config", '{"temperature": 0}', "change the generation_config.json"),

@@ -78,10 +78,14 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The base model, and how it is loaded.
 
     Attributes:
-        model: local folder or hub id; empty for the default model, SmolLM2-135M-Instruct.
+        model: local folder, GGUF file or hub id; empty for the default model, SmolLM2-135M-Instruct.
         served_names: names that clients may use; the first is reported. Empty: derived from ``model``.
         dtype: ``auto`` (the checkpoint's), ``bfloat16``, ``float16`` or ``float32``.
-        load_format: ``auto`` (safetensors) or ``dummy`` (random weights of the right shapes).
+        load_format: ``auto`` (safetensors or GGUF) or ``dummy`` (random weights of the right shapes).
+        quantization: ``auto`` (as the checkpoint is), ``int8`` or ``int4`` (quantise its linear weights when they are
+            loaded), ``none`` (dequantise them), or the method of a checkpoint that is quantised: ``gguf``, ``awq``,
+            ``gptq``, ``compressed-tensors``, ``bitsandbytes`` or ``fp8``.
+        tokenizer: local folder or hub id of the tokenizer for a GGUF file; empty for the one in the file.
         max_model_len: most tokens of a sequence, prompt and output; 0 for the model's own limit.
         chat_template: file with a Jinja template that replaces the tokenizer's.
         tool_call_parser: how the model writes tool calls (``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``,
@@ -95,6 +99,8 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_names: tuple[str, ...] = ()
     dtype: str = "auto"
     load_format: str = "auto"
+    quantization: str = "auto"
+    tokenizer: str = ""
     max_model_len: Count = 0
     chat_template: str = ""
     tool_call_parser: str = ""

@@ -106,7 +106,7 @@ async def test_a_long_text_is_tokenized_like_a_short_one(server: Running) -> Non
 async def test_the_version_is_told(server: Running) -> None:
     assert (await server.http.get("/version")).json() == {"version": __version__}
     health = (await server.http.get("/health")).json()
-    assert health == {"status": "ready", "kernels": "scripted", "engine_restarts": 0}
+    assert health == {"status": "ready", "kernels": "scripted", "weights": "", "engine_restarts": 0}
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/v1/audio/speech"])

@@ -7,6 +7,10 @@ import pytest
 from lorikeet.api.model_folder import prepare_model
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.models import default
+from lorikeet.models.config import ModelConfigError
+from tests.api.conftest import TOKENIZER
+from tests.models.checkpoints import make_checkpoint
+from tests.models.gguf_files import write_model
 
 
 def stages(settings: ModelSettings) -> tuple[list[str], object]:
@@ -32,6 +36,32 @@ def test_the_default_model_is_taken_from_the_cache_without_a_word(tmp_path: Path
     told, model = stages(ModelSettings(cache_dir=str(tmp_path)))
     assert model[:3] == (tmp_path / default.NAME, default.NAME, (default.NAME,))  # type: ignore[index]
     assert told == []
+
+
+def test_a_gguf_file_is_served_under_its_name_with_a_tokenizer_from_a_folder(tmp_path: Path) -> None:
+    kind = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    file = write_model(tmp_path / "tiny.gguf", make_checkpoint(tmp_path / "made", "qwen2", **kind), "qwen2", {})
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    settings = ModelSettings(model=str(file), cache_dir=str(tmp_path), tokenizer=str(tokenizer))
+    with pytest.raises(ModelConfigError, match=r"has no tokenizer\.json"):
+        stages(settings)
+    TOKENIZER.save(str(tokenizer / "tokenizer.json"))
+    told, model = stages(settings)
+    path = model[0]  # type: ignore[index]
+    assert model[1:] == ("tiny", ("tiny",), (str(file), str(file)))  # type: ignore[index]
+    assert told == []
+    assert (path / "model.gguf").resolve() == file.resolve()
+    assert (path / "tokenizer.json").read_text() == (tokenizer / "tokenizer.json").read_text()
+    assert stages(settings)[1] == model
+
+
+def test_a_tokenizer_is_for_gguf_files_and_another_file_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tokenizer: is for GGUF files"):
+        stages(ModelSettings(model=str(tmp_path), tokenizer="org/name"))
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ConfigError, match=r"is a file, and no \.gguf file"):
+        stages(ModelSettings(model=str(tmp_path / "model.bin")))
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "~nobody/x", "nowhere", "a/b/c"])

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
@@ -35,9 +36,11 @@ from lorikeet.kernels.gpu import kernels as gpu_kernels
 from lorikeet.kernels.gpu import lora as gpu_lora
 from lorikeet.kernels.gpu.kernels import _parts
 from lorikeet.kernels.gpu.launch import INTERPRETED
+from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import ReferenceKernels
 from tests.kernels import test_native_attention as attention
 from tests.kernels import test_native_lora as lora
+from tests.kernels import test_quantized as quantized
 from tests.kernels.choices import check_chosen
 from tests.kernels.exactness import check_error
 from tests.kernels.test_native_choose import parameters
@@ -80,6 +83,23 @@ def test_silu_mul(rows: int, columns: int, dtype: torch.dtype) -> None:
         return TRITON.silu_mul(gate_up), REFERENCE.silu_mul(gate_up), REFERENCE.silu_mul(gate_up.double())
 
     check_error("triton silu_mul", draw)
+
+
+@FEW
+@given(quantized.weights(), st.sampled_from([1, 5, 16, 17, 65]), st.booleans(), dtypes)
+def test_a_product_with_a_quantised_weight(
+    weight: QuantizedWeight, rows: int, biased: bool, dtype: torch.dtype
+) -> None:
+    outputs, inputs = weight.shape
+    plain = weight.dequantized(dtype)
+
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        x = random(rows, inputs, dtype=dtype, seed=2 * seed)
+        bias = random(outputs, dtype=dtype, seed=2 * seed + 1) if biased else None
+        exact = F.linear(x.double(), plain.double(), None if bias is None else bias.double())
+        return TRITON.linear(x, weight, bias), F.linear(x, plain, bias), exact
+
+    check_error("triton quantised linear", draw)
 
 
 @FEW

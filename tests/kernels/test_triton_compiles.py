@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from functools import partial, partialmethod
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -37,12 +38,14 @@ from triton.runtime.jit import JITFunction
 
 from lorikeet.bench.model_shapes import MODEL_SHAPES
 from lorikeet.config import EngineSettings
+from lorikeet.core.geometry import PRODUCTS
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.base import LoraWeights, SamplingTensors, kv_view
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.gpu.launch import INTERPRETED
+from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.models.config import read_model_config
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import WeightLayout
@@ -341,14 +344,22 @@ class _Model:
         launches: sees what they launch.
         name: one of ``SHAPES``.
         dtype: of weights, adapters and KV.
+        bits: of the linear weights, if they are quantised: symmetric in 8 bits, with offsets and wide scales in 4.
     """
 
-    def __init__(self, launches: Launches, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, launches: Launches, name: str, dtype: torch.dtype, bits: int = 0) -> None:
         with TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(SHAPES[name] | {"num_hidden_layers": 2}))
             config = read_model_config(Path(folder))
         kernels, geometry = TritonKernels(), config.geometry(dtype.itemsize)
-        decoder = Decoder(config, WeightLayout(config, dtype, META, 0, 1).weights, kernels, SingleRankGroup())
+        weights = WeightLayout(config, dtype, META, 0, 1).weights
+        if bits:
+            products = [
+                {product: _quantized(getattr(layer, product), bits) for product in PRODUCTS} for layer in weights.layers
+            ]
+            layers = tuple(replace(layer, **each) for layer, each in zip(weights.layers, products, strict=True))
+            weights = replace(weights, layers=layers, lm_head=_quantized(weights.lm_head, 8))
+        decoder = Decoder(config, weights, kernels, SingleRankGroup())
         arena = torch.empty(64, geometry.block_elements(BLOCK_TOKENS), dtype=dtype, device=META)
         self._kv = kv_view(arena, geometry.layers, BLOCK_TOKENS, geometry.kv_heads, geometry.head_dim)
         self._model = RankModel(config, decoder, kernels, dtype, META, geometry)
@@ -396,6 +407,14 @@ class _Model:
             sequence.add_blocks(map(BlockId, range(-(-tokens // BLOCK_TOKENS))))
             made.append(BatchRow(sequence, tokens - rows, rows, samples=True))
         return made
+
+
+def _quantized(weight: Any, bits: int) -> QuantizedWeight:
+    outputs, inputs = weight.shape
+    codes = torch.empty(outputs, inputs * bits // 8, dtype=torch.uint8, device=META)
+    kind = torch.float16 if bits == 8 else torch.float32
+    scales = torch.empty(outputs, -(-inputs // 32), dtype=kind, device=META)
+    return QuantizedWeight(bits, inputs, 32, 128 * (bits == 8), codes, scales, None if bits == 8 else scales)
 
 
 def _choices(rows: int) -> SamplingTensors:
@@ -463,6 +482,14 @@ def serve(launches: Launches) -> None:
     exact.decode(64, "qv16.*")
     exact.decode(32, "qv16.0", "qv64.0")
     exact.call((12, 12, "qv16.0"))
+    for bits in (8, 4):
+        quantised = _Model(launches, "llama-3-8b", torch.bfloat16, bits)
+        quantised.decode(1)
+        quantised.decode(64, "all16.0")
+        quantised.call((512, 512, ""))
+    quantised = _Model(launches, "smollm2-135m", torch.float32, 4)
+    quantised.decode(1)
+    quantised.call((512, 512, ""))
     large = _Model(launches, "llama-2-7b", torch.float32)
     large.decode(1)
     large.call((512, 512, "qv64.0"))

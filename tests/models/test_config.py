@@ -123,7 +123,7 @@ def test_each_architecture_has_its_own_rule_for_windows(
     [
         ({"architectures": ["MixtralForCausalLM"]}, "architectures: .*MixtralForCausalLM"),
         ({"architectures": None}, "architectures"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config: quant_method"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: 'longrope'"),

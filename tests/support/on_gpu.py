@@ -10,6 +10,7 @@ from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraDelta, LoraWeights, SamplingTensors, Weight
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.gpu.launch import INTERPRETED
+from lorikeet.kernels.quantized import QuantizedWeight
 
 GPU = torch.device("cuda")
 
@@ -19,7 +20,7 @@ class OnGpu(TritonKernels):
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """Compute on the GPU; adapters are copied there."""
-        assert isinstance(weight, Tensor)
+        assert isinstance(weight, Tensor | QuantizedWeight)
         if delta is not None:
             delta = delta._replace(lora=_lora_there(delta.lora))
         return super().linear(_there(x), weight.to(GPU), None if bias is None else bias.to(GPU), delta).cpu()

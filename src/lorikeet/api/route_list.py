@@ -56,7 +56,7 @@ ROUTES = (
         ("GET /health", "GET /health/ready", "GET /health/live"),
         "`/health` and `/health/ready`: 200, or 503 while draining, or while the engine restarts or does not answer "
         '(`--heartbeat-timeout`, `--step-timeout`), with `{"status": "ready" or "draining" or "engine down", '
-        '"kernels", "engine_restarts"}`; `/health/live`: always 200',
+        '"kernels", "weights", "engine_restarts"}`; `/health/live`: always 200',
     ),
     ApiRoutes(
         ("GET/POST /ping", "GET /version", "GET /load", "GET /metrics"),

@@ -11,6 +11,7 @@ from lorikeet.config import DEVICES, DTYPES, KERNELS, LOAD_FORMATS, ConfigError,
 from lorikeet.core.machine import memory_limit_bytes
 from lorikeet.core.sizes import format_size
 from lorikeet.core.suggestions import unknown_name
+from lorikeet.models.quantization_config import ALIASES, QUANTIZATIONS
 from lorikeet.presets import resolve_preset
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version", "/sys/module/nvgpu")
@@ -83,6 +84,7 @@ def _check_names(settings: Settings) -> None:
     for kind, name, known in (
         ("dtype", model.dtype, DTYPES),
         ("load_format", model.load_format, LOAD_FORMATS),
+        ("quantization", ALIASES.get(model.quantization, model.quantization), QUANTIZATIONS),
         ("device", engine.device, DEVICES),
         ("kernels", engine.kernels, KERNELS),
     ):

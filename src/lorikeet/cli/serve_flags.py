@@ -17,7 +17,7 @@ from lorikeet.config import ENVIRONMENT_PREFIX, Settings
 from lorikeet.core.sizes import format_size
 
 _HALF_NAMES = {"half": "float16", "float": "float32"}
-_FORMAT_NAMES = {"safetensors": "auto"}
+_FORMAT_NAMES = {"safetensors": "auto", "gguf": "auto", "bitsandbytes": "auto"}
 
 
 class Flag(NamedTuple):
@@ -84,10 +84,20 @@ FLAGS = (
         "--load-format",
         "model.load_format",
         str,
-        "auto (safetensors) or dummy (random weights).",
+        "auto (safetensors or GGUF) or dummy (random weights).",
         lambda t: _FORMAT_NAMES.get(t, t),
         "TEXT",
     ),
+    Flag(
+        "--quantization -q",
+        "model.quantization",
+        str,
+        "int8 or int4 quantises the weights when they are loaded; none dequantises those of a quantised checkpoint. By "
+        "default as stored.",
+        str.lower,
+        "TEXT",
+    ),
+    Flag("--tokenizer", "model.tokenizer", str, "Folder or hub id of the tokenizer for a GGUF file."),
     Flag("--max-model-len --context-length", "model.max_model_len", int, "Longest sequence, in tokens."),
     Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
     Flag("--tool-call-parser", "model.tool_call_parser", str, "How the model writes tool calls; else by its template."),

@@ -75,6 +75,7 @@ class EngineSizes(NamedTuple):
         assist: costs of prefills assisted by host workers; None if there are no workers.
         async_scheduling: whether the device can run a decode step while the host handles the previous step's tokens.
         iterations: profiled times of iterations and merges; None without a profile of them.
+        weights: in what form the linear weights are, in words; empty if nothing is computed.
     """
 
     geometry: ModelGeometry
@@ -88,6 +89,7 @@ class EngineSizes(NamedTuple):
     assist: AssistCosts | None = None
     async_scheduling: bool = False
     iterations: IterationCosts | None = None
+    weights: str = ""
 
     @property
     def block_bytes(self) -> int:

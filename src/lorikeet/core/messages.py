@@ -114,6 +114,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
         kernels: name of the kernel backend.
         boot_id: boot id of its machine, which identifies its clock.
         notes: lines for the start-up log.
+        weights: in what form the linear weights are, in words; empty if nothing is computed.
     """
 
     version: str
@@ -127,6 +128,7 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     boot_id: str
     at_s: float
     notes: tuple[str, ...] = ()
+    weights: str = ""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -227,6 +227,8 @@ def assemble(
         f"blocks of {sizes.block_size} tokens), {sizes.host_blocks * block_mib:.0f} MiB on the host; "
         f"kernels: {sizes.kernels}",
     ]
+    if sizes.weights:
+        notes.append(f"weights: {sizes.weights}")
     if preset.cold_start in (ColdStart.ASSIST, ColdStart.AUTO) and sizes.assist is None:
         notes.append(
             "cold prefills are not assisted, so requests wait for their adapters: assistance needs host memory, host "

@@ -279,6 +279,7 @@ def _engine_ready(replica: Replica) -> EngineReady:
         boot_id=boot_id(),
         at_s=time.monotonic(),
         notes=replica.notes,
+        weights=sizes.weights,
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.quantized import QuantizedWeight
 
 SLOW_HALVES = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 """Whether torch's half-precision products on this CPU are not vectorised, and many times slower than fp32."""
@@ -487,11 +488,16 @@ class Batch:
 
 
 class PackedWeight(Protocol):
-    """A linear weight in a backend's own layout."""
+    """A linear weight in a backend's own layout, or quantised."""
 
     @property
     def shape(self) -> torch.Size:
         """``[out, in]``."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
         ...
 
 
@@ -512,12 +518,16 @@ class Kernels(Protocol):
         """Return a context in which each thread is pinned to one of ``cores``, which are as many as threads."""
         ...
 
-    def pack(self, weight: Tensor) -> Weight:
-        """Return ``weight [out, in]`` in the layout of :meth:`linear`; the tensor itself if the layout is plain."""
+    def pack(self, weight: "Tensor | QuantizedWeight", dtype: torch.dtype | None = None) -> Weight:
+        """Return ``weight [out, in]`` in the layout of :meth:`linear`; the weight itself if the layout is plain.
+
+        ``dtype`` is that of the products with a quantised weight, which is needed for such only. The product is that
+        of the weight dequantised to this dtype.
+        """
         ...
 
     def repack(self, weight: Tensor, packed: Weight) -> None:
-        """Overwrite ``packed`` with ``weight``, of the same shape and dtype, in place."""
+        """Overwrite ``packed``, which is not quantised, with ``weight``, of the same shape and dtype, in place."""
         ...
 
     def layers_in_one_call(self, weights: Sequence["LayerWeights"], shape: "LayersShape") -> "Layers | None":

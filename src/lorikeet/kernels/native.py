@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lorikeet.core.plan import KernelForm
@@ -24,6 +26,7 @@ from lorikeet.kernels.base import (
     Weight,
 )
 from lorikeet.kernels.huge_pages import Slabs
+from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum
 
 INSTRUCTION_SETS = ("amx", "avx512bf16", "avx512", "avx2")
@@ -112,23 +115,55 @@ def best_library() -> tuple[str, ctypes.CDLL]:
     raise NativeUnavailableError("; ".join(dict.fromkeys(reasons)))
 
 
-class PanelWeight:
-    """A weight packed in panels (``native/linear_tiles.h``). Its address stays the same when the weight changes.
+class QuantizedPanels(NamedTuple):
+    """What a quantised ``PanelWeight`` has beside its codes.
 
     Attributes:
-        shape: ``[out, in]``.
-        outputs: number of outputs.
-        panels: the packed elements.
-        address: address of int64 ``[4]``: address of the panels, inputs, outputs, bytes of an element.
+        bits, group, zero: as of ``QuantizedWeight``.
+        scales, offsets: ``[panels, groups, columns]``.
     """
 
-    def __init__(self, panels: Tensor, shape: torch.Size) -> None:
+    bits: int
+    group: int
+    zero: int
+    scales: Tensor
+    offsets: Tensor | None
+
+
+class PanelWeight:
+    """A weight packed in panels (``native/panels.h``). Its address stays the same when the weight changes.
+
+    Args:
+        panels: the packed elements, or codes.
+        shape: ``[out, in]``.
+        item_bytes: bytes of an element of products with it.
+        quantized: the rest of a quantised weight.
+
+    Attributes:
+        shape, panels, quantized: as given.
+        outputs: number of outputs.
+        address: address of a ``Weight`` of ``native/panels.h``.
+    """
+
+    def __init__(
+        self, panels: Tensor, shape: torch.Size, item_bytes: int, quantized: QuantizedPanels | None = None
+    ) -> None:
         self.shape = shape
         self.outputs, inputs = shape
         self.panels = panels
-        numbers = [panels.data_ptr(), inputs, self.outputs, panels.element_size()]
+        self.quantized = quantized
+        numbers = [panels.data_ptr(), inputs, self.outputs, item_bytes, *(0,) * 6]
+        if quantized is not None:
+            bits, group, zero, scales, offsets = quantized
+            numbers[4:] = [bits, group, zero, scales.data_ptr(), _address(offsets), scales.element_size()]
         self._numbers = torch.tensor(numbers, dtype=torch.int64)
         self.address = self._numbers.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        rest = () if self.quantized is None else (self.quantized.scales, self.quantized.offsets)
+        return sum(tensor.nbytes for tensor in (self.panels, *rest) if tensor is not None)
 
 
 def native_copy(
@@ -324,19 +359,45 @@ class NativeKernels:
         finally:
             self._library.lorikeet_place(places.data_ptr(), threads, False)
 
-    def pack(self, weight: Tensor) -> Weight:
+    def pack(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Weight:
         """Pack into panels, which are read at memory bandwidth for one row and multiply many rows without shuffles."""
+        if isinstance(weight, QuantizedWeight):
+            assert dtype in DTYPES
+            return self._pack_quantized(weight, dtype.itemsize)
         outputs, inputs = weight.shape
         item_bytes = weight.element_size()
         elements = self._library.lorikeet_packed_elements(outputs, inputs, item_bytes)
-        packed = PanelWeight(self._slabs.allocate(elements, weight.dtype), weight.shape)
+        packed = PanelWeight(self._slabs.allocate(elements, weight.dtype), weight.shape, item_bytes)
         self.repack(weight, packed)
         return packed
+
+    def _pack_quantized(self, weight: QuantizedWeight, item_bytes: int) -> PanelWeight:
+        """Pack codes and scales in the order in which :meth:`pack` packs elements."""
+        columns = self._library.lorikeet_packed_elements(1, 2, item_bytes) // 2
+        codes = weight.codes
+        if weight.bits == 8:
+            codes = F.pad(codes, (0, codes.shape[1] % 2)).unflatten(1, (-1, 2))
+
+        def packed(values: Tensor) -> Tensor:  # [out, n, ...] to [panels, n, columns, ...]
+            count = -(-len(values) // columns)
+            kept = self._slabs.allocate(count * columns * values[0].numel(), values.dtype)
+            ordered = kept.view(count, values.shape[1], columns, *values.shape[2:]).transpose(1, 2)
+            whole = len(values) // columns
+            ordered[:whole].copy_(values[: whole * columns].unflatten(0, (-1, columns)))
+            if rest := len(values) % columns:
+                ordered[whole, :rest].copy_(values[-rest:])
+            return kept
+
+        offsets = None if weight.offsets is None else packed(weight.offsets)
+        quantized = QuantizedPanels(weight.bits, weight.group, weight.zero, packed(weight.scales), offsets)
+        return PanelWeight(packed(codes), weight.shape, item_bytes, quantized)
 
     def repack(self, weight: Tensor, packed: Weight) -> None:
         """Overwrite the panels."""
         assert isinstance(packed, PanelWeight)
         panels, plain = packed.panels, weight.contiguous()
+        if packed.quantized is not None:
+            raise ValueError("a quantised weight cannot be overwritten")
         if plain.shape != packed.shape or plain.dtype != panels.dtype:
             raise ValueError(
                 f"cannot write {list(plain.shape)} of {plain.dtype} over {list(packed.shape)} of {panels.dtype}"

@@ -25,6 +25,7 @@ from lorikeet.kernels.base import (
     Weight,
     choose,
 )
+from lorikeet.kernels.quantized import QuantizedWeight
 
 
 def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
@@ -84,7 +85,7 @@ class ReferenceKernels:
         """Do nothing."""
         return nullcontext()
 
-    def pack(self, weight: Tensor) -> Weight:
+    def pack(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Weight:
         """Return the weight itself."""
         return weight
 
@@ -97,9 +98,10 @@ class ReferenceKernels:
         """Return None: layers run kernel by kernel."""
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
-        """``x @ weightᵀ + bias``, then the LoRA delta."""
-        assert isinstance(weight, Tensor)
-        out = F.linear(x, weight, bias)
+        """``x @ weightᵀ + bias``, then the LoRA delta. A quantised weight is dequantised for each product."""
+        plain = weight.dequantized(x.dtype) if isinstance(weight, QuantizedWeight) else weight
+        assert isinstance(plain, Tensor)
+        out = F.linear(x, plain, bias)
         if delta is not None:
             add = add_lora_einsum if delta.lora.form is KernelForm.EINSUM else add_lora
             add(out, x, delta)

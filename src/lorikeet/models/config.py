@@ -13,6 +13,7 @@ import msgspec
 
 from lorikeet.config import ConfigError, Settings
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
+from lorikeet.models.quantization_config import read_quantization
 
 
 class ModelConfigError(ValueError):
@@ -373,9 +374,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     """
     settings = read_json_section(folder / "config.json")
     architecture = _architecture(settings)
-    for key in ("quantization_config", "compression_config"):
-        if settings.get(key) is not None:
-            raise settings.error(key, "quantised checkpoints are not supported")
+    read_quantization(settings)  # raises what is not supported before weights are looked at
     if settings.string("hidden_act", "silu") != "silu":
         raise settings.error("hidden_act", f"{settings.get('hidden_act')!r} is not supported, only 'silu'")
     hidden_size, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")

@@ -71,7 +71,7 @@ def prepare_default_model(cache_dir: Path, progress: Callable[[str, int, int], N
     target = cache_dir / NAME
     if target.is_dir():
         return target
-    gguf = _find_gguf()
+    gguf = find_gguf()
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=f".{NAME}-") as temporary:
         folder = Path(temporary) / NAME
@@ -86,8 +86,12 @@ def prepare_default_model(cache_dir: Path, progress: Callable[[str, int, int], N
     return target
 
 
-def _find_gguf() -> Path:
-    """Locate the file without importing the package, whose dependencies are not installed."""
+def find_gguf() -> Path:
+    """Return the default model's file. The package is not imported, since its dependencies are not installed.
+
+    Raises:
+        DefaultModelError: the package is not installed or holds no GGUF file.
+    """
     try:
         distribution = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
@@ -165,15 +169,6 @@ def _fix_files(folder: Path, config: Any) -> None:
         settings["rms_norm_eps"] = 1e-5
         settings.pop("_model_name_or_path", None)
 
-    def change_tokenizer(settings: dict[str, Any]) -> None:
-        # The GGUF file asks for the pre-tokenizer `smollm` (single digits, then GPT-2's pattern); transformers' reader
-        # leaves the digits out.
-        pattern = settings["pre_tokenizer"]
-        settings["pre_tokenizer"] = {
-            "type": "Sequence",
-            "pretokenizers": [{"type": "Digits", "individual_digits": True}, pattern],
-        }
-
     def change_tokenizer_config(settings: dict[str, Any]) -> None:
         settings["model_max_length"] = config.max_position_embeddings
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -181,10 +176,26 @@ def _fix_files(folder: Path, config: Any) -> None:
             settings.pop(key, None)
 
     _edit_json(folder / "config.json", change_config)
-    _edit_json(folder / "tokenizer.json", change_tokenizer)
+    split_digits(folder)
     _edit_json(folder / "tokenizer_config.json", change_tokenizer_config)
     generation = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def split_digits(folder: Path) -> None:
+    """Let the tokenizer of a folder split digits one by one before GPT-2's pattern applies.
+
+    GGUF files ask for that by the pre-tokenizer `smollm`; transformers' reader leaves the digits out.
+    """
+
+    def change_tokenizer(settings: dict[str, Any]) -> None:
+        pattern = settings["pre_tokenizer"]
+        settings["pre_tokenizer"] = {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, pattern],
+        }
+
+    _edit_json(folder / "tokenizer.json", change_tokenizer)
 
 
 def _edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:

@@ -1,4 +1,4 @@
-"""Loads model weights from safetensors files into the tensors of one rank, or fills them with random values.
+"""Loads model weights into the tensors of one rank, or fills them with random values.
 
 ``WeightLayout`` maps every checkpoint tensor to the part of the rank's tensors that it fills.
 """
@@ -6,16 +6,24 @@
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lorikeet.core.geometry import PRODUCTS
 from lorikeet.core.messages import LOADING_WEIGHTS
-from lorikeet.kernels.base import LayerWeights
+from lorikeet.core.sizes import format_size
+from lorikeet.kernels.base import LayerWeights, Weight
+from lorikeet.kernels.quantized import GROUP, QuantizedWeight, QuantizedWeightError, quantize, stacked
 from lorikeet.models.config import ROW_PARALLEL, ModelConfig, read_json_section
+from lorikeet.models.gguf import GGUF_FILE, GgufFile, read_gguf, transformers_names
+from lorikeet.models.gguf_weights import decode_gguf
+from lorikeet.models.quantization_config import ALIASES, GGUF, ON_LOAD, QUANTIZATIONS, read_quantization
+from lorikeet.models.quantized_formats import Decoded, StoredWeight, stored_weights
 from lorikeet.models.weights import DecoderWeights
 
 _WHOLE = slice(None)
@@ -45,6 +53,25 @@ class WeightTarget(NamedTuple):
     part: tuple[slice, ...]
 
 
+@dataclass
+class LinearWeight:
+    """A linear weight of one rank, which one or more checkpoint tensors fill.
+
+    Attributes:
+        tensor: in the model's dtype.
+        splits_inputs: whether other ranks hold other inputs.
+        waiting: names of the checkpoint tensors that are not there yet.
+        parts: those that are quantised, by name.
+        weight: the weight, when all parts are there.
+    """
+
+    tensor: Tensor
+    splits_inputs: bool = False
+    waiting: list[str] = field(default_factory=list)
+    parts: dict[str, QuantizedWeight] = field(default_factory=dict)
+    weight: Weight | None = None
+
+
 class WeightLayout:
     """Uninitialised weights of one rank, and the destination of every checkpoint tensor.
 
@@ -56,6 +83,8 @@ class WeightLayout:
     Attributes:
         weights: the weights, to be filled through ``targets``.
         targets: destinations by name in the checkpoint.
+        linears: linear weights by the names of the tensors that fill them. That of the output layer is there by its own
+            name or, if it is tied, by that of the embedding.
         copies: by name, checkpoint tensors that are not loaded but must equal another one, with the other's name.
 
     Raises:
@@ -72,8 +101,13 @@ class WeightLayout:
         self._device = device
         self._shapes = config.module_shapes()
         self.targets: dict[str, WeightTarget] = {}
+        self.linears: dict[str, LinearWeight] = {}
+        self._products: list[dict[str, LinearWeight]] = []
         config.check_divides(tensor_parallel)
         self.weights = self._decoder()
+        head = _EMBEDDING if config.tie_word_embeddings else _LM_HEAD
+        self._head = LinearWeight(self.targets[head].view, waiting=[head])
+        self.linears[head] = self._head
         self.copies = {_LM_HEAD: _EMBEDDING} if config.tie_word_embeddings else {}
 
     def is_ignored(self, name: str) -> bool:
@@ -91,6 +125,7 @@ class WeightLayout:
 
     def _layer(self, prefix: str) -> LayerWeights:
         config = self._config
+        self._products.append({})
         qkv, qkv_bias = self._fused(prefix, ("q", "k", "v"), biased=config.qkv_bias)
         o, o_bias = self._fused(prefix, ("o",), biased=config.o_bias)
         gate_up, gate_up_bias = self._fused(prefix, ("gate", "up"), biased=config.mlp_bias)
@@ -126,6 +161,8 @@ class WeightLayout:
         columns = shards[0].inputs.stop - shards[0].inputs.start
         weight = self._empty(sum(rows), columns)
         bias = self._empty(sum(rows)) if biased else None
+        linear = LinearWeight(weight, columns < self._shapes[modules[0]].in_features)
+        self._products[-1][next(name for name, fused in PRODUCTS.items() if fused == modules)] = linear
         holds_bias = self._rank == 0 or not ROW_PARALLEL.intersection(modules)
         for index, (module, shard) in enumerate(zip(modules, shards, strict=True)):
             place = slice(sum(rows[:index]), sum(rows[: index + 1]))
@@ -133,9 +170,78 @@ class WeightLayout:
             path = prefix + _PATHS[module]
             full = (shape.out_features, shape.in_features)
             self.targets[f"{path}.weight"] = WeightTarget(weight[place], full, (shard.outputs, shard.inputs))
+            self.linears[f"{path}.weight"] = linear
+            linear.waiting.append(f"{path}.weight")
             if bias is not None:
                 self.targets[f"{path}.bias"] = WeightTarget(bias[place], (shape.out_features,), (shard.outputs,))
         return weight, bias if holds_bias else None
+
+    def put(self, name: str, value: Decoded, bits: int = 0) -> None:
+        """Fill a target with the rank's part of a checkpoint tensor, and quantise the linear weight that it completes.
+
+        Args:
+            name: of the target.
+            value: the part.
+            bits: of weights that are quantised now; 0 leaves them as they are.
+
+        Raises:
+            WeightError: groups of inputs do not divide among the ranks.
+        """
+        linear, view = self.linears.get(name), self.targets[name].view
+        if isinstance(value, QuantizedWeight) and linear is not None:
+            linear.parts[name] = value
+            if name == _EMBEDDING:
+                view.copy_(value.dequantized(view.dtype))
+        else:
+            view.copy_(value.dequantized(view.dtype) if isinstance(value, QuantizedWeight) else value)
+        if linear is not None:
+            linear.waiting.remove(name)
+            if not linear.waiting:
+                self._complete(linear, name, _HEAD_BITS if bits and linear is self._head else bits)
+
+    def _complete(self, linear: LinearWeight, name: str, bits: int) -> None:
+        names = [each for each, owner in self.linears.items() if owner is linear]
+        if all(each in linear.parts for each in names):
+            linear.weight = stacked([linear.parts[each] for each in names])
+        else:
+            for each, part in linear.parts.items():
+                self.targets[each].view.copy_(part.dequantized(self._dtype))
+            if bits and linear.splits_inputs and linear.tensor.shape[1] % GROUP:
+                raise WeightError(
+                    f"{name}: weights are quantised in groups of {GROUP} inputs, and a rank has "
+                    f"{linear.tensor.shape[1]}: they cannot be split over {self._ranks} tensor-parallel ranks"
+                )
+            linear.weight = quantize(linear.tensor, bits) if bits else linear.tensor
+        linear.parts.clear()
+        if linear.weight is not linear.tensor and linear.tensor is not self.weights.embedding:
+            linear.tensor.untyped_storage().resize_(0)
+
+    def finished(self, device: torch.device) -> DecoderWeights:
+        """Return the weights on a device, when every target has been filled."""
+        layers = []
+        for layer, products in zip(self.weights.layers, self._products, strict=True):
+            there: dict[str, Any] = {name: _on(linear.weight, device) for name, linear in products.items()}
+            for name, tensor in vars(layer).items():
+                if name not in there:
+                    there[name] = None if tensor is None else tensor.to(device)
+            layers.append(LayerWeights(**there))
+        embedding = self.weights.embedding.to(device)
+        tied = self._head.weight is self.weights.embedding
+        return DecoderWeights(
+            embedding,
+            tuple(layers),
+            self.weights.final_norm.to(device),
+            embedding if tied else _on(self._head.weight, device),
+        )
+
+
+def _on(weight: Weight | None, device: torch.device) -> Weight:
+    assert isinstance(weight, Tensor | QuantizedWeight)
+    return weight.to(device)
+
+
+_HEAD_BITS = 8
+"""Of the output layer, if weights are quantised when they are loaded."""
 
 
 Progress = Callable[[str, int, int], None]
@@ -145,6 +251,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _FLOATS = ("BF16", "F16", "F32")
+_CODES = ("I8", "U8", "I32", "I64", "F8_E4M3", *_FLOATS)
 _DUMMY_STD = 0.02
 
 
@@ -161,57 +268,238 @@ def load_weights(
     rank: int = 0,
     tensor_parallel: int = 1,
     load_format: str = "auto",
+    quantization: str = "auto",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> DecoderWeights:
-    """Load the weights of one rank. Of split tensors only the rank's slice is read.
+    """Load the weights of one rank. Of split tensors that are not quantised only the rank's slice is read.
 
     Args:
-        folder: a checkpoint with ``model.safetensors``, or with an index and shards. Not read for ``dummy``.
+        folder: a checkpoint with ``model.gguf`` or ``model.safetensors``, or with an index and shards. Not read for
+            ``dummy``.
         config: configuration of the checkpoint.
         dtype: dtype of the loaded weights.
         device: device of the loaded weights.
         rank, tensor_parallel: which share of the model.
-        load_format: ``auto`` for safetensors, ``dummy`` for small random weights of the right shapes.
+        load_format: ``auto`` for safetensors and GGUF, ``dummy`` for small random weights of the right shapes.
+        quantization: ``auto`` keeps linear weights as they are stored, ``none`` dequantises all of them, ``int8`` and
+            ``int4`` quantise them. The names of methods are like ``auto``, if the checkpoint is quantised so.
         seed: seed of dummy weights; on one kind of device all ranks get shares of the same model.
         progress: called with (stage, tensors done, total tensors).
 
     Raises:
         WeightError: a tensor is missing, unknown, or of a wrong shape or dtype; a file is broken; there are only
-            pickle files; or ``load_format`` is unknown.
-        ModelConfigError: the model does not split over the ranks.
+            pickle files; ``load_format`` or ``quantization`` is unknown, or does not fit the checkpoint; or quantised
+            weights cannot be split over the ranks.
+        ModelConfigError: the model does not split over the ranks, or is quantised in a way that is not supported.
     """
-    layout = WeightLayout(config, dtype, torch.device(device), rank, tensor_parallel)
-    report = progress or (lambda stage, done, total: None)
-    if load_format == "dummy":
-        _fill_randomly(layout, seed, report)
-    elif load_format == "auto":
-        _fill_from_files(folder, layout, report)
-    else:
+    quantization = ALIASES.get(quantization, quantization)
+    if quantization not in QUANTIZATIONS:
+        raise WeightError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+    if load_format not in ("auto", "dummy"):
         raise WeightError(f"load format {load_format!r} is not one of auto, dummy")
-    return layout.weights
+    checkpoint = _open(folder) if load_format == "auto" else None
+    method, bits = checkpoint.method if checkpoint else "", ON_LOAD.get(quantization, 0)
+    if bits and method:
+        raise WeightError(f"{folder}: is quantised already ({method}), so it cannot be served as {quantization}")
+    if not bits and quantization not in ("auto", "none", method):
+        raise WeightError(f"{folder}: is {f'quantised by {method}' if method else 'not quantised'}, not {quantization}")
+    # Quantised weights are put together on the host: a device may not have room for those in 16 bits.
+    place = torch.device("cpu" if bits or method else device)
+    layout = WeightLayout(config, dtype, place, rank, tensor_parallel)
+    report = progress or (lambda stage, done, total: None)
+    if checkpoint is None:
+        _fill_randomly(layout, seed, report, bits)
+        kinds = Kinds()
+    else:
+        kinds = _fill_from(checkpoint, layout, report, bits, packs=quantization != "none")
+    weights = layout.finished(torch.device(device))
+    return replace(weights, stored=_in_words(weights, kinds, bits))
 
 
-def _fill_from_files(folder: Path, layout: WeightLayout, progress: Progress) -> None:
-    where = _locate_tensors(folder)
-    found = {name for name in where if not layout.is_ignored(name)}
+@dataclass
+class Kinds:
+    """How the linear weights of a checkpoint are stored, by the names of the log: packed ones and dequantised ones."""
+
+    packed: set[str] = field(default_factory=set)
+    dequantised: set[str] = field(default_factory=set)
+
+
+def _in_words(weights: DecoderWeights, kinds: Kinds, bits: int) -> str:
+    """Return in what form weights are, for the log and for `/health`."""
+    dtype = weights.embedding.dtype
+    name = str(dtype).removeprefix("torch.")
+    found = [getattr(layer, product) for layer in weights.layers for product in PRODUCTS]
+    linear = [*found, *(() if weights.lm_head is weights.embedding else (weights.lm_head,))]
+    forms = [f"int{bits} in groups of {GROUP}, output layer int{_HEAD_BITS}, quantised from {name}"] if bits else []
+    if kinds.packed:
+        forms.append(", ".join(sorted(kinds.packed)))
+    if kinds.dequantised:
+        forms.append(f"{', '.join(sorted(kinds.dequantised))} dequantised to {name}")
+    text = "; ".join(forms) or name
+    if bits or kinds.packed:
+        wide_bytes = sum(weight.shape.numel() for weight in linear) * dtype.itemsize
+        text += f": {format_size(sum(weight.nbytes for weight in linear))} of {format_size(wide_bytes)}"
+    return text
+
+
+class Checkpoint(Protocol):
+    """The weights of a model in files."""
+
+    method: str
+    """How it is quantised; empty if it is not."""
+
+    def names(self, layout: WeightLayout) -> set[str]:
+        """Return the names of its weights, as of ``WeightLayout.targets``, and those that it has beside them."""
+        ...
+
+    def read(self, names: set[str], layout: WeightLayout, kinds: Kinds) -> Iterator[tuple[str, Decoded]]:
+        """Yield this rank's part of each of these weights, and add how it is stored to ``kinds``."""
+        ...
+
+    def check_copies(self, layout: WeightLayout) -> None:
+        """Check that tensors which are not read equal those to which they are tied."""
+        ...
+
+
+def _open(folder: Path) -> Checkpoint:
+    if (folder / GGUF_FILE).is_file():
+        return _GgufCheckpoint(read_gguf(folder / GGUF_FILE))
+    return _SafetensorsCheckpoint(folder)
+
+
+def _fill_from(checkpoint: Checkpoint, layout: WeightLayout, progress: Progress, bits: int, *, packs: bool) -> Kinds:
+    """Fill all targets; unless ``packs``, dequantise what is quantised."""
+    kinds, found = Kinds(), checkpoint.names(layout)
     if missing := sorted(layout.targets.keys() - found):
-        raise WeightError(f"{folder}: {_some(missing)} missing")
+        raise WeightError(f"{checkpoint}: {_some(missing)} missing")
     if unknown := sorted(found - layout.targets.keys()):
-        raise WeightError(f"{folder}: {_some(unknown)} not part of the model that config.json describes")
-    done, total = 0, len(found)
-    by_file: dict[Path, list[str]] = {}
-    for name in sorted(found):
-        by_file.setdefault(where[name], []).append(name)
-    for file, names in by_file.items():
-        progress(LOADING_WEIGHTS, done, total)
-        for name, tensor in _read(file, {name: layout.targets[name] for name in names}):
-            layout.targets[name].view.copy_(tensor)
-            done += 1
-            progress(LOADING_WEIGHTS, done, total)
-    for name, other in layout.copies.items():
-        if name in where:
-            _check_equal(where[name], name, other, layout.targets[other])
+        raise WeightError(f"{checkpoint}: {_some(unknown)} not part of the model that config.json describes")
+    progress(LOADING_WEIGHTS, 0, len(found))
+    for done, (name, value) in enumerate(checkpoint.read(found, layout, kinds)):
+        kept = value if packs or isinstance(value, Tensor) else value.dequantized(torch.float32)
+        layout.put(name, kept, bits)
+        progress(LOADING_WEIGHTS, done + 1, len(found))
+    checkpoint.check_copies(layout)
+    return kinds if packs else Kinds(dequantised=kinds.packed | kinds.dequantised)
+
+
+def _cut(value: Decoded, target: WeightTarget) -> Decoded:
+    """Return the rank's part of a whole tensor."""
+    if isinstance(value, Tensor):
+        return value[target.part]
+    outputs, inputs = target.part
+    part = value if outputs == _WHOLE else value.rows(outputs)
+    return part if inputs == _WHOLE else part.columns(inputs.start, inputs.stop)
+
+
+class _GgufCheckpoint:
+    """A GGUF file."""
+
+    method = GGUF
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self._names = transformers_names(file)
+
+    def __str__(self) -> str:
+        return str(self._file.path)
+
+    def names(self, layout: WeightLayout) -> set[str]:
+        return {name for name in self._names if not layout.is_ignored(name)}
+
+    def read(self, names: set[str], layout: WeightLayout, kinds: Kinds) -> Iterator[tuple[str, Decoded]]:
+        for name in sorted(names, key=lambda name: self._file.tensors[self._names[name]].start):
+            stored, target = self._names[name], layout.targets[name]
+            tensor = self._file.tensors[stored]
+            if tensor.shape != target.shape:
+                raise WeightError(f"{self}: {stored} has shape {list(tensor.shape)}, not {list(target.shape)}")
+            try:
+                value = decode_gguf(self._file, stored)
+            except (QuantizedWeightError, OSError) as error:
+                raise WeightError(f"{self}: {stored}: {error}") from error
+            if name in layout.linears:
+                kind = kinds.packed if isinstance(value, QuantizedWeight) else kinds.dequantised
+                kind.add(f"GGUF {tensor.type.name}")
+            yield name, _cut(value, target)
+
+    def check_copies(self, layout: WeightLayout) -> None:
+        """Do nothing: a file with an output layer of its own does not tie it."""
+
+
+class _SafetensorsCheckpoint:
+    """A folder with safetensors, quantised or not."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._where = _locate_tensors(folder)
+        config = read_quantization(read_json_section(folder / "config.json"))
+        self.method = config.method if config else ""
+        self._ways = stored_weights(config) if config else ()
+        self._stored: dict[str, tuple[StoredWeight, dict[str, str]]] = {}
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    def names(self, layout: WeightLayout) -> set[str]:
+        found = {name for name in self._where if not layout.is_ignored(name)}
+        for name in layout.linears:
+            module = name.removesuffix(".weight")
+            for way in self._ways:
+                if tensors := way.tensors(module, found):
+                    if missing := sorted(set(tensors.values()) - found):
+                        raise WeightError(f"{self}: {_some(missing)} missing")
+                    self._stored[name] = way, tensors
+                    found -= {*tensors.values(), *(module + end for end in way.unused)}
+                    found.add(name)
+                    break
+        if self._stored:
+            found -= {name for name in found - layout.targets.keys() if self._is_zero_bias(name)}
+        return found
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Whether this is a bias that only the format has (GPTQ), where the model has none."""
+        if f"{name.removesuffix('.bias')}.weight" not in self._stored:
+            return False
+        with safe_open(self._where[name], framework="pt") as tensors:
+            return not bool(tensors.get_tensor(name).any())
+
+    def read(self, names: set[str], layout: WeightLayout, kinds: Kinds) -> Iterator[tuple[str, Decoded]]:
+        by_file: dict[Path, list[str]] = {}
+        for name in sorted(names - self._stored.keys()):
+            by_file.setdefault(self._where[name], []).append(name)
+        for file, plain in by_file.items():
+            yield from _read(file, {name: layout.targets[name] for name in plain})
+        for name in sorted(names & self._stored.keys()):
+            (way, tensors), target = self._stored[name], layout.targets[name]
+            outputs, inputs = target.shape
+            try:
+                value = way.decode({end: self._whole(each) for end, each in tensors.items()}, (outputs, inputs))
+            except (QuantizedWeightError, RuntimeError, KeyError, IndexError) as error:
+                raise WeightError(f"{self}: {name}: is no {way.label} weight: {error}") from error
+            if tuple(value.shape) != target.shape:
+                raise WeightError(f"{self}: {name} has shape {list(value.shape)}, not {list(target.shape)}")
+            (kinds.packed if isinstance(value, QuantizedWeight) else kinds.dequantised).add(way.label)
+            try:
+                yield name, _cut(value, target)
+            except QuantizedWeightError as error:
+                raise WeightError(f"{self}: {name}: {error}") from error
+
+    def _whole(self, name: str) -> Tensor:
+        file = self._where[name]
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                kind = tensors.get_slice(name).get_dtype()
+                if kind not in _CODES:
+                    raise WeightError(f"{file}: {name} has dtype {kind}, not one of {', '.join(_CODES)}")
+                return tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise WeightError(f"{file}: cannot be read: {error}") from error
+
+    def check_copies(self, layout: WeightLayout) -> None:
+        for name, other in layout.copies.items():
+            if name in self._where:
+                _check_equal(self._where[name], name, other, layout.targets[other])
 
 
 def _check_equal(file: Path, name: str, other: str, target: WeightTarget) -> None:
@@ -266,15 +554,16 @@ def _read(file: Path, targets: dict[str, WeightTarget]) -> Iterator[tuple[str, T
         raise WeightError(f"{file}: cannot be read: {error}") from error
 
 
-def _fill_randomly(layout: WeightLayout, seed: int, progress: Progress) -> None:
+def _fill_randomly(layout: WeightLayout, seed: int, progress: Progress, bits: int) -> None:
     for done, (name, target) in enumerate(layout.targets.items()):
+        place = target.view.device
         if name.endswith("norm.weight"):
-            target.view.fill_(1.0)
+            layout.put(name, torch.ones(target.shape, device=place))
         else:
             # One generator per tensor, and the whole tensor before slicing, so every number of ranks gives one model.
-            place = target.view.device
             generator = torch.Generator(place).manual_seed(zlib.crc32(name.encode(), seed))
-            target.view.copy_(torch.randn(target.shape, generator=generator, device=place)[target.part] * _DUMMY_STD)
+            whole = torch.randn(target.shape, generator=generator, device=place)
+            layout.put(name, whole[target.part] * _DUMMY_STD, bits)
         progress("making random weights", done + 1, len(layout.targets))
 
 

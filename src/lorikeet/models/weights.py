@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.kernels.base import Kernels, LayerWeights, LoraTarget, LoraTargets, Weight
+from lorikeet.kernels.quantized import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -16,13 +18,22 @@ class DecoderWeights:
         embedding: ``[vocab, hidden]``, whole on every rank.
         layers: the decoder layers.
         final_norm: ``[hidden]``.
-        lm_head: ``[vocab, hidden]``, whole on every rank; the same tensor as ``embedding`` if they are tied.
+        lm_head: ``[vocab, hidden]``, whole on every rank; the same tensor as ``embedding`` if they are tied and not
+            quantised.
+        stored: in what form linear weights are, in words.
     """
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: Weight
+    stored: str = ""
+
+    @property
+    def are_quantized(self) -> bool:
+        """Whether any linear weight is, before they are packed."""
+        linear = [getattr(layer, product) for layer in self.layers for product in PRODUCTS]
+        return any(isinstance(weight, QuantizedWeight) for weight in (*linear, self.lm_head))
 
 
 def lora_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
@@ -40,28 +51,30 @@ def lora_targets(geometry: ModelGeometry) -> dict[str, LoraTargets]:
 def pack_weights(weights: DecoderWeights, kernels: Kernels, *, keep_plain: bool = False) -> DecoderWeights:
     """Return ``weights`` in the layout of the kernels.
 
-    Unless ``keep_plain``, each plain tensor is freed as soon as it is packed, so that never all weights exist twice. A
+    Unless ``keep_plain``, each tensor is freed as soon as it is packed, so that never all weights exist twice. A
     backend that needs no packing returns the same tensors.
     """
+    dtype = weights.embedding.dtype
     layers = tuple(
         replace(
             layer,
-            qkv=_pack(layer.qkv, kernels, keep=keep_plain),
-            o=_pack(layer.o, kernels, keep=keep_plain),
-            gate_up=_pack(layer.gate_up, kernels, keep=keep_plain),
-            down=_pack(layer.down, kernels, keep=keep_plain),
+            qkv=_pack(layer.qkv, kernels, dtype, keep=keep_plain),
+            o=_pack(layer.o, kernels, dtype, keep=keep_plain),
+            gate_up=_pack(layer.gate_up, kernels, dtype, keep=keep_plain),
+            down=_pack(layer.down, kernels, dtype, keep=keep_plain),
         )
         for layer in weights.layers
     )
     # A tied embedding is kept plain as well, since its rows are looked up.
     tied = weights.lm_head is weights.embedding
-    lm_head = _pack(weights.lm_head, kernels, keep=keep_plain or tied)
+    lm_head = _pack(weights.lm_head, kernels, dtype, keep=keep_plain or tied)
     return replace(weights, layers=layers, lm_head=lm_head)
 
 
-def _pack(weight: Weight, kernels: Kernels, *, keep: bool) -> Weight:
-    assert isinstance(weight, Tensor)
-    packed = kernels.pack(weight)
+def _pack(weight: Weight, kernels: Kernels, dtype: torch.dtype, *, keep: bool) -> Weight:
+    assert isinstance(weight, Tensor | QuantizedWeight)
+    packed = kernels.pack(weight, dtype)
     if packed is not weight and not keep:
-        weight.untyped_storage().resize_(0)
+        plain = weight.codes if isinstance(weight, QuantizedWeight) else weight
+        plain.untyped_storage().resize_(0)
     return packed

@@ -37,6 +37,7 @@ class RankModel:
         dtype, device: of weights, KV and adapters.
         geometry: sizes of the rank's share.
         merger: merges adapters into the decoder's weights; None if the preset never merges.
+        weights: in what form the linear weights are, in words.
     """
 
     config: ModelConfig
@@ -46,6 +47,7 @@ class RankModel:
     device: torch.device
     geometry: ModelGeometry
     merger: Merger | None = None
+    weights: str = ""
 
 
 def load_rank(
@@ -54,7 +56,7 @@ def load_rank(
     """Load one rank's share of the model.
 
     Raises:
-        ConfigError: dtype, device or preset is unknown.
+        ConfigError: dtype, device or preset is unknown, or the preset merges adapters into weights that are quantised.
         ModelConfigError: the model is not supported, or does not split over the ranks.
         WeightError: the weights do not fit the config.
     """
@@ -75,21 +77,28 @@ def load_rank(
         rank=group.rank,
         tensor_parallel=group.size,
         load_format=settings.model.load_format,
+        quantization=settings.model.quantization,
         progress=progress,
     )
+    name, preset = resolve_preset(settings.engine.preset)
+    merges = preset.batching_mode in MERGING_MODES
+    if merges and weights.are_quantized:
+        raise ConfigError(
+            f"preset {name}: merges adapters into the weights, and these are quantised ({weights.stored}): choose "
+            "another preset, or set quantization to none for weights in 16 bits"
+        )
     try:
         kernels = choose_kernels(settings.engine.kernels, dtype, device)
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from error
-    _, preset = resolve_preset(settings.engine.preset)
-    merges = preset.batching_mode in MERGING_MODES
     packed = pack_weights(weights, kernels, keep_plain=merges)
     geometry = config.geometry(dtype.itemsize, group.size)
     merger = None
     if merges:
         place = _pristine_device(weights, device, preset.merge_by)
         merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
-    return RankModel(config, Decoder(config, packed, kernels, group), kernels, dtype, device, geometry, merger)
+    decoder = Decoder(config, packed, kernels, group)
+    return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored)
 
 
 def rank_device(settings: Settings, rank: int) -> torch.device:

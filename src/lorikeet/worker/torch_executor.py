@@ -471,6 +471,7 @@ def build_torch_executor(
         max_model_len=longest_tokens,
         max_adapter_blocks=blocks - -(-longest_tokens // engine.block_size),
         kernels=model.kernels.name,
+        weights=model.weights,
         assist=assist,
         async_scheduling=graphs is not None,
     )

@@ -24,6 +24,8 @@ from lorikeet.kernels.base import (
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
+from lorikeet.kernels.gpu.quantized import quantized_linear
+from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.kernels.reference import add_lora_einsum
 
 _MOST_PARTS = 8
@@ -71,8 +73,9 @@ _FILTERED, _FILTER_WARPS = 8192, 16
 
 
 class TritonKernels:
-    """The Triton backend; products of the base model run in torch. ``kernels.base.Kernels`` documents the methods.
+    """The Triton backend; products with weights that are not quantised run in torch.
 
+    ``kernels.base.Kernels`` documents the methods.
     No method waits for the device, except LoRA by einsum.
 
     Attributes:
@@ -87,7 +90,7 @@ class TritonKernels:
         """Do nothing."""
         return nullcontext()
 
-    def pack(self, weight: Tensor) -> Weight:
+    def pack(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Weight:
         """Return the weight itself."""
         return weight
 
@@ -101,8 +104,11 @@ class TritonKernels:
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, delta: LoraDelta | None = None) -> Tensor:
         """``x @ weightᵀ + bias``, then the LoRA delta."""
-        assert isinstance(weight, Tensor)
-        out = F.linear(x, weight, bias)
+        if isinstance(weight, QuantizedWeight):
+            out = quantized_linear(x, weight, bias)
+        else:
+            assert isinstance(weight, Tensor)
+            out = F.linear(x, weight, bias)
         if delta is not None:
             add = add_lora_einsum if delta.lora.form is KernelForm.EINSUM else _add_lora
             add(out, x, delta)
