@@ -59,7 +59,7 @@ def reference(name: str, folder: Path, geometry: ModelGeometry, dtype: str = "")
     found = describe(folder, DescribeOptions(geometry, dtype, read_weights=True))
     if found.shards:
         raise AdapterError(f"{folder} holds a sharded adapter; only a store can hold it")
-    ranks = found.ranks(geometry.layers)
+    ranks = found.ranks(geometry)
     return AdapterRef(AdapterName(name), AdapterDigest(found.digest), str(folder), ranks, found.weight_bytes)
 
 
@@ -83,6 +83,7 @@ class AdapterStore:
         self._checks = DescribeOptions(
             geometry, dtype, settings.max_rank, settings.max_bytes, read_weights=True, merge=True, read_chat=True
         )
+        self._names = DescribeOptions(geometry)
         for folder in (self._versions, self._incoming):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = (root / "lock").open("a")
@@ -167,7 +168,7 @@ class AdapterStore:
             with _writing():
                 for name in CHAT_FILES:  # what they say belongs to a name, a stored version to its weights
                     (folder / name).unlink(missing_ok=True)
-            yield StagedVersion(folder, found, found.ranks(self._geometry.layers))
+            yield StagedVersion(folder, found, found.ranks(self._geometry))
 
     def publish(self, staged: StagedVersion) -> Path:
         """Move a staged version into the store; an unchanged copy that is already there is kept.
@@ -190,7 +191,7 @@ class AdapterStore:
         found = staged.description
         ref = AdapterRef(AdapterName(""), staged.digest, str(place), staged.ranks, found.weight_bytes)
         try:
-            return check_unchanged(ref) == describe(place).modules == found.modules
+            return check_unchanged(ref) == describe(place, self._names).modules == found.modules
         except AdapterError:
             return False
 

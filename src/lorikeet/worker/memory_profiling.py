@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lorikeet.config import ConfigError, EngineSettings, Settings
 from lorikeet.core.executor import ExecutorError
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.machine import free_memory_bytes
 from lorikeet.core.plan import KernelForm, SequenceStart
@@ -186,7 +186,7 @@ def _sequences(
     """Return an arena, sequences to prefill with blocks in it, and their adapters, which share their blocks."""
     geometry = model.geometry
     elements = geometry.block_elements(engine.block_size)
-    packing = pack(dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers), geometry, elements)
+    packing = pack(geometry.full_ranks(rank), geometry, elements)
     blocks = [-(-tokens // engine.block_size) for tokens in lengths]
     arena = torch.zeros(packing.blocks + sum(blocks), elements, dtype=model.dtype, device=model.device)
     rows, first = [], packing.blocks
@@ -301,8 +301,7 @@ def measured_step_bytes(settings: Settings, model: RankModel, longest_tokens: in
 def _adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> int:
     if not settings.adapters.enabled:
         return 0
-    ranks = dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers)
     try:
-        return pack(ranks, geometry, geometry.block_elements(settings.engine.block_size)).blocks
+        return pack(geometry.full_ranks(rank), geometry, geometry.block_elements(settings.engine.block_size)).blocks
     except ValueError as error:
         raise ConfigError(f"block_size: {error}; make blocks larger, or disable adapters") from error
