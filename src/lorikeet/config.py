@@ -26,7 +26,8 @@ class ConfigError(ValueError):
 
 DEVICES = ("cpu", "cuda")
 KERNELS = ("auto", "native", "triton", "reference")
-"""Values of ``engine.device`` and ``engine.kernels``."""
+MODEL_IMPLS = ("auto", "lorikeet", "transformers")
+"""Values of ``engine.device``, ``engine.kernels`` and ``model.model_impl``."""
 
 
 class ExecutorKind(StrEnum):
@@ -76,6 +77,8 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         served_names: names that clients may use; the first is reported. Empty: derived from ``model``.
         dtype: ``auto`` (the checkpoint's), ``bfloat16``, ``float16`` or ``float32``.
         load_format: ``auto`` (safetensors) or ``dummy`` (random weights of the right shapes).
+        model_impl: what computes the model: ``lorikeet`` (the own decoder), ``transformers`` (the modules of that library,
+            over Lorikeet's cache and adapters), or ``auto``: the own decoder where it supports the model.
         max_model_len: most tokens of a sequence, prompt and output; 0 for the model's own limit.
         chat_template: file with a Jinja template that replaces the tokenizer's.
         tool_call_parser: how the model writes tool calls (``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``,
@@ -89,6 +92,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_names: tuple[str, ...] = ()
     dtype: str = "auto"
     load_format: str = "auto"
+    model_impl: str = "auto"
     max_model_len: Count = 0
     chat_template: str = ""
     tool_call_parser: str = ""

@@ -94,6 +94,24 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
+class BaseInfo(msgspec.Struct, frozen=True):
+    """The base model, as an engine has loaded it.
+
+    Attributes:
+        architecture: class in its config.
+        implementation: what computes it, as ``/health`` and the log say.
+        vocab_size: number of logits.
+        eos_token_ids: end-of-sequence tokens; empty if the checkpoint has none.
+        dtype: of weights, KV and adapters.
+    """
+
+    architecture: str
+    implementation: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The engine is ready to serve.
 
@@ -108,6 +126,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
         kernels: name of the kernel backend.
         boot_id: boot id of its machine, which identifies its clock.
         notes: lines for the start-up log.
+        base: the model; None in tests without one.
+        local_geometry: sizes of one rank's share, with which adapters are packed; None: the whole model's.
     """
 
     version: str
@@ -121,6 +141,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     boot_id: str
     at_s: float
     notes: tuple[str, ...] = ()
+    base: BaseInfo | None = None
+    local_geometry: ModelGeometry | None = None
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

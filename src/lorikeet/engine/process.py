@@ -276,6 +276,8 @@ def _engine_ready(replica: Replica) -> EngineReady:
         boot_id=boot_id(),
         at_s=time.monotonic(),
         notes=replica.notes,
+        base=sizes.base,
+        local_geometry=sizes.local_geometry,
     )
 
 

@@ -35,7 +35,8 @@ class UnsupportedAttention(Exception):
     """A model asks for attention that is not supported; the message says what."""
 
 
-class Mask(NamedTuple):
+@dataclass(frozen=True)
+class Mask:
     """A mask that the model would use, as a function of (batch, head, query position, key position)."""
 
     allows: Callable[[Any, Any, Any, Any], Any]
@@ -127,7 +128,7 @@ class Probe:
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
-        self._keys: list[Tensor] = []  # kept, so that equal addresses mean the same keys
+        self._stored: list[tuple[Tensor, Tensor]] = []  # kept, so that equal addresses mean the same keys
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
@@ -146,11 +147,12 @@ class Probe:
         if q.shape[1] % k.shape[1]:
             raise UnsupportedAttention(f"its {q.shape[1]} heads do not divide into groups of {k.shape[1]}")
         shape = KvShape(k.shape[1], k.shape[3], v.shape[3])
-        kv = next((i for i, other in enumerate(self._keys) if other is k or _is_same(other, k)), None)
+        shared = (i for i, (key, value) in enumerate(self._stored) if _is_same(key, k) and _is_same(value, v))
+        kv = next(shared, None)
         stores = kv is None
         if kv is None:
-            kv = len(self._keys)
-            self._keys.append(k)
+            kv = len(self._stored)
+            self._stored.append((k, v))
         self.calls.append(AttentionCall(module, q.shape[1], kv, stores, shape, scale, softcap, sinks, mask))
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

@@ -169,11 +169,17 @@ class _Found(NamedTuple):
 
 
 class _Hidden(nn.Module):
-    """Stands for the part of a model below its output layer: returns hidden states that were computed before."""
+    """Stands for the part of a model below its output layer: returns hidden states that were computed before.
 
-    def __init__(self) -> None:
+    Args:
+        inner: names of the parts that lead to the decoder, below this one.
+    """
+
+    def __init__(self, inner: Sequence[str]) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
+        for name in inner:  # it stands for each part of the name of the decoder
+            object.__setattr__(self, name, self)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Return them as the output of a decoder."""
@@ -215,7 +221,7 @@ class TransformersDecoder:
     def __init__(self, model: PreTrainedModel, kernels: Kernels, longest_tokens: int) -> None:
         register()
         self._model, self._kernels = model, kernels
-        self._decoder: nn.Module = model.get_decoder()
+        self._decoder = decoder_of(model)
         parameter = next(self._decoder.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         ids = torch.arange(_PROBE_TOKENS, device=self._device) * 37 % (model.get_input_embeddings().num_embeddings - 1) + 1
@@ -313,7 +319,12 @@ class TransformersDecoder:
                 if isinstance(module, nn.ModuleList):
                     for inner, child in module.named_children():
                         hooks.callback(child.register_forward_hook(see_layer(f"{name}.{inner}")).remove)
-            self._run(ids, torch.arange(len(ids), device=ids.device))
+            try:
+                self._run(ids, torch.arange(len(ids), device=ids.device))
+            except UnsupportedAttention:
+                raise
+            except Exception as error:  # of modules that expect what we do not give them, such as masks
+                raise UnsupportedAttention(f"its modules do not run over our attention: {error}") from error
         self._model.set_attn_implementation(STEP)
         self._check_layers(probe.calls, ran)
         return _Found(probe.calls, rows)
@@ -387,8 +398,10 @@ class TransformersDecoder:
                 empty = torch.full((1,), torch.nan, dtype=output.weight.dtype, device=output.weight.device)
                 output.weight = nn.Parameter(empty.expand(output.weight.shape), requires_grad=False)
             output.forward = OutputLayer(packed, self._kernels)
-        self._below = _Hidden()
-        setattr(self._model, self._model.base_model_prefix, self._below)
+        name = next(name for name, module in self._model.named_modules() if module is self._decoder)
+        top, *inner = name.split(".")
+        self._below = _Hidden(inner)
+        setattr(self._model, top, self._below)
 
     def _check(self, ids: Tensor, expected: Tensor) -> None:
         """Compare with eager attention: the same tokens in two chunks, beside another sequence.
@@ -408,12 +421,24 @@ class TransformersDecoder:
         self._views = None
         differences = ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
         differences += ((beside - expected[:5]).norm(dim=-1) / expected[:5].norm(dim=-1)).tolist()
-        worst = max(differences)
+        worst = self.worst = max(differences)
         if not worst <= _TOLERANCES[self._dtype]:
             raise UnsupportedAttention(
                 f"over a cache its logits differ from transformers' own by {worst:.2g} of their size: it may carry "
                 "state from token to token beside keys and values"
             )
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the decoder of a model with an output layer; of a vision model the language tower."""
+    found = model.base_model if model.base_model is not model else getattr(model, "model", None)
+    if not isinstance(found, nn.Module):
+        raise UnsupportedAttention("its decoder is not found")
+    for name in ("language_model", "text_model", "decoder"):
+        inner = getattr(found, name, None)
+        if isinstance(inner, PreTrainedModel):
+            return inner
+    return found
 
 
 class _Taken(NamedTuple):

@@ -19,7 +19,7 @@ from lorikeet.core.machine import free_memory_bytes
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
 from lorikeet.core.sizes import format_size
-from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, SamplingTensors, kv_view
+from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, SamplingTensors
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HOST_TIMES_DEVICE
 from lorikeet.memory.packing import pack
@@ -113,9 +113,7 @@ def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Seque
     """
     arena, rows, adapters = _sequences(model, engine, rank, lengths)
     batch = build_batch(rows, adapters, engine.block_size, model.device, _form(engine))
-    geometry = model.geometry
-    kv = kv_view(arena, geometry.layers, engine.block_size, geometry.kv_heads, geometry.head_dim)
-    logits = model.decoder.forward(batch, kv)
+    logits = model.decoder.forward(batch, model.decoder.view_kv(arena, engine.block_size))
     model.kernels.choose(logits, _sampling_tensors(len(lengths)).on(model.device))
     return arena.nbytes
 
