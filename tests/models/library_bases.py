@@ -67,9 +67,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": _MIXED * 2,
     },
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3_text": {"layer_types": _MIXED * 2},
     **dict.fromkeys(
@@ -90,8 +91,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 def decoders() -> dict[str, type[PreTrainedModel]]:
     """Return the decoder-only causal models that support the attention interface, by the type of their config."""
     found = {}
-    for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        model = getattr(transformers, names if isinstance(names, str) else names[0])
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        model = model_class(kind)
         parameters = inspect.signature(CONFIG_MAPPING[kind].__init__).parameters
         is_encoder = "is_decoder" in parameters or getattr(CONFIG_MAPPING[kind], "is_decoder", None) is not None
         if model._supports_attention_backend and not is_encoder:
@@ -99,9 +100,16 @@ def decoders() -> dict[str, type[PreTrainedModel]]:
     return found
 
 
+def model_class(kind: str) -> type[PreTrainedModel]:
+    """Return the class of the causal model with a type of config."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    found: type[PreTrainedModel] = getattr(transformers, names if isinstance(names, str) else names[0])
+    return found
+
+
 def small_config(kind: str) -> PreTrainedConfig:
     """Return a tiny config of a type."""
-    config_class = decoders()[kind].config_class or CONFIG_MAPPING[kind]
+    config_class = model_class(kind).config_class or CONFIG_MAPPING[kind]
     kind = config_class.model_type if config_class.model_type in _SPECIAL else kind
     values = {**_small_values(config_class), **_SPECIAL.get(kind, {})}
     if "kv_lora_rank" in values and "num_key_value_heads" in values:
@@ -110,6 +118,7 @@ def small_config(kind: str) -> PreTrainedConfig:
 
 
 def _small_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Return small values of the keys that a type of config has, and of its parts."""
     try:
         defaults = vars(config_class())
     except Exception:
@@ -118,16 +127,16 @@ def _small_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     values |= {
         key: _small_values(type(value)) for key, value in defaults.items() if isinstance(value, PreTrainedConfig)
     }
-    return values
+    return values | _SPECIAL.get(config_class.model_type, {})
 
 
-def make_base(folder: Path, kind: str, model_class: type[PreTrainedModel], **overrides: Any) -> PreTrainedModel:
+def make_base(folder: Path, kind: str, **overrides: Any) -> PreTrainedModel:
     """Save a random fp32 checkpoint, and return transformers' model of it."""
     config = small_config(kind)
     for key, value in overrides.items():
         setattr(config, key, value)
     torch.manual_seed(len(kind))
-    model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = model_class(kind)._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter) * 0.1

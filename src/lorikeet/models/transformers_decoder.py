@@ -221,6 +221,8 @@ class TransformersDecoder:
     def __init__(self, model: PreTrainedModel, kernels: Kernels, longest_tokens: int) -> None:
         register()
         self._model, self._kernels = model, kernels
+        if getattr(model, "_is_stateful", False):
+            raise UnsupportedAttention("it carries state from token to token beside keys and values")
         self._decoder = decoder_of(model)
         parameter = next(self._decoder.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
@@ -461,7 +463,10 @@ def _accepted(decoder: nn.Module) -> Mapping[str, Any]:
     if "position_ids" not in parameters:
         raise UnsupportedAttention("its decoder takes no position ids")
     wanted = {"use_cache": False, "past_key_values": None, "attention_mask": None, "return_dict": True}
-    return {name: value for name, value in wanted.items() if takes_any or name in parameters}
+    accepted: dict[str, Any] = {name: value for name, value in wanted.items() if takes_any or name in parameters}
+    if "logits_to_keep" in parameters:
+        accepted["logits_to_keep"] = slice(None)  # a number would let it drop rows
+    return accepted
 
 
 def _check_batch(ids: Tensor, rows: Sequence[tuple[int, int, list[int]]], block_size: int) -> Batch:

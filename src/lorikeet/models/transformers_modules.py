@@ -12,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from lorikeet.core.geometry import PREFIXES, UNUSED_PARTS, ModuleNames, ModulePath, ModuleShape, split_layer
 from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraTarget, LoraTargets, Weight
 
-_NESTED = re.compile(r"\{\}.*\.\d+(\.|$)")
-"""A path with a number after that of the layer: one of several experts, which see some of the rows only."""
+_EXPERT = re.compile(r"expert.*\.\d+(\.|$)")
+"""A path of one of several experts, which see some of the rows only."""
 
 FUSED: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -88,7 +88,7 @@ def find_modules(linears: list[Linear], prefix: str, layers: int, parts_of_qkv: 
     parts: dict[str, tuple[LoraTarget, ...]] = {}
     spelled: dict[str, tuple[str, ...]] = {}
     for linear in linears:
-        if _NESTED.search(linear.path):
+        if _EXPERT.search(linear.path):
             continue
         outputs, inputs = linear.weight.shape
         targets, column = [], 0
