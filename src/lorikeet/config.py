@@ -204,6 +204,9 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_rank: adapters of a larger rank are refused; 0 for no limit.
         max_bytes: larger weight files are refused.
         source_timeout_s: a URL that is not read completely within this time is given up; 0 for no limit.
+        strict_base: whether an adapter whose config names another base model is refused. Else it is served with a
+            warning if its shapes fit.
+        base_aliases: further names of the base model in configs of adapters, such as that of its 4-bit sibling.
     """
 
     enabled: bool = True
@@ -218,6 +221,8 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_rank: Count = 0
     max_bytes: Positive = 4 * 2**30
     source_timeout_s: Seconds = 600.0
+    strict_base: bool = False
+    base_aliases: tuple[str, ...] = ()
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

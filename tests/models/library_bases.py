@@ -74,10 +74,16 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3_text": {"layer_types": _MIXED * 2},
     **dict.fromkeys(
-        ("gemma4_text", "gemma4_unified_text"), {"num_hidden_layers": 6, "layer_types": _MIXED * 3, "num_kv_shared_layers": 2}
+        ("gemma4_text", "gemma4_unified_text"),
+        {"num_hidden_layers": 6, "layer_types": _MIXED * 3, "num_kv_shared_layers": 2},
     ),
-    "gemma3n_text": {"num_hidden_layers": 6, "layer_types": _MIXED * 3, "num_kv_shared_layers": 2, "intermediate_size": 48,
-                     "activation_sparsity_pattern": [0.0] * 6},
+    "gemma3n_text": {
+        "num_hidden_layers": 6,
+        "layer_types": _MIXED * 3,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 48,
+        "activation_sparsity_pattern": [0.0] * 6,
+    },
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -122,7 +128,7 @@ def _small_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     try:
         defaults = vars(config_class())
     except Exception:
-        defaults = {key: None for key in _SMALL}
+        defaults = dict.fromkeys(_SMALL)
     values = {key: value for key, value in _SMALL.items() if defaults.get(key, "") not in ("", None)}
     values |= {
         key: _small_values(type(value)) for key, value in defaults.items() if isinstance(value, PreTrainedConfig)

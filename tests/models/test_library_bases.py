@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -40,8 +41,10 @@ KINDS = sorted(decoders()) if sampling.runs_all else sorted(SAMPLE)
 
 def make_peft_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
     """Save a random adapter, by default on all linear layers, and return PEFT's model of it."""
-    # Not PEFT's own "all-linear": of a mixture of experts that means their parameters, too.
     targets = [name for name, module in linear_layers(model)]
+    if model.config.model_type in _MODEL_TO_CONVERSION_PATTERN:
+        # PEFT takes these names for those of experts' parameters, LoRA on which is refused.
+        targets = [name for name in targets if name.rpartition(".")[2] not in _OF_EXPERTS]
     given = {"r": 4, "lora_alpha": 8, "target_modules": targets, "init_lora_weights": False, **options}
     torch.manual_seed(5)
     peft = get_peft_model(model, LoraConfig(**given)).eval()
@@ -51,6 +54,9 @@ def make_peft_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> P
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
     peft.save_pretrained(str(folder))
     return peft
+
+
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def linear_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:

@@ -23,8 +23,8 @@ from lorikeet.adapters.description import (
     TensorEntry,
 )
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
 from lorikeet.adapters.module_names import BaseModules
+from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
 from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, LoraConfig, ModuleMatcher, read_config, read_json
 from lorikeet.adapters.tensors import EXPONENTS, MAX_TENSORS, largest_bits, merged, merged_data, read_entries
 from lorikeet.core.geometry import DECODER_NAMES, ModelGeometry
@@ -33,6 +33,7 @@ _CHUNK_BYTES = 2**20
 _MAX_SHARDS = 1000
 _MAX_MISSING = 10
 """Warnings about targets that the base model lacks."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 
 PROJECTIONS = {path.modules[0]: path.path.removeprefix("layers.{}.") for path in DECODER_NAMES.paths[:7]}
@@ -54,6 +55,28 @@ class _Pair(NamedTuple):
     b: TensorEntry
 
 
+class ServedBase(msgspec.Struct, frozen=True):
+    """The base model, to compare with the one that an adapter names.
+
+    Attributes:
+        names: hub ids, names and folders; the first is the one to show.
+        revision: commit of the hub; "" if it is not known.
+        is_strict: whether adapters of another base model are refused.
+    """
+
+    names: tuple[str, ...]
+    revision: str = ""
+    is_strict: bool = False
+
+    def is_called(self, name: str) -> bool:
+        """Return whether a hub id or path may be one of its names: the last part counts, in any case."""
+        return _last_part(name) in {_last_part(own) for own in self.names}
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].lower()
+
+
 class DescribeOptions(msgspec.Struct, frozen=True):
     """What to check besides the files themselves.
 
@@ -67,6 +90,7 @@ class DescribeOptions(msgspec.Struct, frozen=True):
         read_chat: whether to read what the folder says about conversations.
         overrides: what counts instead of that.
         checks_fit: False takes only the names from the geometry.
+        base: the base model; None compares no names.
     """
 
     geometry: ModelGeometry | None = None
@@ -78,6 +102,7 @@ class DescribeOptions(msgspec.Struct, frozen=True):
     read_chat: bool = False
     overrides: ChatOverrides = NO_OVERRIDES
     checks_fit: bool = True
+    base: ServedBase | None = None
 
 
 def describe_folder(
@@ -104,7 +129,9 @@ def describe_folder(
     """
     _check_present(folder)
     on_stage(CONFIG_FILE)
-    config, base_model, warnings = read_config(folder / CONFIG_FILE)
+    config, base_model, revision, warnings = read_config(folder / CONFIG_FILE)
+    if options.base is not None:
+        warnings += _check_base(base_model, revision, options.base)
     chat = AdapterChat()
     if options.read_chat:
         on_stage("the chat template and the tokenizer's settings")
@@ -134,6 +161,28 @@ def describe_folder(
         weights.merge(on_chunk)
         shards = ()
     return AdapterDescription(base_model[:500], modules, weights.size, shards, digest, largest, tuple(warnings), chat)
+
+
+def _check_base(base_model: str, revision: str, base: ServedBase) -> list[str]:
+    """Compare the base model that a config names with the one that is served.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        AdapterError: it is another one, and ``base.is_strict``.
+    """
+    problem = ""
+    if base_model and not base.is_called(base_model):
+        problem = (
+            f"{CONFIG_FILE}: base_model_name_or_path is {base_model[:200]!r}, but the base model served is "
+            f"{base.names[0]!r}: answers may be wrong. If it is the same, name it with --base-alias"
+        )
+    elif _COMMIT.fullmatch(revision) and base.revision and revision != base.revision:
+        problem = f"{CONFIG_FILE}: revision is {revision}, but that of the base model served is {base.revision}"
+    if problem and base.is_strict:
+        raise AdapterError(problem)
+    return [problem] if problem else []
 
 
 def shard_names(folder: Path) -> list[str]:

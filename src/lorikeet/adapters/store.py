@@ -13,7 +13,7 @@ import msgspec
 
 from lorikeet.adapters.chat import NO_OVERRIDES, ChatOverrides
 from lorikeet.adapters.chat_files import CHAT_FILES
-from lorikeet.adapters.checkpoint import DescribeOptions
+from lorikeet.adapters.checkpoint import DescribeOptions, ServedBase
 from lorikeet.adapters.description import AdapterDescription
 from lorikeet.adapters.errors import AdapterError, AdapterStoreError
 from lorikeet.adapters.manifest import check_unchanged, largest_of, write_manifest
@@ -73,15 +73,30 @@ class AdapterStore:
         settings: allowed sources and limits.
         geometry: sizes of the base model, for validation.
         dtype: dtype in which adapters will be served; weights that overflow it are refused. "" for any.
+        base: the base model, compared with the one that an adapter names; None: it is not compared.
     """
 
-    def __init__(self, root: Path, settings: AdapterSettings, geometry: ModelGeometry, dtype: str = "") -> None:
+    def __init__(
+        self,
+        root: Path,
+        settings: AdapterSettings,
+        geometry: ModelGeometry,
+        dtype: str = "",
+        base: ServedBase | None = None,
+    ) -> None:
         self._versions = root / "versions"
         self._incoming = root / "incoming"
         self._settings = settings
         self._geometry = geometry
         self._checks = DescribeOptions(
-            geometry, dtype, settings.max_rank, settings.max_bytes, read_weights=True, merge=True, read_chat=True
+            geometry,
+            dtype,
+            settings.max_rank,
+            settings.max_bytes,
+            read_weights=True,
+            merge=True,
+            read_chat=True,
+            base=base,
         )
         self._names = DescribeOptions(geometry)
         for folder in (self._versions, self._incoming):

@@ -45,7 +45,10 @@ async def ready(service: ServiceDep) -> JSONResponse:
     """Return whether new requests are served: 200, or 503 while draining or without an engine."""
     status = "draining" if service.gate.draining else "ready" if service.client.alive else "engine down"
     restarts = sum(view.restarts for view in service.client.views.values())
-    body = {"status": status, "kernels": service.client.engine_info.kernels, "engine_restarts": restarts}
+    engine = service.client.engine_info
+    body = {"status": status, "kernels": engine.kernels, "engine_restarts": restarts}
+    if engine.base is not None:
+        body["model_impl"] = engine.base.implementation
     return JSONResponse(body, 200 if status == "ready" else 503)
 
 

@@ -23,7 +23,15 @@ from lorikeet.memory.packing import block_runs, pack
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tree import NodeKind
-from lorikeet.presets import MERGING_MODES, ColdStart, KvAfterFinish, MemorySplit, Preset, describe_preset, resolve_preset
+from lorikeet.presets import (
+    MERGING_MODES,
+    ColdStart,
+    KvAfterFinish,
+    MemorySplit,
+    Preset,
+    describe_preset,
+    resolve_preset,
+)
 from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler

@@ -70,7 +70,12 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
         named = getattr(text, "eos_token_id", None)
         eos = () if named is None else tuple(named) if isinstance(named, list) else (int(named),)
     return TransformersConfig(
-        architecture, int(text.vocab_size), int(context), eos, str(dtype).removeprefix("torch."), transformers.__version__
+        architecture,
+        int(text.vocab_size),
+        int(context),
+        eos,
+        str(dtype).removeprefix("torch."),
+        transformers.__version__,
     )
 
 
@@ -87,11 +92,12 @@ def _class_of(folder: Path) -> type[PreTrainedModel]:
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
         raise settings.error("architectures", f"must name one class, not {named!r}")
     found = getattr(transformers, named[0], None)
-    if not (inspect.isclass(found) and issubclass(found, PreTrainedModel)):
+    if not inspect.isclass(found) or not issubclass(found, PreTrainedModel):
         raise settings.error("architectures", f"transformers {transformers.__version__} has no {named[0]}")
-    if not found._supports_attention_backend:
+    model_class: type[PreTrainedModel] = found
+    if not model_class._supports_attention_backend:
         raise settings.error("architectures", f"{named[0]} does not let transformers' attention be replaced")
-    return found
+    return model_class
 
 
 @contextmanager
@@ -226,7 +232,10 @@ class TransformersDecoder:
         self._decoder = decoder_of(model)
         parameter = next(self._decoder.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
-        ids = torch.arange(_PROBE_TOKENS, device=self._device) * 37 % (model.get_input_embeddings().num_embeddings - 1) + 1
+        ids = (
+            torch.arange(_PROBE_TOKENS, device=self._device) * 37 % (model.get_input_embeddings().num_embeddings - 1)
+            + 1
+        )
         with torch.inference_mode():
             expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
             self.vocab_size = expected.shape[-1]
@@ -369,10 +378,9 @@ class TransformersDecoder:
             bias = linear.module.bias
             is_shared = id(linear.module.weight) in embeddings
             weight = take_weight(linear, self._kernels, keep=is_shared)
-            call = AdaptedLinear(
+            linear.module.forward = AdaptedLinear(
                 weight, bias if isinstance(bias, Tensor) else None, self._kernels, step, linear.layer, targets
             )
-            linear.module.forward = call
         return _Taken(lora, step)
 
     def _geometry(self, lora: LoraModules) -> ModelGeometry:

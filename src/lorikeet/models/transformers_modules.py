@@ -74,7 +74,9 @@ class LoraModules:
     parts: dict[str, tuple[LoraTarget, ...]] = field(default_factory=dict)
 
 
-def find_modules(linears: list[Linear], prefix: str, layers: int, parts_of_qkv: Mapping[int, tuple[int, ...]]) -> LoraModules:
+def find_modules(
+    linears: list[Linear], prefix: str, layers: int, parts_of_qkv: Mapping[int, tuple[int, ...]]
+) -> LoraModules:
     """Return the modules on which adapters may act.
 
     Args:

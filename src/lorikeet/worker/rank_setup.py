@@ -17,7 +17,14 @@ from lorikeet.core.process_tuning import keep_freed_memory
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Batch, Kernels, torch_dtype
-from lorikeet.models.config import BaseConfig, ModelConfig, ModelConfigError, TransformersConfig, read_model_config, wants_own_decoder
+from lorikeet.models.config import (
+    BaseConfig,
+    ModelConfig,
+    ModelConfigError,
+    TransformersConfig,
+    read_model_config,
+    wants_own_decoder,
+)
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import RankGroup

@@ -21,8 +21,8 @@ from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.base import kv_view
-from lorikeet.models.decoder import Decoder
 from lorikeet.memory.packing import pack
+from lorikeet.models.decoder import Decoder
 from lorikeet.presets import HostLayers, LayerGroups, Preset
 from lorikeet.worker.batch import BatchRow, SequenceState, build_batch
 from lorikeet.worker.host_lora.pool import HostPool, HostRows
