@@ -77,8 +77,8 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         served_names: names that clients may use; the first is reported. Empty: derived from ``model``.
         dtype: ``auto`` (the checkpoint's), ``bfloat16``, ``float16`` or ``float32``.
         load_format: ``auto`` (safetensors) or ``dummy`` (random weights of the right shapes).
-        model_impl: what computes the model: ``lorikeet`` (the own decoder), ``transformers`` (the modules of that library,
-            over Lorikeet's cache and adapters), or ``auto``: the own decoder where it supports the model.
+        model_impl: what computes the model: ``lorikeet`` (the own decoder), ``transformers`` (the modules of that
+            library, over Lorikeet's cache and adapters), or ``auto``: the own decoder where it supports the model.
         max_model_len: most tokens of a sequence, prompt and output; 0 for the model's own limit.
         chat_template: file with a Jinja template that replaces the tokenizer's.
         tool_call_parser: how the model writes tool calls (``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``,

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -42,7 +41,7 @@ KINDS = sorted(decoders()) if sampling.runs_all else sorted(SAMPLE)
 def make_peft_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
     """Save a random adapter, by default on all linear layers, and return PEFT's model of it."""
     targets = [name for name, module in linear_layers(model)]
-    if model.config.model_type in _MODEL_TO_CONVERSION_PATTERN:
+    if any(parameter.dim() == 3 for parameter in model.parameters()):
         # PEFT takes these names for those of experts' parameters, LoRA on which is refused.
         targets = [name for name in targets if name.rpartition(".")[2] not in _OF_EXPERTS]
     given = {"r": 4, "lora_alpha": 8, "target_modules": targets, "init_lora_weights": False, **options}
