@@ -73,10 +73,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3_text": {"layer_types": _MIXED * 2},
-    **dict.fromkeys(
-        ("gemma4_text", "gemma4_unified_text"),
-        {"num_hidden_layers": 6, "layer_types": _MIXED * 3, "num_kv_shared_layers": 2},
-    ),
+    "gemma4_text": {"num_hidden_layers": 6, "layer_types": _MIXED * 3, "num_kv_shared_layers": 2},
+    "gemma4_unified_text": {"num_hidden_layers": 6, "layer_types": _MIXED * 3, "num_kv_shared_layers": 2},
     "gemma3n_text": {
         "num_hidden_layers": 6,
         "layer_types": _MIXED * 3,
