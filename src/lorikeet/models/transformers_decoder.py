@@ -27,6 +27,7 @@ from lorikeet.models.transformers_attention import (
     STEP,
     AttentionCall,
     LayerKv,
+    Mask,
     PagedPass,
     Probe,
     UnsupportedAttention,
@@ -335,7 +336,9 @@ class TransformersDecoder:
             except UnsupportedAttention:
                 raise
             except Exception as error:  # of modules that expect what we do not give them, such as masks
-                raise UnsupportedAttention(f"its modules do not run over our attention: {error}") from error
+                edits = f"'{Mask.__name__}' object" in str(error)
+                why = "its attention is sparse: it edits its masks" if edits else f"its modules fail: {error}"
+                raise UnsupportedAttention(why) from error
         self._model.set_attn_implementation(STEP)
         self._check_layers(probe.calls, ran)
         return _Found(probe.calls, rows)
