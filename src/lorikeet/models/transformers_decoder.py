@@ -44,6 +44,7 @@ from lorikeet.models.transformers_modules import (
     find_modules,
     is_linear,
     linears_of,
+    rms_norm_of,
     take_weight,
 )
 
@@ -384,6 +385,9 @@ class TransformersDecoder:
             linear.module.forward = AdaptedLinear(
                 weight, bias if isinstance(bias, Tensor) else None, self._kernels, step, linear.layer, targets
             )
+        for module in self._decoder.modules():
+            if norm := rms_norm_of(module, self._kernels):
+                module.forward = norm
         return _Taken(lora, step)
 
     def _geometry(self, lora: LoraModules) -> ModelGeometry:

@@ -189,6 +189,40 @@ class OutputLayer:
         return self._kernels.logits(flat, self._weight).view(*x.shape[:-1], -1)
 
 
+class RmsNorm:
+    """The ``forward`` of an RMS norm, in one kernel instead of six operations."""
+
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
+        self._weight, self._eps, self._kernels = weight, eps, kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of the last dimension."""
+        flat = x.reshape(-1, x.shape[-1])
+        return self._kernels.add_norm(flat, None, self._weight, self._eps).view(x.shape)
+
+
+def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
+    """Return what computes the same as a module that is an RMS norm; None if it is none, judged by random rows."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
+        return None
+    if weight.dim() != 1 or weight.dtype not in _EXACT:
+        return None
+    found = RmsNorm(weight, eps, kernels)
+    rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(1)).to(weight) * 2
+    expected = module(rows.clone())
+    is_same = expected.dtype == weight.dtype and torch.allclose(found(rows), expected, **_EXACT[weight.dtype])
+    return found if is_same else None
+
+
+_EXACT = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-6},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6},
+    torch.float16: {"rtol": 2**-10, "atol": 1e-6},
+}
+"""Differences of one unit in the last place."""
+
+
 def take_weight(linear: Linear, kernels: Kernels, *, keep: bool) -> Weight:
     """Pack the weight of a linear layer. Unless ``keep``, its parameter then holds no data of its own.
 
