@@ -32,7 +32,8 @@ DEVICES = ("cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 KERNELS = ("auto", "native", "triton", "reference")
-"""Values of ``engine.device`` and ``engine.kernels``; before them those of ``model.dtype`` and ``load_format``."""
+MODEL_IMPLS = ("auto", "lorikeet", "transformers")
+"""Values of ``engine.device``, ``engine.kernels``, and of ``model.dtype``, ``load_format`` and ``model_impl``."""
 
 
 class ExecutorKind(StrEnum):
@@ -86,6 +87,8 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             loaded), ``none`` (dequantise them), or the method of a checkpoint that is quantised: ``gguf``, ``awq``,
             ``gptq``, ``compressed-tensors``, ``bitsandbytes`` or ``fp8``.
         tokenizer: local folder or hub id of the tokenizer for a GGUF file; empty for the one in the file.
+        model_impl: what computes the model: ``lorikeet`` (the own decoder), ``transformers`` (the modules of that
+            library, over Lorikeet's cache and adapters), or ``auto``: the own decoder where it supports the model.
         max_model_len: most tokens of a sequence, prompt and output; 0 for the model's own limit.
         chat_template: file with a Jinja template that replaces the tokenizer's.
         tool_call_parser: how the model writes tool calls (``hermes``, ``llama3_json``, ``mistral``, ``qwen3_coder``,
@@ -101,6 +104,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_format: str = "auto"
     quantization: str = "auto"
     tokenizer: str = ""
+    model_impl: str = "auto"
     max_model_len: Count = 0
     chat_template: str = ""
     tool_call_parser: str = ""
@@ -212,6 +216,9 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         max_rank: adapters of a larger rank are refused; 0 for no limit.
         max_bytes: larger weight files are refused.
         source_timeout_s: a URL that is not read completely within this time is given up; 0 for no limit.
+        strict_base: whether an adapter whose config names another base model is refused. Else it is served with a
+            warning if its shapes fit.
+        base_aliases: further names of the base model in configs of adapters, such as that of its 4-bit sibling.
     """
 
     enabled: bool = True
@@ -226,6 +233,8 @@ class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_rank: Count = 0
     max_bytes: Positive = 4 * 2**30
     source_timeout_s: Seconds = 600.0
+    strict_base: bool = False
+    base_aliases: tuple[str, ...] = ()
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

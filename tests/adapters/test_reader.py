@@ -54,13 +54,13 @@ def test_counted_repeats_take_no_memory_and_match_nothing(tmp_path: Path, levels
     for _ in range(levels):
         repeats = f"({repeats}{{1000}})"
     found = describe(write_adapter(tmp_path / "a", rank_pattern={repeats: 64}), FITS)
-    assert found.ranks(LAYERS) == {"q": (4,) * LAYERS, "v": (4,) * LAYERS}
+    assert found.ranks(geometry()) == {"q": (4,) * LAYERS, "v": (4,) * LAYERS}
     assert "does not target" in refusal(write_adapter(tmp_path / "b", target_modules=repeats))
 
 
 def test_two_thousand_patterns_are_matched_in_time(tmp_path: Path) -> None:
     patterns = {rf"layers\.[{n % 3}]+\.x.*_{n}": 64 for n in range(2000)}
-    assert describe(write_adapter(tmp_path, rank_pattern=patterns), FITS).ranks(LAYERS)["q"] == (4,) * LAYERS
+    assert describe(write_adapter(tmp_path, rank_pattern=patterns), FITS).ranks(geometry())["q"] == (4,) * LAYERS
 
 
 def header(tensors: int, data: bytes = b"") -> bytes:
@@ -139,7 +139,7 @@ def test_a_sharded_adapter_is_described_as_the_file_into_which_it_is_merged(tmp_
     options = msgspec.structs.replace(FITS, read_weights=True)
     before = describe(tmp_path / "a", options)
     assert [name.partition(".")[0] for name in before.shards] == [f"adapter_model-0000{n}-of-00002" for n in (1, 2)]
-    assert before.ranks(LAYERS) == whole.ranks(LAYERS)
+    assert before.ranks(geometry()) == whole.ranks(geometry())
     after = describe(tmp_path / "a", msgspec.structs.replace(options, merge=True))
     assert after == msgspec.structs.replace(before, shards=())
     assert {file.name for file in (tmp_path / "a").iterdir()} == {"adapter_config.json", WEIGHTS}

@@ -291,7 +291,6 @@ async def test_a_request_that_takes_too_long_ends_with_504(start: Start) -> None
         ({"adapter_id": "someone/adapter"}, "adapter_id"),
         ({"adapter_source": "hub"}, "adapter_source"),
         ({"add_special_tokens": True}, "add_special_tokens"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
     ],
 )
 async def test_what_is_not_implemented_is_refused_by_name(server: Running, fields: dict[str, Any], param: str) -> None:
@@ -299,6 +298,15 @@ async def test_what_is_not_implemented_is_refused_by_name(server: Running, field
     assert reply.status_code == 501
     assert reply.json()["error"]["param"] == param
     assert reply.headers["x-should-retry"] == "false"
+
+
+async def test_an_image_is_a_bad_request(server: Running) -> None:
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    reply = await server.http.post(CHAT, json=body(messages=[{"role": "user", "content": [image]}]))
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == "messages"
+    assert error["message"] == "messages.0: this model reads text only, no content of type 'image_url'."
 
 
 async def test_fields_that_change_nothing_are_accepted(server: Running) -> None:

@@ -208,7 +208,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "source": {"type": "url"
         ({"max_tokens": None}, 400, "invalid_request_error"),
         ({"messages": []}, 400, "invalid_request_error"),
         ({"model": "nobody"}, 404, "not_found_error"),
-        ({"messages": IMAGE}, 501, "invalid_request_error"),
+        ({"messages": IMAGE}, 400, "invalid_request_error"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 501, "invalid_request_error"),
         ({"mcp_servers": [{"type": "url", "url": "x", "name": "x"}]}, 501, "invalid_request_error"),
         ({"n": 2}, 501, "invalid_request_error"),

@@ -178,7 +178,7 @@ async def test_answer_that_is_cut_off_is_incomplete(server: Running) -> None:
     [
         ({"tools": [{"type": "web_search"}]}, 501, "tools"),
         ({"tool_choice": {"type": "file_search"}}, 501, "tool_choice"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 501, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, 400, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, 501, "input"),
         ({"input": [{"content": "x"}]}, 400, "input"),
         ({"input": []}, 400, "input"),

@@ -32,7 +32,7 @@ def test_a_made_adapter_loads_in_peft_with_every_tensor_and_changes_the_logits(
 
 def test_a_made_adapter_has_the_ranks_asked_for(geometry: ModelGeometry, tmp_path: Path) -> None:
     folder = write_random_adapter(tmp_path / "a", geometry, 8, modules=("q", "v"), rank_pattern={"v": 4})
-    assert describe_folder(folder, DescribeOptions(geometry)).ranks(2) == {"q": (8, 8), "v": (4, 4)}
+    assert describe_folder(folder, DescribeOptions(geometry)).ranks(geometry) == {"q": (8, 8), "v": (4, 4)}
 
 
 def test_the_seed_alone_decides_the_weights(geometry: ModelGeometry, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from lorikeet.adapters.chat import NO_OVERRIDES, AdapterChat, ChatOverrides, as_text
+from lorikeet.adapters.checkpoint import ServedBase
 from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterError,
@@ -70,6 +71,7 @@ class AdapterCatalog:
         fit_chat: called with what a new adapter's folder says about conversations; returns what differs from the base
             model, or raises AdapterError.
         now: returns Unix seconds.
+        base: the base model, compared with the one that an adapter names; None: it is not compared.
 
     Attributes:
         notes: lines for the start-up log about adapters that cannot be served.
@@ -89,8 +91,9 @@ class AdapterCatalog:
         accept: Callable[[AdapterRef], None] = lambda _: None,
         fit_chat: Callable[[AdapterChat], AdapterChat] = lambda chat: chat,
         now: Callable[[], float] = time.time,
+        base: ServedBase | None = None,
     ) -> None:
-        self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype)
+        self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype, base)
         self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
         self._reserved = {base_name, *reserved_names}
         self._dtype = dtype

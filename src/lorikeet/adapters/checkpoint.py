@@ -23,51 +23,65 @@ from lorikeet.adapters.description import (
     TensorEntry,
 )
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.module_names import BaseModules
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
 from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, LoraConfig, ModuleMatcher, read_config, read_json
 from lorikeet.adapters.tensors import EXPONENTS, MAX_TENSORS, largest_bits, merged, merged_data, read_entries
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.geometry import DECODER_NAMES, ModelGeometry
 
 _CHUNK_BYTES = 2**20
 _MAX_SHARDS = 1000
 _MAX_MISSING = 10
 """Warnings about targets that the base model lacks."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}\.safetensors")
 
-PROJECTIONS = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-"""Name of each of ``LORA_MODULES`` in checkpoints, below ``model.layers.N``."""
+PROJECTIONS = {path.modules[0]: path.path.removeprefix("layers.{}.") for path in DECODER_NAMES.paths[:7]}
+"""Name of each of ``LORA_MODULES`` in Llama's checkpoints, below ``model.layers.N``."""
 
-_MODULES = {projection: module for module, projection in PROJECTIONS.items()}
-_KEY = re.compile(
-    r"(?:base_model\.model\.)?model\.layers\.(0|[1-9][0-9]{0,5})\.([a-z_.]+)\.lora_([AB])(?:\.default)?\.weight"
-)
-
-
-def module_name(layer: int, module: str) -> str:
-    """Return the full name of a module, which PEFT's patterns match, e.g. ``model.layers.0.self_attn.q_proj``."""
-    return f"model.layers.{layer}.{PROJECTIONS[module]}"
+_KEY = re.compile(r"(?:base_model\.model\.)?([A-Za-z_][A-Za-z0-9_.]*)\.lora_([AB])(?:\.default)?\.weight")
+_MAX_UNUSED = 3
+"""Names in the warning about modules that text requests do not use."""
 
 
 class _Pair(NamedTuple):
-    """The two matrices of one module: ``a [rank, in_features]`` and ``b [out_features, rank]``."""
+    """The two matrices of one linear layer: ``a [rank, in_features]`` and ``b [out_features, rank]``.
 
+    ``name`` is its full name as the adapter spells it, which PEFT's patterns match.
+    """
+
+    name: str
     a: TensorEntry
     b: TensorEntry
+
+
+class ServedBase(msgspec.Struct, frozen=True):
+    """The base model, to compare with the one that an adapter names.
+
+    Attributes:
+        names: hub ids, names and folders; the first is the one to show.
+        revision: commit of the hub; "" if it is not known.
+        is_strict: whether adapters of another base model are refused.
+    """
+
+    names: tuple[str, ...]
+    revision: str = ""
+    is_strict: bool = False
+
+    def is_called(self, name: str) -> bool:
+        """Return whether a hub id or path may be one of its names: the last part counts, in any case."""
+        return _last_part(name) in {_last_part(own) for own in self.names}
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").replace("\\", "/").rsplit("/", 1)[-1].lower()
 
 
 class DescribeOptions(msgspec.Struct, frozen=True):
     """What to check besides the files themselves.
 
     Attributes:
-        geometry: sizes of the whole base model; None checks no fit.
+        geometry: sizes of the whole base model, and the names of its modules; None checks no fit, and takes any name.
         dtype: dtype in which the adapter will be served, a key of ``numbers.KEPT_AS``; "" checks no overflow.
         max_rank: larger ranks are refused; 0 for no limit.
         max_bytes: larger weights are refused; 0 for no limit.
@@ -75,6 +89,8 @@ class DescribeOptions(msgspec.Struct, frozen=True):
         merge: whether to write the weights file of a sharded adapter, and to delete its shards.
         read_chat: whether to read what the folder says about conversations.
         overrides: what counts instead of that.
+        checks_fit: False takes only the names from the geometry.
+        base: the base model; None compares no names.
     """
 
     geometry: ModelGeometry | None = None
@@ -85,6 +101,8 @@ class DescribeOptions(msgspec.Struct, frozen=True):
     merge: bool = False
     read_chat: bool = False
     overrides: ChatOverrides = NO_OVERRIDES
+    checks_fit: bool = True
+    base: ServedBase | None = None
 
 
 def describe_folder(
@@ -111,7 +129,9 @@ def describe_folder(
     """
     _check_present(folder)
     on_stage(CONFIG_FILE)
-    config, base_model, warnings = read_config(folder / CONFIG_FILE)
+    config, base_model, revision, warnings = read_config(folder / CONFIG_FILE)
+    if options.base is not None:
+        warnings += _check_base(base_model, revision, options.base)
     chat = AdapterChat()
     if options.read_chat:
         on_stage("the chat template and the tokenizer's settings")
@@ -123,11 +143,14 @@ def describe_folder(
     pairs = _pair_up(weights.entries)
     on_stage(f"the patterns of {CONFIG_FILE}")
     matcher = ModuleMatcher(config)
-    modules = tuple(_described(layer, module, pair, matcher) for (layer, module), pair in pairs.items())
-    if options.geometry is not None:
+    resolver = BaseModules(options.geometry)
+    served, warnings_of_parts = _served(pairs, resolver)
+    warnings += warnings_of_parts
+    modules = _in_order([each for pair in served for each in _described(pair, matcher, resolver)], resolver)
+    if options.geometry is not None and options.checks_fit:
         for each in modules:
             _check_fit(each, options.geometry, options.max_rank)
-        warnings += _check_coverage(config, matcher, modules, options.geometry)
+        warnings += _check_coverage(config, matcher, served, modules, resolver)
     digest, largest = "", 0.0
     if options.read_weights:
         on_stage(WEIGHTS_FILE)
@@ -138,6 +161,28 @@ def describe_folder(
         weights.merge(on_chunk)
         shards = ()
     return AdapterDescription(base_model[:500], modules, weights.size, shards, digest, largest, tuple(warnings), chat)
+
+
+def _check_base(base_model: str, revision: str, base: ServedBase) -> list[str]:
+    """Compare the base model that a config names with the one that is served.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        AdapterError: it is another one, and ``base.is_strict``.
+    """
+    problem = ""
+    if base_model and not base.is_called(base_model):
+        problem = (
+            f"{CONFIG_FILE}: base_model_name_or_path is {base_model[:200]!r}, but the base model served is "
+            f"{base.names[0]!r}: answers may be wrong. If it is the same, name it with --base-alias"
+        )
+    elif _COMMIT.fullmatch(revision) and base.revision and revision != base.revision:
+        problem = f"{CONFIG_FILE}: revision is {revision}, but that of the base model served is {base.revision}"
+    if problem and base.is_strict:
+        raise AdapterError(problem)
+    return [problem] if problem else []
 
 
 def shard_names(folder: Path) -> list[str]:
@@ -254,21 +299,22 @@ def _digest(config: LoraConfig, weights: _Weights, on_chunk: Callable[[], None])
     return digest.hexdigest()
 
 
-def _pair_up(entries: dict[str, TensorEntry]) -> dict[tuple[int, str], _Pair]:
-    halves: dict[tuple[int, str], dict[str, TensorEntry]] = {}
+def _pair_up(entries: dict[str, TensorEntry]) -> list[_Pair]:
+    """Return the matrices of each linear layer that the file names."""
+    halves: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         match = _KEY.fullmatch(name)
-        if match is None or match[2] not in _MODULES:
-            raise AdapterError(f"{WEIGHTS_FILE}: tensor {name} belongs to a module on which LoRA is not supported")
+        if match is None:
+            raise _unsupported(name)
         if entry.dtype not in EXPONENTS or len(entry.shape) != 2:
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {name} is {entry.dtype} {list(entry.shape)}; "
                 f"expected a matrix of {', '.join(EXPONENTS)}"
             )
-        sides = halves.setdefault((int(match[1]), _MODULES[match[2]]), {})
-        if match[3] in sides:
-            raise AdapterError(f"{WEIGHTS_FILE}: tensors {sides[match[3]].name} and {name} are the same matrix")
-        sides[match[3]] = entry
+        sides = halves.setdefault(match[1], {})
+        if match[2] in sides:
+            raise AdapterError(f"{WEIGHTS_FILE}: tensors {sides[match[2]].name} and {name} are the same matrix")
+        sides[match[2]] = entry
     if not halves:
         raise AdapterError(f"{WEIGHTS_FILE}: it contains no tensors")
     for sides in halves.values():
@@ -277,19 +323,78 @@ def _pair_up(entries: dict[str, TensorEntry]) -> dict[tuple[int, str], _Pair]:
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {entry.name} has no matching lora_{'B' if side == 'A' else 'A'}"
             )
-    order = sorted(halves, key=lambda key: (key[0], LORA_MODULES.index(key[1])))
-    return {key: _Pair(halves[key]["A"], halves[key]["B"]) for key in order}
+    return [_Pair(name, sides["A"], sides["B"]) for name, sides in halves.items()]
 
 
-def _described(layer: int, module: str, pair: _Pair, matcher: ModuleMatcher) -> ModuleTensors:
-    rank, scaling = matcher.rank_and_scaling(module_name(layer, module))
+def _unsupported(tensor: str) -> AdapterError:
+    return AdapterError(f"{WEIGHTS_FILE}: tensor {tensor} belongs to a module on which LoRA is not supported")
+
+
+def _served(pairs: Sequence[_Pair], resolver: BaseModules) -> tuple[list[_Pair], list[str]]:
+    """Return the linear layers that text requests use, and a warning if there are others.
+
+    Raises:
+        AdapterError: LoRA on one of them is not supported, or none is left.
+    """
+    served, unused = [], []
+    for pair in pairs:
+        if resolver.is_unused(pair.name):
+            unused.append(pair.name)
+        elif resolver.place(pair.name) is None:
+            raise _unsupported(pair.a.name)
+        else:
+            served.append(pair)
+    if not unused:
+        return served, []
+    shown = ", ".join(unused[:_MAX_UNUSED])
+    if not served:
+        raise AdapterError(f"{WEIGHTS_FILE}: {shown}: it changes no module that text requests use")
+    return served, [
+        f"{WEIGHTS_FILE}: LoRA of {len(unused)} modules that text requests do not use is ignored, such as {shown}"
+    ]
+
+
+def _described(pair: _Pair, matcher: ModuleMatcher, resolver: BaseModules) -> Iterator[ModuleTensors]:
+    """Yield the LoRA of each module of a linear layer: a fused one has several, which share A."""
+    rank, scaling = matcher.rank_and_scaling(pair.name)
     for entry, found in ((pair.a, pair.a.shape[0]), (pair.b, pair.b.shape[1])):
         if found != rank:
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {entry.name} has shape {list(entry.shape)}, so rank {found}; "
                 f"{CONFIG_FILE} says {rank}"
             )
-    return ModuleTensors(layer, module, rank, scaling, pair.a, pair.b)
+    place = resolver.place(pair.name)
+    assert place is not None
+    if len(place.modules) == 1:
+        yield ModuleTensors(place.layer, place.modules[0], rank, scaling, pair.a, pair.b)
+        return
+    rows = resolver.rows(place)
+    if pair.b.shape[0] != sum(rows):
+        raise AdapterError(
+            f"{WEIGHTS_FILE}: tensor {pair.b.name} has shape {list(pair.b.shape)}; "
+            f"the base model needs {[sum(rows), rank]}"
+        )
+    row_bytes = (pair.b.stop - pair.b.start) // pair.b.shape[0]
+    start = pair.b.start
+    for module, count in zip(place.modules, rows, strict=True):
+        stop = start + count * row_bytes
+        b = msgspec.structs.replace(pair.b, shape=(count, rank), start=start, stop=stop)
+        yield ModuleTensors(place.layer, module, rank, scaling, pair.a, b)
+        start = stop
+
+
+def _in_order(modules: Sequence[ModuleTensors], resolver: BaseModules) -> tuple[ModuleTensors, ...]:
+    """Return modules in packing order.
+
+    Raises:
+        AdapterError: one is there twice, under two names.
+    """
+    by_place: dict[tuple[int, str], ModuleTensors] = {}
+    for each in modules:
+        other = by_place.setdefault((each.layer, each.module), each)
+        if other is not each:
+            raise AdapterError(f"{WEIGHTS_FILE}: tensors {other.a.name} and {each.a.name} are the same matrix")
+    return tuple(by_place[key] for key in sorted(by_place, key=lambda key: (key[0], resolver.number(key[1]), key[1])))
 
 
 def _check_fit(each: ModuleTensors, geometry: ModelGeometry, max_rank: int) -> None:
@@ -308,23 +413,27 @@ def _check_fit(each: ModuleTensors, geometry: ModelGeometry, max_rank: int) -> N
 
 
 def _check_coverage(
-    config: LoraConfig, matcher: ModuleMatcher, modules: Sequence[ModuleTensors], geometry: ModelGeometry
+    config: LoraConfig,
+    matcher: ModuleMatcher,
+    pairs: Sequence[_Pair],
+    modules: Sequence[ModuleTensors],
+    resolver: BaseModules,
 ) -> list[str]:
     """Check that the tensors are exactly those of the modules that the config targets.
 
     Returns:
         Warnings about targets that the base model does not have, which PEFT ignores.
     """
-    present = {(each.layer, each.module): each for each in modules}
-    names = {module_name(layer, m): (layer, m) for layer in range(geometry.layers) for m in LORA_MODULES}
-    for name, key in names.items():
-        covered = matcher.covers(name)
-        if covered and key not in present:
-            raise AdapterError(f"{CONFIG_FILE} targets {name}, but {WEIGHTS_FILE} has no tensors for it")
-        if not covered and key in present:
+    for pair in pairs:
+        if not matcher.covers(pair.name):
             raise AdapterError(
-                f"{WEIGHTS_FILE}: tensor {present[key].a.name} is of a module that {CONFIG_FILE} does not target"
+                f"{WEIGHTS_FILE}: tensor {pair.a.name} is of a module that {CONFIG_FILE} does not target"
             )
+    present = {(each.layer, each.module) for each in modules}
+    names = resolver.names(resolver.prefix_of(pairs[0].name))
+    for name, place in names.items():
+        if any((place.layer, module) not in present for module in place.modules) and matcher.covers(name):
+            raise AdapterError(f"{CONFIG_FILE} targets {name}, but {WEIGHTS_FILE} has no tensors for it")
     targets = config.target_modules
     endings = {name[start:] for name in names for start in _starts(name)}
     missing = [target for target in targets if target not in endings] if isinstance(targets, list) else []

@@ -3,7 +3,7 @@
 import msgspec
 
 from lorikeet.adapters.chat import AdapterChat
-from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.core.geometry import ModelGeometry
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -37,7 +37,7 @@ class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
     """The LoRA of one module.
 
     Attributes:
-        layer, module: the module; one of ``LORA_MODULES``.
+        layer, module: the module; one of the geometry's.
         rank: its rank.
         scaling: the factor of B·A, with rsLoRA and patterns applied.
         a: A, ``[rank, in_features]``.
@@ -82,9 +82,9 @@ class AdapterDescription(msgspec.Struct, frozen=True):
         """Number of weights."""
         return sum(each.rank * (each.a.shape[1] + each.b.shape[0]) for each in self.modules)
 
-    def ranks(self, layers: int) -> dict[str, tuple[int, ...]]:
+    def ranks(self, geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
         """Return, for each module that it changes, the rank on every layer, as in ``AdapterRef.ranks``."""
         found: dict[str, list[int]] = {}
         for each in self.modules:
-            found.setdefault(each.module, [0] * layers)[each.layer] = each.rank
-        return {module: tuple(found[module]) for module in LORA_MODULES if module in found}
+            found.setdefault(each.module, [0] * geometry.layers)[each.layer] = each.rank
+        return {module: tuple(found[module]) for module in geometry.modules if module in found}

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import msgspec
 
+from lorikeet.adapters.checkpoint import DescribeOptions
 from lorikeet.adapters.description import WEIGHTS_FILE, AdapterDescription, ModuleTensors
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.reader import describe
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import ModelGeometry
 
 MANIFEST_FILE = "version.json"
 
@@ -90,8 +92,12 @@ def check_unchanged(ref: AdapterRef) -> tuple[ModuleTensors, ...]:
     return manifest.modules
 
 
-def modules_of(ref: AdapterRef) -> tuple[ModuleTensors, ...]:
+def modules_of(ref: AdapterRef, geometry: ModelGeometry) -> tuple[ModuleTensors, ...]:
     """Return the modules of an adapter, from its manifest if that has them; else its folder is read again.
+
+    Args:
+        ref: the adapter.
+        geometry: names the modules of the base.
 
     Raises:
         AdapterError: it is missing, has changed, or is not valid.
@@ -100,6 +106,6 @@ def modules_of(ref: AdapterRef) -> tuple[ModuleTensors, ...]:
     if modules:
         return modules
     try:
-        return describe(Path(ref.folder)).modules
+        return describe(Path(ref.folder), DescribeOptions(geometry, checks_fit=False)).modules
     except AdapterError as error:
         raise AdapterError(f"adapter {ref.name!r}: {error}") from error

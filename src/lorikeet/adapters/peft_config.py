@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -223,11 +223,23 @@ _BYTE_ORDER_MARKS = {
 }
 
 
-def read_config(file: Path) -> tuple[LoraConfig, str, list[str]]:
-    """Read and check an ``adapter_config.json``.
+class ReadConfig(NamedTuple):
+    """What an ``adapter_config.json`` says.
 
-    Returns:
-        The settings, the base model named in the file ("" if none), and warnings about keys that are ignored.
+    Attributes:
+        config: the settings.
+        base_model, revision: the base model that it names, and the revision of that; "" if none.
+        warnings: sentences about keys that are ignored.
+    """
+
+    config: LoraConfig
+    base_model: str
+    revision: str
+    warnings: list[str]
+
+
+def read_config(file: Path) -> ReadConfig:
+    """Read and check an ``adapter_config.json``.
 
     Raises:
         AdapterError: the file is not valid JSON, has another PEFT type, or a key that is not supported; the message
@@ -240,7 +252,8 @@ def read_config(file: Path) -> tuple[LoraConfig, str, list[str]]:
         _check_values(config)
     except (msgspec.ValidationError, AdapterError) as error:
         raise AdapterError(f"{file.name}: {error}") from error
-    return config, str(raw.get("base_model_name_or_path") or ""), warnings
+    base_model, revision = (str(raw.get(key) or "") for key in ("base_model_name_or_path", "revision"))
+    return ReadConfig(config, base_model, revision, warnings)
 
 
 def _check_supported(raw: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ import msgspec
 
 from lorikeet.adapters.chat import NO_OVERRIDES, ChatOverrides
 from lorikeet.adapters.chat_files import CHAT_FILES
-from lorikeet.adapters.checkpoint import DescribeOptions
+from lorikeet.adapters.checkpoint import DescribeOptions, ServedBase
 from lorikeet.adapters.description import AdapterDescription
 from lorikeet.adapters.errors import AdapterError, AdapterStoreError
 from lorikeet.adapters.manifest import check_unchanged, largest_of, write_manifest
@@ -59,7 +59,7 @@ def reference(name: str, folder: Path, geometry: ModelGeometry, dtype: str = "")
     found = describe(folder, DescribeOptions(geometry, dtype, read_weights=True))
     if found.shards:
         raise AdapterError(f"{folder} holds a sharded adapter; only a store can hold it")
-    ranks = found.ranks(geometry.layers)
+    ranks = found.ranks(geometry)
     return AdapterRef(AdapterName(name), AdapterDigest(found.digest), str(folder), ranks, found.weight_bytes)
 
 
@@ -73,16 +73,32 @@ class AdapterStore:
         settings: allowed sources and limits.
         geometry: sizes of the base model, for validation.
         dtype: dtype in which adapters will be served; weights that overflow it are refused. "" for any.
+        base: the base model, compared with the one that an adapter names; None: it is not compared.
     """
 
-    def __init__(self, root: Path, settings: AdapterSettings, geometry: ModelGeometry, dtype: str = "") -> None:
+    def __init__(
+        self,
+        root: Path,
+        settings: AdapterSettings,
+        geometry: ModelGeometry,
+        dtype: str = "",
+        base: ServedBase | None = None,
+    ) -> None:
         self._versions = root / "versions"
         self._incoming = root / "incoming"
         self._settings = settings
         self._geometry = geometry
         self._checks = DescribeOptions(
-            geometry, dtype, settings.max_rank, settings.max_bytes, read_weights=True, merge=True, read_chat=True
+            geometry,
+            dtype,
+            settings.max_rank,
+            settings.max_bytes,
+            read_weights=True,
+            merge=True,
+            read_chat=True,
+            base=base,
         )
+        self._names = DescribeOptions(geometry)
         for folder in (self._versions, self._incoming):
             folder.mkdir(parents=True, exist_ok=True)
         self._lock = (root / "lock").open("a")
@@ -167,7 +183,7 @@ class AdapterStore:
             with _writing():
                 for name in CHAT_FILES:  # what they say belongs to a name, a stored version to its weights
                     (folder / name).unlink(missing_ok=True)
-            yield StagedVersion(folder, found, found.ranks(self._geometry.layers))
+            yield StagedVersion(folder, found, found.ranks(self._geometry))
 
     def publish(self, staged: StagedVersion) -> Path:
         """Move a staged version into the store; an unchanged copy that is already there is kept.
@@ -190,7 +206,7 @@ class AdapterStore:
         found = staged.description
         ref = AdapterRef(AdapterName(""), staged.digest, str(place), staged.ranks, found.weight_bytes)
         try:
-            return check_unchanged(ref) == describe(place).modules == found.modules
+            return check_unchanged(ref) == describe(place, self._names).modules == found.modules
         except AdapterError:
             return False
 

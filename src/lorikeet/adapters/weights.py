@@ -50,7 +50,7 @@ def load_weights(
     Raises:
         AdapterError: the files are missing, have changed since they were registered, or overflow ``dtype``.
     """
-    modules, file = modules_of(ref), Path(ref.folder) / WEIGHTS_FILE
+    modules, file = modules_of(ref, geometry), Path(ref.folder) / WEIGHTS_FILE
     try:
         with FileIO(file) as stream:
             for each in modules:

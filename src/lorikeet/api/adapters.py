@@ -105,7 +105,7 @@ async def _register(
     if record.persistent:
         service.loader.forget(name)
     for warning in warnings:
-        log.warning("adapter key ignored", adapter=name, warning=warning)
+        log.warning("adapter warning", adapter=name, warning=warning)
     log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
     if service.catalog.has(record.digest):  # else it was removed meanwhile
         service.client.register_adapters([record.ref])

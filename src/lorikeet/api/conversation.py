@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lorikeet.api.errors import bad_request, not_supported
+from lorikeet.api.errors import bad_request
 from lorikeet.api.protocol import ChatMessage, ToolCall
 from lorikeet.api.tool_parsers import instructions
 from lorikeet.api.tool_parsers.base import Call, ToolFormat
@@ -27,14 +27,16 @@ def plain_message(message: ChatMessage, index: int) -> Plain:
         index: its place, for errors.
 
     Raises:
-        ApiError: 501 for content other than text, 400 if a text part has no text or arguments are no JSON object.
+        ApiError: 400 for content other than text, if a text part has no text, or if arguments are no JSON object.
     """
     plain = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
     plain["role"] = message.role
     if isinstance(message.content, list):
         for part in message.content:
             if part.type not in ("text", "input_text"):
-                raise not_supported(f"messages.{index}: content of type {part.type!r} is not supported.", "messages")
+                raise bad_request(
+                    f"messages.{index}: this model reads text only, no content of type {part.type[:100]!r}.", "messages"
+                )
             if part.text is None:
                 raise bad_request(f"messages.{index}: a text part has no text.", "messages")
     plain["content"] = content_text(message)

@@ -47,6 +47,8 @@ async def ready(service: ServiceDep) -> JSONResponse:
     restarts = sum(view.restarts for view in service.client.views.values())
     engine = service.client.engine_info
     body = {"status": status, "kernels": engine.kernels, "weights": engine.weights, "engine_restarts": restarts}
+    if engine.base is not None:
+        body["model_impl"] = engine.base.implementation
     return JSONResponse(body, 200 if status == "ready" else 503)
 
 

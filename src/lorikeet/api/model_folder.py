@@ -23,12 +23,14 @@ class ModelFolder(NamedTuple):
         identity: name of the base model in the adapter registry, the same wherever the folder is.
         names: that clients may use; the first is reported.
         aliases: further names that are accepted and not listed.
+        revision: commit of the hub, if it was downloaded from there.
     """
 
     path: Path
     identity: str
     names: tuple[str, ...]
     aliases: tuple[str, ...]
+    revision: str = ""
 
 
 def prepare_model(settings: ModelSettings, on_stage: Callable[[str], None]) -> ModelFolder:
@@ -61,7 +63,8 @@ def prepare_model(settings: ModelSettings, on_stage: Callable[[str], None]) -> M
     if local.is_absolute() or settings.model.startswith((".", "~")) or settings.model.count("/") != 1:
         raise ConfigError(f"model {settings.model!r}: no such folder, and not a hub id (owner/name)")
     path = _download(settings.model, on_stage)
-    return ModelFolder(path, settings.model, settings.served_names or (settings.model,), (settings.model,))
+    names = settings.served_names or (settings.model,)
+    return ModelFolder(path, settings.model, names, (settings.model,), path.name)  # the hub's cache names it so
 
 
 def _default_gguf(settings: ModelSettings, cache_dir: Path, on_stage: Callable[[str], None]) -> Path:

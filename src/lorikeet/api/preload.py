@@ -32,7 +32,7 @@ async def preload_adapters(catalog: AdapterCatalog, pairs: Sequence[str], show: 
             where = "" if str(error).startswith(f"{source}: ") else f" from {source}"
             raise ConfigError(f"adapter {name!r}{where}: {error}") from error
         for warning in loaded.warnings:
-            log.warning("adapter key ignored", adapter=name, warning=warning)
+            log.warning("adapter warning", adapter=name, warning=warning)
         if loaded.replaced is not None:
             log.warning(
                 "adapter loaded as the settings say; another version, loaded at run time, is not served",

@@ -37,12 +37,14 @@ def read_prompt_embeds(field: str | list[str], hidden: int, longest_tokens: int)
 
     Args:
         field: one tensor or several, each in base64.
-        hidden: size of an embedding of the model.
+        hidden: size of an embedding of the model; 0 if it takes none.
         longest_tokens: most tokens of a prompt.
 
     Raises:
-        ApiError: 400, one is not a finite tensor ``[tokens, hidden]`` of floats.
+        ApiError: 400, one is not a finite tensor ``[tokens, hidden]`` of floats, or the model takes none.
     """
+    if not hidden:
+        raise bad_request(f"{FIELD}: this model takes token ids only.", FIELD)
     several = isinstance(field, list)
     return [
         _read(text, f"{FIELD}.{at}" if several else FIELD, hidden, longest_tokens)

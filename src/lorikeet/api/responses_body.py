@@ -261,7 +261,7 @@ def _content(content: str | list[InputPart] | None, where: str) -> str | list[di
     texts = []
     for part in content:
         if part.type not in _TEXTS:
-            raise not_supported(f"{where}: content of type {part.type[:100]!r} is not supported.", "input")
+            raise bad_request(f"{where}: this model reads text only, no content of type {part.type[:100]!r}.", "input")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
             raise bad_request(f"{where}: a part of its content has no text.", "input")

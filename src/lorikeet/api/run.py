@@ -17,6 +17,7 @@ import uvloop
 from anyio import to_thread
 
 from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.adapters.checkpoint import ServedBase
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.app import create_app, create_service
@@ -47,7 +48,14 @@ from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
 from lorikeet.memory.least import check_blocks
 from lorikeet.memory.packing import pack
-from lorikeet.models.config import ModelConfig, ModelConfigError, max_model_len, read_model_config
+from lorikeet.models.config import (
+    ARCHITECTURES,
+    ModelConfig,
+    ModelConfigError,
+    max_model_len,
+    read_model_config,
+    wants_own_decoder,
+)
 
 _KEEP_ALIVE_S = 75
 
@@ -95,9 +103,7 @@ async def _serve(settings: Settings) -> None:
         progress = _StartProgress(stack.enter_context(ProgressDisplay(bars=not as_json, lines=False)))
         model = await in_daemon_thread(partial(prepare_model, settings.model, progress.stage))
         log.info("model found", model=model.names[0], folder=str(model.path))
-        config = read_model_config(model.path)
-        _check_profile(settings, config, model.names[0])
-        _check_memory(settings, config)
+        _check_base(settings, model)
         text_processor = TextProcessor.read(model.path, settings.model.chat_template)
         request_log = _open_request_log(settings)
         if request_log is not None:
@@ -113,12 +119,12 @@ async def _serve(settings: Settings) -> None:
         chats = AdapterChats(
             ChatSettings(
                 text_processor,
-                _limits(model.path, config, engine_info, settings.server.max_logprobs),
+                _limits(model.path, engine_info, settings.server.max_logprobs),
                 tool_parser=settings.model.tool_call_parser,
                 reasoning_parser=settings.model.reasoning_parser,
             )
         )
-        catalog = await to_thread.run_sync(_open_catalog, settings, config, engine_info, model, chats)
+        catalog = await to_thread.run_sync(_open_catalog, settings, engine_info, model, chats)
         stack.callback(catalog.close)
         await preload_adapters(catalog, settings.adapters.preload, partial(progress.display.show, "adapters"))
         client.register_adapters(await to_thread.run_sync(catalog.versions))
@@ -192,23 +198,35 @@ class _StartProgress:
             log.info("weights loaded", seconds=round(now_s - began_s, 1))
 
 
-def _check_profile(settings: Settings, config: ModelConfig, model: str) -> None:
-    """Check that the profile that policies decide by is of this model and device.
+def _check_base(settings: Settings, model: ModelFolder) -> None:
+    """Check the base model as far as that is possible without its library, and the profile that policies decide by.
 
     A paced executor runs on the profile's device by definition.
 
     Raises:
-        ProfileError: it is of others.
+        ConfigError: there can be no profile of this base, or memory for it is too small.
+        ModelConfigError: its config is broken, or the own decoder is asked for and does not support it.
+        ProfileError: the profile is of another model or device.
     """
-    engine = settings.engine
+    engine, wanted = settings.engine, settings.model.model_impl
+    if not wants_own_decoder(model.path, wanted):
+        if engine.profile or engine.executor is not ExecutorKind.TORCH:
+            raise ConfigError(f"profile: only {', '.join(ARCHITECTURES)} have profiles")
+        if engine.tensor_parallel > 1:
+            raise ConfigError(
+                f"tensor_parallel: {model.names[0]!r} runs by transformers' modules, which are not split over ranks"
+            )
+        return
+    config = read_model_config(model.path)
     if engine.profile:
         from lorikeet.costs.applies import check_device, check_model  # take time to import, and few servers need them
         from lorikeet.costs.catalog import load_profile
 
         profile = load_profile(engine.profile)
-        check_model(profile, config.geometry(profile.geometry.dtype_bytes), model)
+        check_model(profile, config.geometry(profile.geometry.dtype_bytes), model.names[0])
         if engine.executor is ExecutorKind.TORCH:
             check_device(profile, engine.device, cpu_model(), gpu_models())
+    _check_memory(settings, config)
 
 
 def _check_memory(settings: Settings, config: ModelConfig) -> None:
@@ -317,26 +335,24 @@ def _with_folder(settings: Settings, folder: Path) -> Settings:
     return msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, model=str(folder)))
 
 
-def _limits(folder: Path, config: ModelConfig, engine_info: EngineReady, max_logprobs: int) -> ModelLimits:
+def _limits(folder: Path, engine_info: EngineReady, max_logprobs: int) -> ModelLimits:
+    base = engine_info.base
+    assert base is not None, "an engine that serves has a model"
     try:
         defaults = SamplingDefaults.from_generation_config(read_generation_config(folder))
     except msgspec.ValidationError as error:
         raise ModelConfigError(f"{folder / 'generation_config.json'}: {error}") from error
     return ModelLimits(
-        engine_info.max_model_len,
-        config.vocab_size,
-        config.eos_token_ids,
-        defaults,
-        max_logprobs,
-        config.hidden_size,
+        engine_info.max_model_len, base.vocab_size, base.eos_token_ids, defaults, max_logprobs, base.embed_size
     )
 
 
 def _open_catalog(
-    settings: Settings, config: ModelConfig, engine_info: EngineReady, model: ModelFolder, chats: AdapterChats
+    settings: Settings, engine_info: EngineReady, model: ModelFolder, chats: AdapterChats
 ) -> AdapterCatalog:
     dtype_bytes = engine_info.geometry.dtype_bytes
-    share = config.geometry(dtype_bytes, settings.engine.tensor_parallel)
+    share, base = engine_info.local_geometry or engine_info.geometry, engine_info.base
+    assert base is not None, "an engine that serves has a model"
 
     def accept(adapter: AdapterRef) -> None:
         blocks = pack(adapter.ranks, share, engine_info.block_bytes // dtype_bytes).blocks
@@ -353,9 +369,14 @@ def _open_catalog(
         model.identity,
         engine_info.geometry,
         reserved_names=reserved,
-        dtype=config.dtype if settings.model.dtype == "auto" else settings.model.dtype,
+        dtype=base.dtype,
         accept=accept,
         fit_chat=chats.fit,
+        base=ServedBase(
+            (model.identity, *model.names, *model.aliases, *sources.base_aliases),
+            model.revision,
+            sources.strict_base,
+        ),
     )
 
 

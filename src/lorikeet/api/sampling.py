@@ -55,7 +55,7 @@ class ModelLimits(msgspec.Struct, frozen=True):
         eos_token_ids: tokens that end an answer.
         defaults: of the sampling fields.
         max_logprobs: most alternatives that a request may ask for with each token; -1 for no limit.
-        hidden: size of an embedding.
+        hidden: size of an embedding; 0 if the model takes none.
     """
 
     max_model_len: int

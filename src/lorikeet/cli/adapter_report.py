@@ -14,10 +14,8 @@ from lorikeet.core.sizes import format_size
 def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
     """Return an adapter's figures, and for each module the layers, ranks, scalings and dtypes that it has."""
     modules = {}
-    for module in LORA_MODULES:
+    for module in dict.fromkeys(each.module for each in adapter.modules):
         found = [each for each in adapter.modules if each.module == module]
-        if not found:
-            continue
         modules[module] = {
             "layers": [each.layer for each in found],
             "ranks": sorted({each.rank for each in found}),
@@ -26,6 +24,7 @@ def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
             "in_features": sorted({each.a.shape[1] for each in found}),
             "out_features": sorted({each.b.shape[0] for each in found}),
         }
+    is_llama = modules.keys() <= set(LORA_MODULES)
     return {
         "folder": str(folder),
         "base_model": adapter.base_model,
@@ -33,7 +32,7 @@ def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
         "weight_bytes": adapter.weight_bytes,
         "parameters": adapter.parameters,
         "modules": modules,
-        "not_covered": [module for module in LORA_MODULES if module not in modules],
+        "not_covered": [module for module in LORA_MODULES if module not in modules] if is_llama else [],
         "warnings": list(adapter.warnings),
     }
 

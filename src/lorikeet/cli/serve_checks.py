@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from lorikeet.adapters.description import CONFIG_FILE
-from lorikeet.config import DEVICES, DTYPES, KERNELS, LOAD_FORMATS, ConfigError, ExecutorKind, Settings
+from lorikeet.config import DEVICES, DTYPES, KERNELS, LOAD_FORMATS, MODEL_IMPLS, ConfigError, ExecutorKind, Settings
 from lorikeet.core.machine import memory_limit_bytes
 from lorikeet.core.sizes import format_size
 from lorikeet.core.suggestions import unknown_name
@@ -84,6 +84,7 @@ def _check_names(settings: Settings) -> None:
     for kind, name, known in (
         ("dtype", model.dtype, DTYPES),
         ("load_format", model.load_format, LOAD_FORMATS),
+        ("model_impl", model.model_impl, MODEL_IMPLS),
         ("quantization", ALIASES.get(model.quantization, model.quantization), QUANTIZATIONS),
         ("device", engine.device, DEVICES),
         ("kernels", engine.kernels, KERNELS),

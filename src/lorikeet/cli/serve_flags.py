@@ -98,6 +98,7 @@ FLAGS = (
         "TEXT",
     ),
     Flag("--tokenizer", "model.tokenizer", str, "Folder or hub id of the tokenizer for a GGUF file."),
+    Flag("--model-impl", "model.model_impl", str, "auto, lorikeet (its own decoder) or transformers (its modules)."),
     Flag("--max-model-len --context-length", "model.max_model_len", int, "Longest sequence, in tokens."),
     Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
     Flag("--tool-call-parser", "model.tool_call_parser", str, "How the model writes tool calls; else by its template."),
@@ -192,6 +193,15 @@ FLAGS = (
     Flag("--max-lora-rank", "adapters.max_rank", int, "Refuse larger ranks."),
     Flag("--max-adapter-size", "adapters.max_bytes", int, "Refuse larger weight files.", parse_size, "SIZE"),
     Flag("--source-timeout", "adapters.source_timeout_s", float, "Seconds to read an adapter from a URL; 0: no limit."),
+    Flag("--strict-base", "adapters.strict_base", bool, "Refuse adapters whose config names another base model."),
+    Flag(
+        "--base-alias",
+        "adapters.base_aliases",
+        list[str],
+        "Another name of the base model in adapters' configs; repeatable.",
+        None,
+        "NAME",
+    ),
     Flag(
         "--replicas --data-parallel-size --dp-size -dp",
         "cluster.replicas",

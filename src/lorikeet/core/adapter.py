@@ -12,7 +12,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
         name: the name in the request. Two names may share a digest.
         digest: the version. All caches are keyed by it.
         folder: holds ``adapter_config.json`` and ``adapter_model.safetensors`` of this version.
-        ranks: for each module of ``LORA_MODULES`` that it changes, the rank on every layer (0: unchanged).
+        ranks: for each module of the geometry that it changes, the rank on every layer (0: unchanged).
         weight_bytes: size of the weights file.
     """
 

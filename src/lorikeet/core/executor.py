@@ -10,7 +10,7 @@ from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.core.iteration_costs import IterationCosts
-from lorikeet.core.messages import AssistCounters
+from lorikeet.core.messages import AssistCounters, BaseInfo
 from lorikeet.core.plan import StepPlan, StepResult, TransferDone
 
 
@@ -76,6 +76,8 @@ class EngineSizes(NamedTuple):
         async_scheduling: whether the device can run a decode step while the host handles the previous step's tokens.
         iterations: profiled times of iterations and merges; None without a profile of them.
         weights: in what form the linear weights are, in words; empty if nothing is computed.
+        base: the model; None for an executor that computes none.
+        can_merge: whether an adapter can be merged into the base weights.
     """
 
     geometry: ModelGeometry
@@ -90,6 +92,8 @@ class EngineSizes(NamedTuple):
     async_scheduling: bool = False
     iterations: IterationCosts | None = None
     weights: str = ""
+    base: BaseInfo | None = None
+    can_merge: bool = True
 
     @property
     def block_bytes(self) -> int:

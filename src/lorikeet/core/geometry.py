@@ -1,9 +1,11 @@
-"""The sizes of a model, as the memory and the adapter packer need them."""
+"""The sizes of a model, as the memory and the adapter packer need them, and the names of its linear modules."""
+
+import re
 
 import msgspec
 
 LORA_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
-"""The seven linear modules of a decoder layer that an adapter may change, in packing order."""
+"""The seven linear modules of a layer of the own decoder, in packing order. Other bases have modules of their own."""
 
 
 PRODUCTS: dict[str, tuple[str, ...]] = {
@@ -12,7 +14,7 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
     "gate_up": ("gate", "up"),
     "down": ("down",),
 }
-"""The fused linear weights of a decoder layer, and the modules of each, in row order."""
+"""The fused linear weights of a layer of the own decoder, and the modules of each, in row order."""
 
 
 class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
@@ -22,15 +24,88 @@ class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
     out_features: int
 
 
-class ModelGeometry(msgspec.Struct, frozen=True):
+class KvShape(msgspec.Struct, frozen=True, array_like=True):
+    """What one layer keeps of a token: ``heads`` keys of ``key_dim`` elements, and as many values of ``value_dim``."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def elements(self) -> int:
+        """Elements of the keys and values of one token."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+
+class ModulePath(msgspec.Struct, frozen=True, array_like=True):
+    """A linear layer under its name in checkpoints.
+
+    Attributes:
+        path: its name below the prefix; ``{}`` stands for the layer, as in ``layers.{}.self_attn.q_proj``.
+        modules: the modules of the geometry that it consists of: several if it is fused. The rows of its B are those
+            of the first, then those of the second, and so on.
+    """
+
+    path: str
+    modules: tuple[str, ...]
+
+
+class ModuleNames(msgspec.Struct, frozen=True):
+    """How adapters may name the modules of a base.
+
+    Attributes:
+        prefixes: what may stand before the paths; the first is the base's own spelling.
+        paths: the linear layers on which LoRA is supported. Two of them may stand for the same module.
+        unused: beginnings of the names of modules that text requests do not use, such as those of a vision tower.
+    """
+
+    prefixes: tuple[str, ...]
+    paths: tuple[ModulePath, ...]
+    unused: tuple[str, ...] = ()
+
+
+PREFIXES = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")
+"""Where checkpoints keep the decoder: alone, and beside a vision tower in new and old versions of transformers."""
+
+UNUSED_PARTS = (
+    "model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.vision_model.", "vision_model.",
+    "model.multi_modal_projector.", "multi_modal_projector.", "model.connector.", "model.audio_tower.",
+    "model.embed_vision.", "model.embed_audio.",
+)  # fmt: skip
+"""Names of the parts of a model that read images and sound."""
+
+DECODER_NAMES = ModuleNames(
+    PREFIXES,
+    (
+        ModulePath("layers.{}.self_attn.q_proj", ("q",)),
+        ModulePath("layers.{}.self_attn.k_proj", ("k",)),
+        ModulePath("layers.{}.self_attn.v_proj", ("v",)),
+        ModulePath("layers.{}.self_attn.o_proj", ("o",)),
+        ModulePath("layers.{}.mlp.gate_proj", ("gate",)),
+        ModulePath("layers.{}.mlp.up_proj", ("up",)),
+        ModulePath("layers.{}.mlp.down_proj", ("down",)),
+        ModulePath("layers.{}.self_attn.qkv_proj", ("q", "k", "v")),
+        ModulePath("layers.{}.mlp.gate_up_proj", ("gate", "up")),
+    ),
+    UNUSED_PARTS,
+)
+"""Of the own decoder, split as in Llama or fused as in Phi-3."""
+
+
+class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sizes of one decoder, whole or as one tensor-parallel rank holds it.
 
     Attributes:
         layers: number of decoder layers.
-        kv_heads: key/value heads (of one rank, in the geometry of a rank).
+        kv_heads: key/value heads of a layer (of one rank, in the geometry of a rank).
         head_dim: elements of one head.
-        modules: shape of each of :data:`LORA_MODULES`.
+        modules: shape of each linear module of a layer that an adapter may change, in packing order; those of the own
+            decoder are :data:`LORA_MODULES`.
         dtype_bytes: bytes of one element of KV and adapter weights.
+        kv_layers: what each layer keeps of a token, if that is not the same for all: then neither ``kv_heads`` nor
+            ``head_dim`` counts, and there may be fewer of them than layers. Empty: ``kv_heads`` and ``head_dim``.
+        module_layers: the layers that have a module, for modules that not all layers have.
+        names: how adapters name the modules; None: :data:`DECODER_NAMES`.
     """
 
     layers: int
@@ -38,10 +113,36 @@ class ModelGeometry(msgspec.Struct, frozen=True):
     head_dim: int
     modules: dict[str, ModuleShape]
     dtype_bytes: int
+    kv_layers: tuple[KvShape, ...] = ()
+    module_layers: dict[str, tuple[int, ...]] = {}
+    names: ModuleNames | None = None
+
+    @property
+    def module_slots(self) -> int:
+        """Entries of one layer in tables of modules.
+
+        That is the number of modules, rounded up to a multiple of seven, in which the native kernels count layers.
+        """
+        return -(-len(self.modules) // len(LORA_MODULES)) * len(LORA_MODULES)
+
+    def has_module(self, layer: int, module: str) -> bool:
+        """Return whether a layer has a module."""
+        return module in self.modules and layer in self.module_layers.get(module, range(self.layers))
+
+    def full_ranks(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the ranks of an adapter of all modules, as in ``AdapterRef.ranks``."""
+        return {
+            module: tuple(rank if self.has_module(layer, module) else 0 for layer in range(self.layers))
+            for module in self.modules
+        }
+
+    def kv_shapes(self) -> tuple[KvShape, ...]:
+        """Return what each layer that keeps keys and values keeps of a token."""
+        return self.kv_layers or (KvShape(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
 
     def kv_elements_per_token(self) -> int:
         """Elements of the keys and values of one token over all layers."""
-        return self.layers * 2 * self.kv_heads * self.head_dim
+        return sum(shape.elements for shape in self.kv_shapes())
 
     def block_elements(self, block_size: int) -> int:
         """Elements of a block that holds ``block_size`` tokens of KV over all layers."""
@@ -50,3 +151,15 @@ class ModelGeometry(msgspec.Struct, frozen=True):
     def block_bytes(self, block_size: int) -> int:
         """Bytes of a block that holds ``block_size`` tokens of KV over all layers."""
         return self.block_elements(block_size) * self.dtype_bytes
+
+
+_LAYER = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,5})(?![^.])")
+"""The first part of a name that is a number: the layer."""
+
+
+def split_layer(name: str) -> tuple[str, int]:
+    """Return a name with ``{}`` instead of the layer, and the layer; a name without one belongs to layer 0."""
+    match = _LAYER.search(name)
+    if match is None:
+        return name, 0
+    return f"{name[: match.start()]}{{}}{name[match.end() :]}", int(match[0])

@@ -100,6 +100,26 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
+class BaseInfo(msgspec.Struct, frozen=True):
+    """The base model, as an engine has loaded it.
+
+    Attributes:
+        architecture: class in its config.
+        implementation: what computes it, as ``/health`` and the log say.
+        vocab_size: number of logits.
+        eos_token_ids: end-of-sequence tokens; empty if the checkpoint has none.
+        dtype: of weights, KV and adapters.
+        embed_size: numbers of a token's embedding, if prompts may be embeddings; else 0.
+    """
+
+    architecture: str
+    implementation: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    embed_size: int = 0
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
     """The engine is ready to serve.
 
@@ -115,6 +135,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
         boot_id: boot id of its machine, which identifies its clock.
         notes: lines for the start-up log.
         weights: in what form the linear weights are, in words; empty if nothing is computed.
+        base: the model; None in tests without one.
+        local_geometry: sizes of one rank's share, with which adapters are packed; None: the whole model's.
     """
 
     version: str
@@ -129,6 +151,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
     at_s: float
     notes: tuple[str, ...] = ()
     weights: str = ""
+    base: BaseInfo | None = None
+    local_geometry: ModelGeometry | None = None
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

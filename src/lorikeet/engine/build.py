@@ -23,7 +23,15 @@ from lorikeet.memory.packing import block_runs, pack
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tree import NodeKind
-from lorikeet.presets import ColdStart, KvAfterFinish, MemorySplit, Preset, describe_preset, resolve_preset
+from lorikeet.presets import (
+    MERGING_MODES,
+    ColdStart,
+    KvAfterFinish,
+    MemorySplit,
+    Preset,
+    describe_preset,
+    resolve_preset,
+)
 from lorikeet.scheduling.batching import BATCHING
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.scheduler import Scheduler
@@ -189,6 +197,9 @@ def assemble(
         OSError: the recording cannot be written.
     """
     name, preset = resolve_preset(settings.engine.preset)
+    merges = preset.batching_mode in MERGING_MODES
+    if merges and not sizes.can_merge:
+        preset = msgspec.structs.replace(preset, batching_mode="unmerged")
     memory = build_memory(preset, sizes, settings.engine.max_num_batched_tokens)
     sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.evictor.limit(NodeKind.ADAPTER)))
     if reason := memory.why_impossible(None, sizes.max_model_len):
@@ -234,6 +245,10 @@ def assemble(
             "cold prefills are not assisted, so requests wait for their adapters: assistance needs host memory, host "
             "workers, an x86-64 CPU and at most one GPU, or a profile with host_lora"
         )
+    if sizes.base is not None:
+        notes.insert(0, f"{sizes.base.architecture} runs by {sizes.base.implementation}, in {sizes.base.dtype}")
+    if merges and not sizes.can_merge:
+        notes.append(f"preset {name} would merge adapters; this base runs by transformers' modules, so none is merged")
     if recorder is not None:
         notes.append(f"recording to {recorder.path}")
     return Replica(engine, sizes, tuple(notes))

@@ -280,6 +280,8 @@ def _engine_ready(replica: Replica) -> EngineReady:
         at_s=time.monotonic(),
         notes=replica.notes,
         weights=sizes.weights,
+        base=sizes.base,
+        local_geometry=sizes.local_geometry,
     )
 
 

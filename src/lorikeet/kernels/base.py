@@ -222,8 +222,8 @@ class LoraWeights:
         rank: the largest rank of any module on any layer.
         modules: modules that the adapter changes.
         table: int64 ``[pieces, 3]``: address of the A rows, address of the Bᵀ rows, number of rows. Ordered by layer,
-            then module as in ``LORA_MODULES``.
-        index: int64 ``[layers * modules + 1]``, the first piece of each (layer, module).
+            then module as in the geometry; here as in ``LORA_MODULES``.
+        index: int64 ``[layers * slots + 1]``, the first piece of each (layer, module); slots as of ``LoraTargets``.
     """
 
     def __init__(self, pieces: LoraPieces, layers: int) -> None:
@@ -290,17 +290,26 @@ class LoraTarget(NamedTuple):
 class LoraTargets:
     """The modules of one fused product, which read the same input.
 
+    Args:
+        targets: each module's columns.
+        modules: all modules of a layer, in packing order.
+        slots: as of ``ModelGeometry.module_slots``.
+
     Attributes:
         each: the targets.
         modules: names of their modules.
-        numbers: int64 ``[1 + 3 * targets]``: their number, then each one's index in ``LORA_MODULES``, column, outputs.
+        numbers: int64 ``[1 + 3 * targets]``: their number, then each one's index in a layer, column, outputs.
+        slots: entries of one layer in the index of ``LoraWeights``.
         are_aligned: whether all columns and outputs are multiples of 16.
     """
 
-    def __init__(self, *targets: LoraTarget) -> None:
+    def __init__(
+        self, *targets: LoraTarget, modules: Sequence[str] = LORA_MODULES, slots: int = len(LORA_MODULES)
+    ) -> None:
         self.each = targets
         self.modules = frozenset(target.module for target in targets)
-        rows = ((LORA_MODULES.index(module), column, outputs) for module, column, outputs in targets)
+        self.slots = slots
+        rows = ((modules.index(module), column, outputs) for module, column, outputs in targets)
         self.numbers = torch.tensor([len(targets), *chain.from_iterable(rows)], dtype=torch.int64)
         self.are_aligned = not any(target.column % 16 or target.outputs % 16 for target in targets)
         self._on_device: Tensor | None = None

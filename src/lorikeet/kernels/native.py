@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import (
     Batch,
@@ -417,7 +418,8 @@ class NativeKernels:
         out = x.new_empty(rows, weight.outputs)
         numbers = _NO_LORA
         if delta is not None and delta.lora.form is not KernelForm.EINSUM:
-            numbers = delta.lora.numbers.data_ptr(), delta.layer, delta.targets.numbers.data_ptr()
+            layer = delta.layer * delta.targets.slots // len(LORA_MODULES)  # the library counts layers of seven
+            numbers = delta.lora.numbers.data_ptr(), layer, delta.targets.numbers.data_ptr()
         self._library.lorikeet_linear(
             x.data_ptr(),
             x.stride(0),

@@ -265,3 +265,62 @@ def _prefill(q: Tensor, kv: Tensor, table: Tensor, context: int, scale: float, w
         q.transpose(0, 1)[None], k[None], v[None], attn_mask=seen, scale=scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)
+
+
+def attend_plainly(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: Batch,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention with what ``Kernels.attention`` lacks, on any device; scores are fp32.
+
+    Args:
+        q: ``[T, heads, key_dim]``.
+        keys, values: a layer's in the arena, ``[blocks, block_size, kv_heads, key_dim]`` and ``[..., value_dim]``.
+        batch: the step, with copies on the host.
+        scale: of the scores.
+        window: a token sees so many latest positions, its own included; None: all.
+        softcap: the scores are ``softcap * tanh(score / softcap)``; None: as they are.
+        sinks: ``[heads]``, logits that take part in the softmax without a value; None for none.
+
+    Returns:
+        ``[T, heads, value_dim]``.
+    """
+    assert batch.host is not None
+    block_size, kv_heads = keys.shape[1:3]
+    out = q.new_empty(len(q), q.shape[1], values.shape[-1])
+    starts, contexts = batch.host.row_starts.tolist(), batch.host.contexts.tolist()
+    by_rows: dict[int, list[int]] = {}
+    for i, (start, stop) in enumerate(pairwise(starts)):
+        by_rows.setdefault(stop - start, []).append(i)
+    for rows, members in by_rows.items():  # all decodes together
+        longest = max(contexts[i] for i in members)
+        table = batch.block_tables[members, : -(-longest // block_size)]
+        position = torch.arange(table.shape[1] * block_size, device=q.device)
+        context = torch.tensor([contexts[i] for i in members], device=q.device)
+        # Slots past the context hold stale values, and a NaN among them would survive a weight of zero.
+        stale = (position >= context[:, None])[:, :, None, None]
+        k, v = (part[table].flatten(1, 2).masked_fill(stale, 0) for part in (keys, values))
+        at = torch.cat([torch.arange(starts[i], starts[i] + rows, device=q.device) for i in members])
+        queries = q[at].view(len(members), rows, kv_heads, -1, q.shape[-1])
+        scores = torch.einsum("nrkgd,ntkd->nkgrt", queries.float(), k.float()) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        own = context[:, None] - rows + torch.arange(rows, device=q.device)
+        distance = own[:, :, None] - position
+        seen = distance >= 0
+        if window is not None:
+            seen &= distance < window
+        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        if sinks is not None:
+            extra = sinks.float().view(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, extra], dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(position)]
+        found = torch.einsum("nkgrt,ntkd->nrkgd", weights, v.float())
+        out[at] = found.reshape(len(at), q.shape[1], -1).to(out.dtype)
+    return out

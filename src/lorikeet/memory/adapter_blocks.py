@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.kernels.base import LoraPieces, LoraWeights
 from lorikeet.memory.packing import AdapterPacking, PackedRows, module_of, pack
 
@@ -30,12 +30,12 @@ class AdapterLayout:
 
     def __init__(self, packing: AdapterPacking, geometry: ModelGeometry) -> None:
         self.packing, self.geometry = packing, geometry
-        numbers = {module: number for number, module in enumerate(LORA_MODULES)}
-        places = [(p.layer * len(LORA_MODULES) + numbers[p.module], p.block, p.offset, p.rows) for p in packing.pieces]
+        numbers, slots = {module: number for number, module in enumerate(geometry.modules)}, geometry.module_slots
+        places = [(p.layer * slots + numbers[p.module], p.block, p.offset, p.rows) for p in packing.pieces]
         which, self._block, self._offset, self._rows = np.array(places, dtype=np.int64).reshape(-1, 4).T
         inputs = np.array([geometry.modules[p.module].in_features for p in packing.pieces], dtype=np.int64)
         self._a_elements = self._rows * inputs
-        self._index = torch.from_numpy(np.searchsorted(which, np.arange(geometry.layers * len(LORA_MODULES) + 1)))
+        self._index = torch.from_numpy(np.searchsorted(which, np.arange(geometry.layers * slots + 1)))
         self._rank = int(np.bincount(which, self._rows).max(initial=0))
         self._modules = frozenset(piece.module for piece in packing.pieces)
 

@@ -1,7 +1,7 @@
 """The least memory that an engine works with."""
 
 from lorikeet.config import ConfigError, Settings
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.sizes import format_size
 from lorikeet.memory.packing import pack
 
@@ -16,9 +16,8 @@ def adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> in
     """
     if not settings.adapters.enabled:
         return 0
-    ranks = dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers)
     try:
-        return pack(ranks, geometry, geometry.block_elements(settings.engine.block_size)).blocks
+        return pack(geometry.full_ranks(rank), geometry, geometry.block_elements(settings.engine.block_size)).blocks
     except ValueError as error:
         raise ConfigError(f"block_size: {error}; make blocks larger, or disable adapters") from error
 

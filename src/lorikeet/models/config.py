@@ -20,6 +20,10 @@ class ModelConfigError(ValueError):
     """A checkpoint cannot be served; the message names the file, the key and the reason."""
 
 
+class UnsupportedFeature(ModelConfigError):
+    """A checkpoint needs what the own decoder does not compute."""
+
+
 class JsonSection:
     """A JSON object whose values are checked when they are read. A null value counts as missing."""
 
@@ -30,6 +34,10 @@ class JsonSection:
     def error(self, key: str, problem: str) -> ModelConfigError:
         """Return an error about ``key``, for the caller to raise."""
         return ModelConfigError(f"{self._where}: {key}: {problem}")
+
+    def unsupported(self, key: str, problem: str) -> "UnsupportedFeature":
+        """Return an error about a feature that the own decoder lacks, for the caller to raise."""
+        return UnsupportedFeature(str(self.error(key, problem)))
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the raw value; null is returned as None, not as missing."""
@@ -181,7 +189,7 @@ def read_rope(settings: JsonSection) -> tuple[RopeScaling, int]:
     """
     sections = {name: settings.section(name) for name in ("rope_parameters", "rope_scaling")}
     if (partial := settings.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise settings.error("partial_rotary_factor", f"only 1.0 is supported, not {partial:g}")
+        raise settings.unsupported("partial_rotary_factor", f"only 1.0 is supported, not {partial:g}")
     thetas = (section.get("rope_theta") for section in sections.values() if section is not None)
     theta = next((each for each in thetas if each is not None), settings.number("rope_theta", 10_000.0))
     found = [_read_section(settings, name, section, theta) for name, section in sections.items() if section is not None]
@@ -198,13 +206,13 @@ def _read_section(settings: JsonSection, name: str, section: JsonSection, base: 
     """Return embedding and context of one section, for :func:`read_rope`; ``base`` is theta if the section has none."""
     context = _context(settings)
     if any(isinstance(value, dict) for value in settings.get(name).values()):
-        raise settings.error(name, "different embeddings for different layers are not supported")
+        raise settings.unsupported(name, "different embeddings for different layers are not supported")
     theta = section.number("rope_theta", base)
     kind = section.string("rope_type", section.string("type", "default"))
     if kind not in SCALINGS:
-        raise settings.error(name, f"{kind!r} is not supported, only {', '.join(SCALINGS)}")
+        raise settings.unsupported(name, f"{kind!r} is not supported, only {', '.join(SCALINGS)}")
     if section.number("partial_rotary_factor", 1.0) != 1.0:
-        raise section.error("partial_rotary_factor", "only 1.0 is supported")
+        raise section.unsupported("partial_rotary_factor", "only 1.0 is supported")
     if kind == "default":
         return RopeScaling(theta), context
     factor = section.number("factor")
@@ -249,7 +257,17 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 ROW_PARALLEL = frozenset({"o", "down"})
 """Modules split by input under tensor parallelism (their outputs are partial sums); the others split by output."""
 
-__all__ = ["ARCHITECTURES", "ROW_PARALLEL", "ModelConfig", "ModelConfigError", "ModuleShard", "read_model_config"]
+__all__ = [
+    "ARCHITECTURES",
+    "ROW_PARALLEL",
+    "BaseConfig",
+    "ModelConfig",
+    "ModelConfigError",
+    "ModuleShard",
+    "TransformersConfig",
+    "read_model_config",
+    "wants_own_decoder",
+]
 
 
 class ModuleShard(NamedTuple):
@@ -364,6 +382,59 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return ModelGeometry(self.layers, kv_heads, self.head_dim, modules, dtype_bytes)
 
 
+class TransformersConfig(msgspec.Struct, frozen=True):
+    """What is needed of the config of a base that runs by the modules of transformers.
+
+    Attributes:
+        architecture: a class of transformers.
+        vocab_size, context_tokens, eos_token_ids, dtype: as of ``ModelConfig``.
+        version: of transformers.
+    """
+
+    architecture: str
+    vocab_size: int
+    context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    version: str
+
+    def check_divides(self, tensor_parallel: int) -> None:
+        """Check that there is one rank.
+
+        Raises:
+            ModelConfigError: there are more.
+        """
+        if tensor_parallel != 1:
+            raise ModelConfigError(
+                f"{self.architecture} runs by transformers' modules, which are not split: tensor parallelism needs one "
+                f"of {', '.join(ARCHITECTURES)}"
+            )
+
+
+BaseConfig = ModelConfig | TransformersConfig
+
+
+def wants_own_decoder(folder: Path, model_impl: str) -> bool:
+    """Return whether a checkpoint is run by the own decoder, or else by the modules of transformers.
+
+    Args:
+        folder: the checkpoint.
+        model_impl: one of ``config.MODEL_IMPLS``; ``auto`` takes the own decoder wherever it computes the model.
+
+    Raises:
+        ModelConfigError: a file is missing or broken, or the own decoder is asked for and does not support the model.
+    """
+    if model_impl == "transformers":
+        return False
+    try:
+        read_model_config(folder)
+    except UnsupportedFeature:
+        if model_impl == "lorikeet":
+            raise
+        return False
+    return True
+
+
 def read_model_config(folder: Path) -> ModelConfig:
     """Read ``config.json`` of a checkpoint, and ``generation_config.json`` for the end-of-sequence tokens.
 
@@ -376,7 +447,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     architecture = _architecture(settings)
     read_quantization(settings)  # raises what is not supported before weights are looked at
     if settings.string("hidden_act", "silu") != "silu":
-        raise settings.error("hidden_act", f"{settings.get('hidden_act')!r} is not supported, only 'silu'")
+        raise settings.unsupported("hidden_act", f"{settings.get('hidden_act')!r} is not supported, only 'silu'")
     hidden_size, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     kv_heads = settings.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -413,7 +484,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 def _architecture(settings: JsonSection) -> str:
     named = settings.get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in ARCHITECTURES:
-        raise settings.error("architectures", f"{named!r} is not one of {', '.join(ARCHITECTURES)}")
+        raise settings.unsupported("architectures", f"{named!r} is not one of {', '.join(ARCHITECTURES)}")
     return str(named[0])
 
 
@@ -435,11 +506,11 @@ def _windows(settings: JsonSection, architecture: str, layers: int) -> tuple[int
     by_kind = {"full_attention": None, "sliding_attention": window}
     unknown = sorted({str(kind) for kind in kinds} - set(by_kind))
     if unknown or len(kinds) < layers:
-        raise settings.error("layer_types", f"{', '.join(unknown) or 'fewer entries than layers'}: not supported")
+        raise settings.unsupported("layer_types", f"{', '.join(unknown) or 'fewer entries than layers'}: not supported")
     return tuple(by_kind[kind] for kind in kinds[:layers])
 
 
-def max_model_len(settings: Settings, config: ModelConfig) -> int:
+def max_model_len(settings: Settings, config: BaseConfig) -> int:
     """Return the longest sequence to serve, in tokens.
 
     Raises:

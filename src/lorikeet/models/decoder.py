@@ -17,6 +17,7 @@ from lorikeet.kernels.base import (
     LoraTargets,
     Weight,
     fits_one_call,
+    kv_view,
 )
 from lorikeet.models.config import ModelConfig, RopeScaling
 from lorikeet.models.parallel import NoReduceGroup, RankGroup
@@ -88,7 +89,13 @@ def _yarn(rope: RopeScaling, plain: Tensor, head_dim: int) -> Tensor:
 
 
 class Decoder:
-    """A decoder-only transformer, or one tensor-parallel rank of it."""
+    """A decoder-only transformer, or one tensor-parallel rank of it.
+
+    Attributes:
+        fits_graphs: whether its steps can be captured, if the kernels can.
+    """
+
+    fits_graphs = True
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, group: RankGroup) -> None:
         """Create a decoder.
@@ -126,6 +133,11 @@ class Decoder:
         cut = Decoder(self._config, weights, self._kernels, NoReduceGroup(self._group))
         cut._in_one_call = None
         return cut
+
+    def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
+        """View ``arena [blocks, elements]`` as :meth:`hidden` takes it."""
+        kv_heads, head_dim = self._shape.kv_heads, self._shape.head_dim
+        return kv_view(arena, len(self._weights.layers), block_size, kv_heads // self._group.size or 1, head_dim)
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
         """Compute one step; return the logits ``[S, vocab]`` of its sample rows. As :meth:`hidden` and :meth:`head`."""

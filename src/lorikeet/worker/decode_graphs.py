@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lorikeet.config import EngineSettings
 from lorikeet.core.plan import KernelForm
-from lorikeet.kernels.base import LONG_TOKENS, Batch, LoraBatch, SamplingTensors, Segment, kv_view, split_segments
+from lorikeet.kernels.base import LONG_TOKENS, Batch, LoraBatch, SamplingTensors, Segment, split_segments
 from lorikeet.worker.batch import BatchRow
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.transfer.device import DeviceBackend, Graph, StreamEvent
@@ -276,11 +276,11 @@ def build_graphs(
     engine: EngineSettings, model: RankModel, arena: Tensor, device: DeviceBackend, longest_tokens: int
 ) -> DecodeGraphs | None:
     """Return a rank's decode graphs; None if device or kernels do not support them, with several ranks, or if eager."""
-    fits = device.has_graphs and model.kernels.fits_graphs and engine.tensor_parallel == 1
+    can_capture = device.has_graphs and model.kernels.fits_graphs and model.decoder.fits_graphs
+    fits = can_capture and engine.tensor_parallel == 1
     if not fits or engine.enforce_eager:
         return None
-    geometry = model.geometry
-    kv = kv_view(arena, geometry.layers, engine.block_size, geometry.kv_heads, geometry.head_dim)
+    kv = model.decoder.view_kv(arena, engine.block_size)
     return DecodeGraphs(device, model, kv, engine.max_num_seqs, -(-longest_tokens // engine.block_size))
 
 

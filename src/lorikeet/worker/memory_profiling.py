@@ -13,12 +13,11 @@ from torch import Tensor
 
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.executor import ExecutorError
-from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.machine import free_memory_bytes
 from lorikeet.core.plan import KernelForm, SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, SamplingTensors, kv_view
+from lorikeet.kernels.base import LONG_TOKENS, LoraWeights, SamplingTensors
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HOST_TIMES_DEVICE
 from lorikeet.memory.least import check_blocks, least_blocks
@@ -113,9 +112,7 @@ def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Seque
     """
     arena, rows, adapters = _sequences(model, engine, rank, lengths)
     batch = build_batch(rows, adapters, engine.block_size, model.device, _form(engine))
-    geometry = model.geometry
-    kv = kv_view(arena, geometry.layers, engine.block_size, geometry.kv_heads, geometry.head_dim)
-    logits = model.decoder.forward(batch, kv)
+    logits = model.decoder.forward(batch, model.decoder.view_kv(arena, engine.block_size))
     model.kernels.choose(logits, _sampling_tensors(len(lengths)).on(model.device))
     return arena.nbytes
 
@@ -186,7 +183,7 @@ def _sequences(
     """Return an arena, sequences to prefill with blocks in it, and their adapters, which share their blocks."""
     geometry = model.geometry
     elements = geometry.block_elements(engine.block_size)
-    packing = pack(dict.fromkeys(LORA_MODULES, (rank,) * geometry.layers), geometry, elements)
+    packing = pack(geometry.full_ranks(rank), geometry, elements)
     blocks = [-(-tokens // engine.block_size) for tokens in lengths]
     arena = torch.zeros(packing.blocks + sum(blocks), elements, dtype=model.dtype, device=model.device)
     rows, first = [], packing.blocks

@@ -13,6 +13,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import VirtualClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
+from lorikeet.core.messages import BaseInfo
 from lorikeet.core.plan import SequenceStart, StepPlan, StepResult, Tier, Token, Transfer, TransferDone
 from lorikeet.core.sizes import format_size
 from lorikeet.costs.applies import check_model
@@ -354,8 +355,8 @@ def build_paced_executor(
     if not settings.engine.profile:
         raise ConfigError("engine.profile: a paced executor needs the name or file of a profile")
     profile = load_profile(settings.engine.profile)
-    geometry = read_model_config(Path(settings.model.model)).geometry(profile.geometry.dtype_bytes)
-    check_model(profile, geometry, settings.model.model)
+    config = read_model_config(Path(settings.model.model))
+    check_model(profile, config.geometry(profile.geometry.dtype_bytes), settings.model.model)
     if settings.model.max_model_len > profile.max_model_len:
         raise ConfigError(
             f"max_model_len: {settings.model.max_model_len} is more than the {profile.max_model_len} of "
@@ -365,7 +366,10 @@ def build_paced_executor(
     times = ModelledTimes(transfers, preset, loop_each_step=False)
     link = ModelledTransferLink(transfers.path, on_transfer_done)
     executor = ModelledExecutor(clock, times, link, _tokens_of(profile), CATCH_UP_S)
-    return executor, _with_costs(sizes_of(settings, profile, "paced"), settings, transfers, preset)
+    sizes = _with_costs(sizes_of(settings, profile, "paced"), settings, transfers, preset)
+    dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
+    base = BaseInfo(config.architecture, "nothing (paced)", config.vocab_size, config.eos_token_ids, dtype)
+    return executor, sizes._replace(base=base)
 
 
 def _with_costs(sizes: EngineSizes, settings: Settings, transfers: TransferModel, preset: Preset) -> EngineSizes:

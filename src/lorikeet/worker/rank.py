@@ -11,7 +11,7 @@ from torch import Tensor
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import PromptLogprobs, SequenceStep, StepPlan
-from lorikeet.kernels.base import LoraBatch, LoraWeights, kv_view, to_device
+from lorikeet.kernels.base import LoraBatch, LoraWeights, to_device
 from lorikeet.worker.batch import BatchRow, SequenceState, build_batch, check_rows, lora_batch
 from lorikeet.worker.host_lora.assisted_step import HostLoraSide
 from lorikeet.worker.prompt_logprobs import ScoredRows, score_prompts
@@ -47,8 +47,7 @@ class Rank:
         self._merger = model.merger
         self._threads = ThreadPinning(model.kernels, cores)
         self._host_lora = host_lora
-        geometry = model.geometry
-        self._kv = kv_view(arena, geometry.layers, block_size, geometry.kv_heads, geometry.head_dim)
+        self._kv = model.decoder.view_kv(arena, block_size)
         self._block_size = block_size
         self._transfers = transfers
         self._sequences: dict[RequestId, SequenceState] = {}

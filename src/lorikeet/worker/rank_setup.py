@@ -4,17 +4,28 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
 from lorikeet.config import DEVICES, ConfigError, EngineSettings, Settings
 from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.messages import BaseInfo
 from lorikeet.core.process_tuning import keep_freed_memory
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import Kernels, torch_dtype
-from lorikeet.models.config import ModelConfig, read_model_config
+from lorikeet.kernels.base import Batch, Kernels, torch_dtype
+from lorikeet.models.config import (
+    BaseConfig,
+    ModelConfig,
+    ModelConfigError,
+    TransformersConfig,
+    max_model_len,
+    read_model_config,
+    wants_own_decoder,
+)
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import RankGroup
@@ -32,7 +43,7 @@ class RankModel:
 
     Attributes:
         config: the whole model's.
-        decoder: the rank's share.
+        decoder: the rank's share, or a model of transformers.
         kernels: the kernel backend.
         dtype, device: of weights, KV and adapters.
         geometry: sizes of the rank's share.
@@ -40,14 +51,70 @@ class RankModel:
         weights: in what form the linear weights are, in words.
     """
 
-    config: ModelConfig
-    decoder: Decoder
+    config: BaseConfig
+    decoder: "RunsModel"
     kernels: Kernels
     dtype: torch.dtype
     device: torch.device
     geometry: ModelGeometry
     merger: Merger | None = None
     weights: str = ""
+
+    def base_info(self) -> BaseInfo:
+        """Return what clients of the engine know of the model."""
+        config = self.config
+        is_own = isinstance(config, ModelConfig)
+        how, embed_size = ("lorikeet", config.hidden_size) if is_own else (f"transformers {config.version}", 0)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return BaseInfo(config.architecture, how, config.vocab_size, config.eos_token_ids, dtype, embed_size)
+
+
+class RunsModel(Protocol):
+    """What computes a rank's share of the model: the own decoder, or the modules of transformers.
+
+    Attributes:
+        fits_graphs: whether its steps can be captured in CUDA graphs, if the kernels can.
+    """
+
+    @property
+    def fits_graphs(self) -> bool:
+        """See above."""
+        ...
+
+    def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
+        """View ``arena [blocks, elements]`` as the other methods take it."""
+        ...
+
+    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
+        """Compute one step; return the logits ``[S, vocab]`` of its sample rows."""
+        ...
+
+    def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
+        """Compute the layers of one step, store its keys and values, and return ``[S, hidden]``."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`."""
+        ...
+
+
+def read_base_config(settings: Settings, folder: Path) -> BaseConfig:
+    """Return the config of the base, by what will compute it.
+
+    Raises:
+        ModelConfigError: the model is not supported, or does not split over the ranks.
+    """
+    wanted = settings.model.model_impl
+    config: BaseConfig
+    if wants_own_decoder(folder, wanted):
+        config = read_model_config(folder)
+    else:
+        # It imports transformers, which takes seconds.
+        from lorikeet.models.transformers_decoder import read_transformers_config
+
+        config = read_transformers_config(folder)
+    config.check_divides(settings.engine.tensor_parallel)
+    return config
 
 
 def load_rank(
@@ -60,8 +127,7 @@ def load_rank(
         ModelConfigError: the model is not supported, or does not split over the ranks.
         WeightError: the weights do not fit the config.
     """
-    config = read_model_config(folder)
-    config.check_divides(group.size)
+    config = read_base_config(settings, folder)
     dtype, device = _dtype(settings, config), rank_device(settings, group.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are launched on the thread's current device
@@ -69,6 +135,8 @@ def load_rank(
         torch.cuda.empty_cache()
     else:
         keep_freed_memory()
+    if not isinstance(config, ModelConfig):
+        return _load_transformers(settings, folder, config, dtype, device, progress)
     weights = load_weights(
         folder,
         config,
@@ -87,10 +155,7 @@ def load_rank(
             f"preset {name}: merges adapters into the weights, and these are quantised ({weights.stored}): choose "
             "another preset, or set quantization to none for weights in 16 bits"
         )
-    try:
-        kernels = choose_kernels(settings.engine.kernels, dtype, device)
-    except ValueError as error:
-        raise ConfigError(f"kernels: {error}") from error
+    kernels = _kernels(settings, dtype, device)
     packed = pack_weights(weights, kernels, keep_plain=merges)
     geometry = config.geometry(dtype.itemsize, group.size)
     merger = None
@@ -99,6 +164,35 @@ def load_rank(
         merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
     decoder = Decoder(config, packed, kernels, group)
     return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored)
+
+
+def _load_transformers(
+    settings: Settings,
+    folder: Path,
+    config: TransformersConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[str, int, int], None] | None,
+) -> RankModel:
+    """Load a model of transformers, and check that it can be served."""
+    from lorikeet.models.transformers_attention import UnsupportedAttention
+    from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
+
+    kernels = _kernels(settings, dtype, device)
+    model = load_model(folder, dtype, device, load_format=settings.model.load_format, progress=progress)
+    try:
+        decoder = TransformersDecoder(model, kernels, max_model_len(settings, config))
+    except UnsupportedAttention as error:
+        raise ModelConfigError(f"{folder / 'config.json'}: {config.architecture} cannot be served: {error}") from error
+    config = msgspec.structs.replace(config, vocab_size=decoder.vocab_size)
+    return RankModel(config, decoder, kernels, dtype, device, decoder.geometry)
+
+
+def _kernels(settings: Settings, dtype: torch.dtype, device: torch.device) -> Kernels:
+    try:
+        return choose_kernels(settings.engine.kernels, dtype, device)
+    except ValueError as error:
+        raise ConfigError(f"kernels: {error}") from error
 
 
 def rank_device(settings: Settings, rank: int) -> torch.device:
@@ -130,7 +224,7 @@ def allocate_arena(model: RankModel, blocks: int, engine: EngineSettings) -> Ten
     return arena.zero_() if engine.touch_memory else arena
 
 
-def _dtype(settings: Settings, config: ModelConfig) -> torch.dtype:
+def _dtype(settings: Settings, config: BaseConfig) -> torch.dtype:
     name = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
     try:
         return torch_dtype(name)

@@ -14,7 +14,7 @@ from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import PromptLogprobs, StepPlan, StepResult, Token, TransferDone
-from lorikeet.models.config import ModelConfig, max_model_len, read_model_config
+from lorikeet.models.config import BaseConfig, ModelConfig, max_model_len
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.presets import resolve_preset
 from lorikeet.worker.batch import SequenceState as RankSequence
@@ -24,7 +24,7 @@ from lorikeet.worker.host_lora.assisted_step import HostLoraLeader
 from lorikeet.worker.host_lora.start import build_host_lora, start_worker_processes
 from lorikeet.worker.memory_profiling import arena_blocks, host_arena_blocks
 from lorikeet.worker.rank import Rank, sampling_steps
-from lorikeet.worker.rank_setup import RankModel, allocate_arena, load_rank
+from lorikeet.worker.rank_setup import RankModel, allocate_arena, load_rank, read_base_config
 from lorikeet.worker.sampler import NOT_FINITE, Sampler
 from lorikeet.worker.tensor_parallel import RankProcesses
 from lorikeet.worker.threads import CpuBudget, requested_threads
@@ -398,7 +398,7 @@ def build_torch_executor(
     model_folder: Path,
     progress: Callable[[str, int, int], None],
     on_transfer_done: Callable[[], None],
-) -> tuple[TorchExecutor, ModelConfig, EngineSizes]:
+) -> tuple[TorchExecutor, BaseConfig, EngineSizes]:
     """Load the model, start the other ranks, the loader process and host workers, and allocate memory.
 
     Args:
@@ -418,8 +418,8 @@ def build_torch_executor(
     """
     engine = settings.engine
     _, preset = resolve_preset(engine.preset)
-    config = read_model_config(model_folder)
-    config.check_divides(engine.tensor_parallel)
+    config = read_base_config(settings, model_folder)
+    is_own = isinstance(config, ModelConfig)
     longest_tokens = max_model_len(settings, config)
     cores = CpuBudget(requested_threads(engine.threads))
     ranks = engine.tensor_parallel
@@ -427,7 +427,7 @@ def build_torch_executor(
     with _device_errors(engine.device), ExitStack() as undo:
         loader = start_loader_process()
         undo.callback(loader.end)
-        workers = start_worker_processes(engine, preset)
+        workers = start_worker_processes(engine, preset) if is_own else []
         for worker in workers:
             undo.callback(worker.end)
         others = RankProcesses(settings, model_folder, finished) if ranks > 1 else None
@@ -458,12 +458,12 @@ def build_torch_executor(
             others.watch()
         graphs = build_graphs(engine, model, arena, transfers.device, longest_tokens)
         undo.pop_all()
-    grammars = GrammarCompiler(model_folder / "tokenizer.json", config.vocab_size, config.eos_token_ids)
+    grammars = GrammarCompiler(model_folder / "tokenizer.json", model.config.vocab_size, config.eos_token_ids)
     executor = TorchExecutor(
         model, arena, engine.block_size, cores, finished, transfers, others, host_lora, graphs, grammars
     )
     sizes = EngineSizes(
-        geometry=config.geometry(model.dtype.itemsize),
+        geometry=config.geometry(model.dtype.itemsize) if isinstance(config, ModelConfig) else model.geometry,
         local_geometry=model.geometry,
         total_blocks=blocks,
         host_blocks=host_blocks,
@@ -474,6 +474,8 @@ def build_torch_executor(
         weights=model.weights,
         assist=assist,
         async_scheduling=graphs is not None,
+        base=model.base_info(),
+        can_merge=is_own,
     )
     return executor, config, sizes
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import (
     MAX_SEGMENT_ROWS,
@@ -197,7 +196,7 @@ def _shrink(x: Tensor, delta: LoraDelta, lora_tiles: _LoraTiles) -> Tensor:
     padded = tiles_of(ranks, _LEAST_RANKS) * _LEAST_RANKS  # all strides are multiples of 16
     inner = torch.empty(parts, count, len(x), padded, dtype=torch.float32, device=x.device)
     part_stride, target_stride, inner_stride, _ = inner.stride()
-    tensors = x, inner, tables, targets.on(x.device), layer * len(LORA_MODULES), inputs, _padded_rank(batch)
+    tensors = x, inner, tables, targets.on(x.device), layer * targets.slots, inputs, _padded_rank(batch)
     strides = x.stride(0), inner_stride, target_stride, part_stride
     shape = tile.ranks, tile.width, batch.is_aligned and inputs % 16 == 0
     grid, options = (len(tables), tiles * rank_tiles, count * parts), launch(tile.warps, tile.stages)
@@ -217,7 +216,7 @@ def _expand(out: Tensor, inner: Tensor, delta: LoraDelta, tile: _LoraTile) -> No
     part_stride, target_stride, inner_stride, _ = inner.stride()
     column_tiles = tiles_of(max(target.outputs for target in targets.each), tile.width)
     arguments = (
-        inner, out, tables, targets.on(out.device), layer * len(LORA_MODULES), _padded_rank(batch), column_tiles,
+        inner, out, tables, targets.on(out.device), layer * targets.slots, _padded_rank(batch), column_tiles,
         out.stride(0), inner_stride, target_stride, part_stride, parts,
     )  # fmt: skip
     shape = tile.ranks, tile.width, batch.is_aligned, targets.are_aligned

@@ -22,6 +22,7 @@ from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.base import kv_view
 from lorikeet.memory.packing import pack
+from lorikeet.models.decoder import Decoder
 from lorikeet.presets import HostLayers, LayerGroups, Preset
 from lorikeet.worker.batch import BatchRow, SequenceState, build_batch
 from lorikeet.worker.host_lora.pool import HostPool, HostRows
@@ -198,6 +199,7 @@ def measure_device(
     """
     geometry = model.geometry
     most_layers = min(_DEVICE_LAYERS, geometry.layers)
+    assert isinstance(model.decoder, Decoder), "only the own decoder has layers that can be timed"
     decoders = {layers: model.decoder.cut(layers) for layers in (1, most_layers)}
     kv = kv_view(arena, geometry.layers, block_size, geometry.kv_heads, geometry.head_dim)
     times: list[tuple[int, float]] = []

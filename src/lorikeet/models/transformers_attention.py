@@ -1,0 +1,275 @@
+"""Attention of transformers' modules over the paged arena.
+
+transformers calls a registered function wherever a module computes attention. One of ours runs when the model is probed
+and writes down what is asked for, the other runs in steps.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from lorikeet.core.geometry import KvShape
+from lorikeet.kernels.base import Batch, Kernels
+from lorikeet.kernels.reference import attend_plainly
+
+STEP, PROBE = "lorikeet", "lorikeet_probe"
+"""Names of our attention functions: in steps, where no mask is made, and while a model is probed."""
+
+_HARMLESS = frozenset(
+    {
+        "dropout", "is_causal", "sliding_window", "output_attentions", "output_hidden_states", "output_router_logits",
+        "position_ids", "use_cache", "cache_position", "past_key_values", "layer_idx", "cu_seq_lens_q", "cu_seq_lens_k",
+        "max_length_q", "max_length_k", "return_dict", "logits_to_keep", "deterministic", "position_embeddings",
+    }
+)  # fmt: skip
+"""Arguments that change nothing here: the window follows from the mask, and the others are for training or caches."""
+
+
+class UnsupportedAttention(Exception):
+    """A model asks for attention that is not supported; the message says what."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask that the model would use, as a function of (batch, head, query position, key position)."""
+
+    allows: Callable[[Any, Any, Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One of the calls of the attention function in a forward pass; a pass makes the same calls every time.
+
+    Attributes:
+        module: the caller.
+        heads: query heads.
+        kv: index of the keys and values in the cache. Several calls may share them.
+        stores: whether the call's keys and values are new; else those of an earlier call are read.
+        shape: of keys and values.
+        scale: of attention scores.
+        softcap: bound of the scores, which are ``softcap * tanh(score / softcap)``; None for none.
+        sinks: a logit for each head that takes part in the softmax and has no value; None for none.
+        mask: what the model would use.
+        window: a token sees so many latest positions, its own included; None: all.
+    """
+
+    module: nn.Module
+    heads: int
+    kv: int
+    stores: bool
+    shape: KvShape
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None
+    mask: Mask | None
+    window: int | None = None
+
+
+class _Pass(Protocol):
+    """What handles the attention calls of one forward pass."""
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
+    ) -> Tensor:
+        """Return ``[1, T, heads, value_dim]`` for q ``[1, heads, T, key_dim]`` and k, v ``[1, kv_heads, T, ...]``."""
+        ...
+
+
+class _Running(threading.local):
+    current: _Pass | None = None
+
+
+_RUNNING = _Running()
+
+
+@contextmanager
+def handling(attention: _Pass) -> Iterator[None]:
+    """Let ``attention`` handle the calls of this thread within the context."""
+    _RUNNING.current = attention
+    try:
+        yield
+    finally:
+        _RUNNING.current = None
+
+
+def _call(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *_: Any, **arguments: Any
+) -> tuple[Tensor, None]:
+    assert _RUNNING.current is not None, "a model runs outside of a step"
+    return _RUNNING.current.attend(module, query, key, value, attention_mask, arguments), None
+
+
+def _mark(*_: Any, mask_function: Callable[..., Any] | None = None, **__: Any) -> Mask:
+    """Return a mask of which only the meaning is kept."""
+    if mask_function is None:
+        raise UnsupportedAttention("it makes a mask without a function of positions")
+    return Mask(mask_function)
+
+
+def register() -> None:
+    """Make our functions known to transformers."""
+    AttentionInterface.register(STEP, _call)
+    AttentionInterface.register(PROBE, _call)
+    AttentionMaskInterface.register(PROBE, _mark)
+
+
+class Probe:
+    """Writes down the attention calls of a forward pass; computes causal attention, whatever the mask is.
+
+    Attributes:
+        calls: in order.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+        self._stored: list[tuple[Tensor, Tensor]] = []  # kept, so that equal addresses mean the same keys
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
+    ) -> Tensor:
+        """Write the call down, and compute it without a cache."""
+        scale, softcap, sinks = self._scale(arguments, q), arguments.pop("softcap", None), arguments.pop("s_aux", None)
+        unknown = {name for name, value in arguments.items() if value is not None and name not in _HARMLESS}
+        if unknown:
+            raise UnsupportedAttention(f"its attention takes {', '.join(sorted(unknown))}")
+        if arguments.get("is_causal") is False:
+            raise UnsupportedAttention("its attention is not causal")
+        if not (len(q) == len(k) == len(v) == 1) or k.shape[:3] != v.shape[:3] or k.shape[2] != q.shape[2]:
+            raise UnsupportedAttention("its keys and values are not those of the tokens of the step")
+        if mask is not None and not isinstance(mask, Mask):
+            raise UnsupportedAttention("it makes its own mask")
+        if q.shape[1] % k.shape[1]:
+            raise UnsupportedAttention(f"its {q.shape[1]} heads do not divide into groups of {k.shape[1]}")
+        shape = KvShape(k.shape[1], k.shape[3], v.shape[3])
+        shared = (i for i, (key, value) in enumerate(self._stored) if _is_same(key, k) and _is_same(value, v))
+        kv = next(shared, None)
+        stores = kv is None
+        if kv is None:
+            kv = len(self._stored)
+            self._stored.append((k, v))
+        self.calls.append(AttentionCall(module, q.shape[1], kv, stores, shape, scale, softcap, sinks, mask))
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return found.transpose(1, 2)
+
+    def _scale(self, arguments: dict[str, Any], q: Tensor) -> float:
+        scale = arguments.pop("scaling", None)
+        return q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+
+
+def window_of(mask: Mask, longest_tokens: int) -> int | None:
+    """Return how many latest positions a token sees, its own included; None if it sees all.
+
+    The mask is evaluated for two queries, as far apart as sequences are long.
+
+    Raises:
+        UnsupportedAttention: the mask is neither causal nor that of a sliding window.
+    """
+    last = max(longest_tokens - 1, 3)
+    windows = [_seen(mask, position) for position in (last, last // 2)]
+    if None in windows:
+        raise UnsupportedAttention("its mask is not causal")
+    far, near = (seen for seen in windows if seen is not None)
+    if far == last + 1 and near == last // 2 + 1:
+        return None
+    if near != min(far, last // 2 + 1):
+        raise UnsupportedAttention(
+            f"its mask is not that of a sliding window over {longest_tokens} tokens (in chunks, perhaps: then lower "
+            "max_model_len to the length of a chunk)"
+        )
+    return far
+
+
+def _seen(mask: Mask, position: int) -> int | None:
+    """Return how many latest positions the query at ``position`` sees, None if it sees others or later ones."""
+    zero, keys = torch.tensor(0), torch.arange(position + 4)
+    try:
+        seen = torch.as_tensor(mask.allows(zero, zero, torch.tensor(position), keys)).expand(len(keys))
+    except (IndexError, RuntimeError, TypeError) as error:
+        raise UnsupportedAttention(f"its mask depends on more than positions ({error})") from error
+    first = int(seen.int().argmax())
+    expected = (keys >= first) & (keys <= position)
+    return position + 1 - first if bool((seen == expected).all()) and bool(seen[position]) else None
+
+
+class LayerKv(NamedTuple):
+    """Views of what one layer keeps in the arena.
+
+    Attributes:
+        keys: ``[blocks, block_size, heads, key_dim]``.
+        values: ``[blocks, block_size, heads, value_dim]``.
+        both: ``[blocks, 2, block_size, heads, dim]`` as the kernels take it; None if the sizes differ.
+    """
+
+    keys: Tensor
+    values: Tensor
+    both: Tensor | None
+
+
+def layer_views(arena: Tensor, shapes: Sequence[KvShape], block_size: int) -> list[LayerKv]:
+    """Return views of ``arena [blocks, elements]``: a block holds the keys of a layer, its values, the next layer's."""
+    found, start = [], 0
+    for heads, key_dim, value_dim in ((shape.heads, shape.key_dim, shape.value_dim) for shape in shapes):
+        middle = start + block_size * heads * key_dim
+        stop = middle + block_size * heads * value_dim
+        both = None
+        if key_dim == value_dim:
+            both = arena[:, start:stop].unflatten(1, (2, block_size, heads, key_dim))
+        keys = arena[:, start:middle].unflatten(1, (block_size, heads, key_dim))
+        values = arena[:, middle:stop].unflatten(1, (block_size, heads, value_dim))
+        found.append(LayerKv(keys, values, both))
+        start = stop
+    return found
+
+
+class PagedPass:
+    """Stores keys and values of one step in the arena, and attends over them.
+
+    Args:
+        calls: the attention calls of a forward pass.
+        layers: views of the arena, by ``AttentionCall.kv``.
+        batch: the step.
+        kernels: the backend.
+    """
+
+    def __init__(
+        self, calls: Sequence[AttentionCall], layers: Sequence[LayerKv], batch: Batch, kernels: Kernels
+    ) -> None:
+        self._calls = iter(calls)
+        self._layers, self._batch, self._kernels = layers, batch, kernels
+
+    def attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
+    ) -> Tensor:
+        """Compute the next call."""
+        call, batch = next(self._calls), self._batch
+        assert call.module is module, "the attention calls of a forward pass have changed"
+        layer = self._layers[call.kv]
+        if call.stores:
+            slots = batch.slot_blocks, batch.slot_offsets
+            layer.keys[slots] = k[0].transpose(0, 1)
+            layer.values[slots] = v[0].transpose(0, 1)
+        _, heads, rows, key_dim = q.shape
+        if layer.both is None or call.softcap is not None or call.sinks is not None:
+            queries = q[0].transpose(0, 1)
+            found = attend_plainly(
+                queries, layer.keys, layer.values, batch, call.scale, call.window, call.softcap, call.sinks
+            )
+            return found[None]
+        # The kernels read queries from rows that hold keys and values as well, which they do not look at.
+        width = heads * key_dim
+        qkv = q.new_empty(rows, width + 2 * call.shape.heads * key_dim)
+        qkv[:, :width].unflatten(1, (heads, key_dim)).copy_(q[0].transpose(0, 1))
+        found = self._kernels.attention(qkv, layer.both, batch, call.scale, call.window)
+        return found.view(1, rows, heads, key_dim)

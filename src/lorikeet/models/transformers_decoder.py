@@ -1,0 +1,516 @@
+"""A decoder whose modules are those of the transformers library, over paged KV and with LoRA by our kernels.
+
+It is probed once it is loaded, and checked against transformers' own attention (see ``docs/decisions/bases.md``).
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from lorikeet.core.geometry import KvShape, ModelGeometry, split_layer
+from lorikeet.core.messages import LOADING_WEIGHTS
+from lorikeet.kernels.base import Batch, HostMetadata, Kernels, LoraTargets, to_device
+from lorikeet.models.config import ModelConfigError, TransformersConfig, read_eos_token_ids, read_json_section
+from lorikeet.models.loading import Progress, WeightError
+from lorikeet.models.transformers_attention import (
+    PROBE,
+    STEP,
+    AttentionCall,
+    LayerKv,
+    Mask,
+    PagedPass,
+    Probe,
+    UnsupportedAttention,
+    handling,
+    layer_views,
+    register,
+    window_of,
+)
+from lorikeet.models.transformers_modules import (
+    AdaptedLinear,
+    LoraModules,
+    OutputLayer,
+    StepLora,
+    find_modules,
+    is_linear,
+    linears_of,
+    rms_norm_of,
+    take_weight,
+)
+
+_PROBE_TOKENS = 11
+"""Tokens of the probe: odd and prime, so that a product that sees other rows than the tokens shows."""
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
+"""Largest difference from eager attention at the start, relative to the logits. An error of method is of order one;
+in half precision random experts may differ a lot for another reason."""
+
+
+def read_transformers_config(folder: Path) -> TransformersConfig:
+    """Read the config of a checkpoint as transformers does, defaults included.
+
+    Raises:
+        ModelConfigError: it cannot be read, or transformers has no such architecture.
+    """
+    settings = read_json_section(folder / "config.json")
+    architecture = _class_of(folder).__name__
+    config = _read_config(folder)
+    text = config.get_text_config(decoder=True)
+    context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048
+    dtype = settings.get("dtype") or settings.get("torch_dtype") or getattr(text, "dtype", None) or "float32"
+    eos = read_eos_token_ids(folder, settings)
+    if not eos:
+        named = getattr(text, "eos_token_id", None)
+        eos = () if named is None else tuple(named) if isinstance(named, list) else (int(named),)
+    return TransformersConfig(
+        architecture,
+        int(text.vocab_size),
+        int(context),
+        eos,
+        str(dtype).removeprefix("torch."),
+        transformers.__version__,
+    )
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers checks values by exceptions of many kinds
+        raise ModelConfigError(f"{folder / 'config.json'}: transformers cannot read it: {error}") from error
+
+
+def _class_of(folder: Path) -> type[PreTrainedModel]:
+    settings = read_json_section(folder / "config.json")
+    named = settings.get("architectures")
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
+        raise settings.error("architectures", f"must name one class, not {named!r}")
+    found = getattr(transformers, named[0], None)
+    if not inspect.isclass(found) or not issubclass(found, PreTrainedModel):
+        raise settings.error("architectures", f"transformers {transformers.__version__} has no {named[0]}")
+    model_class: type[PreTrainedModel] = found
+    if not model_class._supports_attention_backend:
+        raise settings.error("architectures", f"{named[0]} does not let transformers' attention be replaced")
+    return model_class
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep progress bars and warnings of transformers off the terminal."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        transformers_logging.enable_progress_bar()
+
+
+def load_model(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """Load a model of transformers with its own eager attention; arguments as of ``loading.load_weights``.
+
+    Raises:
+        ModelConfigError: transformers cannot build it.
+        WeightError: the weights are missing, broken or not those of the model.
+    """
+    found, config = _class_of(folder), _read_config(folder)
+    report = progress or (lambda stage, done, total: None)
+    report(LOADING_WEIGHTS, 0, 1)
+    if load_format not in ("auto", "dummy"):
+        raise WeightError(f"load format {load_format!r} is not one of auto, dummy")
+    with _quiet():
+        try:
+            if load_format == "dummy":
+                torch.manual_seed(seed)
+                model = found._from_config(config, dtype=dtype, attn_implementation="eager")
+            else:
+                model, info = found.from_pretrained(
+                    folder,
+                    config=config,
+                    dtype=dtype,
+                    attn_implementation="eager",
+                    use_safetensors=True,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
+                if missing := sorted(info["missing_keys"]):
+                    raise WeightError(f"{folder}: {', '.join(map(str, missing[:5]))}: missing")
+        except WeightError:
+            raise
+        except (OSError, SafetensorError, RuntimeError, KeyError) as error:
+            raise WeightError(f"{folder}: transformers cannot load the weights: {error}") from error
+        except Exception as error:
+            raise ModelConfigError(f"{folder}: transformers cannot build the model: {error}") from error
+    model = model.to(device).eval().requires_grad_(False)
+    report(LOADING_WEIGHTS, 1, 1)
+    return model
+
+
+class _Found(NamedTuple):
+    """What the probe of a model has shown.
+
+    Attributes:
+        calls: the attention calls of a pass.
+        rows: by linear module, the numbers of rows that it saw.
+        position_ids: whether the decoder takes them.
+    """
+
+    calls: list[AttentionCall]
+    rows: dict[nn.Module, set[int]]
+
+
+class _Hidden(nn.Module):
+    """Stands for the part of a model below its output layer: returns hidden states that were computed before.
+
+    Args:
+        inner: names of the parts that lead to the decoder, below this one.
+    """
+
+    def __init__(self, inner: Sequence[str]) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+        for name in inner:  # it stands for each part of the name of the decoder
+            object.__setattr__(self, name, self)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Return them as the output of a decoder."""
+        return _Output(self.hidden)
+
+
+class _Output:
+    """The output of a decoder, of which only the hidden states are there."""
+
+    def __init__(self, hidden: Tensor | None) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.last_hidden_state if index == 0 else ()
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class TransformersDecoder:
+    """The modules of a model of transformers, as the worker runs a decoder.
+
+    Args:
+        model: as loaded by :func:`load_model`; it is changed.
+        kernels: the backend.
+        longest_tokens: tokens of the longest sequence.
+
+    Attributes:
+        geometry: sizes and names of its modules.
+        vocab_size: number of logits.
+
+    Raises:
+        UnsupportedAttention: it needs what is not supported; the message says what.
+    """
+
+    fits_graphs = False
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, longest_tokens: int) -> None:
+        register()
+        self._model, self._kernels = model, kernels
+        if getattr(model, "_is_stateful", False):
+            raise UnsupportedAttention("it carries state from token to token beside keys and values")
+        self._decoder = decoder_of(model)
+        parameter = next(self._decoder.parameters())
+        self._device, self._dtype = parameter.device, parameter.dtype
+        ids = (
+            torch.arange(_PROBE_TOKENS, device=self._device) * 37 % (model.get_input_embeddings().num_embeddings - 1)
+            + 1
+        )
+        with torch.inference_mode():
+            expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
+            self.vocab_size = expected.shape[-1]
+            self._accepted = _accepted(self._decoder)
+            found = self._probe(ids)
+            self._calls = [
+                replace(call, window=None if call.mask is None else window_of(call.mask, longest_tokens))
+                for call in found.calls
+            ]
+            modules = self._take_linears(found)
+            self._step = modules.step
+            self.geometry = self._geometry(modules.lora)
+            self._cut_output_layer()
+            self._shapes = self.geometry.kv_shapes()
+            self._views: tuple[Tensor, int, list[LayerKv]] | None = None
+            self._check(ids, expected)
+
+    def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
+        """Return what :meth:`hidden` takes as ``kv``: the arena itself, ``[blocks, elements]``."""
+        return arena
+
+    def forward(self, batch: Batch, kv: Tensor) -> Tensor:
+        """Compute one step; return the logits ``[S, vocab]`` of its sample rows."""
+        return self.head(self.hidden(batch, kv))
+
+    @torch.inference_mode()
+    def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
+        """Compute the layers of one step, and store its keys and values.
+
+        Args:
+            batch: the step, with copies on the host.
+            kv: the arena, changed in place.
+
+        Returns:
+            Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``.
+        """
+        assert batch.assist is None, "host LoRA needs the own decoder"
+        self._step.lora, self._step.rows = batch.lora, len(batch.token_ids)
+        try:
+            with handling(PagedPass(self._calls, self._layers(kv), batch, self._kernels)):
+                found = self._run(batch.token_ids, batch.positions)
+        finally:
+            self._step.lora = None
+        return found[batch.sample_rows]
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`."""
+        if not len(hidden):
+            return hidden.new_empty(0, self.vocab_size)
+        self._below.hidden = hidden[None]
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        try:
+            logits = self._model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            self._below.hidden = None
+        assert isinstance(logits, Tensor)
+        return logits
+
+    def _layers(self, arena: Tensor) -> list[LayerKv]:
+        """Return views of the arena; the last arena's are kept."""
+        key = arena.data_ptr()
+        if self._views is None or self._views[1] != key or self._views[0].shape != arena.shape:
+            block_size = arena.shape[1] // self.geometry.kv_elements_per_token()
+            self._views = arena, key, layer_views(arena, self._shapes, block_size)
+        return self._views[2]
+
+    def _run(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden states ``[T, hidden]`` of packed tokens."""
+        output = self._decoder(input_ids=token_ids[None], position_ids=positions[None], **self._accepted)
+        found = output.last_hidden_state[0]
+        assert isinstance(found, Tensor)
+        return found
+
+    def _probe(self, ids: Tensor) -> _Found:
+        """Run a few tokens and write down what happens."""
+        rows: dict[nn.Module, set[int]] = {}
+        ran: set[str] = set()
+
+        def see_rows(module: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
+            rows.setdefault(module, set()).add(inputs[0].numel() // inputs[0].shape[-1])
+
+        def see_layer(name: str) -> Callable[..., None]:
+            return lambda *_: ran.add(name)
+
+        probe = Probe()
+        self._model.set_attn_implementation(PROBE)
+        with ExitStack() as hooks, handling(probe):
+            for name, module in self._decoder.named_modules():
+                if is_linear(module):
+                    hooks.callback(module.register_forward_hook(see_rows).remove)
+                if isinstance(module, nn.ModuleList):
+                    for inner, child in module.named_children():
+                        hooks.callback(child.register_forward_hook(see_layer(f"{name}.{inner}")).remove)
+            try:
+                self._run(ids, torch.arange(len(ids), device=ids.device))
+            except UnsupportedAttention:
+                raise
+            except Exception as error:  # of modules that expect what we do not give them, such as masks
+                edits = f"'{Mask.__name__}' object" in str(error)
+                why = "its attention is sparse: it edits its masks" if edits else f"its modules fail: {error}"
+                raise UnsupportedAttention(why) from error
+        self._model.set_attn_implementation(STEP)
+        self._check_layers(probe.calls, ran)
+        return _Found(probe.calls, rows)
+
+    def _check_layers(self, calls: Sequence[AttentionCall], ran: set[str]) -> None:
+        """Check that every layer that ran has called the attention function."""
+        names = {module: name for name, module in self._decoder.named_modules()}
+        callers = {names[call.module] for call in calls}
+        lists = {split_layer(name)[0].partition(".{}")[0] for name in callers}
+        if not calls:
+            raise UnsupportedAttention("it calls no attention that transformers can replace")
+        for name in sorted(ran):
+            if name.rpartition(".")[0] in lists and not any(caller.startswith(f"{name}.") for caller in callers):
+                raise UnsupportedAttention(
+                    f"layer {name} has no attention that transformers can replace (but a state space, a convolution or "
+                    "linear attention, perhaps)"
+                )
+
+    def _take_linears(self, found: _Found) -> "_Taken":
+        """Let the kernels compute the linear layers."""
+        prefix, linears = linears_of(self._model, self._decoder)
+        linears = [linear for linear in linears if linear.module in found.rows]
+        seen = [linear for linear in linears if found.rows[linear.module] == {_PROBE_TOKENS}]
+        names = {module: name for name, module in self._decoder.named_modules()}
+        layers, qkv = 0, {}
+        for call in found.calls:
+            layer = split_layer(names[call.module])[1]
+            layers = max(layers, layer + 1)
+            heads, key_dim, value_dim = call.shape.heads, call.shape.key_dim, call.shape.value_dim
+            qkv[layer] = (call.heads * key_dim, heads * key_dim, heads * value_dim)
+        lora = find_modules(seen, prefix, layers, qkv)
+        modules = tuple(lora.shapes)
+        step = StepLora()
+        slots = _slots(lora)
+        embeddings = {id(each.weight) for each in self._model.modules() if isinstance(each, nn.Embedding)}
+        for linear in linears:
+            targets = None
+            if parts := lora.parts.get(linear.name):
+                targets = LoraTargets(*parts, modules=modules, slots=slots)
+            bias = linear.module.bias
+            is_shared = id(linear.module.weight) in embeddings
+            weight = take_weight(linear, self._kernels, keep=is_shared)
+            linear.module.forward = AdaptedLinear(
+                weight, bias if isinstance(bias, Tensor) else None, self._kernels, step, linear.layer, targets
+            )
+        for module in self._decoder.modules():
+            if norm := rms_norm_of(module, self._kernels):
+                module.forward = norm
+        return _Taken(lora, step)
+
+    def _geometry(self, lora: LoraModules) -> ModelGeometry:
+        stored = [call.shape for call in self._calls if call.stores]
+        first = stored[0]
+        is_plain = set(stored) == {KvShape(first.heads, first.key_dim, first.key_dim)} and len(stored) == lora.layers
+        return ModelGeometry(
+            layers=lora.layers,
+            kv_heads=first.heads,
+            head_dim=first.key_dim,
+            modules=lora.shapes,
+            dtype_bytes=self._dtype.itemsize,
+            kv_layers=() if is_plain else tuple(stored),
+            module_layers=lora.module_layers,
+            names=lora.names,
+        )
+
+    def _cut_output_layer(self) -> None:
+        """Cut the model in two: the decoder, and what computes logits from its hidden states. The rest is freed."""
+        output = self._model.get_output_embeddings()
+        embedding = self._model.get_input_embeddings()
+        if output is not None and is_linear(output) and output.bias is None:
+            packed = self._kernels.pack(output.weight.detach())
+            if packed is not output.weight and output.weight is not embedding.weight:
+                empty = torch.full((1,), torch.nan, dtype=output.weight.dtype, device=output.weight.device)
+                output.weight = nn.Parameter(empty.expand(output.weight.shape), requires_grad=False)
+            output.forward = OutputLayer(packed, self._kernels)
+        name = next(name for name, module in self._model.named_modules() if module is self._decoder)
+        top, *inner = name.split(".")
+        self._below = _Hidden(inner)
+        setattr(self._model, top, self._below)
+
+    def _check(self, ids: Tensor, expected: Tensor) -> None:
+        """Compare with eager attention: the same tokens in two chunks, beside another sequence.
+
+        Raises:
+            UnsupportedAttention: the logits differ.
+        """
+        blocks, block_size = 8, 4
+        elements = self.geometry.block_elements(block_size)
+        arena = torch.zeros(blocks, elements, dtype=self._dtype, device=self._device)
+        one, other = [5, 1, 6], [2, 7]
+        found = torch.empty_like(expected)
+        first = _check_batch(ids, [(0, 6, one)], block_size)
+        found[:6] = self.forward(first, arena).float()
+        second = _check_batch(ids, [(0, 5, other), (6, len(ids), one)], block_size)
+        beside, found[6:] = self.forward(second, arena).float().split([5, len(ids) - 6])
+        self._views = None
+        differences = ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).tolist()
+        differences += ((beside - expected[:5]).norm(dim=-1) / expected[:5].norm(dim=-1)).tolist()
+        worst = self.worst = max(differences)
+        if not worst <= _TOLERANCES[self._dtype]:
+            raise UnsupportedAttention(
+                f"over a cache its logits differ from transformers' own by {worst:.2g} of their size: it may carry "
+                "state from token to token beside keys and values"
+            )
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return the decoder of a model with an output layer; of a vision model the language tower."""
+    found = model.base_model if model.base_model is not model else getattr(model, "model", None)
+    if not isinstance(found, nn.Module):
+        raise UnsupportedAttention("its decoder is not found")
+    for name in ("language_model", "text_model", "decoder"):
+        inner = getattr(found, name, None)
+        if isinstance(inner, PreTrainedModel):
+            return inner
+    return found
+
+
+class _Taken(NamedTuple):
+    lora: LoraModules
+    step: StepLora
+
+
+def _slots(lora: LoraModules) -> int:
+    return ModelGeometry(lora.layers, 1, 1, lora.shapes, 1).module_slots
+
+
+def _accepted(decoder: nn.Module) -> Mapping[str, Any]:
+    """Return the further arguments of a decoder that takes position ids.
+
+    Raises:
+        UnsupportedAttention: it takes none.
+    """
+    parameters = inspect.signature(decoder.forward).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    if "position_ids" not in parameters:
+        raise UnsupportedAttention("its decoder takes no position ids")
+    wanted = {"use_cache": False, "past_key_values": None, "attention_mask": None, "return_dict": True}
+    accepted: dict[str, Any] = {name: value for name, value in wanted.items() if takes_any or name in parameters}
+    if "logits_to_keep" in parameters:
+        accepted["logits_to_keep"] = slice(None)  # a number would let it drop rows
+    return accepted
+
+
+def _check_batch(ids: Tensor, rows: Sequence[tuple[int, int, list[int]]], block_size: int) -> Batch:
+    """Return a batch of tokens ``start`` to ``stop`` of the same sequence in several block tables."""
+    positions = [position for start, stop, _ in rows for position in range(start, stop)]
+    slots = [table[position // block_size] for start, stop, table in rows for position in range(start, stop)]
+    starts = [0]
+    for start, stop, _ in rows:
+        starts.append(starts[-1] + stop - start)
+    width = max(len(table) for _, _, table in rows)
+    host = HostMetadata(
+        row_starts=torch.tensor(starts),
+        contexts=torch.tensor([stop for _, stop, _ in rows]),
+        block_tables=torch.tensor([table + [0] * (width - len(table)) for _, _, table in rows]),
+        sample_rows=torch.arange(len(positions)),
+    )
+    at = torch.tensor(positions)
+
+    def there(tensor: Tensor) -> Tensor:
+        return to_device(tensor, ids.device)
+
+    return Batch(
+        token_ids=ids[there(at)],
+        positions=there(at),
+        slot_blocks=there(torch.tensor(slots)),
+        slot_offsets=there(at % block_size),
+        row_starts=there(host.row_starts),
+        contexts=there(host.contexts),
+        block_tables=there(host.block_tables),
+        sample_rows=there(host.sample_rows),
+        host=host,
+    )

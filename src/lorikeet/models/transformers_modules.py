@@ -1,0 +1,250 @@
+"""LoRA on the linear layers of a transformers model: their ``forward`` is replaced by the kernels' grouped product."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lorikeet.core.geometry import PREFIXES, UNUSED_PARTS, ModuleNames, ModulePath, ModuleShape, split_layer
+from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraTarget, LoraTargets, Weight
+
+_EXPERT = re.compile(r"expert.*\.\d+(\.|$)")
+"""A path of one of several experts, which see some of the rows only."""
+
+FUSED: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Names of fused linear layers, and of those of which they consist, in the order of their outputs."""
+
+
+@dataclass
+class StepLora:
+    """The adapters of the step that runs; None: none. Shared by all linear layers of a model."""
+
+    lora: LoraBatch | None = None
+    rows: int = 0
+
+
+class Linear(NamedTuple):
+    """A linear layer of a model.
+
+    Attributes:
+        name: its full name.
+        module: a ``Linear`` or ``Conv1D``.
+        path, layer: of its name below the decoder's, as of ``split_layer``.
+    """
+
+    name: str
+    module: nn.Module
+    path: str
+    layer: int
+
+    @property
+    def weight(self) -> Tensor:
+        """``[out, in]``."""
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight.T.contiguous() if isinstance(self.module, Conv1D) else weight
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module computes ``x Wᵀ + b`` and nothing else."""
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+
+
+@dataclass
+class LoraModules:
+    """The linear layers of a decoder on which LoRA is supported.
+
+    Attributes:
+        layers: number of layers that have any.
+        shapes, module_layers, names: as of ``ModelGeometry``.
+        parts: of each linear layer by its full name, the modules that it consists of.
+    """
+
+    layers: int = 0
+    shapes: dict[str, ModuleShape] = field(default_factory=dict)
+    module_layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    names: ModuleNames | None = None
+    parts: dict[str, tuple[LoraTarget, ...]] = field(default_factory=dict)
+
+
+def find_modules(
+    linears: list[Linear], prefix: str, layers: int, parts_of_qkv: Mapping[int, tuple[int, ...]]
+) -> LoraModules:
+    """Return the modules on which adapters may act.
+
+    Args:
+        linears: linear layers of the decoder that see each row of a step once.
+        prefix: of the decoder's names.
+        layers: least number of layers.
+        parts_of_qkv: by layer, the features of its queries, keys and values.
+    """
+    shapes: dict[str, ModuleShape] = {}
+    on: dict[str, list[int]] = {}
+    parts: dict[str, tuple[LoraTarget, ...]] = {}
+    spelled: dict[str, tuple[str, ...]] = {}
+    for linear in linears:
+        if _EXPERT.search(linear.path):
+            continue
+        outputs, inputs = linear.weight.shape
+        targets, column = [], 0
+        for path, features in _split(linear.path, outputs, parts_of_qkv.get(linear.layer, ())):
+            module = _module(path, ModuleShape(inputs, features), shapes)
+            on.setdefault(module, []).append(linear.layer)
+            targets.append(LoraTarget(module, column, features))
+            column += features
+        parts[linear.name] = tuple(targets)
+        modules = tuple(target.module for target in targets)
+        spelled.setdefault(linear.path, modules)
+    layers = max([layers, *(layer + 1 for each in on.values() for layer in each)])
+    paths = [ModulePath(path, modules) for path, modules in spelled.items()]
+    paths += [ModulePath(path, (path,)) for path in shapes if path not in spelled and "#" not in path]
+    paths += _fused_spellings(shapes, spelled)
+    everywhere = list(range(layers))
+    partly = {module: tuple(each) for module, each in on.items() if each != everywhere}
+    spellings = tuple(dict.fromkeys((prefix, *PREFIXES)))
+    return LoraModules(layers, shapes, partly, ModuleNames(spellings, tuple(paths), UNUSED_PARTS), parts)
+
+
+def _split(path: str, outputs: int, qkv: tuple[int, ...]) -> list[tuple[str, int]]:
+    """Return the linear layers of which one consists, with the outputs of each: itself, if it is not fused."""
+    head, dot, name = path.rpartition(".")
+    if name == "qkv_proj" and len(qkv) == 3 and sum(qkv) == outputs:
+        return [(head + dot + part, features) for part, features in zip(FUSED[name], qkv, strict=True)]
+    if name == "gate_up_proj" and outputs % 2 == 0:
+        return [(head + dot + part, outputs // 2) for part in FUSED[name]]
+    return [(path, outputs)]
+
+
+def _module(path: str, shape: ModuleShape, shapes: dict[str, ModuleShape]) -> str:
+    """Return the module for a path. Layers whose shapes differ from the first one's have modules of their own."""
+    name = path
+    while shapes.setdefault(name, shape) != shape:
+        name = f"{path}#{int(name.rpartition('#')[2]) + 1 if '#' in name else 2}"
+    return name
+
+
+def _fused_spellings(shapes: Mapping[str, ModuleShape], spelled: Mapping[str, tuple[str, ...]]) -> list[ModulePath]:
+    """Return the names under which fused adapters may call layers that are split in the model."""
+    found = []
+    for name, parts in FUSED.items():
+        for path in shapes:
+            head, dot, last = path.rpartition(".")
+            siblings = tuple(head + dot + part for part in parts)
+            if last == parts[0] and all(each in shapes for each in siblings) and head + dot + name not in spelled:
+                found.append(ModulePath(head + dot + name, siblings))
+    return found
+
+
+class AdaptedLinear:
+    """The ``forward`` of a linear layer, with the adapters of the step.
+
+    Args:
+        weight: packed.
+        bias: None for none.
+        kernels: the backend.
+        step: has the adapters.
+        layer: of the model.
+        targets: its modules; None: adapters do not change it.
+    """
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias: Tensor | None,
+        kernels: Kernels,
+        step: StepLora,
+        layer: int,
+        targets: LoraTargets | None,
+    ) -> None:
+        self._weight, self._bias, self._kernels, self._step = weight, bias, kernels, step
+        self._layer, self._targets = layer, targets
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``x Wᵀ + b``, plus the LoRA delta of each row's adapter."""
+        flat = x.reshape(-1, x.shape[-1])
+        lora, targets = self._step.lora, self._targets
+        delta = None
+        if lora is not None and targets is not None and lora.changes(targets):
+            assert len(flat) == self._step.rows, "a module with LoRA sees other rows than those of the step"
+            delta = LoraDelta(lora, self._layer, targets)
+        return self._kernels.linear(flat, self._weight, self._bias, delta).view(*x.shape[:-1], -1)
+
+
+class OutputLayer:
+    """The ``forward`` of the output layer, in the dtype of ``Kernels.logits``."""
+
+    def __init__(self, weight: Weight, kernels: Kernels) -> None:
+        self._weight, self._kernels = weight, kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        flat = x.reshape(-1, x.shape[-1])
+        return self._kernels.logits(flat, self._weight).view(*x.shape[:-1], -1)
+
+
+class RmsNorm:
+    """The ``forward`` of an RMS norm, in one kernel instead of six operations."""
+
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
+        self._weight, self._eps, self._kernels = weight, eps, kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm of the last dimension."""
+        flat = x.reshape(-1, x.shape[-1])
+        return self._kernels.add_norm(flat, None, self._weight, self._eps).view(x.shape)
+
+
+def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
+    """Return what computes the same as a module that is an RMS norm; None if it is none, judged by random rows."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if "RMSNorm" not in type(module).__name__ or not isinstance(weight, Tensor) or not isinstance(eps, float):
+        return None
+    if weight.dim() != 1 or weight.dtype not in _EXACT:
+        return None
+    found = RmsNorm(weight, eps, kernels)
+    rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(1)).to(weight) * 2
+    expected = module(rows.clone())
+    is_same = expected.dtype == weight.dtype and torch.allclose(found(rows), expected, **_EXACT[weight.dtype])
+    return found if is_same else None
+
+
+_EXACT = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-6},
+    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6},
+    torch.float16: {"rtol": 2**-10, "atol": 1e-6},
+}
+"""Differences of one unit in the last place."""
+
+
+def take_weight(linear: Linear, kernels: Kernels, *, keep: bool) -> Weight:
+    """Pack the weight of a linear layer. Unless ``keep``, its parameter then holds no data of its own.
+
+    Whatever would read that gets NaN, which shows.
+    """
+    weight = linear.weight.detach()
+    packed = kernels.pack(weight)
+    if not keep and (packed is not weight or isinstance(linear.module, Conv1D)):
+        old = linear.module.weight
+        assert isinstance(old, Tensor)
+        empty = torch.full((1,), torch.nan, dtype=old.dtype, device=old.device).expand(old.shape)
+        linear.module.weight = nn.Parameter(empty, requires_grad=False)
+    return packed
+
+
+def linears_of(model: nn.Module, decoder: nn.Module) -> tuple[str, list[Linear]]:
+    """Return the prefix of the decoder's names in the model, and its linear layers."""
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    prefix = f"{name}." if name else ""
+    found = []
+    for inner, module in decoder.named_modules():
+        if is_linear(module):
+            path, layer = split_layer(inner)
+            found.append(Linear(prefix + inner, module, path, layer))
+    return prefix, found

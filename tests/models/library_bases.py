@@ -1,0 +1,154 @@
+"""Tiny random checkpoints of every decoder that transformers registers, as the library itself lists them."""
+
+import inspect
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCABULARY = 96
+
+_SMALL: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "dff", "ffn_hidden_size", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("dense_intermediate_size", "shared_intermediate_size", "shared_experts_intermediate_size"), 16),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(("index_n_heads", "index_topk_blocks", "o_groups", "num_codebooks", "zero_expert_num"), 2),
+    **dict.fromkeys(("lru_width",), 32),
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "kv_channels": 8,
+    "sliding_window": 6,
+    "attention_window_size": 6,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "o_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "index_topk": 64,
+    "index_head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 2,
+    "laurel_rank": 4,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 16,
+    "router_hidden_size": 16,
+    "rotary_dim": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "gated_norm_rank": 4,
+    "num_layers_per_stack": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes by the keys that configs use for them."""
+
+_MIXED = ["sliding_attention", "full_attention"]
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE},
+        "layer_types": _MIXED * 2,
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma3_text": {"layer_types": _MIXED * 2},
+    "gemma4_text": {"num_hidden_layers": 6, "layer_types": _MIXED * 3, "num_kv_shared_layers": 2},
+    "gemma4_unified_text": {"num_hidden_layers": 6, "layer_types": _MIXED * 3, "num_kv_shared_layers": 2},
+    "gemma3n_text": {
+        "num_hidden_layers": 6,
+        "layer_types": _MIXED * 3,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 48,
+        "activation_sparsity_pattern": [0.0] * 6,
+    },
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""Keys of some architectures whose small defaults would leave out what is particular about them."""
+
+
+def decoders() -> dict[str, type[PreTrainedModel]]:
+    """Return the decoder-only causal models that support the attention interface, by the type of their config."""
+    found = {}
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        model = model_class(kind)
+        parameters = inspect.signature(CONFIG_MAPPING[kind].__init__).parameters
+        is_encoder = "is_decoder" in parameters or getattr(CONFIG_MAPPING[kind], "is_decoder", None) is not None
+        if model._supports_attention_backend and not is_encoder:
+            found[kind] = model
+    return found
+
+
+def model_class(kind: str) -> type[PreTrainedModel]:
+    """Return the class of the causal model with a type of config."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    found: type[PreTrainedModel] = getattr(transformers, names if isinstance(names, str) else names[0])
+    return found
+
+
+def small_config(kind: str) -> PreTrainedConfig:
+    """Return a tiny config of a type."""
+    config_class = model_class(kind).config_class or CONFIG_MAPPING[kind]
+    kind = config_class.model_type if config_class.model_type in _SPECIAL else kind
+    values = {**_small_values(config_class), **_SPECIAL.get(kind, {})}
+    if "kv_lora_rank" in values and "num_key_value_heads" in values:
+        values["num_key_value_heads"] = values["num_attention_heads"]  # latent attention has no groups
+    return config_class(**values)
+
+
+def _small_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Return small values of the keys that a type of config has, and of its parts."""
+    try:
+        defaults = vars(config_class())
+    except Exception:
+        defaults = dict.fromkeys(_SMALL)
+    values = {key: value for key, value in _SMALL.items() if defaults.get(key, "") not in ("", None)}
+    values |= {
+        key: _small_values(type(value)) for key, value in defaults.items() if isinstance(value, PreTrainedConfig)
+    }
+    return values | _SPECIAL.get(config_class.model_type, {})
+
+
+def make_base(folder: Path, kind: str, **overrides: Any) -> PreTrainedModel:
+    """Save a random fp32 checkpoint, and return transformers' model of it."""
+    config = small_config(kind)
+    for key, value in overrides.items():
+        setattr(config, key, value)
+    torch.manual_seed(len(kind))
+    model = model_class(kind)._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter) * 0.1
+            parameter.copy_(noise + 1.0 if parameter.dim() == 1 else noise * 2)
+    model.save_pretrained(folder)
+    return model
+
+
+def random_ids(tokens: int, seed: int) -> list[int]:
+    """Return ordinary tokens."""
+    return random.Random(seed).choices(range(3, VOCABULARY), k=tokens)
