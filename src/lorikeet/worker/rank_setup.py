@@ -63,8 +63,11 @@ class RankModel:
     def base_info(self) -> BaseInfo:
         """Return what clients of the engine know of the model."""
         config = self.config
-        is_own = isinstance(config, ModelConfig)
-        how, embed_size = ("lorikeet", config.hidden_size) if is_own else (f"transformers {config.version}", 0)
+        how, embed_size = "lorikeet", 0
+        if isinstance(config, ModelConfig):
+            embed_size = config.hidden_size
+        else:
+            how = f"transformers {config.version}"
         dtype = str(self.dtype).removeprefix("torch.")
         return BaseInfo(config.architecture, how, config.vocab_size, config.eos_token_ids, dtype, embed_size)
 
