@@ -33,7 +33,7 @@ from lorikeet.cluster.tables import RoutingTable
 from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.config import EngineSettings, Settings, for_engines
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import AdapterEvent, FinishReason
+from lorikeet.core.events import AdapterEvent, Decided, FinishReason, Mechanism
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs
 from lorikeet.core.request import Request
@@ -390,7 +390,14 @@ class ClusterClient:
         """Route a request that has no replica. It may be the first one that names its adapter."""
         if handle.request.adapter is not None:
             self._files.accept(handle.request.adapter)
-        return self._dispatcher.arrive(self._routing_request(handle), time.monotonic())
+        now, request_id, router = time.monotonic(), handle.request.request_id, self._dispatcher.router
+        router.saved_s = 0.0
+        actions = self._dispatcher.arrive(self._routing_request(handle), now)
+        replica = self._dispatcher.fleet.where(request_id)
+        if router.saved_s and replica is not None:
+            why = f"{replica} has least to do for it and for the requests there"
+            handle.timings.apply(Decided(request_id, now, Mechanism.PLACEMENT, router.saved_s, why))
+        return actions
 
     def _routing_request(self, handle: RequestHandle) -> RoutingRequest:
         request = msgspec.structs.replace(handle.request, output_token_ids=handle.token_ids)
