@@ -10,7 +10,7 @@ import numpy as np
 
 from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.events import Decided, Mechanism
-from lorikeet.core.plan import StepPlan, Tier
+from lorikeet.core.plan import StepPlan, StepResult, Tier
 from lorikeet.memory.blocks import SequenceLease, WaitReason
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
@@ -99,9 +99,7 @@ class SavingsEstimator:
             why = "it was admitted before older requests that take longer"
             yield Decided(sequence.request_id, now, Mechanism.ORDER, saved_s, why)
 
-    def note_merged(
-        self, plan: StepPlan, sequences: list[Sequence], steps: int, step_s: float, switch_s: float
-    ) -> None:
+    def note_merged(self, plan: StepPlan, sequences: list[Sequence], result: StepResult, step_s: float) -> None:
         """Count for each sequence of merged steps what the same unmerged steps would have taken."""
         costs = self._meter.costs()
         if costs is None or plan.merged is None:
