@@ -16,7 +16,7 @@ from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, ProfileError
 from lorikeet.costs.transfers import LinkDirection, TransferModel
 
-CORE_FLOPS, MEMORY_BYTES_PER_S = 30e9, 12e9
+CORE_FLOPS, MEMORY_BYTES_PER_S = 100e9, 12e9
 """What one core reaches in products, and what all of them together read from memory at least."""
 CPU_LINK_BYTES_PER_S = 4e9
 """How fast a CPU's replica copies an adapter into its blocks."""
