@@ -199,6 +199,7 @@ _AUTO = _but(
     prefetch="newest-first",
     swap_interval_s=0.1,
     admission="bounded-sjf",
+    cold_start=ColdStart.AUTO,
     routing="seconds",
     pool_share=0.5,
 )

@@ -210,9 +210,16 @@ class AssistCosts(msgspec.Struct, frozen=True):
         """Return the time of the same prefill if it starts after the transfer, transfer included."""
         return self.times(tokens, self.rank(ref), self.handovers(ref)).load_then_prefill_s
 
-    def pays(self, ref: AdapterRef, tokens: int) -> bool:
-        """Whether assistance is possible and gives the first token sooner than waiting."""
-        return self.can_assist(ref) and self.assisted(ref, tokens).first_token_s < self.waiting_s(ref, tokens)
+    def pays(self, ref: AdapterRef, tokens: int, ratio: float = 1.0) -> bool:
+        """Whether assistance is possible and gives the first token sooner than waiting.
+
+        Args:
+            ref: the adapter.
+            tokens: of the prefill.
+            ratio: how much further assisted prefills are off their prediction than those that waited
+                (:class:`AssistRecord`).
+        """
+        return self.can_assist(ref) and ratio * self.assisted(ref, tokens).first_token_s < self.waiting_s(ref, tokens)
 
     @property
     def _rank_bytes(self) -> int:
@@ -230,3 +237,34 @@ def qkv_share(geometry: ModelGeometry) -> float:
     """Return the share of the products of q, k and v in all products of a layer."""
     products = {name: shape.in_features * shape.out_features for name, shape in geometry.modules.items()}
     return sum(products[module] for module in UNIT_MODULES) / sum(products.values())
+
+
+_WEIGHT, _FORGET = 0.2, 0.02
+_LEAST, _MOST = 0.1, 10.0
+
+
+class AssistRecord:
+    """How long cold prefills took beside their predictions, assisted ones and those that waited.
+
+    Both are off by what else the engine does, so their ratio corrects the decision between them. While it is against
+    assistance there are no assisted prefills; then it slowly returns to 1, so that another is tried now and then.
+    """
+
+    def __init__(self) -> None:
+        self._assisted = self._waited = 1.0
+
+    @property
+    def ratio(self) -> float:
+        """How much further assisted prefills are off their prediction."""
+        return self._assisted / self._waited
+
+    def note(self, predicted_s: float, took_s: float, *, is_assisted: bool) -> None:
+        """Record the time from admission to the first token of a cold request."""
+        if predicted_s <= 0:
+            return
+        off = min(max(took_s / predicted_s, _LEAST), _MOST)
+        if is_assisted:
+            self._assisted += _WEIGHT * (off - self._assisted)
+        else:
+            self._waited += _WEIGHT * (off - self._waited)
+            self._assisted += _FORGET * (self._waited - self._assisted)

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lorikeet.core.assist_costs import AssistCosts
+from lorikeet.core.assist_costs import AssistCosts, AssistRecord
 from lorikeet.core.events import Decided, Mechanism
 from lorikeet.core.plan import StepPlan, StepResult, Tier
 from lorikeet.memory.blocks import SequenceLease, WaitReason
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
+from lorikeet.presets import ColdStart
 from lorikeet.scheduling.state import Sequence, StepTimeEstimator
 from lorikeet.scheduling.step_costs import StepCostMeter
 
@@ -34,15 +35,22 @@ class SavingsEstimator:
         step_times: estimates how long steps take.
         meter: the same with adapters, for merged steps.
         assist: costs of assisted prefills; None if there are none.
+        record: of cold prefills; kept here.
     """
 
     def __init__(
-        self, memory: Memory, step_times: StepTimeEstimator, meter: StepCostMeter, assist: AssistCosts | None
+        self,
+        memory: Memory,
+        step_times: StepTimeEstimator,
+        meter: StepCostMeter,
+        assist: AssistCosts | None,
+        record: AssistRecord,
     ) -> None:
         self._memory = memory
         self._step_times = step_times
         self._meter = meter
         self._assist = assist
+        self._record = record
 
     def admitted(self, sequence: Sequence, lease: SequenceLease, now: float) -> Iterator[Decided]:
         """Yield what the cache and prefetches saved a request that is admitted."""
@@ -83,15 +91,19 @@ class SavingsEstimator:
                 name, now, Mechanism.ADAPTER_CACHE, load_s, f"its adapter ({blocks} blocks) was on the device"
             )
 
-    def assisted(self, sequence: Sequence, now: float) -> Iterator[Decided]:
-        """Yield what host cores saved a request whose assisted prefill has just ended."""
-        ref = sequence.request.adapter
-        if self._assist is None or ref is None:
+    def cold_ended(self, sequence: Sequence, now: float) -> Iterator[Decided]:
+        """Record how long a cold request took to its first token, and yield what host cores saved it."""
+        ref, assist = sequence.request.adapter, self._assist
+        is_assisted, sequence.cold_start = sequence.cold_start is ColdStart.ASSIST, None
+        if assist is None or ref is None or not assist.can_assist(ref):
             return
-        took_s = now - sequence.admitted_s
-        waiting_s = self._assist.waiting_s(ref, sequence.prompt_tokens)
-        why = f"its prefill began before its adapter was there: {took_s:.3f} s, else {waiting_s:.3f} s"
-        yield Decided(sequence.request_id, now, Mechanism.ASSIST, waiting_s - took_s, why)
+        took_s, tokens = now - sequence.admitted_s, sequence.cold_tokens
+        waiting_s = assist.waiting_s(ref, tokens)
+        predicted_s = assist.assisted(ref, tokens).first_token_s if is_assisted else waiting_s
+        self._record.note(predicted_s, took_s, is_assisted=is_assisted)
+        if is_assisted:
+            why = f"its prefill began before its adapter was there: {took_s:.3f} s, else {waiting_s:.3f} s"
+            yield Decided(sequence.request_id, now, Mechanism.ASSIST, waiting_s - took_s, why)
 
     def order(self, sequence: Sequence, saved_s: float, now: float) -> Iterator[Decided]:
         """Yield what the order of admission saved: it is what older requests would have taken before this one."""

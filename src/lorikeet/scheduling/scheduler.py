@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.assist_costs import AssistCosts
+from lorikeet.core.assist_costs import AssistCosts, AssistRecord
 from lorikeet.core.events import (
     AdapterArrived,
     Admitted,
@@ -54,6 +54,7 @@ class Scheduler:
         batching: creates the batching mode.
         assist: costs of prefills that host cores assist; None if they cannot.
         iterations: profiled times of iterations; None without a profile.
+        record: of cold prefills, by which the memory decides whether to assist; None for an empty one.
 
     Attributes:
         queue: the waiting requests.
@@ -71,6 +72,7 @@ class Scheduler:
         batching: BatchingPolicy = Unmerged,
         assist: AssistCosts | None = None,
         iterations: IterationCosts | None = None,
+        record: AssistRecord | None = None,
     ) -> None:
         self._memory = memory
         self._limits = limits
@@ -84,7 +86,9 @@ class Scheduler:
         )
         view = SchedulerView(memory, limits.max_model_len, self._running, self.selector, self._step_times)
         self.queue = admission(view)
-        self._savings = SavingsEstimator(memory, self._step_times, self.selector.meter, assist)
+        self._savings = SavingsEstimator(
+            memory, self._step_times, self.selector.meter, assist, record or AssistRecord()
+        )
         self._drops: list[RequestId] = []
         self._steps = 0
         self._decode_steps = 0
@@ -331,6 +335,9 @@ class Scheduler:
         self._outputs.events.append(Admitted(request.request_id, now, cached, *waits, waited_for))
         self._outputs.events += self._savings.admitted(sequence, lease, now)
         sequence.admitted_s = now
+        if lease.adapter_transfers and not lease.kv_transfers:
+            sequence.cold_start = ColdStart.ASSIST if lease.assisted else ColdStart.WAIT
+            sequence.cold_tokens = len(sequence.token_ids) - cached
         if sequence.can_run:
             builder.add(sequence)
         return None
@@ -380,8 +387,8 @@ class Scheduler:
                 self._finish(sequence, now, FinishReason.ERROR, error=result.failed[step.request_id])
                 continue
             finish = self._outputs.accept(sequence, tokens, now)
-            if tokens and sequence.digest in plan.assisted:
-                self._outputs.events += self._savings.assisted(sequence, now)
+            if tokens and sequence.cold_start is not None:
+                self._outputs.events += self._savings.cold_ended(sequence, now)
             # A plan of several steps may have run past a stop token; KV beyond that is not counted as computed.
             run_tokens = step.start + step.tokens + result.steps_run - 1
             sequence.computed_tokens = min(run_tokens, len(sequence.token_ids))

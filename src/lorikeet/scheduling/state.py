@@ -14,6 +14,7 @@ from lorikeet.core.messages import TokenOutput
 from lorikeet.core.plan import SequenceStart, SequenceStep, Token
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import SequenceLease, WaitReason
+from lorikeet.presets import ColdStart
 
 FORGET = 0.998
 """Factor by which the weight of a sample falls with each later one: about the last 500 count."""
@@ -196,6 +197,8 @@ class Sequence:
         restarts: whether it is executed again from its prompt; tokens that the request has already are not sent again.
         refused: why it could not be admitted last; None if it was not refused.
         admitted_s: when it was admitted.
+        cold_start: what it does until its adapter arrives, until its first token; None if the adapter was there.
+        cold_tokens: tokens of that prefill.
         merge_saved_s: seconds that merged steps saved it so far.
     """
 
@@ -213,6 +216,8 @@ class Sequence:
     restarts: bool = False
     refused: WaitReason | None = None
     admitted_s: float = 0.0
+    cold_start: ColdStart | None = None
+    cold_tokens: int = 0
     merge_saved_s: float = 0.0
 
     def __post_init__(self) -> None:
