@@ -278,6 +278,9 @@ PRESETS: dict[str, Preset] = {
     # Small requests first, by a multi-level queue with token quotas: Chameleon's, changed where memory stays empty or
     # large requests starve. Mean TTFT falls, P99 may rise: docs/decisions/chameleon-queues.md.
     "lorikeet:size-aware": _but(_AUTO, admission="size-aware"),
+    # The default, and an adapter is merged while it alone has requests, once its overhead has paid for the switches.
+    # Not the default: it takes the memory of the weights twice, and saves little (docs/decisions/merging-paid.md).
+    "lorikeet:merge-paid": _but(_AUTO, batching_mode="merge-paid"),
     # Routing to the replica that has most of the prompt's KV.
     "lorikeet:kv-affinity": _but(_AUTO, routing="kv-affinity"),
     # Routing to replicas that have the adapter loaded.
@@ -432,6 +435,7 @@ MERGING_MODES = frozenset(
         "dlora:patience-64",
         "dlora:patience-16384",
         "merge-turns",
+        "merge-paid",
         "merged-only",
         "whole-models",
         "whole-models:0-s",
