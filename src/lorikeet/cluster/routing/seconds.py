@@ -64,26 +64,33 @@ class FewestSeconds(Router):
 
     def seconds(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags) -> Numbers:
         """Return by replica the seconds that a request adds; ``is_warm`` says where its adapter is on the device."""
+        # Few array operations: with 64 replicas each takes a microsecond, and a route may take a hundred.
         costs, loads, rank = self._costs, fleet.loads, request.rank
         sequences, steps = loads.requests, max(1, request.expected_tokens)
         some = np.maximum(sequences, 1.0)
-        tokens = request.known_tokens - self._known_tokens(request, fleet)
-        prefill_s = (costs.prefill_token_s + costs.lora_prefill_s * rank) * tokens
-        load_s = self._load_s(request, fleet, is_warm)
-        added_s = costs.decode_s + costs.lora_decode_s * rank
-        step_s = costs.step_s + costs.decode_s * sequences + costs.lora_decode_s * loads.total_rank + added_s
-        step_s *= np.maximum(1.0, (sequences + 1) / loads.max_batch)  # beyond the largest batch they take turns
         left = loads.decode_tokens / some
-        short = np.maximum(fleet.needed_tokens(request, is_warm) - loads.free_tokens, 0.0)
-        freed_s = step_s * left * short / np.maximum(loads.held_tokens, 1.0)
-        own_s = np.maximum(costs.prefill_token_s * loads.prefill_tokens, load_s) + prefill_s + steps * step_s + freed_s
-        # What the adapter displaces must be loaded again.
-        result: Numbers = own_s + load_s + sequences * (prefill_s + np.minimum(steps, left) * added_s)
-        return result
+        added_s = costs.decode_s + costs.lora_decode_s * rank
+        step_s = costs.decode_s * sequences + (costs.step_s + added_s)
+        if costs.lora_decode_s:
+            step_s += costs.lora_decode_s * loads.total_rank
+        step_s = np.maximum(step_s, step_s * some / loads.max_batch)  # beyond the largest batch they take turns
+        before_s, seconds = costs.prefill_token_s * loads.prefill_tokens, steps * step_s
+        if request.adapter is not None:
+            load_s = self._load_s(request, fleet, is_warm)
+            before_s = np.maximum(before_s, load_s)
+            seconds += load_s  # what the adapter displaces must be loaded again
+        seconds += before_s
+        prefill_s = (costs.prefill_token_s + costs.lora_prefill_s * rank) * self._new_tokens(request, fleet)
+        seconds += prefill_s
+        seconds += sequences * (np.minimum(left, steps) * added_s + prefill_s)
+        free_tokens = loads.free_tokens
+        if free_tokens.min() < request.known_tokens + request.adapter_bytes * loads.tokens_per_byte.max():
+            short = np.maximum(fleet.needed_tokens(request, is_warm) - free_tokens, 0.0)
+            seconds += step_s * left * short / np.maximum(loads.held_tokens, 1.0)
+        return seconds
 
     def _load_s(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags) -> Numbers:
-        if request.adapter is None:
-            return np.zeros(len(fleet))
+        assert request.adapter is not None
         load_s = self._costs.load_time_s(request.adapter_bytes)
         seconds = np.full(len(fleet), load_s)
         if self.holders is not None:
@@ -93,10 +100,16 @@ class FewestSeconds(Router):
         seconds[is_warm] = 0.0
         return seconds
 
-    def _known_tokens(self, request: RoutingRequest, fleet: Fleet) -> Numbers:
-        """Return by replica the tokens of the longest prefix that was sent there. The last block is always computed."""
-        known, block_tokens = np.zeros(len(fleet)), request.known_tokens / (len(request.keys) + 1)
-        for (replica, _), blocks in self._prefixes.match(request.keys).items():
+    def _new_tokens(self, request: RoutingRequest, fleet: Fleet) -> Numbers | int:
+        """Return by replica the tokens behind the longest prefix that was sent there; at least the last block."""
+        matched = self._prefixes.match(request.keys)
+        if not matched:
+            return request.known_tokens
+        new, block_tokens = (
+            np.full(len(fleet), float(request.known_tokens)),
+            request.known_tokens / (len(request.keys) + 1),
+        )
+        for (replica, _), blocks in matched.items():
             if replica in fleet.open_index:
-                known[fleet.open_index[replica]] = blocks * block_tokens
-        return known
+                new[fleet.open_index[replica]] -= blocks * block_tokens
+        return new
