@@ -85,7 +85,7 @@ def _modelled_ttft_s(profile: CostProfile, preset: str, modules: Sequence[str], 
         settle=True,
     )
     names = tuple(adapter_names(REQUESTS))
-    requests = [WorkloadRequest(number / RATE, tokens, 16, name) for number, name in enumerate(names)]
+    requests = [WorkloadRequest(number / RATE, name, tokens, 16) for number, name in enumerate(names)]
     figures = run_engine(preset, engine, work_of(requests, names, 0), _ttft)
     return float(statistics.fmean(figures["own_ttft_s"]))
 
