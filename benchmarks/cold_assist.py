@@ -63,7 +63,7 @@ def modelled() -> None:
     known, rows = load_profile(PROFILE), []
     assert known.host_lora is not None
     for label, modules in MODULES.items():
-        for tokens in (64, 256):
+        for tokens in (256, 512, 1024):
             for share in (1, 4):
                 host = msgspec.structs.replace(known.host_lora, cores=known.host_lora.cores // share)
                 profile = msgspec.structs.replace(known, host_lora=host)

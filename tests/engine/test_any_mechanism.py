@@ -1,7 +1,7 @@
 """Greedy fp32 answers do not depend on any mechanism, whenever it acts: each is forced on and off at random."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +16,7 @@ from lorikeet.core.plan import PACKING_ORDER, LoadOrder
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.loop import Engine
-from lorikeet.scheduling.batching.merge_paid import MergePaid
+from lorikeet.scheduling.batching.mode import ALL_REQUESTS, BatchingChoice, BatchingMode, LiveRequest, allow
 from tests.support.driver import AMPLE, SCARCE, Models, answer, make_models, random_tokens, tight_settings
 
 pytestmark = pytest.mark.slow
@@ -68,11 +68,27 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         engine.close()
 
 
+class Forced(BatchingMode):
+    """Merges the adapter of the oldest request that has one on the device, whenever it is told to; others wait."""
+
+    def __init__(self, forced: dict[str, bool]) -> None:
+        self._forced = forced
+
+    def choose(self, live: Sequence[LiveRequest]) -> BatchingChoice:
+        legal = [each for each in live if each.is_legal and each.adapter is not None]
+        if not (self._forced["merge"] and legal):
+            return ALL_REQUESTS
+        adapter = legal[0].adapter
+        return allow([each for each in live if each.adapter == adapter], live, adapter)
+
+    def steps_until_review(self) -> float:
+        return 1
+
+
 def _force(engine: Engine, forced: dict[str, bool]) -> None:
     """Let ``forced`` say what the engine's measurements would: whether merging and assistance pay."""
-    mode, memory = engine._scheduler.selector._mode, engine._memory
-    assert isinstance(mode, MergePaid)
-    mode._pays = lambda: forced["merge"]  # type: ignore[method-assign]
+    memory = engine._memory
+    engine._scheduler.selector._mode = Forced(forced)
     planned: Callable[[AdapterRef, int], LoadOrder] = memory._assist
     memory._assist = lambda ref, tokens: planned(ref, tokens) if forced["assist"] else PACKING_ORDER
 
@@ -146,6 +162,6 @@ class Anything(RuleBasedStateMachine):
 
 def test_greedy_answers_are_those_of_the_plain_preset_whatever_acts_when(running: Running) -> None:
     Anything.running = running
-    few = settings(max_examples=8, stateful_step_count=25, suppress_health_check=list(HealthCheck), deadline=None)
+    few = settings(max_examples=6, stateful_step_count=20, suppress_health_check=list(HealthCheck), deadline=None)
     run_state_machine_as_test(Anything, settings=few)  # type: ignore[no-untyped-call]
     assert running.seen == {Mechanism.ASSIST.value, "merge"}
