@@ -7,7 +7,7 @@ from lorikeet.cli.console import JsonFile, check_json_file, output, write_json
 from lorikeet.presets import AUTO_PRESET, PRESETS
 
 _ABOUT = {
-    "lorikeet:auto": "the default: one pool, a host tier, prefetch, short requests first within bounds, routes by seconds",
+    "lorikeet:auto": "the default: one pool, a host tier, prefetch, short requests first within bounds",
     "lorikeet:plain": "one pool with LRU, prefix caching, first come first served, routing to cached KV",
     "lorikeet:plain-block": "all requests wait while an adapter is loaded",
     "lorikeet:plain-no-reuse": "no prefix caching, as vLLM's --no-enable-prefix-caching",
