@@ -64,11 +64,14 @@ from benchmarks.steps import AT_ONCE, Stopwatch
 from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, notation
 from lorikeet.bench.prompts import DEFAULT_IDS
 from lorikeet.bench.synthetic import synthetic_adapters
+from lorikeet.cluster.build import GENERIC
 from lorikeet.cluster.migration.problem import CoMigrationSettings, MovableRequest, ReplicaLoad
 from lorikeet.cluster.migration.review import CoMigration
+from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
 from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.placement.loraserve import LoRAServe
 from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.base import PerformanceModel, RoutingOptions
 from lorikeet.cluster.routing.fleet import Fleet, ReplicaInfo, RequestAverages
@@ -566,7 +569,7 @@ def _routes(name: str, placement: str) -> list[float]:
         for adapter in draw.sample(adapters, RESIDENT):
             fleet.loaded(replica_id, adapter)
     model = PerformanceModel(KernelForm.PADDED, 1e-6, 1e-2)
-    router = ROUTING[name](RoutingOptions(prefill=model, decode=model, slo_s=0.05))
+    router = ROUTING[name](RoutingOptions(prefill=model, decode=model, slo_s=0.05, costs=GENERIC))
     router.table = _table(placement, replicas, adapters, draw)
     live: list[tuple[ReplicaId, RequestId]] = []
     seconds = []
@@ -612,6 +615,7 @@ def _asked(number: int, draw: random.Random, adapters: list[AdapterDigest]) -> R
 
 PLACED_ADAPTERS, PLACED_REPLICAS = 10_000, 1_000
 CHOSEN, MOVABLE, SOLVE_S = 4, 128, 1.0
+TICK_ADAPTERS = 2_000
 
 
 def placement() -> None:
@@ -630,12 +634,20 @@ def placement() -> None:
         ]
         policy.place(demands, float(period))
 
+    ticked = Orchestrator(PLACEMENT[PRESETS["lorikeet:auto"].placement](policy.replicas[:64], PlacementOptions()), 0.0)
+    known = [AdapterDigest(f"a{number:05}") for number in range(TICK_ADAPTERS)]
+    ticked.register([AdapterInfo(each, RANKS[number % len(RANKS)], 10**8) for number, each in enumerate(known)], 0.0)
+
+    def tick(period: int) -> None:
+        ticked.period(DemandReport(tuple((each, PROMPT_TOKENS) for each in known), costs=GENERIC), 10.0 * (period + 1))
+
     def migrate(seed: int) -> None:
         CoMigration(CoMigrationSettings(time_limit_s=SOLVE_S / 2)).review(*_problem(seed))
 
     with _one_core():
         rows = [
             [f"LoRAServe, {PLACED_ADAPTERS:,} adapters on {PLACED_REPLICAS:,}", *median_p95(_timed(5, place, 1), MS)],
+            [f"lorikeet:auto, {TICK_ADAPTERS:,} adapters on 64", *median_p95(_timed(20, tick, 1), MS)],
             [f"dLoRA's migration, {MOVABLE} requests on {CHOSEN}", *median_p95(_timed(9, migrate, 1), MS)],
         ]
     print_table("Placement, on one core", ["policy", "median, ms", "P95, ms"], rows)

@@ -36,9 +36,10 @@ from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import read_model_config
+from lorikeet.models.weights import lora_targets
 from lorikeet.worker.host_lora.pool import HostPool, HostRows, PoolSizes, RowAssignment, start_worker_process
 from lorikeet.worker.host_lora.ring import Ring, RingShape, RingSlice
-from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker, host_targets, write_delta
+from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker, site_of, write_delta
 
 LAYERS, TOKENS, RANK, BLOCK_TOKENS = 1000, 16, 16, 16
 QKV = ("q", "k", "v")
@@ -105,7 +106,7 @@ class _RingToProcess:
         return self._pool.computed_s
 
     def send(self, layer: int, x: Tensor) -> None:
-        self._pool.submit(layer, x, self._assignment)
+        self._pool.submit("qkv", layer, x, self._assignment)
 
     def add_to(self, qkv: Tensor) -> None:
         self._pool.add_to(qkv)
@@ -137,7 +138,7 @@ class _RingToThread:
     def send(self, layer: int, x: Tensor) -> None:
         self._ticket += 1
         self._x[self._ring.slot(self._ticket), :TOKENS].copy_(x)
-        self._ring.describe(self._ticket, 1, layer, 1)
+        self._ring.describe(self._ticket, 1, site_of(layer, "qkv"), 1)
         self._ring.signal_x(self._ticket)
 
     def add_to(self, qkv: Tensor) -> None:
@@ -199,7 +200,7 @@ def serve_socket(connection: Connection, geometry: ModelGeometry, core: int) -> 
     store = make_store(geometry)
     packing = pack(store.adapter.ranks, geometry, store.host.shape[1])
     pieces = AdapterLayout(packing, geometry).weights(store.adapter.blocks, store.host).pieces
-    targets = host_targets(geometry)
+    targets = lora_targets(geometry)["qkv"]
     y = torch.empty(TOKENS, sum(geometry.modules[module].out_features for module in QKV))
     connection.send_bytes(b"ready")
     while message := connection.recv_bytes():

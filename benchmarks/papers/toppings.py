@@ -34,7 +34,7 @@ from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import adapter_names, synthetic_adapters
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.cluster.routing.base import PerformanceModel, fit_performance
-from lorikeet.core.assist_costs import ASSISTED_MODULES
+from lorikeet.core.assist_costs import UNIT_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.prefill_pipeline import ComputePlace
 from lorikeet.core.request import Slo
@@ -120,7 +120,7 @@ def run_case(cell: Sequence[float], setting: str, preset: str, seed: int, reques
         profile=profile_of(about.profile),
         adapters=about.adapters,
         ranks=(about.rank,),
-        modules=ASSISTED_MODULES,
+        modules=UNIT_MODULES,
         memory_bytes=MEMORY_BYTES,
         link_bytes_per_s=link_bytes_per_s,
         max_num_seqs=MAX_RUNNING,
@@ -377,7 +377,7 @@ def run_place(
     setting = Cluster(
         profile=profile,
         replicas=about.servers,
-        adapters=tuple(synthetic_adapters(about.adapters, RANKS, profile.geometry, modules=ASSISTED_MODULES)),
+        adapters=tuple(synthetic_adapters(about.adapters, RANKS, profile.geometry, modules=UNIT_MODULES)),
         slo=Slo(tpot_s=limits_s[READINGS.index(reading)]),
         limits_s=tuple(limits_s),
         link_bytes_per_s=1e9 * cell[0],
@@ -428,7 +428,7 @@ def cold_prefill_s(cell: Sequence[float], preset: str, rank: int, tokens: int) -
         profile=profile_of(SEVEN_B),
         adapters=1,
         ranks=(rank,),
-        modules=ASSISTED_MODULES,
+        modules=UNIT_MODULES,
         memory_bytes=MEMORY_BYTES,
         link_bytes_per_s=1e9 * cell[0],
     )
@@ -442,7 +442,7 @@ def host_ms(cell: Sequence[float]) -> float:
     transfers = TransferModel(profile, profile.geometry.block_bytes(16), 1e9 * cell[0])
     costs = assist_costs(transfers, resolve_preset(OURS)[1])
     assert costs is not None
-    (ref,) = synthetic_adapters(1, (SETTINGS["S3"].rank,), profile.geometry, modules=ASSISTED_MODULES)
+    (ref,) = synthetic_adapters(1, (SETTINGS["S3"].rank,), profile.geometry, modules=UNIT_MODULES)
     spent = []
     for each in lengths(REQUESTS, int(cell[1]), SEEDS[0]):
         course = costs.assisted(ref, each.input_tokens)
@@ -570,7 +570,7 @@ def share_by_link(made: Sequence[Any]) -> list[Series]:
 def adapter_bytes(rank: int) -> int:
     """Return the bytes of an adapter of Llama-2-7B on q, k and v."""
     geometry = profile_of(SEVEN_B).geometry
-    shapes = [geometry.modules[module] for module in ASSISTED_MODULES]
+    shapes = [geometry.modules[module] for module in UNIT_MODULES]
     return geometry.layers * sum(shape.in_features + shape.out_features for shape in shapes) * rank * 2
 
 

@@ -146,6 +146,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         placement_period_s: seconds between two placements; each uses the demand of the periods before.
         routing: which of the replicas placed for its adapter gets a request.
         pool_prefetch: whether replicas fetch newly placed adapters immediately; else with the first request.
+        pool_share: most bytes of adapters that the machines of all replicas hold, as a share of every adapter on each;
+            then the copies that were unused for longest are deleted, but never an adapter's last one.
         comigration: whether requests and their adapters move together from busy replicas to idle ones.
         comigration_problem: which problem says what moves.
     """
@@ -179,6 +181,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     placement_period_s: Annotated[float, msgspec.Meta(gt=0)] = 10.0
     routing: str = "least-loaded"
     pool_prefetch: bool = False
+    pool_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     comigration: bool = False
     comigration_problem: MigrationProblem = MigrationProblem.RELAXED
 
@@ -196,6 +199,9 @@ _AUTO = _but(
     prefetch="newest-first",
     swap_interval_s=0.1,
     admission="bounded-sjf",
+    cold_start=ColdStart.AUTO,
+    routing="seconds",
+    pool_share=0.5,
 )
 _ELORA = Preset(adapter_chain=True, eviction="elora", prefetch="best-first", swap_interval_s=0.1)
 _CHAMELEON = Preset(
@@ -272,8 +278,11 @@ PRESETS: dict[str, Preset] = {
     # Small requests first, by a multi-level queue with token quotas: Chameleon's, changed where memory stays empty or
     # large requests starve. Mean TTFT falls, P99 may rise: docs/decisions/chameleon-queues.md.
     "lorikeet:size-aware": _but(_AUTO, admission="size-aware"),
-    # Routing to the replica that has most of the prompt's KV; another name of lorikeet:auto.
-    "lorikeet:kv-affinity": _AUTO,
+    # The default, and an adapter is merged while it alone has requests, once its overhead has paid for the switches.
+    # Not the default: it takes the memory of the weights twice, and saves little (docs/decisions/merging-paid.md).
+    "lorikeet:merge-paid": _but(_AUTO, batching_mode="merge-paid"),
+    # Routing to the replica that has most of the prompt's KV.
+    "lorikeet:kv-affinity": _but(_AUTO, routing="kv-affinity"),
     # Routing to replicas that have the adapter loaded.
     "lorikeet:adapter-affinity": _but(_AUTO, routing="adapter-affinity"),
     # Routing to the replica with the least load.
@@ -408,7 +417,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Allowed values of the options that are not policies with tables."""
 
-_CLUSTER_OPTIONS = ("placement", "placement_period_s", "routing", "pool_prefetch", "comigration", "comigration_problem")
+_CLUSTER_OPTIONS = (
+    "placement",
+    "placement_period_s",
+    "routing",
+    "pool_prefetch",
+    "pool_share",
+    "comigration",
+    "comigration_problem",
+)
 
 MERGING_MODES = frozenset(
     {
@@ -418,6 +435,7 @@ MERGING_MODES = frozenset(
         "dlora:patience-64",
         "dlora:patience-16384",
         "merge-turns",
+        "merge-paid",
         "merged-only",
         "whole-models",
         "whole-models:0-s",

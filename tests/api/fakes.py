@@ -15,7 +15,17 @@ from lorikeet.client.client import ONLY_REPLICA, Engines, RequestOutput
 from lorikeet.client.state import ClusterState
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import AdapterEvent, Admitted, Finished, FinishReason, FirstToken, Queued, RequestTimings
+from lorikeet.core.events import (
+    AdapterEvent,
+    Admitted,
+    Decided,
+    Finished,
+    FinishReason,
+    FirstToken,
+    Mechanism,
+    Queued,
+    RequestTimings,
+)
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import EngineReady, EngineStats
@@ -62,6 +72,7 @@ class FakeEngine:
         refusal: requests end with this error before their first token.
         impossible: since nobody could serve them.
         dies_after: requests fail after so many tokens, as if the engine were gone for good.
+        decisions: made for every request when it is admitted: mechanism, seconds saved, and why.
     """
 
     def __init__(self, script: Script = lambda request: [], *, max_model_len: int = 256) -> None:
@@ -76,6 +87,7 @@ class FakeEngine:
         self.impossible = False
         self.dies_after: int | None = None
         self.per_output = 1
+        self.decisions: tuple[tuple[Mechanism, float, str], ...] = ()
         self.known: dict[AdapterDigest, AdapterRef] = {}
         self.dropped: list[AdapterDigest] = []
         self.pinned: tuple[AdapterDigest, ...] = ()
@@ -180,6 +192,8 @@ class FakeHandle:
             return
         await engine.admits.wait()
         self.timings.apply(Admitted(request_id, time.monotonic(), 0))
+        for mechanism, saved_s, why in engine.decisions:
+            self.timings.apply(Decided(request_id, time.monotonic(), mechanism, saved_s, why))
         sent: list[Token] = []
         stop: int | None = None
         tokens = [_token(token_id, sampling.logprobs) for token_id in engine.script(self.request)]

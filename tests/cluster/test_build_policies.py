@@ -4,9 +4,11 @@ import msgspec
 import pytest
 
 from lorikeet.cluster.build import (
+    GENERIC,
     ClusterOptions,
     build_cluster_policies,
     build_placement,
+    build_points,
     build_router,
     loads_that_fit,
     performance_models,
@@ -14,18 +16,20 @@ from lorikeet.cluster.build import (
 from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
 from lorikeet.cluster.placement.burst import BurstTolerance
 from lorikeet.cluster.placement.loraserve import LoRAServe
+from lorikeet.cluster.placement.operating_points import EstimatedPoints, OperatingPoints
 from lorikeet.cluster.routing import ROUTING
 from lorikeet.cluster.routing.dlora import PendingTime
 from lorikeet.cluster.routing.toppings import Toppings
 from lorikeet.config import ConfigError
 from lorikeet.core.plan import KernelForm
+from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.core.request import Slo
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import CostProfile, OperatingLoads, Transfers, decode_profile, encode_profile
 from lorikeet.presets import PRESETS, Preset
 from tests.support.fleets import ask, fleet_of, run, several
-from tests.support.placement import DEMANDS_B, digest, replicas_of
+from tests.support.placement import DEMANDS_B, replicas_of
 from tests.support.profiles import round_profile
 
 REPLICAS = replicas_of(4)
@@ -50,7 +54,7 @@ def test_every_row_places_and_routes_with_a_published_profile(name: str, publish
     router.table = placement.place(DEMANDS_B, 0.0)
     assert router.table.shares.keys() == {demand.adapter for demand in DEMANDS_B}
     fleet = fleet_of(*REPLICAS)
-    may_leave = PRESETS[name].routing in ("placed-work", "dlora")  # when the named ones are busy
+    may_leave = PRESETS[name].routing in ("placed-work", "dlora", "seconds")  # when the named ones are busy
     for demand in DEMANDS_B:
         adapter, named = demand.adapter, router.table.replicas(demand.adapter)
         if may_leave:
@@ -68,20 +72,13 @@ def test_every_policy_is_in_a_row_and_every_row_names_policies_that_there_are() 
     assert {preset.placement for preset in PRESETS.values()} == set(PLACEMENT)
 
 
-def test_rows_that_need_no_profile_do_without() -> None:
-    built, refused = set(), set()
-    for preset in PRESETS.values():
-        try:
-            build_cluster_policies(preset, REPLICAS, None, ClusterOptions())
-            built.add((preset.routing, preset.placement))
-        except ConfigError:
-            refused.add((preset.routing, preset.placement))
-    by_costs = {"toppings", "toppings:empty-free", "dlora"}
-    assert {routing for routing, _ in built}.isdisjoint(by_costs)
-    assert {placement for _, placement in built} == {"everywhere", "random", "random-iid", "contiguous"}
-    assert all(
-        routing in by_costs or placement in ("loraserve", "rank-groups", "dlora") for routing, placement in refused
-    )
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_row_places_and_routes_without_a_profile(name: str) -> None:
+    router, placement = build_cluster_policies(PRESETS[name], REPLICAS, None, ClusterOptions(has_default_slo=True))
+    router.table = placement.place(DEMANDS_B, 0.0)
+    assert router.table.shares.keys() == {demand.adapter for demand in DEMANDS_B}
+    asked = ask("one", 8, DEMANDS_B[0].adapter, adapter_bytes=10**7, keys=(b"1",))
+    assert router.route(asked, fleet_of(*REPLICAS), 0.0) in REPLICAS
 
 
 def test_the_seed_decides_what_is_drawn() -> None:
@@ -156,10 +153,31 @@ def test_toppings_has_no_model_of_einsums(published: CostProfile) -> None:
         build_router(Preset(kernel_form=KernelForm.EINSUM, routing="toppings"), published, OPTIONS)
 
 
-@pytest.mark.parametrize("name", ["toppings", "dlora"])
-def test_routers_that_need_costs_say_where_to_get_them(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"routing {name} needs .*lorikeet profile.*--profile"):
-        build_router(PRESETS[name], None, OPTIONS)
+def test_toppings_follows_what_the_replicas_measure() -> None:
+    """Three times as slow, a step with one more request breaks the target of the profile that it was built for."""
+    fleet = fleet_of("a", "b")
+    run(fleet, "a", *several(8, 64))
+
+    def breaks(router: Toppings) -> list[bool]:
+        found: list[bool] = router.costs(ask("new", 64), fleet).breaks_slo.tolist()
+        return found
+
+    router = build_router(PRESETS["toppings"], None, ClusterOptions(tpot_s=2 * GENERIC.decode_step_s(9, 64)))
+    assert isinstance(router, Toppings)
+    assert breaks(router) == [False, False]
+    router.learn(ReplicaCosts(*(3 * part for part in msgspec.structs.astuple(GENERIC)[:-1])))
+    assert breaks(router) == [True, True]
+
+
+def test_without_a_target_toppings_takes_five_times_an_unloaded_step() -> None:
+    router = build_router(PRESETS["toppings"], None, ClusterOptions(has_default_slo=True))
+    assert isinstance(router, Toppings)
+    router.learn(ReplicaCosts(0.01, 1e-4, 0.0, 0.0, 0.0, 1e-3))
+    fleet, broken = fleet_of("a"), []
+    for others in (0, 35):  # 0.01 s + 1 ms a rank: 5 times 0.01 s at rank 40
+        run(fleet, "a", *several(others, 1))
+        broken.append(router.costs(ask("new", 16), fleet).breaks_slo.tolist())
+    assert broken == [[False], [True]]
 
 
 # --- dLoRA -------------------------------------------------------------------------------------------
@@ -204,8 +222,6 @@ def test_burst_tolerance_takes_memory_from_options_or_the_profile(published: Cos
     assert copies[0] > copies[1]
     told = ClusterOptions(memory_bytes=needed_bytes // 2, kv_token_bytes=published.geometry.block_bytes(1))
     assert len(list(build_placement(preset, REPLICAS, None, told).place(DEMANDS_B, 0.0).pairs())) == copies[1]
-    with pytest.raises(ConfigError, match=r"placement dlora needs .*memory"):
-        build_placement(preset, REPLICAS, None, ClusterOptions(memory_bytes=needed_bytes))
 
 
 # --- operating points --------------------------------------------------------------------------------
@@ -229,26 +245,34 @@ def test_operating_points_match_kernel_form_and_slo_and_survive_a_file() -> None
     assert isinstance(placement, LoRAServe)
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (ClusterOptions(ttft_s=2.0), "form padded under ttft=2; profile round has padded under ttft=10,tpot=0.1: run"),
-        (ClusterOptions(), "and so an SLO; profile round has padded under ttft=10,tpot=0.1: run"),
-        (ClusterOptions(tokens_per_s={8: 0.0}), "Operating points"),
-    ],
-)
-def test_operating_points_that_are_not_there_are_named_beside_those_that_are(
-    options: ClusterOptions, complaint: str
-) -> None:
+def test_operating_points_that_nobody_searched_are_estimated() -> None:
     profile = round_profile(operating_points=(loads(KernelForm.PADDED, Slo(10.0, 0.1)),))
-    with pytest.raises(ConfigError, match=f"placement loraserve.*{complaint}"):
-        build_placement(PRESETS["loraserve"], REPLICAS, profile, options)
+    searched = build_points(PRESETS["loraserve"], profile, ClusterOptions(ttft_s=10.0, tpot_s=0.1))
+    assert isinstance(searched, OperatingPoints)
+    assert searched[8] == pytest.approx(1000.0)
+    for options in (ClusterOptions(ttft_s=2.0), ClusterOptions()):
+        for known in (profile, None):
+            assert isinstance(build_points(PRESETS["loraserve"], known, options), EstimatedPoints)
 
 
-def test_without_a_profile_operating_points_may_come_with_the_options() -> None:
-    with pytest.raises(ConfigError, match="under ttft=10: run `lorikeet profile --operating-points`"):
-        build_placement(PRESETS["loraserve"], REPLICAS, None, ClusterOptions(ttft_s=10.0))
-    assert build_placement(PRESETS["loraserve"], REPLICAS, None, OPTIONS).place(DEMANDS_B, 0.0).replicas(digest("8.0"))
+def test_operating_points_must_be_loads() -> None:
+    with pytest.raises(ConfigError, match="operating points: Operating points must be positive"):
+        build_placement(PRESETS["loraserve"], REPLICAS, None, ClusterOptions(tokens_per_s={8: 0.0}))
+
+
+def test_estimated_points_fall_with_rank_and_follow_costs_and_lengths() -> None:
+    costs = ReplicaCosts(0.01, 1e-4, 1e-3, 0.0, 1e-6, 1e-5)
+    points = EstimatedPoints(costs, 500, 100, max_batch=64)
+    # 500 prompt tokens take 50.4 ms; at rank 8 the largest batch decodes 64 in 79.1 ms, which is over 5 × 11.08 ms:
+    # 42 sequences stay within it.
+    batch = (5 * 0.01108 - 0.01) / 0.00108
+    assert points[8] == pytest.approx(0.8 * 600 / (500 * 1.08e-4 + 100 * 0.0554 / batch))
+    assert points[8] > points[16] > points[128]
+    before = points[8]
+    points.learn(costs, 1000.0, 0.0)
+    assert points[8] > before  # prompts are cheaper a token than answers
+    points.learn(ReplicaCosts(0.02, 2e-4, 2e-3, 0.0, 2e-6, 2e-5), 500.0, 100.0)
+    assert points[8] == pytest.approx(before / 2)
 
 
 @pytest.mark.parametrize("name", ["loraserve", "rank-groups", "dlora"])

@@ -46,7 +46,7 @@ def test_burst_tolerance_counts_on_the_memory_of_all_ranks(ranks: int) -> None:
     profile, needed_bytes = load_profile("a100-80-llama-2-7b"), sum(demand.size_bytes for demand in DEMANDS_B)
 
     def pairs(tensor_parallel: int, memory_bytes: int) -> int:
-        engine = EngineSettings(tensor_parallel=tensor_parallel, memory_bytes=memory_bytes)
+        engine = EngineSettings(profile=profile.name, tensor_parallel=tensor_parallel, memory_bytes=memory_bytes)
         options = cluster_options(Settings(ModelSettings(), engine))
         placement = build_placement(PRESETS["dlora"], replicas_of(4), profile, options)
         return len(list(placement.place(DEMANDS_B, 0.0).pairs()))

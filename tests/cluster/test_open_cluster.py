@@ -17,7 +17,7 @@ from lorikeet.adapters.manifest import MANIFEST_FILE
 from lorikeet.client.client import RequestHandle
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.open import open_cluster
-from lorikeet.config import AdapterSettings, ClusterSettings, ConfigError, ReplicaStart, Settings
+from lorikeet.config import AdapterSettings, ClusterSettings, ReplicaStart, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import FinishReason
 from tests.support.live import (
@@ -175,10 +175,3 @@ async def written_to(fifo: Path) -> int:
 
     (opened,) = await until(try_to_open, "a reader opens the pipe")
     return opened
-
-
-async def test_what_a_row_lacks_is_said_before_anything_is_started(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model")
-    async with AsyncExitStack() as stack:
-        with pytest.raises(ConfigError, match="operating points"):
-            open_cluster(settings_of(model, tmp_path, "loraserve", ReplicaStart.RAY), stack)

@@ -17,11 +17,12 @@ from lorikeet.cluster.routing.plain import FewestTokens, FirstFit, LeastLoaded, 
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.plan import KernelForm
+from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.memory.tree import block_keys
 from tests.support.fleets import ask, fleet_of, run, send, several
 
 MODEL = PerformanceModel(KernelForm.PADDED, 1e-6, 1e-2)
-OPTIONS = RoutingOptions(prefill=MODEL, decode=MODEL)
+OPTIONS = RoutingOptions(prefill=MODEL, decode=MODEL, costs=ReplicaCosts(0.01, 1e-4, 1e-4))
 
 
 def table(**shares: dict[str, float]) -> RoutingTable:

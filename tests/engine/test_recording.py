@@ -6,7 +6,7 @@ import pytest
 
 from lorikeet import __version__
 from lorikeet.config import ConfigError
-from lorikeet.core.events import AdapterArrived, Admitted, Finished, FinishReason, FirstToken, Queued
+from lorikeet.core.events import AdapterArrived, Admitted, Decided, Finished, FinishReason, FirstToken, Queued
 from lorikeet.core.ids import RequestId
 from lorikeet.core.messages import Abort, DropAdapter, Submit
 from lorikeet.core.plan import TransferDone
@@ -71,7 +71,7 @@ def test_messages_plans_results_transfers_and_events_are_all_there(tmp_path: Pat
     events = [event for record in found if isinstance(record, EventsSent) for event in record.events]
     of_a = [type(event) for event in events if event.request_id == "a"]
     assert of_a[0] is Queued
-    assert of_a[-4:] == [Admitted, AdapterArrived, FirstToken, Finished]
+    assert of_a[-5:] == [Admitted, Decided, AdapterArrived, FirstToken, Finished]
 
 
 def test_a_recording_that_was_cut_anywhere_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:

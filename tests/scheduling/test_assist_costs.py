@@ -130,13 +130,25 @@ def test_assistance_does_not_pay_where_the_load_takes_no_time() -> None:
     assert not fast_link.pays(_adapter(64), 256)
 
 
-def test_adapters_of_other_modules_cannot_be_assisted() -> None:
-    assert COSTS.can_assist(_adapter(8))
-    assert COSTS.can_assist(_adapter(8, ("q",)))
-    assert not COSTS.can_assist(_adapter(8, ("q", "o")))
-    assert not COSTS.pays(_adapter(64, ("q", "k", "v", "down")), 16)
+def test_adapters_on_any_modules_can_be_assisted_by_one_rank() -> None:
+    for modules in (("q",), ("q", "o"), LORA_MODULES):
+        assert COSTS.can_assist(_adapter(8, modules))
+    several = msgspec.structs.replace(COSTS, row_bytes=row_bytes(LLAMA_2_7B, 2))
+    assert several.can_assist(_adapter(8, ("q", "gate", "up")))
+    assert not several.can_assist(_adapter(8, ("q", "o")))
+    assert not several.can_assist(_adapter(8, ("down",)))
     without_o = msgspec.structs.replace(_adapter(8), ranks={"q": (8,) * 32, "o": (0,) * 32})
-    assert COSTS.can_assist(without_o)
+    assert several.can_assist(without_o)
+
+
+def test_other_modules_count_by_their_size_and_each_product_is_handed_over() -> None:
+    ref = _adapter(8, LORA_MODULES)
+    assert COSTS.handovers(ref) == 4
+    assert COSTS.handovers(_adapter(8)) == COSTS.handovers(_adapter(8, ("v",))) == 1
+    rank = 8 * (4 * 2 * _WIDE + 3 * (_WIDE + _MLP)) / (3 * 2 * _WIDE)
+    assert COSTS.rank(ref) == pytest.approx(rank)
+    more_s = COSTS.host_layer_s(256, rank, 4) - COSTS.host_layer_s(256, rank)
+    assert more_s == pytest.approx(3 * (0.2e-3 + 1e-6 * 256))
 
 
 def test_costs_are_plain_data() -> None:

@@ -17,7 +17,7 @@ from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.config import ClusterSettings, EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import MonotonicClock
-from lorikeet.core.executor import EngineSizes, ExecutorError
+from lorikeet.core.executor import EngineSizes
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, BlockId
 from lorikeet.core.messages import AssistCounters
@@ -46,7 +46,9 @@ pytestmark = pytest.mark.slow
 LAYERS, GROUPS = 6, 3
 QKV = ("q", "k", "v")
 ADAPTERS = {"qkv": (8, QKV), "qv": (5, ("q", "v")), "other": (12, QKV), "all": (4, LORA_MODULES)}
-PROMPTS = {"qkv": 21, "qv": 9, "other": 14, "all": 11, "base": 7}
+ADAPTERS["columns"] = (6, ("q", "v", "gate", "up"))
+"""Of products whose input no rank has alone."""
+PROMPTS = {"qkv": 21, "qv": 9, "other": 14, "all": 11, "columns": 10, "base": 7}
 
 
 class Models(NamedTuple):
@@ -196,7 +198,7 @@ def test_adapters_change_the_logits_by_far_more_than_the_tolerance(
 
 
 @pytest.mark.parametrize(("groups", "host_layers"), [(0, 6), (1, 4), (2, 2)])
-@pytest.mark.parametrize("name", ["qkv", "qv"])
+@pytest.mark.parametrize("name", ["qkv", "qv", "all"])
 def test_prefill_logits_match_the_resident_adapter_whatever_has_arrived(
     driver: ColdDriver, resident: dict[str, Tensor], name: str, groups: int, host_layers: int
 ) -> None:
@@ -339,11 +341,13 @@ def test_wait_flag_waits_for_a_layer_that_arrives_before_the_host_is_done(
     driver.arrive(1)
 
 
-def test_an_adapter_of_other_modules_must_be_waited_for(driver: ColdDriver) -> None:
-    driver.bring("all")
-    with pytest.raises(ExecutorError, match="adapter all changes down, gate, o, up"):
-        driver.prefill("all")
-    driver.arrive(1)
+def test_adapters_of_any_modules_are_assisted_together(driver: ColdDriver, resident: dict[str, Tensor]) -> None:
+    """Beside rows of the base, some on the host and some arrived, in chunks that sample and chunks that do not."""
+    driver.bring("all", "qv")
+    driver.gate.open(1)
+    driver.gate.wait_until_shut()
+    assert_same(driver.prefill("all", "qv", "base", chunk=8), resident)
+    driver.arrive(2)
 
 
 def test_what_prefills_cost_was_measured(made: ColdDriver) -> None:
@@ -381,18 +385,18 @@ def test_static_groups_but_the_last_are_waited_for_and_the_last_is_the_hosts(mod
 def test_the_other_ranks_do_as_rank_0_says_on_every_layer(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = fp32_settings(preset="toppings", host_memory_bytes=2**21, memory_bytes=2**22, tensor_parallel=2)
     executor, _, sizes = build_torch_executor(settings, models.folder, lambda *_: None, lambda: None)
-    names = ("qkv", "qv", "base")
+    names = ("qkv", "columns", "base")
     try:
         driver = ColdDriver(executor, sizes, models.adapters)
         host, ring = driver.host_lora, driver.host_lora.pool.ring
-        driver.bring("qkv", "qv")
+        driver.bring("qkv", "columns")
         driver.arrive(2)
         expected = driver.prefill(*names)
         driver.evict_all()
-        driver.bring("qkv", "qv")
+        driver.bring("qkv", "columns")
         driver.gate.open(GROUPS - 1)  # of the first adapter, and none of the second; the gate is rank 0's alone
         driver.gate.wait_until_shut()
-        for name in ("qkv", "qv"):
+        for name in ("qkv", "columns"):
             arrival = executor.transfers.partial_adapter(models.adapters[name].digest)
             assert arrival is not None
             wait_until(

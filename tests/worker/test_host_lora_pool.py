@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.executor import ExecutorError
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import LORA_MODULES, PRODUCTS, ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.kernels.base import LoraPieces
 from lorikeet.memory.adapter_blocks import AdapterLayout
@@ -24,22 +24,23 @@ from lorikeet.worker.host_lora.calibrate import measure_host
 from lorikeet.worker.host_lora.pool import DevicePool, HostPool, HostRows, PoolSizes, start_worker_process
 from lorikeet.worker.host_lora.ring import Ring, RingShape, RingSlice
 from lorikeet.worker.host_lora.start import worker_cores
-from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker
+from lorikeet.worker.host_lora.worker import HostAdapter, ProductWidths, SliceWorker, site_of
 from tests.adapters.builders import HIDDEN, geometry
 from tests.support.exchanges import Exchanging, ThreadExchange
 
 pytestmark = pytest.mark.slow
 
-ELEMENTS, BLOCKS, ROWS, PARTS = 256, 80, 48, 6
+ELEMENTS, BLOCKS, ROWS, PARTS = 256, 200, 48, 6
 ADAPTERS: dict[str, dict[str, tuple[int, ...]]] = {
     "small": {"q": (3, 0, 5), "v": (1, 2, 4)},
     "large": dict.fromkeys(("q", "k", "v"), (16, 16, 16)),
+    "whole": dict.fromkeys(LORA_MODULES, (4, 8, 2)),
 }
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 class Store(NamedTuple):
-    """A host arena with two adapters in scattered blocks."""
+    """A host arena with adapters in scattered blocks."""
 
     arena: HostArena
     host: Tensor
@@ -51,10 +52,10 @@ class Store(NamedTuple):
         packing = pack(adapter.ranks, self.geometry, ELEMENTS)
         return AdapterLayout(packing, self.geometry).weights(adapter.blocks, self.host).pieces
 
-    def expected(self, name: str, layer: int, x: Tensor) -> Tensor:
+    def expected(self, name: str, layer: int, x: Tensor, product: str = "qkv") -> Tensor:
         """What the adapter adds, in fp64 from the numbers that are there."""
-        y, column = torch.zeros(len(x), HIDDEN + 16, dtype=torch.float64), 0
-        for module in ("q", "k", "v"):
+        y, column = torch.zeros(len(x), ProductWidths(self.geometry).outputs[product], dtype=torch.float64), 0
+        for module in PRODUCTS[product]:
             outputs = self.geometry.modules[module].out_features
             for a, bt in self.pieces(name).get((layer, module), ()):
                 y[:, column : column + outputs] += x.double() @ a.double().T @ bt.double()
@@ -116,11 +117,11 @@ def pool(shared: HostPool) -> HostPool:
     return shared
 
 
-def rows(count: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def rows(count: int, seed: int, dtype: torch.dtype = torch.float32, width: int = HIDDEN) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def check(pool: HostPool, store: Store, layer: int, work: dict[str, int]) -> None:
+def check(pool: HostPool, store: Store, layer: int, work: dict[str, int], product: str = "qkv") -> None:
     """Let the pool compute a layer, and compare it with what it should be."""
     dtype, numbers = store.host.dtype, {name: number for number, name in enumerate(ADAPTERS)}
     parts: list[HostRows] = []
@@ -128,15 +129,16 @@ def check(pool: HostPool, store: Store, layer: int, work: dict[str, int]) -> Non
     for name, count in work.items():
         parts.append(HostRows(numbers[name], first, first + count))
         first += count + 1
-    x = rows(first, seed=len(work), dtype=dtype)
-    qkv = torch.ones(first, HIDDEN + 16, dtype=dtype)
-    expected = qkv.double()
+    widths = ProductWidths(store.geometry)
+    x = rows(first, len(work), dtype, widths.inputs[product])
+    out = torch.ones(first, widths.outputs[product], dtype=dtype)
+    expected = out.double()
     for (_, start, stop), name in zip(parts, work, strict=True):
-        expected[start:stop] += store.expected(name, layer, x[start:stop])
-    pool.submit(layer, x, pool.assign(parts))
-    pool.add_to(qkv)
+        expected[start:stop] += store.expected(name, layer, x[start:stop], product)
+    pool.submit(product, layer, x, pool.assign(parts))
+    pool.add_to(out)
     pool.settle()
-    assert (qkv.double() - expected).abs().max() <= TOLERANCES[dtype] * float(expected.abs().max())
+    assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * float(expected.abs().max())
     assert (expected != 1).any(dim=1).sum() == sum(work.values())
 
 
@@ -152,7 +154,7 @@ def test_host_worker_computes_every_ranks_own_columns(store: Store) -> None:
     worker.begin(list(store.adapters.values()))
     x = rows(5, seed=1)
     torch.from_numpy(ring.x)[1, :5] = x
-    worker.compute(1, 2, RingSlice(0, number, 0, 5))
+    worker.compute(1, site_of(2, "qkv"), RingSlice(0, number, 0, 5))
     mine, theirs = torch.from_numpy(ring.y)[1, :, :5].double()
     expected = store.expected("large", 2, x)
     torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
@@ -212,6 +214,15 @@ def test_adapters_are_found_where_the_step_says_they_are(pool: HostPool, store: 
         store.host[list(large.blocks)] = there
 
 
+def test_every_product_of_a_layer_is_handed_over_for_itself(pool: HostPool, store: Store) -> None:
+    """Their rows of x and y differ in width, and share the ring."""
+    pool.begin(list(store.adapters.values()))
+    for layer in range(store.geometry.layers):
+        for product in PRODUCTS:
+            check(pool, store, layer, {"whole": 9, "large": 3} if product == "qkv" else {"whole": 12}, product)
+    pool.end()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     store = make_store(dtype)
@@ -222,7 +233,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     x = rows(9, 1, dtype)
     torch.from_numpy(ring.x).view(dtype)[1, :9] = x
     ring.write_cut(1, [RingSlice(0, 1, 0, 4), RingSlice(0, 1, 4, 5)])
-    ring.describe(1, 1, 2, 1)
+    ring.describe(1, 1, site_of(2, "qkv"), 1)
     ring.signal_x(1)
     worker.run(1)
     assert ring.has_y(1, 0)
@@ -299,7 +310,7 @@ def test_without_any_worker_the_rank_computes(pool: HostPool, store: Store) -> N
 
 def test_a_step_that_fails_between_two_layers_leaves_nothing_behind(pool: HostPool, store: Store) -> None:
     pool.begin(list(store.adapters.values()))
-    pool.submit(0, rows(9, 1), pool.assign([HostRows(0, 4, 7)]))
+    pool.submit("qkv", 0, rows(9, 1), pool.assign([HostRows(0, 4, 7)]))
     pool.end()
     pool.begin(list(store.adapters.values()))
     check(pool, store, 0, {"small": 3})
@@ -328,7 +339,7 @@ def test_the_thread_goes_on_while_the_device_has_not_come_to_what_it_launched(
     first, second = (torch.zeros(9, HIDDEN + 16) for _ in range(2))
     exchange.goes_on.clear()
     for layer, qkv in enumerate((first, second)):
-        pool.submit(layer, rows(9, seed=layer), pool.assign([HostRows(1, 2, 7)]))
+        pool.submit("qkv", layer, rows(9, seed=layer), pool.assign([HostRows(1, 2, 7)]))
         pool.add_to(qkv)
     assert not pool.ring.has_x(1)
     os.kill(pool.process_ids[0], signal.SIGKILL)
@@ -348,7 +359,7 @@ def test_a_device_that_fails_is_not_waited_for(behind: tuple[DevicePool, ThreadE
     pool.begin(list(store.adapters.values()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "record_event", FailedMark)
-        pool.submit(0, rows(9, 1), pool.assign([HostRows(0, 4, 7)]))
+        pool.submit("qkv", 0, rows(9, 1), pool.assign([HostRows(0, 4, 7)]))
     with pytest.raises(RuntimeError, match="the device has failed"):
         pool.end()
 

@@ -7,11 +7,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from lorikeet import __version__
-from lorikeet.api.errors import bad_request, not_supported
+from lorikeet.api.errors import ApiError, bad_request, not_supported
 from lorikeet.api.large_bodies import PromptRoute, prepared_body
 from lorikeet.api.prompt_process import TOKENIZE_PATH
 from lorikeet.api.protocol import SPECIAL_TOKENS, DetokenizeRequest, TokenizeRequest, refuse_unsupported
-from lorikeet.api.service import JsonBody, ServiceDep
+from lorikeet.api.request_records import MOST_RECORDS
+from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
 
 router = APIRouter()
@@ -74,6 +75,19 @@ async def load(service: ServiceDep) -> dict[str, int]:
 async def metrics(http: Request, service: ServiceDep) -> Response:
     """Return all metrics in the format of Prometheus or, if it is accepted, of OpenMetrics."""
     return service.observer.metrics.page(http.headers.get("accept", ""))
+
+
+@router.get("/v1/requests/{request_id}")
+async def request(request_id: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
+    """Return what one of the latest requests waited for, what was decided for it, and what that saved.
+
+    Raises:
+        ApiError: 404 if it is not known, or is of another key.
+    """
+    found = service.observer.records.find(request_id, sender.tenant)
+    if not found:
+        raise ApiError(404, f"There is no request {request_id!r} among the latest {MOST_RECORDS}.")
+    return {"object": "request", "id": request_id, "sequences": [record.as_json() for record in found]}
 
 
 @router.get("/v1/models")

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from lorikeet.client.client import Engines
 from lorikeet.client.state import ReplicaView
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import RequestTimings
+from lorikeet.core.events import Mechanism, RequestTimings
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import (
     STEP_TOKENS_BOUNDS,
@@ -319,6 +319,16 @@ class RequestMetrics:
         self._kv_wait = self._histogram(
             "request_kv_wait_seconds", "Time beyond that a request waited for its KV's transfer.", _LOAD_S, "lorikeet"
         )
+        self._saved, self._lost = (
+            Counter(f"lorikeet:seconds_{name}", text, (*self.labels, "mechanism"), registry=self.registry)
+            for name, text in (
+                ("saved", "Seconds that requests waited less because of a mechanism."),
+                ("lost", "Seconds that they waited more because of it, where it did not pay."),
+            )
+        )
+        for mechanism in Mechanism:
+            for counter in (self._saved, self._lost):
+                counter.labels(**self.labels, mechanism=mechanism)
         success = Counter(
             "vllm:request_success",
             "Requests ended.",
@@ -359,6 +369,9 @@ class RequestMetrics:
         latencies: bool = True,
     ) -> None:
         """Count one request that ended at ``ended_s`` for ``reason``, with or without its times."""
+        for mechanism, saved_s in timings.saved_s.items():
+            counter = self._saved if saved_s > 0 else self._lost
+            counter.labels(**self.labels, mechanism=mechanism).inc(abs(saved_s))
         self._ended[reason].inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._prompt_lengths.observe(prompt_tokens)

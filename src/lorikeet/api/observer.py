@@ -8,6 +8,7 @@ import time
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.metrics import AdapterUsage, RequestCounts, RequestMetrics, nanoseconds
 from lorikeet.api.request_log import RequestLog
+from lorikeet.api.request_records import RequestRecords
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import attainment, missed
 from lorikeet.client.client import RequestHandle
@@ -25,6 +26,9 @@ class RequestObserver:
         request_log: None if there is none.
         lengths: learns from the lengths of answers.
         forecast: learns how fast requests are admitted; None without shedding.
+
+    Attributes:
+        records: of the latest requests.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class RequestObserver:
         self.request_log = request_log
         self.lengths = lengths
         self.forecast = forecast
+        self.records = RequestRecords()
 
     def watch(self, handle: RequestHandle) -> "RequestWatch":
         """Start recording a request that was just submitted."""
@@ -60,6 +65,7 @@ class RequestWatch:
         self._observer = observer
         self._handle = handle
         self._last_output_s: float | None = None
+        self._record = observer.records.begin(handle.request, handle.timings)
         self._is_background = handle.request.background
         self._forecast = None if self._is_background else observer.forecast
         if self._forecast is not None:
@@ -107,6 +113,7 @@ class RequestWatch:
             adapter_wait_ns=nanoseconds(timings.adapter_wait_s),
             kv_wait_ns=nanoseconds(timings.kv_wait_s),
         )
+        self._record.finished(completion_tokens, reason, ended_s)
         counts.add(attainment(request.slo, timings, completion_tokens, reason, ended_s))
         self._usage.add(counts)
         self._usage.running -= 1

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from lorikeet.api.decisions import decision, waits
 from lorikeet.api.logs import log
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.json_lines import drop_partial_line
@@ -76,13 +77,10 @@ class RequestLog:
             "slo": request.slo,
             "request_id": request.request_id,
             "adapter_digest": request.digest,
-            "cached_tokens": timings.cached_tokens,
-            "queue_s": _since(timings, timings.admitted_s),
-            "adapter_wait_s": round(timings.adapter_wait_s, 6),
-            "kv_wait_s": round(timings.kv_wait_s, 6),
-            "ttft_s": _since(timings, timings.first_token_s),
-            "e2e_s": _since(timings, ended_s),
+            **waits(timings),
+            "e2e_s": round(ended_s - timings.arrival_s, 6),
             "finish_reason": reason,
+            "decisions": [decision(each, timings.arrival_s) for each in timings.decisions],
         }
         if self.wants_text:
             line |= {"prompt_token_ids": request.prompt_token_ids, "text": text or ""}
@@ -134,10 +132,6 @@ class RequestLog:
 
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}") if number else self._path
-
-
-def _since(timings: RequestTimings, when_s: float | None) -> float | None:
-    return None if when_s is None else round(when_s - timings.arrival_s, 6)
 
 
 def _first_arrival_unix_s(path: Path) -> float | None:

@@ -21,6 +21,7 @@ from lorikeet.cli.serve import serve
 from lorikeet.cli.simulate import simulate
 from lorikeet.cli.status import status
 from lorikeet.cli.train_predictor import train_predictor
+from lorikeet.cli.why import why
 from lorikeet.cli.workload import workload
 
 app = typer.Typer(
@@ -46,6 +47,7 @@ app.command("router")(router)
 app.command("route", hidden=True)(router)
 app.command()(status)
 app.command()(train_predictor)
+app.command()(why)
 app.command()(workload)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(bench.app, name="bench")

@@ -7,7 +7,7 @@ from lorikeet.cli.console import JsonFile, check_json_file, output, write_json
 from lorikeet.presets import AUTO_PRESET, PRESETS
 
 _ABOUT = {
-    "lorikeet:auto": "the default: one pool with LRU, a host tier, prefetch, short requests first within bounds",
+    "lorikeet:auto": "the default: one pool, a host tier, prefetch, short requests first within bounds",
     "lorikeet:plain": "one pool with LRU, prefix caching, first come first served, routing to cached KV",
     "lorikeet:plain-block": "all requests wait while an adapter is loaded",
     "lorikeet:plain-no-reuse": "no prefix caching, as vLLM's --no-enable-prefix-caching",
@@ -17,7 +17,8 @@ _ABOUT = {
     "lorikeet:fair-adapter": "fair shares of served tokens between adapters",
     "lorikeet:priority": "requests by their priority, as vLLM's priority scheduling",
     "lorikeet:deadline": "requests by the deadline of their first token",
-    "lorikeet:kv-affinity": "another name of lorikeet:auto",
+    "lorikeet:kv-affinity": "routing to the replica that has most of the prompt's KV",
+    "lorikeet:merge-paid": "an adapter is merged while it alone has requests, once that has paid for itself",
     "lorikeet:size-aware": "small requests first, by a multi-level queue with token quotas",
     "lorikeet:tree-lru": "ELORA's tree and prefetch with LRU in place of its cost model",
     "lorikeet:rank-groups": "LoRAServe with groups of replicas by rank, and the least work in place of a draw",

@@ -1,6 +1,6 @@
 """Builds the policies of a cluster from a preset: routing, placement and co-migration."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple, TypeVar
 
@@ -11,15 +11,17 @@ from lorikeet.cluster.migration.problem import CoMigrationSettings, MoveTimes
 from lorikeet.cluster.placement import PLACEMENT, PlacementOptions
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.burst import RESERVED_SHARE
-from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.operating_points import EstimatedPoints, OperatingPoints, Points
 from lorikeet.cluster.routing import ROUTING
-from lorikeet.cluster.routing.base import PerformanceModel, Router, RoutingOptions, fit_performance
+from lorikeet.cluster.routing.base import PerformanceModel, Router, RoutingOptions, fit_models, models_of_costs
 from lorikeet.config import ConfigError, EngineSettings
 from lorikeet.core.extras import install_command
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
-from lorikeet.core.request import Slo, format_slo
+from lorikeet.core.replica_costs import ReplicaCosts
+from lorikeet.core.request import Slo
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.prior import profile_costs
 from lorikeet.costs.profile import CostProfile, OperatingLoads, ProfileError
 from lorikeet.costs.transfers import LinkDirection, TransferModel
 from lorikeet.presets import HostKv, MigrationProblem, Preset, resolve_preset
@@ -27,9 +29,10 @@ from lorikeet.presets import HostKv, MigrationProblem, Preset, resolve_preset
 PROMPT_TOKENS, OUTPUT_TOKENS = 512, 128
 """Lengths of a mean request where nothing better is known; from LoRAServe's motivation."""
 
-_BATCHES = (4, 8, 16, 32)
-_RANKS = (8, 16, 32, 64)
-"""Ranks of the steps that performance models are fitted to, with ``_BATCHES``: those of TOPPINGS (section 5)."""
+GENERIC = ReplicaCosts(0.008, 1e-4, 1e-4, 5e-4, 5e-7, 2e-6, 1e-4, 25e9)
+"""Of a model of 8 billion parameters on an A100, roughly: for replicas of which nothing is known."""
+GENERIC_MEMORY_BYTES, GENERIC_TOKEN_BYTES = 50 * 2**30, 2**17
+"""The same for memory beside the weights, and for KV of a token."""
 
 T = TypeVar("T")
 
@@ -46,6 +49,10 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens, output_tokens: of a mean request.
         tokens_per_s: operating points by rank; empty for the profile's.
         step_models: TOPPINGS' PrePerf and DecPerf; None to fit them to the profile's steps.
+        costs: of a replica, where there is no profile.
+        max_batch: most sequences in a step.
+        has_default_slo: whether a target that is not set is ``UNLOADED_TIMES`` what an unloaded replica reaches;
+            otherwise there is no limit.
     """
 
     seed: int = 0
@@ -59,6 +66,9 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = OUTPUT_TOKENS
     tokens_per_s: dict[int, float] = {}
     step_models: tuple[PerformanceModel, PerformanceModel] | None = None
+    costs: ReplicaCosts = GENERIC
+    max_batch: int = 64
+    has_default_slo: bool = False
 
     @property
     def slo(self) -> Slo:
@@ -128,6 +138,9 @@ def build_migration(
     profile: CostProfile | None,
     kv_bytes_per_s: Callable[[], float],
     copies: CopyCosts | None = None,
+    *,
+    costs: Callable[[], ReplicaCosts] = lambda: GENERIC,
+    kv_token_bytes: int = 0,
 ) -> MigrationCosts | None:
     """Return the costs that co-migration needs; None if the preset has no co-migration.
 
@@ -138,59 +151,66 @@ def build_migration(
         profile: of one of them; None if there is none.
         kv_bytes_per_s: returns how fast KV is transferred between replicas.
         copies: says how fast the network between replicas is.
-
-    Raises:
-        ConfigError: there is no profile.
+        costs: returns the present costs of a replica, where there is no profile.
+        kv_token_bytes: KV of one token, where there is no profile.
     """
     _, preset = resolve_preset(settings.preset)
     if not preset.comigration:
         return None
-    profile = _needed(profile, "comigration needs a profile with the cost of a prefill")
-    model = CostModel(profile, preset.kernel_form)
-
-    def prefill_s(tokens: int) -> float:
-        return model.step_s(step_work([SequenceWork(0, tokens, True, None, 0.0)], preset.kernel_form))
-
+    prefill_s = _prefill_s(preset, profile) if profile is not None else lambda tokens: costs().unloaded_ttft_s(tokens)
+    token_bytes = kv_token_bytes if profile is None else profile.geometry.block_bytes(1)
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
     reserves = _FOR_PLACEMENT.get(preset.placement) is _for_burst_tolerance
-    is_one_rank = settings.tensor_parallel == profile.tensor_parallel == 1
+    is_one_rank = settings.tensor_parallel == 1 and (profile is None or profile.tensor_parallel == 1)
     can_export_kv = preset.host_kv is not HostKv.NONE and settings.host_memory_bytes != 0 and is_one_rank
-    times = MoveTimes(
-        prefill_s, link_bytes_per_s, profile.geometry.block_bytes(1), kv_bytes_per_s if can_export_kv else None
-    )
+    times = MoveTimes(prefill_s, link_bytes_per_s, token_bytes, kv_bytes_per_s if can_export_kv else None)
     problem = preset.comigration_problem
     is_full, is_literal = problem is MigrationProblem.FULL, problem is MigrationProblem.PRINTED_FACTOR
     review = CoMigrationSettings(full=is_full, literal=is_literal)
     return MigrationCosts(times, RESERVED_SHARE if reserves else 0.0, review)
 
 
-def build_points(
-    preset: Preset, profile: CostProfile | None, options: ClusterOptions, what_for: str
-) -> OperatingPoints:
-    """Return the operating points of a replica.
+def _prefill_s(preset: Preset, profile: CostProfile) -> Callable[[int], float]:
+    model = CostModel(profile, preset.kernel_form)
+
+    def seconds(tokens: int) -> float:
+        return model.step_s(step_work([SequenceWork(0, tokens, True, None, 0.0)], preset.kernel_form))
+
+    return seconds
+
+
+def replica_costs(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> ReplicaCosts:
+    """Return the costs of a replica: the profile's if there is one."""
+    if profile is None:
+        return options.costs
+    return profile_costs(profile, preset.kernel_form, options.link_bytes_per_s)
+
+
+def build_points(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> Points:
+    """Return the operating points of a replica: those that were searched, else estimates from its costs.
 
     Args:
         preset: of all replicas.
         profile: of one of them; None if there is none.
         options: everything else. Its points take precedence over the profile's.
-        what_for: names what needs the points, for the error.
 
     Raises:
-        ConfigError: there are none, or SciPy is not installed.
+        ConfigError: they cannot be used, or SciPy is not installed.
     """
+    lengths = options.prompt_tokens, options.output_tokens
     tokens_per_s = options.tokens_per_s
+    if not tokens_per_s and profile is not None:
+        loads = loads_that_fit(profile, preset.kernel_form, options.slo, *lengths)
+        tokens_per_s = {} if loads is None else loads.tokens_per_s
     if not tokens_per_s:
-        lengths = options.prompt_tokens, options.output_tokens
-        loads = None if profile is None else loads_that_fit(profile, preset.kernel_form, options.slo, *lengths)
-        if loads is None:
-            raise ConfigError(_no_points(preset, profile, options.slo, what_for))
-        tokens_per_s = loads.tokens_per_s
+        costs = replica_costs(preset, profile, options)
+        return EstimatedPoints(costs, *lengths, options.max_batch, options.tpot_s)
     try:
         return OperatingPoints(tokens_per_s)
     except ValueError as error:
-        raise ConfigError(f"{what_for}: {error}") from error
+        raise ConfigError(f"operating points: {error}") from error
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{what_for} needs {error.name}: run `{install_command('cluster')}`") from error
+        raise ConfigError(f"operating points need {error.name}: run `{install_command('cluster')}`") from error
 
 
 def needs_operating_points(preset: Preset) -> bool:
@@ -230,54 +250,57 @@ def performance_models(
         ValueError: the paper has no model of this kernel form.
         ProfileError: the profile does not know the kernel form.
     """
-    context_tokens = prompt_tokens + output_tokens // 2
-    prefill = _fit(profile, form, lambda adapter, rank: SequenceWork(0, prompt_tokens, True, adapter, rank))
-    decode = _fit(profile, form, lambda adapter, rank: SequenceWork(context_tokens, 1, True, adapter, rank))
-    return prefill, decode
+    context_tokens, model = prompt_tokens + output_tokens // 2, CostModel(profile, form)
 
+    def prefill_s(batch: int, rank: int) -> float:
+        sequences = (SequenceWork(0, prompt_tokens, True, adapter, rank) for adapter in range(batch))
+        return model.step_s(step_work(sequences, form))
 
-def _fit(profile: CostProfile, form: KernelForm, sequence: Callable[[int, int], SequenceWork]) -> PerformanceModel:
-    model = CostModel(profile, form)
-    steps = []
-    for rank in _RANKS:
-        for batch in _BATCHES:
-            work = step_work((sequence(adapter, rank) for adapter in range(batch)), form)
-            steps.append(((rank,) * batch, model.step_s(work)))
-    return fit_performance(form, steps)
+    def decode_s(batch: int, rank: int) -> float:
+        sequences = (SequenceWork(context_tokens, 1, True, adapter, rank) for adapter in range(batch))
+        return model.step_s(step_work(sequences, form))
+
+    return fit_models(form, prefill_s, decode_s)
 
 
 def _for_toppings(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
     lengths = options.prompt_tokens, options.output_tokens
-    if options.step_models is None:
-        known = _needed(profile, "routing toppings needs a profile with the cost of steps")
-        try:
-            prefill, decode = performance_models(known, preset.kernel_form, *lengths)
-        except ValueError as error:
-            raise ConfigError(f"routing toppings: {error}") from error
-    else:
-        prefill, decode = options.step_models
-    return RoutingOptions(options.seed, prefill, decode, slo_s=options.tpot_s or inf)
+    try:
+        if options.step_models is not None:
+            prefill, decode = options.step_models
+        elif profile is not None:
+            prefill, decode = performance_models(profile, preset.kernel_form, *lengths)
+        else:
+            prefill, decode = models_of_costs(options.costs, preset.kernel_form, options.prompt_tokens)
+    except ValueError as error:
+        raise ConfigError(f"routing toppings: {error}") from error
+    slo_s = options.tpot_s or (0.0 if options.has_default_slo else inf)
+    return RoutingOptions(options.seed, prefill, decode, slo_s=slo_s, mean_tokens=lengths)
 
 
 def _for_pending_time(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
-    known = _needed(profile, "routing dlora needs a profile with the cost of loading an adapter")
+    if profile is None:
+        costs = options.costs
+        return RoutingOptions(options.seed, load_s=costs.load_s, load_bytes_per_s=costs.load_bytes_per_s)
     try:
-        link = TransferModel(known, 1, options.link_bytes_per_s).link(LinkDirection.IN)
+        link = TransferModel(profile, 1, options.link_bytes_per_s).link(LinkDirection.IN)
     except ProfileError as error:
         raise ConfigError(f"routing dlora: {error}") from error
     return RoutingOptions(options.seed, load_s=link.fixed.value, load_bytes_per_s=link.bandwidth.value)
 
 
+def _for_seconds(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
+    return RoutingOptions(options.seed, costs=replica_costs(preset, profile, options))
+
+
 def _for_loraserve(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:
-    return PlacementOptions(options.seed, build_points(preset, profile, options, f"placement {preset.placement}"))
+    return PlacementOptions(options.seed, build_points(preset, profile, options))
 
 
 def _for_burst_tolerance(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:
     memory_bytes, token_bytes = options.memory_bytes, options.kv_token_bytes
-    if not (memory_bytes and token_bytes):
-        known = _needed(profile, "placement dlora needs a profile with the memory of a replica and of a token's KV")
-        memory_bytes = memory_bytes or known.pool_bytes
-        token_bytes = token_bytes or known.geometry.block_bytes(1)
+    memory_bytes = memory_bytes or (GENERIC_MEMORY_BYTES if profile is None else profile.pool_bytes)
+    token_bytes = token_bytes or (GENERIC_TOKEN_BYTES if profile is None else profile.geometry.block_bytes(1))
     request_bytes = (options.prompt_tokens + options.output_tokens) * token_bytes
     # The reserve is part of co-migration (dLoRA, section 5.2); placement alone (5.1) has none.
     return PlacementOptions(
@@ -292,6 +315,7 @@ _FOR_ROUTING: dict[str, Callable[[Preset, CostProfile | None, ClusterOptions], R
     "toppings": _for_toppings,
     "toppings:empty-free": _for_toppings,
     "dlora": _for_pending_time,
+    "seconds": _for_seconds,
 }
 _FOR_PLACEMENT: dict[str, Callable[[Preset, CostProfile | None, ClusterOptions], PlacementOptions]] = {
     "loraserve": _for_loraserve,
@@ -305,22 +329,3 @@ def _policy(option: str, name: str, table: Mapping[str, T]) -> T:
     if name not in table:
         raise ConfigError(f"unknown {option} policy {name!r}; choose one of: {', '.join(table)}")
     return table[name]
-
-
-def _needed(profile: CostProfile | None, why: str) -> CostProfile:
-    if profile is None:
-        raise ConfigError(f"{why}: run `lorikeet profile` and pass its file with --profile")
-    return profile
-
-
-def _no_points(preset: Preset, profile: CostProfile | None, slo: Slo, what_for: str) -> str:
-    what = f"for kernel form {preset.kernel_form} under {format_slo(slo)}" if slo != Slo() else "and so an SLO"
-    known = "" if profile is None else f"; profile {profile.name} has {', '.join(_kinds(profile)) or 'none'}"
-    return (
-        f"{what_for} needs operating points {what}{known}: run `lorikeet profile --operating-points` and pass its file "
-        "with --profile"
-    )
-
-
-def _kinds(profile: CostProfile) -> Iterable[str]:
-    return dict.fromkeys(f"{loads.kernel_form} under {format_slo(loads.slo)}" for loads in profile.operating_points)

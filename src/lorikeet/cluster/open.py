@@ -1,5 +1,6 @@
 """Builds the client of a cluster from the settings: local replicas, or replicas that Ray starts."""
 
+import os
 import socket
 import tempfile
 import time
@@ -14,21 +15,34 @@ from lorikeet.adapters.catalog import registry_url
 from lorikeet.client.supervisor import LocalHost
 from lorikeet.cluster.adapters.folder import TEMPORARY_PREFIX, clear_abandoned_pools
 from lorikeet.cluster.adapters.transport import LocalTransport
-from lorikeet.cluster.build import ClusterOptions, build_migration, build_placement, build_points, build_router
+from lorikeet.cluster.build import (
+    GENERIC,
+    ClusterOptions,
+    build_migration,
+    build_placement,
+    build_points,
+    build_router,
+    needs_operating_points,
+    replica_costs,
+)
 from lorikeet.cluster.controller.autoscaler import Autoscaler
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.co_migration import CoMigrationController
+from lorikeet.cluster.controller.learned_costs import LearnedCosts
 from lorikeet.cluster.controller.registry import ClusterRegistry
 from lorikeet.cluster.controller.registry_writer import RegistryWriter
 from lorikeet.cluster.controller.request_moves import KvBandwidth
-from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.operating_points import EstimatedPoints
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.scaling import ScalingPolicy
 from lorikeet.cluster.placement.service import LocalPlacementService, PlacementService
 from lorikeet.config import ReplicaStart, Settings
 from lorikeet.core.ids import ReplicaId
+from lorikeet.core.machine import gpu_models
 from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.prior import prior_costs, prior_memory_bytes
 from lorikeet.costs.profile import CostProfile
+from lorikeet.models.config import read_model_config
 from lorikeet.presets import Preset, resolve_preset
 
 log = structlog.get_logger("lorikeet")
@@ -42,21 +56,42 @@ class _MakeOrchestrator:
     replicas: tuple[ReplicaId, ...]
     profile: CostProfile | None
     options: ClusterOptions
-    points: OperatingPoints | None
+    has_points: bool
 
     def __call__(self, now: float) -> Orchestrator:
         placement = build_placement(self.preset, self.replicas, self.profile, self.options)
-        return Orchestrator(placement, now, self.points, self.preset.placement)
+        points = build_points(self.preset, self.profile, self.options) if self.has_points else None
+        return Orchestrator(placement, now, points, self.preset.placement)
 
 
 def cluster_options(settings: Settings) -> ClusterOptions:
-    """Return the options that the policies of a live cluster are built with."""
+    """Return the options that the policies of a live cluster are built with.
+
+    What a profile would say is guessed from the model and this machine.
+
+    Raises:
+        ModelConfigError: the model's configuration cannot be read.
+    """
     engine = settings.engine
+    costs, memory_bytes, token_bytes = GENERIC, engine.memory_bytes, 0
+    if not engine.profile:
+        config = read_model_config(Path(settings.model.model))
+        geometry = config.geometry(dtype_bytes=2)
+        replicas = max(settings.cluster.replicas, settings.cluster.max_replicas)
+        cores = engine.threads or max(1, (os.cpu_count() or 1) // replicas)
+        gpus, ranks = gpu_models(), engine.tensor_parallel
+        costs = prior_costs(geometry, config.vocab_size, engine.device, cores, gpus, ranks)
+        memory_bytes = memory_bytes or prior_memory_bytes(geometry, config.vocab_size, engine.device, gpus, ranks)
+        token_bytes = geometry.block_bytes(1)
     return ClusterOptions(
         ttft_s=settings.server.slo_ttft_s,
         tpot_s=settings.server.slo_tpot_s,
-        memory_bytes=engine.memory_bytes * engine.memory_ranks,
+        memory_bytes=memory_bytes * engine.memory_ranks,
+        kv_token_bytes=token_bytes,
         link_bytes_per_s=engine.link_bytes_per_s,
+        costs=costs,
+        max_batch=engine.max_num_seqs,
+        has_default_slo=True,
     )
 
 
@@ -75,15 +110,30 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
     """
     cluster, (_, preset) = settings.cluster, resolve_preset(settings.engine.preset)
     profile = load_profile(settings.engine.profile) if settings.engine.profile else None
+    options = cluster_options(settings)
     if profile is not None:
         log.info("policies decide by a profile", profile=profile.name, device=profile.device, model=profile.model)
-    options = cluster_options(settings)
+    else:
+        log.info(
+            "policies decide by what the replicas measure; until then by a guess from device and model",
+            prompt_tokens_per_s=round(1 / options.costs.prefill_token_s),
+            decode_ms=round(1e3 * options.costs.decode_step_s(1), 2),
+        )
+    needs_points = needs_operating_points(preset) or bool(settings.cluster.max_replicas)
+    if needs_points and isinstance(build_points(preset, profile, options), EstimatedPoints):
+        log.info("operating points are estimated: none were searched with `lorikeet profile --operating-points`")
     router = build_router(preset, profile, options)
     kv_bandwidth = KvBandwidth()
-    migration = build_migration(settings.engine, profile, lambda: kv_bandwidth.bytes_per_s)
-    points = build_points(preset, profile, options, "scaling by load") if cluster.max_replicas else None
+    learned = LearnedCosts(replica_costs(preset, profile, options))
+    migration = build_migration(
+        settings.engine,
+        profile,
+        lambda: kv_bandwidth.bytes_per_s,
+        costs=lambda: learned.costs,
+        kv_token_bytes=round(options.kv_token_bytes),
+    )
     replicas = tuple(ReplicaId(f"replica-{number}") for number in range(cluster.replicas))
-    make = _MakeOrchestrator(preset, replicas, profile, options, points)
+    make = _MakeOrchestrator(preset, replicas, profile, options, bool(cluster.max_replicas))
     orchestrator = make(time.monotonic())  # reports wrong settings before anything is started
     make_client = partial(
         ClusterClient,
@@ -92,6 +142,8 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
         period_s=preset.placement_period_s,
         prefetch=preset.pool_prefetch,
         kv_bandwidth=kv_bandwidth,
+        held_share=preset.pool_share,
+        learned=learned,
     )
     pool_dir = Path(cluster.pool_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX)))
     clear_abandoned_pools(pool_dir)

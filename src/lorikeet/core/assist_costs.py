@@ -11,7 +11,7 @@ import msgspec
 
 from lorikeet.core import prefill_pipeline
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.interpolation import interpolate
 from lorikeet.core.prefill_pipeline import LayerGroup, LayerTimes, PrefillCourse
 
@@ -96,23 +96,32 @@ def _slices_between(tokens: Sequence[int], first: int, stop: int) -> tuple[RowSl
     return tuple(slices)
 
 
-ASSISTED_MODULES = ("q", "k", "v")
-"""The modules that host workers compute (TOPPINGS, section 2.1)."""
+UNIT_MODULES = ("q", "k", "v")
+"""The modules over which a rank counts as one: those of TOPPINGS (section 2.1). Adapters on others count by size."""
+
+SPLIT_BY_INPUT = frozenset({"o", "down"})
+"""Products whose input is split among tensor-parallel ranks: rank 0 cannot hand it over for the others."""
+
+
+def assisted_modules(ranks: int = 1) -> tuple[str, ...]:
+    """Return the modules that host workers compute, given the number of tensor-parallel ranks."""
+    products = (name for name in PRODUCTS if ranks == 1 or name not in SPLIT_BY_INPUT)
+    return tuple(module for name in products for module in PRODUCTS[name])
 
 
 class AssistCosts(msgspec.Struct, frozen=True):
     """Measured constants of assisted prefills, and the preset's options for them.
 
-    Ranks are averages over all of ``ASSISTED_MODULES``, so an adapter that changes two of them counts less than its
-    nominal rank (:meth:`rank`). Times are of one layer, over all tensor-parallel ranks.
+    Ranks are averages over ``UNIT_MODULES``, so an adapter that changes two of them counts less than its nominal rank,
+    and one that changes all modules more (:meth:`rank`). Times are of one layer, over all tensor-parallel ranks.
 
     Attributes:
         layers: layers of the model.
-        row_bytes: bytes of one rank row of each of ``ASSISTED_MODULES`` (:func:`row_bytes`).
+        row_bytes: bytes of one rank row of each module that host workers compute (:func:`row_bytes`).
         device_layer: (tokens, seconds) of a layer in a prefill on the device, ascending.
         qkv_share: share of that time in which the device computes q, k and v of the base model while the host works.
             0 where host workers share the cores that compute the base model: then nothing is hidden.
-        host_fixed_s: sending rows to a worker and its result back, per layer.
+        host_fixed_s: sending rows to a worker and its result back, per layer and product that the adapter changes.
         host_token_s: the same, per token.
         host_token_rank_s: compute time of one worker, per token and rank.
         load_fixed_s: overhead per group of layers that is loaded.
@@ -144,29 +153,35 @@ class AssistCosts(msgspec.Struct, frozen=True):
         return all(module in self.row_bytes for module, by_layer in ref.ranks.items() if any(by_layer))
 
     def rank(self, ref: AdapterRef) -> float:
-        """Return the adapter's mean rank over ``ASSISTED_MODULES`` and the layers, weighted by bytes."""
+        """Return the adapter's size in ranks over ``UNIT_MODULES`` and all layers."""
         held = sum(row_bytes * sum(ref.ranks.get(module, ())) for module, row_bytes in self.row_bytes.items())
         return held / (self.layers * self._rank_bytes)
+
+    def handovers(self, ref: AdapterRef) -> int:
+        """Return how many products of a layer an adapter changes; each is handed over to the host for itself."""
+        changed = {module for module, by_layer in ref.ranks.items() if any(by_layer)}
+        return sum(not changed.isdisjoint(modules) for modules in PRODUCTS.values())
 
     def device_layer_s(self, tokens: int) -> float:
         """Return the time of a layer in a prefill of so many tokens on the device."""
         return interpolate(self.device_layer, tokens)
 
-    def host_layer_s(self, tokens: int, rank: float) -> float:
+    def host_layer_s(self, tokens: int, rank: float, handovers: int = 1) -> float:
         """Return the time of a layer on which host workers compute the LoRA delta of all ``tokens``.
 
-        The rest of the layer needs q, k and v with the delta, so only the q, k, v product hides the host's work.
+        The rest of the layer needs a product with the delta, so only that product hides the host's work; of adapters
+        that change more than q, k and v the others are taken to hide nothing.
         """
         device_s = self.device_layer_s(tokens)
         share = largest_share(tokens, self.worker_tokens, self.workers)
-        host_s = self.host_fixed_s + self.host_token_s * tokens + self.host_token_rank_s * rank * share
+        host_s = handovers * (self.host_fixed_s + self.host_token_s * tokens) + self.host_token_rank_s * rank * share
         return device_s + max(0.0, host_s - self.qkv_share * device_s)
 
-    def times(self, tokens: int, rank: float) -> LayerTimes:
+    def times(self, tokens: int, rank: float, handovers: int = 1) -> LayerTimes:
         """Return the layer times of a prefill of ``tokens`` under an adapter of ``rank``."""
         return LayerTimes(
             self.layers,
-            self.host_layer_s(tokens, rank),
+            self.host_layer_s(tokens, rank, handovers),
             self.device_layer_s(tokens),
             rank * self._rank_bytes / self.load_bandwidth,
             self.load_fixed_s,
@@ -177,14 +192,14 @@ class AssistCosts(msgspec.Struct, frozen=True):
 
         They are planned for ``tokens`` rounded up to a power of two, so that a few cached plans serve all prompts.
         """
-        times = self.times(1 << (tokens - 1).bit_length(), self.rank(ref))
+        times = self.times(1 << (tokens - 1).bit_length(), self.rank(ref), self.handovers(ref))
         if self.one_group:
             return prefill_pipeline.one_group(times, is_static=self.is_static, waits=self.waits).groups
         return prefill_pipeline.plan(times, is_static=self.is_static, waits=self.waits).groups
 
     def assisted(self, ref: AdapterRef, tokens: int) -> PrefillCourse:
         """Return the schedule of an assisted prefill of ``tokens`` that starts together with the adapter's transfer."""
-        groups, times = self.layer_groups(ref, tokens), self.times(tokens, self.rank(ref))
+        groups, times = self.layer_groups(ref, tokens), self.times(tokens, self.rank(ref), self.handovers(ref))
         return (
             prefill_pipeline.static(times, groups)
             if self.is_static
@@ -193,25 +208,63 @@ class AssistCosts(msgspec.Struct, frozen=True):
 
     def waiting_s(self, ref: AdapterRef, tokens: int) -> float:
         """Return the time of the same prefill if it starts after the transfer, transfer included."""
-        return self.times(tokens, self.rank(ref)).load_then_prefill_s
+        return self.times(tokens, self.rank(ref), self.handovers(ref)).load_then_prefill_s
 
-    def pays(self, ref: AdapterRef, tokens: int) -> bool:
-        """Whether assistance is possible and gives the first token sooner than waiting."""
-        return self.can_assist(ref) and self.assisted(ref, tokens).first_token_s < self.waiting_s(ref, tokens)
+    def pays(self, ref: AdapterRef, tokens: int, ratio: float = 1.0) -> bool:
+        """Whether assistance is possible and gives the first token sooner than waiting.
+
+        Args:
+            ref: the adapter.
+            tokens: of the prefill.
+            ratio: how much further assisted prefills are off their prediction than those that waited
+                (:class:`AssistRecord`).
+        """
+        return self.can_assist(ref) and ratio * self.assisted(ref, tokens).first_token_s < self.waiting_s(ref, tokens)
 
     @property
     def _rank_bytes(self) -> int:
-        """Bytes of one rank row of all ``ASSISTED_MODULES`` on one layer."""
-        return sum(self.row_bytes.values())
+        """Bytes of one rank row of all ``UNIT_MODULES`` on one layer."""
+        return sum(self.row_bytes[module] for module in UNIT_MODULES)
 
 
-def row_bytes(geometry: ModelGeometry) -> dict[str, int]:
-    """Return the bytes of one rank row of each of ``ASSISTED_MODULES``."""
-    shapes = {module: geometry.modules[module] for module in ASSISTED_MODULES}
+def row_bytes(geometry: ModelGeometry, ranks: int = 1) -> dict[str, int]:
+    """Return the bytes of one rank row of each module that host workers compute for so many ranks."""
+    shapes = {module: geometry.modules[module] for module in assisted_modules(ranks)}
     return {name: (shape.in_features + shape.out_features) * geometry.dtype_bytes for name, shape in shapes.items()}
 
 
 def qkv_share(geometry: ModelGeometry) -> float:
     """Return the share of the products of q, k and v in all products of a layer."""
     products = {name: shape.in_features * shape.out_features for name, shape in geometry.modules.items()}
-    return sum(products[module] for module in ASSISTED_MODULES) / sum(products.values())
+    return sum(products[module] for module in UNIT_MODULES) / sum(products.values())
+
+
+_WEIGHT, _FORGET = 0.2, 0.02
+_LEAST, _MOST = 0.1, 10.0
+
+
+class AssistRecord:
+    """How long cold prefills took beside their predictions, assisted ones and those that waited.
+
+    Both are off by what else the engine does, so their ratio corrects the decision between them. While it is against
+    assistance there are no assisted prefills; then it slowly returns to 1, so that another is tried now and then.
+    """
+
+    def __init__(self) -> None:
+        self._assisted = self._waited = 1.0
+
+    @property
+    def ratio(self) -> float:
+        """How much further assisted prefills are off their prediction."""
+        return self._assisted / self._waited
+
+    def note(self, predicted_s: float, took_s: float, *, is_assisted: bool) -> None:
+        """Record the time from admission to the first token of a cold request."""
+        if predicted_s <= 0:
+            return
+        off = min(max(took_s / predicted_s, _LEAST), _MOST)
+        if is_assisted:
+            self._assisted += _WEIGHT * (off - self._assisted)
+        else:
+            self._waited += _WEIGHT * (off - self._waited)
+            self._assisted += _FORGET * (self._waited - self._assisted)

@@ -3,7 +3,8 @@
 Metrics, the request log and the simulator derive from these events alone.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -36,6 +37,7 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
         at_s: when.
         cached_tokens: number of its tokens whose KV was found on the device or the host.
         waits_for_adapter, waits_for_kv: whether it waits for a transfer, until ``AdapterArrived`` or ``KvArrived``.
+        waited_for: what it was refused for last, while it was queued; empty if it was admitted when it was first tried.
     """
 
     request_id: RequestId
@@ -43,6 +45,7 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int
     waits_for_adapter: bool = False
     waits_for_kv: bool = False
+    waited_for: str = ""
 
 
 class AdapterArrived(msgspec.Struct, frozen=True, tag=True):
@@ -93,7 +96,45 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     impossible: bool = False
 
 
-RequestEvent = Queued | Admitted | AdapterArrived | KvArrived | FirstToken | Preempted | Finished
+class Mechanism(StrEnum):
+    """What may save time, as ``lorikeet:seconds_saved_total`` names it."""
+
+    PREFIX_REUSE = "prefix_reuse"
+    """KV of the prompt was there, and was not computed again."""
+    ADAPTER_CACHE = "adapter_cache"
+    """The adapter was on the device, or on the host instead of in its files."""
+    PREFETCH = "prefetch"
+    """An adapter or KV was loaded before a request waited for it."""
+    ASSIST = "assist"
+    """Host cores computed LoRA while the adapter was being loaded."""
+    MERGING = "merging"
+    """Steps ran with the adapter merged into the base weights."""
+    ORDER = "order"
+    """A request was admitted before older ones that take longer."""
+    PLACEMENT = "placement"
+    """A replica was chosen where the request costs all requests less than at the mean one."""
+
+
+class Decided(msgspec.Struct, frozen=True, tag=True):
+    """Something was decided for a request.
+
+    Attributes:
+        request_id: of the request.
+        at_s: when it is known what it saved.
+        mechanism: that decided.
+        saved_s: seconds that all requests together wait less than without it, by the measured costs of steps and
+            transfers; negative if it cost time.
+        why: in a few words.
+    """
+
+    request_id: RequestId
+    at_s: float
+    mechanism: Mechanism
+    saved_s: float
+    why: str
+
+
+RequestEvent = Queued | Admitted | AdapterArrived | KvArrived | FirstToken | Decided | Preempted | Finished
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, tag=True):
@@ -124,6 +165,10 @@ class AdapterEvicted(msgspec.Struct, frozen=True, tag=True):
 AdapterEvent = AdapterLoaded | AdapterEvicted
 
 
+MOST_DECISIONS = 32
+"""Decisions that are kept of a request; a request that moves often has more."""
+
+
 @dataclass
 class RequestTimings:
     """Times of a request's events on the monotonic clock, None until they happen.
@@ -142,6 +187,9 @@ class RequestTimings:
         waits_for_adapter: whether it waited for its adapter; otherwise its prefill was assisted meanwhile.
         cached_tokens: prompt tokens found in KV at the first admission.
         preemptions: how often it was preempted.
+        waited_for: what kept it in the queue last.
+        decisions: the latest of them.
+        saved_s: seconds that each mechanism saved.
     """
 
     arrival_s: float
@@ -154,6 +202,9 @@ class RequestTimings:
     waits_for_adapter: bool = False
     cached_tokens: int = 0
     preemptions: int = 0
+    waited_for: str = ""
+    decisions: deque[Decided] = field(default_factory=lambda: deque(maxlen=MOST_DECISIONS))
+    saved_s: dict[Mechanism, float] = field(default_factory=dict)
 
     def apply(self, event: RequestEvent) -> None:
         """Apply one event. Only the first event of each kind counts, since a resumed request repeats them."""
@@ -164,7 +215,7 @@ class RequestTimings:
             case Admitted():
                 if self.admitted_s is None:
                     self.admitted_s, self.cached_tokens = event.at_s, event.cached_tokens
-                    self.waits_for_adapter = event.waits_for_adapter
+                    self.waits_for_adapter, self.waited_for = event.waits_for_adapter, event.waited_for
             case AdapterArrived() if first_time and self.waits_for_adapter and self.admitted_s is not None:
                 self.adapter_wait_s = event.at_s - self.admitted_s
                 self.kv_wait_s = max(0.0, self.kv_wait_s - self.adapter_wait_s)
@@ -172,6 +223,9 @@ class RequestTimings:
                 self.kv_wait_s = event.at_s - self.admitted_s - self.adapter_wait_s
             case FirstToken():
                 self.first_token_s = event.at_s if self.first_token_s is None else self.first_token_s
+            case Decided():
+                self.decisions.append(event)
+                self.saved_s[event.mechanism] = self.saved_s.get(event.mechanism, 0.0) + event.saved_s
             case Preempted():
                 self.preemptions += 1
             case Finished():

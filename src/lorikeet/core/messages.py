@@ -12,6 +12,7 @@ from lorikeet.core.events import AdapterEvent, RequestEvent
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.plan import PromptLogprobs, Token
+from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.core.request import Request
 
 
@@ -336,6 +337,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         modes: of the batching modes.
         queue: of the admission queue, None if it has no classes.
         assist: of host workers, None if there are none.
+        costs: of steps, as measured; those of loads are in ``memory.transfers``. None before enough is known.
     """
 
     at_s: float
@@ -364,6 +366,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     modes: ModeStats = ModeStats()
     queue: QueueStats | None = None
     assist: AssistCounters | None = None
+    costs: ReplicaCosts | None = None
 
 
 class ExportedKv(msgspec.Struct, frozen=True):

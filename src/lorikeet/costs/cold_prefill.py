@@ -32,12 +32,14 @@ class ColdAdapter(NamedTuple):
         rows: tokens of each of its sequences.
         rank: as ``AssistCosts`` counts it.
         left_to_host: layers that a static plan computes on the host, even if they have arrived.
+        handovers: products of a layer that it changes.
     """
 
     layers_s: tuple[float, ...]
     rows: tuple[int, ...]
     rank: float
     left_to_host: range = range(0)
+    handovers: int = 1
 
 
 def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None:
@@ -55,7 +57,7 @@ def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None
     model, link = CostModel(profile, preset.kernel_form), transfers.link(LinkDirection.IN)
     return AssistCosts(
         layers=profile.geometry.layers,
-        row_bytes=row_bytes(profile.geometry),
+        row_bytes=row_bytes(profile.geometry, profile.tensor_parallel),
         device_layer=tuple((tokens, _prefill_s(model, tokens) / profile.geometry.layers) for tokens in _PREFILLS),
         qkv_share=0.0,  # ``host_lora`` counts only what is not hidden
         host_fixed_s=host.fixed.value,
@@ -83,7 +85,8 @@ def host_layer_s(adapters: Sequence[ColdAdapter], costs: AssistCosts) -> float:
     ranks = [each.rank for each in adapters for _ in each.rows]
     slices = slice_rows(rows, costs.worker_tokens, costs.workers)
     slowest = max(sum(part.rows * ranks[part.request] for part in worker) for worker in slices)
-    return costs.host_fixed_s + costs.host_token_s * sum(rows) + costs.host_token_rank_s * slowest
+    handovers = max(each.handovers for each in adapters)
+    return handovers * (costs.host_fixed_s + costs.host_token_s * sum(rows)) + costs.host_token_rank_s * slowest
 
 
 def prefill_s(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lorikeet.core.assist_costs import ASSISTED_MODULES
+from lorikeet.core.assist_costs import UNIT_MODULES
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.devices import DEVICES, MODELS, Device, Model
@@ -247,11 +247,11 @@ def _device_s(tokens: int) -> float:
 
 def _row_elements(geometry: ModelGeometry) -> int:
     """Elements of a row on its way to the host, and of q, k and v on the way back."""
-    shapes = [geometry.modules[module] for module in ASSISTED_MODULES]
+    shapes = [geometry.modules[module] for module in UNIT_MODULES]
     return shapes[0].in_features + sum(shape.out_features for shape in shapes)
 
 
 def _rank_operations(geometry: ModelGeometry) -> int:
     """Multiplications of one token and rank."""
-    shapes = [geometry.modules[module] for module in ASSISTED_MODULES]
+    shapes = [geometry.modules[module] for module in UNIT_MODULES]
     return sum(shape.in_features + shape.out_features for shape in shapes)

@@ -10,6 +10,7 @@ import msgspec
 from lorikeet import __version__
 from lorikeet.config import ConfigError, ExecutorKind, Settings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.assist_costs import AssistRecord
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, Executor
 from lorikeet.core.ids import AdapterDigest, AdapterName
@@ -45,13 +46,16 @@ _CACHE_SIZE = 1024
 """Bound of caches by adapter ranks, since every version may have different ranks on every layer."""
 
 
-def build_memory(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int) -> Memory:
+def build_memory(
+    preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int, record: AssistRecord | None = None
+) -> Memory:
     """Build the memory of a replica.
 
     Args:
         preset: has the memory's policies and options.
         sizes: of the executor.
         max_num_batched_tokens: token limit of a step.
+        record: of cold prefills, which the scheduler keeps; None for an empty one.
 
     Raises:
         ConfigError: the preset names a policy that does not exist.
@@ -65,7 +69,7 @@ def build_memory(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int
         preset.eviction,
         preset.prefetch,
         memory_rules(preset),
-        _assist(preset, sizes, max_num_batched_tokens),
+        _assist(preset, sizes, max_num_batched_tokens, record or AssistRecord()),
     )
 
 
@@ -105,7 +109,7 @@ def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
     return lambda ref: size(tuple(ref.ranks.items()))
 
 
-def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int) -> Assist:
+def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int, record: AssistRecord) -> Assist:
     """Return a function that plans the load order of an adapter for an assisted prefill of so many tokens.
 
     It plans for the first chunk of the prompt only: an adapter arrives within one or two chunks, and the sooner the
@@ -116,7 +120,7 @@ def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int) -> 
         return lambda ref, tokens: PACKING_ORDER
     geometry = sizes.local_geometry
     block_elements = geometry.block_elements(sizes.block_size)
-    is_wanted = costs.pays if preset.cold_start is ColdStart.AUTO else lambda ref, tokens: costs.can_assist(ref)
+    is_auto = preset.cold_start is ColdStart.AUTO
 
     @lru_cache(_CACHE_SIZE)
     def planned(ranks: _Ranks, tokens: int) -> LoadOrder:
@@ -127,7 +131,7 @@ def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int) -> 
 
     def order(ref: AdapterRef, tokens: int) -> LoadOrder:
         tokens = min(tokens, max_num_batched_tokens)
-        if not is_wanted(ref, tokens):
+        if not (costs.pays(ref, tokens, record.ratio) if is_auto else costs.can_assist(ref)):
             return PACKING_ORDER
         return planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())  # groups depend on no more
 
@@ -200,7 +204,8 @@ def assemble(
     merges = preset.batching_mode in MERGING_MODES
     if merges and not sizes.can_merge:
         preset = msgspec.structs.replace(preset, batching_mode="unmerged")
-    memory = build_memory(preset, sizes, settings.engine.max_num_batched_tokens)
+    record = AssistRecord()
+    memory = build_memory(preset, sizes, settings.engine.max_num_batched_tokens, record)
     sizes = sizes._replace(max_adapter_blocks=min(sizes.max_adapter_blocks, memory.evictor.limit(NodeKind.ADAPTER)))
     if reason := memory.why_impossible(None, sizes.max_model_len):
         raise ConfigError(f"preset {name}: the longest sequence does not fit: {reason}; lower max_model_len")
@@ -228,7 +233,7 @@ def assemble(
             f"preset {name}: with a static memory split, evicting an adapter would first have to evict its KV from the "
             "other part, which nothing does: set dependency_tree=false or kv_after_finish=dropped"
         )
-    scheduler = Scheduler(memory, admission, limits, preset, batching, sizes.assist, sizes.iterations)
+    scheduler = Scheduler(memory, admission, limits, preset, batching, sizes.assist, sizes.iterations, record)
     recorder = _recorder(settings, name, sizes)
     engine = Engine(scheduler, memory, executor, clock, preset.cold_start, on_ran, recorder)
     block_mib = sizes.block_bytes * settings.engine.memory_ranks / 2**20
@@ -240,7 +245,7 @@ def assemble(
     ]
     if sizes.weights:
         notes.append(f"weights: {sizes.weights}")
-    if preset.cold_start in (ColdStart.ASSIST, ColdStart.AUTO) and sizes.assist is None:
+    if preset.cold_start is ColdStart.ASSIST and sizes.assist is None:
         notes.append(
             "cold prefills are not assisted, so requests wait for their adapters: assistance needs host memory, host "
             "workers, an x86-64 CPU and at most one GPU, or a profile with host_lora"

@@ -288,6 +288,7 @@ class Engine:
             modes=self._scheduler.selector.stats(),
             queue=self._scheduler.queue.stats(),
             assist=self._executor.assist_counters(),
+            costs=self._scheduler.selector.meter.costs(),
         )
 
     def memory_stats(self) -> MemoryStats:

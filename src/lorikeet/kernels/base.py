@@ -422,19 +422,21 @@ class LoraDelta(NamedTuple):
 
 
 class Assist(Protocol):
-    """Host LoRA for q, k and v, for adapters of which not all layers are on the device."""
+    """Host LoRA for adapters of which not all layers are on the device."""
 
-    def begin(self, layer: int, x: Tensor) -> LoraBatch | None:
-        """Start host LoRA for some adapters; return the other adapters, None if there are none.
+    def begin(self, product: str, layer: int, x: Tensor, lora: LoraBatch | None) -> LoraBatch | None:
+        """Start host LoRA for some adapters; return those for the device, None if there are none.
 
         Args:
+            product: a key of ``core.geometry.PRODUCTS``; they are called in that order.
             layer: of the model; called for each layer in order.
-            x: ``[T, hidden]``, the input of q, k and v.
+            x: ``[rows, in]``, the input of the product.
+            lora: all adapters of these rows: ``lora`` or ``sample_lora`` of the batch.
         """
         ...
 
-    def finish(self, qkv: Tensor) -> None:
-        """Add the host's delta to ``qkv [T, (heads + 2 * kv_heads) * head_dim]`` in place."""
+    def finish(self, out: Tensor) -> None:
+        """Add the host's delta to the product of the last :meth:`begin`, ``[rows, out]``, in place."""
         ...
 
 
@@ -461,7 +463,7 @@ class Batch:
         block_tables: int64 ``[n, N]``, padded with block 0.
         sample_rows: int64 ``[S]``, rows that need logits, each once; in row order if these are all rows.
         lora: the adapters, None if no row has one.
-        assist: host LoRA, if adapters of ``lora`` are in flight; these change q, k and v only. None if all are loaded.
+        assist: host LoRA, if adapters of ``lora`` are in flight. None if all are loaded.
         embeds: rows, int64 ``[E]``, and the embeddings that they have instead of their tokens', ``[E, hidden]``; None
             if no row has.
         host: copies on the host; None in a graph.

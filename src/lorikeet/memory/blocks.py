@@ -112,6 +112,7 @@ class SequenceLease:
         cached_blocks: number of leading blocks that were found in the cache at admission.
         assisted: whether host cores compute its adapter's part of a prefill while the adapter is in flight.
         salt: of its keys.
+        prefetched: those of its nodes that were prefetched, and that it is the first to use.
     """
 
     adapter: int
@@ -124,6 +125,7 @@ class SequenceLease:
     cached_blocks: int = 0
     assisted: bool = False
     salt: str = ""
+    prefetched: tuple[int, ...] = ()
 
     @property
     def is_ready(self) -> bool:

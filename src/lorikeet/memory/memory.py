@@ -458,7 +458,7 @@ class Memory:
             self._waiting.setdefault(transfer_id, set()).add(lease)
         tree.last_use_s[pinned] = now
         self._eviction.admitted(adapter, path, now)
-        self.counters.admitted(adapter, path)
+        lease.prefetched = self.counters.admitted(adapter, path)
         lease.blocks = tiers.device_blocks(path)
         added = tiers.lease_private(private)
         lease.blocks += added

@@ -56,12 +56,13 @@ class MemoryCounters:
         self._kv_hits_tokens += on_device * block_size
         self._kv_host_hits_tokens += (len(path) - on_device) * block_size
 
-    def admitted(self, adapter: int, path: Sequence[int]) -> None:
-        """Count the prefetched nodes that an admitted request uses."""
+    def admitted(self, adapter: int, path: Sequence[int]) -> tuple[int, ...]:
+        """Count the prefetched nodes that an admitted request is the first to use, and return them."""
         tree = self._tiers.tree
-        for node in (adapter, *path):
-            if node in self._unused and self._unused.pop(node) == tree.key_of(node):
-                self._prefetched_used += 1
+        used = [node for node in (adapter, *path) if node in self._unused]
+        first = tuple(node for node in used if self._unused.pop(node) == tree.key_of(node))
+        self._prefetched_used += len(first)
+        return first
 
     def prefetched(self, node: int) -> None:
         """Count the start of a prefetch to the device."""

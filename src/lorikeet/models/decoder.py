@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.kernels.base import (
+    Assist,
     Batch,
     HeadNorms,
     Kernels,
@@ -14,7 +15,6 @@ from lorikeet.kernels.base import (
     LayerWeights,
     LoraBatch,
     LoraDelta,
-    LoraTargets,
     Weight,
     fits_one_call,
     kv_view,
@@ -111,7 +111,7 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._group = group
-        targets = self._qkv, self._o, self._gate_up, self._down = tuple(lora_targets(geometry).values())
+        self._targets = lora_targets(geometry)
         self._rotary = Rotary(config.rope, config.head_dim, weights.embedding.device)
         self._shape = LayersShape(
             heads=config.heads,
@@ -120,7 +120,7 @@ class Decoder:
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
             windows=config.windows[: len(weights.layers)],
-            targets=targets,
+            targets=tuple(self._targets.values()),
         )
         self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if group.size == 1 else None
 
@@ -186,9 +186,10 @@ class Decoder:
             if layer is weights.layers[-1] and len(batch.sample_rows) < len(x):
                 x, mixed, lora = x[batch.sample_rows], mixed[batch.sample_rows], batch.sample_lora
             # LoRA's A is split by input features like the weight, so each rank adds its part before the all-reduce.
-            delta = self._group.all_reduce(self._adapted(mixed, layer.o, layer.o_bias, lora, index, self._o))
+            out = self._adapted(mixed, layer.o, layer.o_bias, lora, index, "o", batch.assist)
+            delta = self._group.all_reduce(out)
             normed = kernels.add_norm(x, delta, layer.post_norm, eps)
-            delta = self._mlp(index, layer, normed, lora)
+            delta = self._mlp(index, layer, normed, lora, batch.assist)
         assert delta is not None, "a decoder has layers"
         return x, delta
 
@@ -196,21 +197,18 @@ class Decoder:
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
         kernels = self._kernels
-        lora = batch.lora if batch.assist is None else batch.assist.begin(index, x)
-        qkv = self._adapted(x, layer.qkv, layer.qkv_bias, lora, index, self._qkv)
-        if batch.assist is not None:
-            batch.assist.finish(qkv)
+        qkv = self._adapted(x, layer.qkv, layer.qkv_bias, batch.lora, index, "qkv", batch.assist)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, self._shape.eps)
         kernels.rotary_store(qkv, cos, sin, kv, batch, norms)
         return kernels.attention(qkv, kv, batch, self._shape.scale, self._shape.windows[index])
 
-    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: LoraBatch | None) -> Tensor:
+    def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: LoraBatch | None, assist: Assist | None) -> Tensor:
         kernels = self._kernels
-        gate_up = self._adapted(x, layer.gate_up, layer.gate_up_bias, lora, index, self._gate_up)
+        gate_up = self._adapted(x, layer.gate_up, layer.gate_up_bias, lora, index, "gate_up", assist)
         inner = kernels.silu_mul(gate_up)
-        out = self._adapted(inner, layer.down, layer.down_bias, lora, index, self._down)
+        out = self._adapted(inner, layer.down, layer.down_bias, lora, index, "down", assist)
         return self._group.all_reduce(out)
 
     def _adapted(
@@ -220,8 +218,15 @@ class Decoder:
         bias: Tensor | None,
         lora: LoraBatch | None,
         index: int,
-        targets: LoraTargets,
+        product: str,
+        assist: Assist | None,
     ) -> Tensor:
         """Return ``x`` times the weight, plus the LoRA delta if an adapter of the batch has one of the modules."""
+        if assist is not None:
+            lora = assist.begin(product, index, x, lora)
+        targets = self._targets[product]
         delta = LoraDelta(lora, index, targets) if lora is not None and lora.changes(targets) else None
-        return self._kernels.linear(x, weight, bias, delta)
+        out = self._kernels.linear(x, weight, bias, delta)
+        if assist is not None:
+            assist.finish(out)
+        return out

@@ -168,7 +168,7 @@ class BackendRouter:
         """Accept requests for an adapter."""
         self.versions[adapter.digest] = adapter
         self._dropped.discard(adapter.digest)
-        self.dispatcher.register(adapter.digest)
+        self.dispatcher.register(adapter.digest, size_bytes=adapter.size_bytes)
 
     def retire_adapter(self, adapter: RoutedAdapter) -> None:
         """Have backends unload an adapter when its running requests have ended; new ones no longer name it."""

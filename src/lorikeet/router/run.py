@@ -168,6 +168,8 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     replicas = [ReplicaId(f"backend-{number}") for number in range(len(urls))]
     _, preset = resolve_preset(options.preset)
     profile = load_profile(options.profile) if options.profile else None
+    if preset.routing == "seconds" and profile is None:  # backends do not report what their steps cost
+        preset = msgspec.structs.replace(preset, routing="kv-affinity")
     slo = options.slo
     cluster = ClusterOptions(
         seed=options.seed, ttft_s=slo.ttft_s or 0.0, tpot_s=slo.tpot_s or 0.0, e2e_s=slo.e2e_s or 0.0

@@ -86,6 +86,9 @@ class AdmissionQueue(ABC):
     restarts_squashed = False
     """Whether requests that :meth:`review` returns lose their output and are executed again from the start."""
 
+    saved_s = 0.0
+    """Seconds that the last admission saved all requests, against first come, first served; the scheduler resets it."""
+
     def __init__(self, view: AdmissionView) -> None:
         self.view = view
 

@@ -23,6 +23,7 @@ from lorikeet.memory.blocks import WaitReason
 from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.batching.mode import ALL_REQUESTS, BatchingPolicy, BatchingSetup, BatchWork, LiveRequest
 from lorikeet.scheduling.state import SchedulerLimits, Sequence, StepTimeEstimator
+from lorikeet.scheduling.step_costs import StepCostMeter
 
 
 @dataclass(slots=True)
@@ -193,6 +194,7 @@ class BatchSelector:
 
     Attributes:
         merged: the adapter that was merged for the last plan with sequences, None if none was.
+        meter: measures what steps cost.
     """
 
     def __init__(
@@ -208,11 +210,13 @@ class BatchSelector:
     ) -> None:
         self._limits = limits
         self._memory = memory
+        rank = lru_cache(_CACHED_RANKS)(self._rank)
+        self.meter = StepCostMeter(kernel_form, rank)
         self._mode = batching(
             BatchingSetup(
                 limits.max_num_seqs,
                 kernel_form,
-                lru_cache(_CACHED_RANKS)(self._rank),
+                rank,
                 lambda: len(memory.tree.adapters),
                 memory.total_blocks * memory.block_size,
                 iterations,
@@ -299,20 +303,29 @@ class BatchSelector:
         self._switch_s += result.switch_s
         self._merged_steps += result.steps_run if plan.merged is not None else 0
         self._assisted_steps += bool(plan.assisted)
-        if not self._mode.follows_requests:
-            return
-        rows, types, decodes, prefill_tokens = Counter[AdapterDigest](), set[AdapterDigest | None](), 0, 0
+        decodes, prefill_tokens = 0, 0
+        prefill_rows, decode_rows = Counter[AdapterDigest](), Counter[AdapterDigest]()
+        types = set[AdapterDigest | None]()
         for step in plan.sequences:
             sequence = self._sequences[step.request_id]
-            is_decode = sequence.is_decoding
-            decodes += is_decode
-            prefill_tokens += 0 if is_decode else step.tokens
+            if is_decode := sequence.is_decoding:
+                decodes += 1
+            else:
+                prefill_tokens += step.tokens
             digest = sequence.digest
             types.add(digest)
             if digest is not None and plan.merged is None:
-                rows[digest] += step.tokens
-        prefills, is_assisted = len(plan.sequences) - decodes, bool(plan.assisted)
-        work = BatchWork(prefills, prefill_tokens, decodes, rows, types, is_assisted)
+                assert sequence.request.adapter is not None
+                self._refs.setdefault(digest, sequence.request.adapter)
+                (decode_rows if is_decode else prefill_rows)[digest] += step.tokens
+        is_assisted = bool(plan.assisted)
+        if not is_assisted:
+            self.meter.note(result.steps_run, step_s, prefill_tokens, decodes, prefill_rows, decode_rows)
+        if not self._mode.follows_requests:
+            self._refs.clear()
+            return
+        prefills = len(plan.sequences) - decodes
+        work = BatchWork(prefills, prefill_tokens, decodes, prefill_rows + decode_rows, types, is_assisted)
         self._mode.ran(result.steps_run, work, step_s, result.switch_s)
 
     def _rank(self, digest: AdapterDigest) -> int:

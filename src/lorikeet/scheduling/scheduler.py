@@ -9,10 +9,11 @@ import math
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
+from contextlib import suppress
 from functools import partial
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.assist_costs import AssistCosts
+from lorikeet.core.assist_costs import AssistCosts, AssistRecord
 from lorikeet.core.events import (
     AdapterArrived,
     Admitted,
@@ -36,6 +37,7 @@ from lorikeet.scheduling.admission import AdmissionPolicy, AdmissionQueue, Runni
 from lorikeet.scheduling.background import BackgroundLast
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_plan, continue_plan
+from lorikeet.scheduling.savings import WAITS_FOR, SavingsEstimator
 from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence, StepTimeEstimator
 
 MAX_UNINTERRUPTED_STEPS = 32
@@ -53,6 +55,7 @@ class Scheduler:
         batching: creates the batching mode.
         assist: costs of prefills that host cores assist; None if they cannot.
         iterations: profiled times of iterations; None without a profile.
+        record: of cold prefills, by which the memory decides whether to assist; None for an empty one.
 
     Attributes:
         queue: the waiting requests.
@@ -70,6 +73,7 @@ class Scheduler:
         batching: BatchingPolicy = Unmerged,
         assist: AssistCosts | None = None,
         iterations: IterationCosts | None = None,
+        record: AssistRecord | None = None,
     ) -> None:
         self._memory = memory
         self._limits = limits
@@ -83,6 +87,9 @@ class Scheduler:
         )
         self._view = SchedulerView(memory, limits, self._running, self.selector, self._step_times)
         self.queue: AdmissionQueue = admission(self._view)
+        self._savings = SavingsEstimator(
+            memory, self._step_times, self.selector.meter, assist, record or AssistRecord()
+        )
         self._drops: list[RequestId] = []
         self._steps = 0
         self._decode_steps = 0
@@ -289,10 +296,16 @@ class Scheduler:
         policy = self.queue.admit(now)
         request = next(policy, None)
         while request is not None and builder.budget_tokens and self.selector.can_admit_more(self._running):
-            try:
-                request = policy.send(self._try_admit(self._sequences[request.request_id], builder, now))
-            except StopIteration:
-                return
+            sequence, following = self._sequences[request.request_id], None
+            refused = self._try_admit(sequence, builder, now)
+            with suppress(StopIteration):
+                following = policy.send(refused)
+            if refused is None:
+                self._outputs.events += self._savings.order(sequence, self.queue.saved_s, now)
+                self.queue.saved_s = 0.0
+            else:
+                sequence.refused = refused
+            request = following
         policy.close()
 
     def _preempt_for_waiting(self, builder: PlanBuilder, now: float) -> None:
@@ -329,7 +342,13 @@ class Scheduler:
         self.prefix_queries_tokens += len(sequence.token_ids)
         self.prefix_hits_tokens += cached
         waits = bool(lease.adapter_transfers) and not sequence.is_cold, bool(lease.kv_transfers)
-        self._outputs.events.append(Admitted(request.request_id, now, cached, *waits))
+        waited_for = "" if sequence.refused is None else WAITS_FOR[sequence.refused]
+        self._outputs.events.append(Admitted(request.request_id, now, cached, *waits, waited_for))
+        self._outputs.events += self._savings.admitted(sequence, lease, now)
+        sequence.admitted_s = now
+        if lease.adapter_transfers and not lease.kv_transfers:
+            sequence.cold_start = ColdStart.ASSIST if lease.assisted else ColdStart.WAIT
+            sequence.cold_tokens = len(sequence.token_ids) - cached
         if sequence.can_run:
             builder.add(sequence)
         return None
@@ -368,6 +387,9 @@ class Scheduler:
             if not plan.assisted:
                 self._step_times.note(sum(prefill), len(plan.sequences) - len(prefill), step_s)
             self.selector.note(plan, result, step_s)
+            if plan.merged is not None:
+                merged = [self._sequences[step.request_id] for step in plan.sequences]
+                self._savings.note_merged(plan, merged, result, step_s)
         computed, ended = [], []
         for step, tokens in zip(plan.sequences, result.tokens, strict=True):
             sequence = self._sequences[step.request_id]
@@ -376,6 +398,8 @@ class Scheduler:
                 self._finish(sequence, now, FinishReason.ERROR, error=result.failed[step.request_id])
                 continue
             finish = self._outputs.accept(sequence, tokens, now)
+            if tokens and sequence.cold_start is not None:
+                self._outputs.events += self._savings.cold_ended(sequence, now)
             # A plan of several steps may have run past a stop token; KV beyond that is not counted as computed.
             run_tokens = step.start + step.tokens + result.steps_run - 1
             sequence.computed_tokens = min(run_tokens, len(sequence.token_ids))
@@ -408,6 +432,7 @@ class Scheduler:
         error: str | None = None,
     ) -> None:
         self._remove(sequence, now)
+        self._outputs.events += self._savings.merged(sequence, now)
         self._outputs.events.append(Finished(sequence.request_id, now, reason, stop_token_id, error))
 
     def _remove(self, sequence: Sequence, now: float, *, will_resume: bool = False, keep_kv: bool = False) -> None:

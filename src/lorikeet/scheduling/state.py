@@ -13,7 +13,8 @@ from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.messages import TokenOutput
 from lorikeet.core.plan import SequenceStart, SequenceStep, Token
 from lorikeet.core.request import Request
-from lorikeet.memory.blocks import SequenceLease
+from lorikeet.memory.blocks import SequenceLease, WaitReason
+from lorikeet.presets import ColdStart
 
 FORGET = 0.998
 """Factor by which the weight of a sample falls with each later one: about the last 500 count."""
@@ -194,6 +195,11 @@ class Sequence:
         started: whether it was sent to the executor.
         keys: keys of its whole blocks, as of when it was queued.
         restarts: whether it is executed again from its prompt; tokens that the request has already are not sent again.
+        refused: why it could not be admitted last; None if it was not refused.
+        admitted_s: when it was admitted.
+        cold_start: what it does until its adapter arrives, until its first token; None if the adapter was there.
+        cold_tokens: tokens of that prefill.
+        merge_saved_s: seconds that merged steps saved it so far.
     """
 
     request: Request
@@ -208,6 +214,11 @@ class Sequence:
     started: bool = False
     keys: list[bytes] = field(default_factory=list)
     restarts: bool = False
+    refused: WaitReason | None = None
+    admitted_s: float = 0.0
+    cold_start: ColdStart | None = None
+    cold_tokens: int = 0
+    merge_saved_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Set the token lists from the request, with the output of earlier attempts unless it restarts."""

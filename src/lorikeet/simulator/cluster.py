@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, cycle
 from math import inf
 from statistics import fmean
 from typing import NamedTuple
@@ -29,8 +29,10 @@ from lorikeet.cluster.build import (
     build_migration,
     loads_that_fit,
     needs_operating_points,
+    replica_costs,
 )
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher, Provision
+from lorikeet.cluster.controller.learned_costs import LearnedCosts
 from lorikeet.cluster.migration.problem import CoMigrationSettings
 from lorikeet.cluster.migration.review import CoMigration, observe
 from lorikeet.cluster.placement.base import Placement
@@ -137,9 +139,11 @@ def simulate_cluster(
         placement,
         period_s=preset.placement_period_s,
         prefetch=preset.pool_prefetch,
+        held_share=preset.pool_share,
         copies=copies,
         provisioned=choice.provisioned,
         migration=migration,
+        learned=LearnedCosts(replica_costs(preset, profile, options)) if preset.routing == "seconds" else None,
     )
     cluster = ClusterRun(replicas, setup, list(adapters.values()), arrivals, collector).run()
     note = f"{choice.replicas} replicas of {name}: placement {preset.placement}, routing {preset.routing}"
@@ -184,6 +188,7 @@ def _options(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         step_models=choice.step_models,
+        max_batch=settings.engine.max_num_seqs,
     )
     lengths = prompt_tokens, output_tokens
     if (
@@ -205,19 +210,24 @@ class ClusterSetup(msgspec.Struct, frozen=True):
         router, placement: new policies.
         period_s: time between two placements, apart from early ones in the first period.
         prefetch: replicas fetch the adapters of a new placement immediately.
+        held_share: see ``Dispatcher``.
         copies: times of copies between replicas.
-        provisioned: at the start every adapter is where the first placement puts it. Otherwise it is nowhere, and is
+        provisioned: at the start every adapter is where the first placement puts it; at one replica, in turn, if not
+            all copies may be held. Otherwise it is nowhere, and is
             read from its source files for its first request.
         migration: what co-migration needs; None for no co-migration.
+        learned: learns what steps and loads cost; None if routing keeps the costs that it was built with, as in papers.
     """
 
     router: Router
     placement: Placement
     period_s: float = 10.0
     prefetch: bool = False
+    held_share: float = 1.0
     copies: CopyCosts = CopyCosts()
     provisioned: bool = True
     migration: MigrationCosts | None = None
+    learned: LearnedCosts | None = None
 
 
 class EventKind(IntEnum):
@@ -314,7 +324,9 @@ class ClusterRun:
         self._refs = {ref.digest: ref for ref in adapters}
         self._arrivals = arrivals
         self._collector = collector
-        self._dispatcher = Dispatcher(setup.router, prefetch=setup.prefetch)
+        self._dispatcher = Dispatcher(setup.router, prefetch=setup.prefetch, held_share=setup.held_share)
+        for ref in adapters:
+            self._dispatcher.register(ref.digest, size_bytes=ref.weight_bytes)
         self._began_s = max(now, arrivals.next_s())  # the first request starts a period
         self._orchestrator = Orchestrator(setup.placement, self._began_s)
         review = CoMigrationSettings() if setup.migration is None else setup.migration.settings
@@ -356,7 +368,8 @@ class ClusterRun:
         known = [AdapterInfo(ref.digest, ref.max_rank, ref.weight_bytes) for ref in self._refs.values()]
         table = self._orchestrator.register(known, now)
         there: dict[ReplicaId, list[AdapterDigest]] = {each: [] for each in self._replicas}
-        for adapter, each in table.pairs() if self._setup.provisioned else ():
+        pairs = list(table.pairs()) if self._setup.held_share >= 1 else list(zip(self._refs, cycle(there)))
+        for adapter, each in pairs if self._setup.provisioned else ():
             there[each].append(adapter)
             self._tally.seeded(adapter, each, now)
         for replica in self._replicas.values():
@@ -457,6 +470,9 @@ class ClusterRun:
             if isinstance(event, Finished):
                 self._ended(event.request_id)
         if outputs.stats is not None:
+            learned = self._setup.learned
+            if learned is not None and learned.note(replica.id, outputs.stats):
+                self._setup.router.learn(learned.costs)
             gauges = replica_gauges(replica.id, EPOCH, outputs.stats, replica.sizes.block_size)
             self._apply(self._dispatcher.gauges(gauges, now), now)
         for exported in outputs.exported_kv:

@@ -13,7 +13,7 @@ from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.recipe import DEFAULT_COUNT
 from lorikeet.bench.workload import WorkloadRequest, block_tokens_of
-from lorikeet.core.assist_costs import ASSISTED_MODULES
+from lorikeet.core.assist_costs import assisted_modules
 from lorikeet.core.extras import install_command
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.catalog import load_profile
@@ -100,17 +100,18 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
         predictor=make_predictor(scenario.predictor, workload, scenario.seed),
         on_finished=lambda done: show(stage, done, len(workload)),
     )
-    simulated = simulated._replace(notes=(*simulated.notes, *_notes(scenario, workload, block_size)))
+    notes = _notes(scenario, workload, block_size, profile.tensor_parallel)
+    simulated = simulated._replace(notes=(*simulated.notes, *notes))
     return ScenarioResult(scenario, profile, rate, simulated, simulated.run.figures(scenario.limits()))
 
 
-def _notes(scenario: Scenario, workload: Sequence[WorkloadRequest], block_size: int) -> list[str]:
+def _notes(scenario: Scenario, workload: Sequence[WorkloadRequest], block_size: int, ranks: int) -> list[str]:
     """Return the assumptions, in words."""
     notes = []
     if any(request.prefix_blocks for request in workload):
         notes.append(f"prefix blocks of {block_size} tokens")
     _, preset = resolve_preset(scenario.preset)
-    others = [name for name in scenario.module_names() if name not in ASSISTED_MODULES]
+    others = [name for name in scenario.module_names() if name not in assisted_modules(ranks)]
     if scenario.adapters and others and preset.cold_start in (ColdStart.ASSIST, ColdStart.AUTO):
         notes.append(f"adapters also target {', '.join(others)}: requests wait for their adapter and are not assisted")
     return notes

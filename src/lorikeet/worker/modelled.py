@@ -297,7 +297,8 @@ class ModelledTimes:
             ref, transfer = self._refs[digest], self._last_transfers[digest]
             arrivals_s = layer_arrivals_s(ref, transfer.groups, group_ends_s(transfer.transfer_id), self._transfers)
             rows = tuple(step.tokens for step in plan.sequences if self._adapters[step.request_id] == digest)
-            cold[digest] = ColdAdapter(arrivals_s, rows, costs.rank(ref), range(*transfer.left_to_host))
+            handovers = costs.handovers(ref)
+            cold[digest] = ColdAdapter(arrivals_s, rows, costs.rank(ref), range(*transfer.left_to_host), handovers)
         return prefill_s(
             lambda arrived: self._model.step_s(step_work(self._work(plan, assisted - arrived), plan.kernel_form)),
             cold,

@@ -20,6 +20,7 @@ import torch
 
 from lorikeet.config import Settings
 from lorikeet.core.executor import ExecutorError
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import StepPlan, TransferDone
 from lorikeet.core.process_tuning import frozen_gc
 from lorikeet.memory.host_arena import HostArena
@@ -127,7 +128,7 @@ def _serve(
     report(RankReady())
     host_lora = None
     if wanted_workers(engine, resolve_preset(engine.preset)[1]):
-        host_lora = _join_ring(connection, transfers, rank)
+        host_lora = _join_ring(connection, transfers, rank, model.geometry)
     own = Rank(model, arena, engine.block_size, transfers, cores, host_lora)
     with frozen_gc():
         while isinstance(message := TO_RANK.decode(connection.recv_bytes()), RunPlan):
@@ -139,13 +140,15 @@ def _serve(
     group.close()
 
 
-def _join_ring(connection: Connection, transfers: TransferManager, rank: int) -> HostLoraFollower:
+def _join_ring(
+    connection: Connection, transfers: TransferManager, rank: int, geometry: ModelGeometry
+) -> HostLoraFollower:
     """Send rank 0 the file descriptor of this rank's host tier, and attach to the ring of host workers."""
     send_handle(connection, transfers.host_arena.fd, os.getppid())
     shape = msgspec.msgpack.decode(connection.recv_bytes(), type=RingShape)
     ring = Ring.attached(recv_handle(connection), shape)
     transfers.on_arrival = partial(ring.note_arrived, rank)
-    return HostLoraFollower(ring, rank)
+    return HostLoraFollower(ring, rank, geometry)
 
 
 def follow(rank: Rank, plan: StepPlan, group: RankGroup) -> None:

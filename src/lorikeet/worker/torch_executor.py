@@ -9,14 +9,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from lorikeet.config import Settings
+from lorikeet.config import ConfigError, Settings
 from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import PromptLogprobs, StepPlan, StepResult, Token, TransferDone
 from lorikeet.models.config import BaseConfig, ModelConfig, max_model_len
 from lorikeet.models.parallel import SingleRankGroup
-from lorikeet.presets import resolve_preset
+from lorikeet.presets import ColdStart, resolve_preset
 from lorikeet.worker.batch import SequenceState as RankSequence
 from lorikeet.worker.decode_graphs import DecodeGraphs, build_graphs
 from lorikeet.worker.grammars import GrammarCompiler, GrammarMasks
@@ -448,12 +448,17 @@ def build_torch_executor(
         if workers:
             model.kernels.threads = cores.threads(time.monotonic())
             other_arenas = others.host_arenas(arena[:1].nbytes) if others is not None else []
-            host_lora, assist = build_host_lora(
-                workers, settings, preset, model, arena, transfers, other_arenas, longest_tokens
-            )
-            undo.callback(host_lora.close)
-            if others is not None:
-                others.send_ring(host_lora.pool.ring)
+            try:
+                host_lora, assist = build_host_lora(
+                    workers, settings, preset, model, arena, transfers, other_arenas, longest_tokens
+                )
+            except ConfigError:  # the host tier is too small
+                if preset.cold_start is ColdStart.ASSIST or others is not None:
+                    raise
+            else:
+                undo.callback(host_lora.close)
+                if others is not None:
+                    others.send_ring(host_lora.pool.ring)
         if others is not None:
             others.watch()
         graphs = build_graphs(engine, model, arena, transfers.device, longest_tokens)

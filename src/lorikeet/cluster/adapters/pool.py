@@ -6,9 +6,10 @@ the actions that follow from it.
 Source: LoRAServe, section IV-B; docs/decisions/loraserve-placement.md has the rules that the paper leaves open.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 from lorikeet.cluster.tables import AdapterTable, RoutingTable
@@ -73,6 +74,11 @@ class AdapterPool:
         prefetch: fetch what a new table asks for immediately, instead of with the first request (not in the paper).
         is_there: whether a replica exists and takes copies; a table may name one that has left. Nothing is
             prefetched to others.
+        most_bytes: returns how many bytes all copies together may take. Beyond that the copies that were unused for
+            longest are deleted, whatever the table says, but never the last one of an adapter.
+
+    Attributes:
+        total_bytes: size of all adapters, each counted once.
     """
 
     def __init__(
@@ -80,9 +86,14 @@ class AdapterPool:
         routing: RoutingTable,
         prefetch: bool = False,
         is_there: Callable[[ReplicaId], bool] = lambda replica: True,
+        most_bytes: Callable[[], float] = lambda: inf,
     ) -> None:
         self.table = AdapterTable()
         """The actual placement; only the pool changes it."""
+        self._most_bytes = most_bytes
+        self._sizes: dict[AdapterDigest, int] = {}
+        self._held_bytes = self.total_bytes = 0
+        self._replicated = OrderedDict[AdapterDigest, None]()  # adapters with several copies, by their last use
         self._routing = routing
         self._prefetch = prefetch
         self._is_there = is_there
@@ -100,7 +111,18 @@ class AdapterPool:
         """Record a copy that the pool did not fetch: read from the adapter's source files, or found after a restart."""
         self._retired.discard(adapter)
         self._found.add(adapter)
-        self.table.add(adapter, replica)
+        self._add(adapter, replica)
+
+    def size(self, adapter: AdapterDigest, size_bytes: int) -> None:
+        """Set the size of an adapter; without one its copies count as nothing."""
+        self.total_bytes += size_bytes - self._sizes.get(adapter, 0)
+        self._held_bytes += len(self.table.holders(adapter)) * (size_bytes - self._sizes.get(adapter, 0))
+        self._sizes[adapter] = size_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Size of all copies."""
+        return self._held_bytes
 
     def begin(self, request: RequestId, adapter: AdapterDigest, replica: ReplicaId) -> PoolActions:
         """Count a request that is routed to a replica. It is ready immediately if the adapter is there.
@@ -112,6 +134,8 @@ class AdapterPool:
             raise ValueError(f"Request {request} has begun before")
         self._requests[request] = (adapter, replica)
         self._uses[adapter, replica] += 1
+        if adapter in self._replicated:
+            self._replicated.move_to_end(adapter)
         if self.table.holds(replica, adapter):
             return PoolActions(ready=(request,))
         if inbound := self._inbound.get((adapter, replica)):
@@ -139,7 +163,7 @@ class AdapterPool:
         if inbound is None:
             return NOTHING
         del self._inbound[fetch.adapter, fetch.destination]
-        self.table.add(fetch.adapter, fetch.destination)
+        self._add(fetch.adapter, fetch.destination)
         return PoolActions(ready=tuple(inbound.waiting), deletes=self._collect([fetch.adapter]))
 
     def fetch_failed(self, fetch: Fetch, *, may_retry: bool = True) -> PoolActions:
@@ -197,7 +221,10 @@ class AdapterPool:
             del self._inbound[inbound.fetch.adapter, replica]
         for request in gone:
             self._forget(request)
+        self._held_bytes -= sum(self._sizes.get(each, 0) for each in self.table.held_by(replica))
         lost = self.table.leave(replica)
+        for adapter in [each for each in self._replicated if len(self.table.holders(each)) < 2]:
+            del self._replicated[adapter]
         fetches: list[Fetch] = []
         failed: list[RequestId] = []
         for inbound in [each for each in self._inbound.values() if each.fetch.source == replica]:
@@ -274,10 +301,40 @@ class AdapterPool:
             if len(idle) == len(holders) and adapter in self._retired:
                 self.table.forget(adapter)
                 self._retired.remove(adapter)
+                self._replicated.pop(adapter, None)
+                size_bytes = self._sizes.pop(adapter, 0)
+                self._held_bytes -= len(holders) * size_bytes
+                self.total_bytes -= size_bytes
             else:
                 if len(idle) == len(holders):
                     idle = idle[1:]  # keep the last copy
                 for replica in idle:
-                    self.table.remove(adapter, replica)
+                    self._remove(adapter, replica)
             deletes += [(adapter, replica) for replica in idle]
-        return tuple(deletes)
+        return (*deletes, *self._shrink())
+
+    def _shrink(self) -> Iterator[tuple[AdapterDigest, ReplicaId]]:
+        """Delete the copies that were unused for longest while all together are too large, and yield them."""
+        if not self._replicated or self._held_bytes <= (most := self._most_bytes()):
+            return
+        for adapter in list(self._replicated):
+            for replica in sorted(self.table.holders(adapter)):
+                if self._held_bytes <= most:
+                    return
+                if adapter in self._replicated and (adapter, replica) not in self._uses:
+                    self._remove(adapter, replica)
+                    yield adapter, replica
+
+    def _add(self, adapter: AdapterDigest, replica: ReplicaId) -> None:
+        if self.table.holds(replica, adapter):
+            return
+        self.table.add(adapter, replica)
+        self._held_bytes += self._sizes.get(adapter, 0)
+        if len(self.table.holders(adapter)) > 1:
+            self._replicated[adapter] = None
+
+    def _remove(self, adapter: AdapterDigest, replica: ReplicaId) -> None:
+        self.table.remove(adapter, replica)
+        self._held_bytes -= self._sizes.get(adapter, 0)
+        if len(self.table.holders(adapter)) < 2:
+            self._replicated.pop(adapter, None)

@@ -74,7 +74,7 @@ class AdapterFiles:
             self._dropped.pop(ref.digest, None)
             found = self.copier.register(ref)
             holders = [each for each in found if each in self._replicas and self._replicas[each].is_joined]
-            self._dispatcher.register(ref.digest, holders)
+            self._dispatcher.register(ref.digest, holders, ref.weight_bytes)
             self._retiring.cancel(ref.digest)
             for replica_id in holders:
                 placed[replica_id].append(self.copier.placed(ref.digest, replica_id))

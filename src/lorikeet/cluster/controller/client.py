@@ -21,6 +21,7 @@ from lorikeet.client.supervisor import EngineError, EngineHost, EngineSupervisor
 from lorikeet.cluster.adapters.transport import Transport, TransportError
 from lorikeet.cluster.controller.adapter_files import AdapterCopier, AdapterFiles
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher
+from lorikeet.cluster.controller.learned_costs import LearnedCosts
 from lorikeet.cluster.controller.replica import LiveReplica
 from lorikeet.cluster.controller.request_moves import KvBandwidth, RequestMoves
 from lorikeet.cluster.placement.orchestrator import AdapterInfo
@@ -32,9 +33,9 @@ from lorikeet.cluster.tables import RoutingTable
 from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.config import EngineSettings, Settings, for_engines
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.events import AdapterEvent, FinishReason
+from lorikeet.core.events import AdapterEvent, Decided, FinishReason, Mechanism
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
-from lorikeet.core.messages import Abort, EngineReady, Progress, StepOutputs
+from lorikeet.core.messages import Abort, EngineReady, EngineStats, Progress, StepOutputs
 from lorikeet.core.request import Request
 
 _RETRY_S = 1.0
@@ -58,6 +59,8 @@ class ClusterClient:
         period_s: time between two placements.
         prefetch: replicas fetch the adapters of a new placement immediately.
         kv_bandwidth: learns how fast KV is transferred.
+        held_share: see ``Dispatcher``.
+        learned: learns what steps and loads cost; None if no policy needs it.
 
     Attributes:
         wanted: number of replicas that the load needs; None without autoscaling.
@@ -75,7 +78,10 @@ class ClusterClient:
         period_s: float,
         prefetch: bool = False,
         kv_bandwidth: KvBandwidth | None = None,
+        held_share: float = 1.0,
+        learned: LearnedCosts | None = None,
     ) -> None:
+        self._learned = learned
         self.wanted: int | None = None
         self._is_paused = False
         self._settings = settings
@@ -84,7 +90,7 @@ class ClusterClient:
         self._replicas: dict[ReplicaId, LiveReplica] = {}
         self._numbers = count()
         self._streams = Streams()
-        self._dispatcher = Dispatcher(router, prefetch=prefetch)
+        self._dispatcher = Dispatcher(router, prefetch=prefetch, held_share=held_share)
         self._placement = PlacementClient(placement, period_s, self._on_table)
         self._files = AdapterFiles(transport, self._dispatcher, self._replicas, self._apply)
         self._joining = ReplicaJoiner(self._dispatcher, self._files, settings.engine, self._apply)
@@ -296,6 +302,8 @@ class ClusterClient:
         """
         for digest in replica.drops:
             replica.drops.end(digest, 0)
+        if self._learned is not None:
+            self._learned.forget(replica.supervisor.replica)
         if not replica.is_joined:
             return
         replica.is_joined = False
@@ -330,10 +338,17 @@ class ClusterClient:
         if replica.is_joined:
             self._apply(self._dispatcher.apply_outputs(replica_id, outputs, now))
             if outputs.stats is not None:
+                self._learn(replica_id, outputs.stats)
                 gauges = replica_gauges(replica_id, replica.epoch, outputs.stats, supervisor.engine_info.block_size)
                 self._apply(self._dispatcher.gauges(gauges, now))
         for exported in outputs.exported_kv:
             self._moves.on_exported(exported)
+
+    def _learn(self, replica_id: ReplicaId, stats: EngineStats) -> None:
+        """Let routing and placement follow what steps and loads cost."""
+        if self._learned is not None and self._learned.note(replica_id, stats):
+            self._dispatcher.router.learn(self._learned.costs)
+            self._placement.costs = self._learned.costs
 
     def on_exit(self, supervisor: EngineSupervisor, code: int | None) -> None:
         """Continue the replica's requests elsewhere; they wait if no other replica is open."""
@@ -381,7 +396,14 @@ class ClusterClient:
         """Route a request that has no replica. It may be the first one that names its adapter."""
         if handle.request.adapter is not None:
             self._files.accept(handle.request.adapter)
-        return self._dispatcher.arrive(self._routing_request(handle), time.monotonic())
+        now, request_id, router = time.monotonic(), handle.request.request_id, self._dispatcher.router
+        router.saved_s = 0.0
+        actions = self._dispatcher.arrive(self._routing_request(handle), now)
+        replica = self._dispatcher.fleet.where(request_id)
+        if router.saved_s and replica is not None:
+            why = f"{replica} has least to do for it and for the requests there"
+            handle.timings.apply(Decided(request_id, now, Mechanism.PLACEMENT, router.saved_s, why))
+        return actions
 
     def _routing_request(self, handle: RequestHandle) -> RoutingRequest:
         request = msgspec.structs.replace(handle.request, output_token_ids=handle.token_ids)

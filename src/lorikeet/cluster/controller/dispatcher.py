@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -114,6 +115,7 @@ class Dispatcher:
         router: chooses replicas; :meth:`swap` sets its table.
         prefetch: make copies as soon as a routing table asks for them, instead of with the first request.
         averages: over finished requests.
+        held_share: most bytes of copies, as a share of every adapter on every replica.
 
     Attributes:
         fleet: state of the replicas, read-only for others.
@@ -121,10 +123,19 @@ class Dispatcher:
         router: as given.
     """
 
-    def __init__(self, router: Router, *, prefetch: bool = False, averages: RequestAverages | None = None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        *,
+        prefetch: bool = False,
+        averages: RequestAverages | None = None,
+        held_share: float = 1.0,
+    ) -> None:
         self.router = router
         self.fleet = Fleet(averages)
-        self.pool = AdapterPool(RoutingTable(0, {}), prefetch, self._may_get_copies)
+        self._held_share = held_share
+        self.pool = AdapterPool(RoutingTable(0, {}), prefetch, self._may_get_copies, self._most_bytes)
+        router.holders = self.pool.table.holders
         self._prefetch = prefetch
         self._requests: dict[RequestId, _RequestState] = {}
         self._requests_by_adapter = Counter[AdapterDigest | None]()  # requests by adapter
@@ -385,10 +396,11 @@ class Dispatcher:
         self._try_waiting(collected, now)
         return collected.actions()
 
-    def register(self, adapter: AdapterDigest, holders: Iterable[ReplicaId] = ()) -> None:
+    def register(self, adapter: AdapterDigest, holders: Iterable[ReplicaId] = (), size_bytes: int = 0) -> None:
         """Accept requests for an adapter, also after it was retired. ``holders`` have a copy from before."""
         self._retired.pop(adapter, None)
         self.pool.keep(adapter)
+        self.pool.size(adapter, size_bytes)
         for replica in holders:
             self.pool.seed(adapter, replica)
 
@@ -429,6 +441,11 @@ class Dispatcher:
         if (until_s := self._rests_until_s.get(replica)) is not None and until_s <= now:
             del self._rests_until_s[replica]
         return replica in self._rests_until_s
+
+    def _most_bytes(self) -> float:
+        if self._held_share >= 1:
+            return inf
+        return self._held_share * len(self.fleet) * self.pool.total_bytes
 
     def _may_get_copies(self, replica: ReplicaId) -> bool:
         return replica in self.fleet and replica not in self._rests_until_s

@@ -7,7 +7,7 @@ import msgspec
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.burst import BurstTolerance
 from lorikeet.cluster.placement.loraserve import RANK_GROUPS, LoRAServe, LoRAServeParams
-from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.operating_points import Points
 from lorikeet.cluster.placement.static import ContiguousPlacement, FullReplication, RandomPlacement
 from lorikeet.core.ids import ReplicaId
 
@@ -24,7 +24,7 @@ class PlacementOptions(msgspec.Struct, frozen=True):
     """
 
     seed: int = 0
-    points: OperatingPoints | None = None
+    points: Points | None = None
     memory_bytes: int = 0
     request_bytes: float = 0.0
     reserved_share: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from lorikeet.cluster.placement.demand import AdapterDemand
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.replica_costs import ReplicaCosts
 
 
 class Placement(ABC):
@@ -55,6 +56,9 @@ class Placement(ABC):
             its
             epoch.
         """
+
+    def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:  # noqa: B027  # optional
+        """Place by other costs of a replica and other mean requests from now on, if they matter."""
 
     def resume(self, table: RoutingTable) -> None:
         """Continue from the table of an earlier placement."""

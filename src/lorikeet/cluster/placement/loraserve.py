@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.demand import COLD_TOKENS_PER_S, AdapterDemand
-from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.operating_points import Points
 from lorikeet.cluster.tables import AdapterTable, ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.replica_costs import ReplicaCosts
 
 _TINY = 1e-9
 """Share of the target below which differences are rounding errors."""
@@ -77,9 +78,7 @@ class LoadPacking:
         params: of the packing.
     """
 
-    def __init__(
-        self, demands: Sequence[AdapterDemand], bins: int, points: OperatingPoints, params: PackingParams
-    ) -> None:
+    def __init__(self, demands: Sequence[AdapterDemand], bins: int, points: Points, params: PackingParams) -> None:
         self._points = points
         self._params = params
         self._tokens_per_s: Floats = np.zeros(bins)
@@ -289,7 +288,7 @@ class LoRAServe(Placement):
     def __init__(
         self,
         replicas: Sequence[ReplicaId],
-        points: OperatingPoints,
+        points: Points,
         params: LoRAServeParams | None = None,
         held: AdapterTable | None = None,
     ) -> None:
@@ -301,6 +300,10 @@ class LoRAServe(Placement):
         self._placed_on: Set[ReplicaId] = frozenset()
         self.packing: LoadPacking | None = None
         """Packing of the last call, whether it became the table or not."""
+
+    def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:
+        """Follow the costs of a replica with operating points that are estimates."""
+        self._points.learn(costs, prompt_tokens, output_tokens)
 
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
         """Return the new placement; the old one if there is no demand, or if it is nearly as good.
@@ -360,7 +363,7 @@ def floored(demands: Sequence[AdapterDemand], part: float) -> list[AdapterDemand
 
 
 def extended(
-    table: RoutingTable, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], points: OperatingPoints
+    table: RoutingTable, demands: Sequence[AdapterDemand], replicas: Sequence[ReplicaId], points: Points
 ) -> dict[AdapterDigest, tuple[ReplicaShare, ...]]:
     """Return a table's content for exactly these adapters.
 
@@ -394,9 +397,7 @@ def extended(
     return shares
 
 
-def utilisations(
-    table: RoutingTable, demands: Sequence[AdapterDemand], points: OperatingPoints
-) -> dict[ReplicaId, float]:
+def utilisations(table: RoutingTable, demands: Sequence[AdapterDemand], points: Points) -> dict[ReplicaId, float]:
     """Return the utilisation of each replica that a table names, at the largest rank that it serves.
 
     Above 1 a replica is expected to miss the SLO, so this also says when there are too few replicas or too many.

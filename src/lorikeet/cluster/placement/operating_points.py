@@ -2,8 +2,55 @@
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
+
+from lorikeet.core.replica_costs import ReplicaCosts, estimated_load
+
+
+class Points(Protocol):
+    """The highest load of a replica under the SLO, in tokens per second, by the rank of its adapters."""
+
+    def __getitem__(self, rank: int) -> float:
+        """Return the load at a rank; a larger rank never has a higher one."""
+        ...
+
+    def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:
+        """Follow the costs of a replica and the tokens of a mean request; those of 0 are not known."""
+        ...
+
+
+class EstimatedPoints:
+    """Operating points by a formula of a replica's costs (``estimated_load``), where nobody has searched any.
+
+    Args:
+        costs: of a replica.
+        prompt_tokens, output_tokens: of a mean request.
+        max_batch: most sequences in a step.
+        tpot_s: target; 0 for the default one.
+    """
+
+    def __init__(
+        self, costs: ReplicaCosts, prompt_tokens: int, output_tokens: int, max_batch: int, tpot_s: float = 0.0
+    ) -> None:
+        self._costs = costs
+        self._lengths = prompt_tokens, output_tokens
+        self._max_batch = max_batch
+        self._tpot_s = tpot_s
+        self._known: dict[int, float] = {}
+
+    def __getitem__(self, rank: int) -> float:
+        """Return the load in tokens per second at a rank."""
+        if rank not in self._known:
+            self._known[rank] = estimated_load(self._costs, rank, *self._lengths, self._max_batch, self._tpot_s)
+        return self._known[rank]
+
+    def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:
+        """Estimate by other costs, and by requests of other lengths, from now on."""
+        self._costs = costs
+        self._lengths = round(prompt_tokens) or self._lengths[0], round(output_tokens) or self._lengths[1]
+        self._known.clear()
 
 
 class OperatingPoints:
@@ -39,6 +86,9 @@ class OperatingPoints:
             beyond = max(0.0, rank - self._ranks[-1])
             self._known[rank] = 1 / float(np.interp(rank, self._ranks, self._token_s) + beyond * self._last_slope)
         return self._known[rank]
+
+    def learn(self, costs: ReplicaCosts, prompt_tokens: float, output_tokens: float) -> None:
+        """Change nothing: points that were searched stay."""
 
     @cached_property
     def _last_slope(self) -> float:

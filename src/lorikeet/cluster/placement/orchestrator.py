@@ -4,15 +4,17 @@ Source: LoRAServe, section IV (its cluster orchestrator).
 """
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import msgspec
 
 from lorikeet.cluster.placement.base import Placement
 from lorikeet.cluster.placement.demand import DemandEstimator, DemandState
-from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.operating_points import Points
 from lorikeet.cluster.placement.scaling import load_of
 from lorikeet.cluster.tables import ReplicaShare, RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.replica_costs import ReplicaCosts
 
 _BASE = AdapterDigest("")
 """Stands for the base model where its demand is counted; placements do not see it."""
@@ -39,11 +41,13 @@ class DemandReport(msgspec.Struct, frozen=True):
         arrivals: adapter (None: the base model) and prompt tokens of each request that arrived.
         answers: adapter and tokens of each complete answer.
         is_period_end: whether the period has ended; otherwise this is an early report (see ``EARLY_PLACEMENTS``).
+        costs: of a replica, as measured; None if nothing has changed.
     """
 
     arrivals: tuple[tuple[AdapterDigest | None, int], ...] = ()
     answers: tuple[tuple[AdapterDigest | None, int], ...] = ()
     is_period_end: bool = True
+    costs: ReplicaCosts | None = None
 
 
 class OrchestratorState(msgspec.Struct, frozen=True):
@@ -76,9 +80,7 @@ class Orchestrator:
         table: the current placement.
     """
 
-    def __init__(
-        self, placement: Placement, now: float, points: OperatingPoints | None = None, policy: str = ""
-    ) -> None:
+    def __init__(self, placement: Placement, now: float, points: Points | None = None, policy: str = "") -> None:
         self.table = RoutingTable(0, {})
         self._placement = placement
         self._points = points
@@ -123,9 +125,19 @@ class Orchestrator:
     def period(self, report: DemandReport, now: float) -> RoutingTable:
         """Count the demand in a report and place again: for the next period, or early in the first one."""
         self.record(report)
+        if report.costs is not None:
+            self._learn(report.costs, report)
         if report.is_period_end:
             return self.close_period(now)
         return self._place(now) if self._placement.looks_early else self.table
+
+    def _learn(self, costs: ReplicaCosts, report: DemandReport) -> None:
+        """Let operating points follow the costs of a replica, and the requests of a report."""
+        prompts, answers = [tokens for _, tokens in report.arrivals], [tokens for _, tokens in report.answers]
+        lengths = fmean(prompts or (0,)), fmean(answers or (0,))
+        self._placement.learn(costs, *lengths)
+        if self._points is not None:
+            self._points.learn(costs, *lengths)
 
     def close_period(self, now: float) -> RoutingTable:
         """End a period of demand, and place for the next.

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from math import ceil
 
 from lorikeet.cluster.placement.demand import AdapterDemand
-from lorikeet.cluster.placement.operating_points import OperatingPoints
+from lorikeet.cluster.placement.operating_points import Points
 
 TARGET = 0.8
 """Target load per replica; at 1 the SLO is met with nothing to spare."""
@@ -18,7 +18,7 @@ PATIENCE = 3
 """Periods in a row for which fewer replicas must be enough before one is removed: starting one takes long."""
 
 
-def load_of(demands: Iterable[AdapterDemand], points: OperatingPoints) -> float:
+def load_of(demands: Iterable[AdapterDemand], points: Points) -> float:
     """Return how many replicas the demand fills, each up to its operating point at the rank of the demand."""
     return sum(demand.tokens_per_s / points[demand.rank] for demand in demands)
 

@@ -11,12 +11,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from lorikeet.cluster.placement.demand import EARLY_PLACEMENTS
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
 from lorikeet.cluster.tables import RoutingTable
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.replica_costs import ReplicaCosts
 
 
 class OrchestratorUnavailable(RuntimeError):
@@ -107,10 +109,12 @@ class PlacementClient:
 
     Attributes:
         table: the last one.
+        costs: of a replica, to report with the next period; None if they have not changed.
     """
 
     def __init__(self, service: PlacementService, period_s: float, on_table: Callable[[RoutingTable], None]) -> None:
         self.table = RoutingTable(0, {})
+        self.costs: ReplicaCosts | None = None
         self._service = service
         self._period_s = period_s
         self._on_table = on_table
@@ -173,18 +177,22 @@ class PlacementClient:
     def _take_report(self, is_period_end: bool) -> DemandReport:
         arrivals, self._arrivals = self._arrivals, []
         answers, self._answers = self._answers, []
-        return DemandReport(tuple(arrivals), tuple(answers), is_period_end)
+        costs, self.costs = self.costs, None
+        return DemandReport(tuple(arrivals), tuple(answers), is_period_end, costs)
 
     async def _send_report(self, report: DemandReport) -> None:
         """Send a demand report. A failure is logged, and its demand may or may not be counted."""
         before, self._unreported = self._unreported, DemandReport()
         combined = DemandReport(
-            before.arrivals + report.arrivals, before.answers + report.answers, report.is_period_end
+            before.arrivals + report.arrivals,
+            before.answers + report.answers,
+            report.is_period_end,
+            report.costs or before.costs,
         )
         try:
             async with self._lock:
                 if not (await self._catch_up() and await self._follow(partial(self._service.period, combined))):
-                    self._unreported = report
+                    self._unreported = msgspec.structs.replace(report, costs=combined.costs)
                 elif report.is_period_end:
                     self._ended.set()  # wakes all current waiters; later ones wait for the next period
                     self._ended.clear()

@@ -120,6 +120,13 @@ class SentPrefixes:
             self._masks.clear()
             self._stale_bits = 0
 
+    def forget_gone(self, fleet: Fleet) -> None:
+        """Forget everything that was sent to replicas, or incarnations, that have left."""
+        there = {(info.replica, info.epoch) for info in fleet.infos()}
+        for home in self.homes():
+            if home not in there:
+                self.forget(home)
+
     def _bit(self, home: Home) -> int:
         if home not in self._bits:
             free = (bit for bit in count() if bit not in self._homes and not self._stale_bits >> bit & 1)
@@ -193,7 +200,8 @@ class KvAffinity(Router):
     def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """Prefer the longest known prefix, then holders of the adapter."""
         if self._changes != fleet.changes:
-            self._forget_gone(fleet)
+            self._prefixes.forget_gone(fleet)
+            self._changes = fleet.changes
         candidates = self.candidates(request, fleet)
         if not len(candidates):
             return None
@@ -213,10 +221,3 @@ class KvAffinity(Router):
             if replica in fleet.open_index:
                 unknown_blocks[fleet.open_index[replica]] = -blocks
         return [unknown_blocks]
-
-    def _forget_gone(self, fleet: Fleet) -> None:
-        there = {(info.replica, info.epoch) for info in fleet.infos()}
-        for home in self._prefixes.homes():
-            if home not in there:
-                self._prefixes.forget(home)
-        self._changes = fleet.changes

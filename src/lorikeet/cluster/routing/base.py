@@ -4,7 +4,7 @@ The performance model predicts the time of a step from the ranks in it (TOPPINGS
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 import msgspec
@@ -14,8 +14,9 @@ import numpy.typing as npt
 from lorikeet.cluster.routing.fleet import Fleet, Indices, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.cluster.tables import RoutingTable
-from lorikeet.core.ids import ReplicaId
+from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.plan import KernelForm
+from lorikeet.core.replica_costs import ReplicaCosts
 
 
 class PerformanceModel(msgspec.Struct, frozen=True):
@@ -82,14 +83,55 @@ def fit_performance(form: KernelForm, steps: Iterable[tuple[Sequence[int], float
     return PerformanceModel(form, float(slope_s), float(fixed_s))
 
 
+_BATCHES = (4, 8, 16, 32)
+_RANKS = (8, 16, 32, 64)
+"""Ranks of the steps that performance models are fitted to, with ``_BATCHES``: those of TOPPINGS (section 5)."""
+
+StepSeconds = Callable[[int, int], float]
+"""Returns the seconds of a step of so many requests of one rank, each with its own adapter."""
+
+
+def fit_models(
+    form: KernelForm, prefill_s: StepSeconds, decode_s: StepSeconds
+) -> tuple[PerformanceModel, PerformanceModel]:
+    """Return TOPPINGS' PrePerf and DecPerf, fitted to steps of several batch sizes and ranks, as in the paper.
+
+    Raises:
+        ValueError: the paper has no model of this kernel form.
+    """
+
+    def fit(step_s: StepSeconds) -> PerformanceModel:
+        steps = [((rank,) * batch, step_s(batch, rank)) for rank in _RANKS for batch in _BATCHES]
+        return fit_performance(form, steps)
+
+    return fit(prefill_s), fit(decode_s)
+
+
+def models_of_costs(
+    costs: ReplicaCosts, form: KernelForm, prompt_tokens: int
+) -> tuple[PerformanceModel, PerformanceModel]:
+    """Return the same models of a replica with these costs. The tokens of a prompt are part of the slope.
+
+    Raises:
+        ValueError: the paper has no model of this kernel form.
+    """
+
+    def prefill_s(batch: int, rank: int) -> float:
+        return costs.step_s + costs.lora_s + costs.prefill_s(batch * prompt_tokens, rank)
+
+    return fit_models(form, prefill_s, lambda batch, rank: costs.decode_step_s(batch, rank))
+
+
 class RoutingOptions(msgspec.Struct, frozen=True):
     """The options that routing policies are built with.
 
     Attributes:
         seed: of all random draws.
         prefill, decode: performance models of a step, by requests and ranks; ``toppings`` needs both.
-        slo_s: longest decode step; infinity for no limit.
+        slo_s: longest decode step; infinity for no limit, 0 for ``UNLOADED_TIMES`` the shortest.
         load_s, load_bytes_per_s: an adapter of b bytes is loaded to the device in ``load_s + b / load_bytes_per_s``.
+        costs: of a replica; ``seconds`` needs them.
+        mean_tokens: prompt and answer of a mean request, by which performance models are fitted again.
     """
 
     seed: int = 0
@@ -98,6 +140,8 @@ class RoutingOptions(msgspec.Struct, frozen=True):
     slo_s: float = inf
     load_s: float = 0.0
     load_bytes_per_s: float = 25e9
+    costs: ReplicaCosts | None = None
+    mean_tokens: tuple[int, int] = (512, 128)
 
 
 class Router(ABC):
@@ -108,9 +152,15 @@ class Router(ABC):
 
     Attributes:
         wants_keys: whether ``RoutingRequest.keys`` must be filled.
+        saved_s: by how many seconds, over all requests, the last choice was cheaper than one at random; 0 if costs do
+            not decide.
+        holders: returns the replicas whose machine has a copy of an adapter, assigned by the dispatcher; None if all
+            are taken to have one.
     """
 
     wants_keys: bool = False
+    saved_s: float = 0.0
+    holders: Callable[[AdapterDigest], frozenset[ReplicaId]] | None = None
     _table: RoutingTable | None = None
     _homes: tuple[int, dict[int, Indices]] = (-1, {})
 
@@ -136,6 +186,9 @@ class Router(ABC):
             An open replica; None if the request should wait until a request ends or a replica joins, and be routed
             then.
         """
+
+    def learn(self, costs: ReplicaCosts) -> None:  # noqa: B027  # optional
+        """Decide by other costs of a replica from now on, if costs decide."""
 
     def candidates(self, request: RoutingRequest, fleet: Fleet) -> Indices:
         """Return the indices of the open replicas that may serve a request, ascending.

@@ -6,6 +6,7 @@ from lorikeet.cluster.routing.base import Router, least
 from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
+from lorikeet.core.replica_costs import ReplicaCosts
 
 
 class PendingTime(Router):
@@ -28,6 +29,10 @@ class PendingTime(Router):
     def __init__(self, load_s: float = 0.0, load_bytes_per_s: float = 25e9) -> None:
         self._load_s = load_s
         self._load_bytes_per_s = load_bytes_per_s
+
+    def learn(self, costs: ReplicaCosts) -> None:
+        """Load at another speed from now on."""
+        self._load_s, self._load_bytes_per_s = costs.load_s, costs.load_bytes_per_s
 
     def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """Choose the replica with the least pending time."""

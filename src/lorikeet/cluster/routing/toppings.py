@@ -3,10 +3,13 @@
 from math import inf
 from typing import NamedTuple
 
-from lorikeet.cluster.routing.base import PerformanceModel, Router, least, with_capacity
+import msgspec
+
+from lorikeet.cluster.routing.base import PerformanceModel, Router, least, models_of_costs, with_capacity
 from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
+from lorikeet.core.replica_costs import UNLOADED_TIMES, ReplicaCosts
 
 
 class ToppingsCosts(NamedTuple):
@@ -34,16 +37,34 @@ class Toppings(Router):
     Args:
         prefill: model of the step that prefills all queued requests (PrePerf).
         decode: model of the step that decodes all requests (DecPerf).
-        slo_s: longest decode step.
+        slo_s: longest decode step; 0 for ``UNLOADED_TIMES`` the shortest.
         safety: divides ``slo_s``, because prefills between decodes are not in the model; 1 is the paper.
+        prompt_tokens: of a mean request, for models that are fitted again.
+        empty_is_free: whether an empty prefill takes no time; otherwise it takes its fixed part.
     """
 
     def __init__(
-        self, prefill: PerformanceModel, decode: PerformanceModel, slo_s: float = inf, safety: float = 1.0
+        self,
+        prefill: PerformanceModel,
+        decode: PerformanceModel,
+        slo_s: float = inf,
+        safety: float = 1.0,
+        prompt_tokens: int = 512,
+        empty_is_free: bool = True,
     ) -> None:
-        self._prefill = prefill
+        self._given_slo_s = slo_s / safety
+        self._prompt_tokens = prompt_tokens
+        self._empty_is_free = empty_is_free
+        self._set(prefill, decode)
+
+    def _set(self, prefill: PerformanceModel, decode: PerformanceModel) -> None:
+        self._prefill = prefill if self._empty_is_free else msgspec.structs.replace(prefill, fixed_s=0.0)
         self._decode = decode
-        self._slo_s = slo_s / safety
+        self._slo_s = self._given_slo_s or UNLOADED_TIMES * decode.fixed_s
+
+    def learn(self, costs: ReplicaCosts) -> None:
+        """Fit both models again."""
+        self._set(*models_of_costs(costs, self._decode.form, self._prompt_tokens))
 
     def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
         """Choose the replica with the smallest cost."""

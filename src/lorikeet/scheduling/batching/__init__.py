@@ -4,6 +4,7 @@ from functools import partial
 from math import inf
 
 from lorikeet.scheduling.batching.dlora import DLora
+from lorikeet.scheduling.batching.merge_paid import MergePaid
 from lorikeet.scheduling.batching.merge_turns import MergeTurns
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.batching.one_adapter import OneAdapter
@@ -16,6 +17,7 @@ BATCHING: dict[str, BatchingPolicy] = {
     "dlora:no-credits": partial(DLora, patience=inf),
     "dlora:no-tuning": partial(DLora, tuned=False),
     "merge-turns": MergeTurns,
+    "merge-paid": MergePaid,
     "merged-only": partial(OneAdapter, merged=True),
     "one-adapter": partial(OneAdapter, merged=False),
     "whole-models": partial(OneAdapter, merged=True, even_shares=True),

@@ -92,6 +92,8 @@ class BoundedShortestFirst(AdmissionQueue):
             if reason in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS):
                 return
             if reason is None:
+                older_s = costs[:chosen][~passed[:chosen]]
+                self.saved_s = float((older_s - costs[chosen]).sum()) if np.isfinite(costs[chosen]) else 0.0
                 allowances[:chosen] -= costs[chosen] * (1 + _DELAY_SHARE)
                 self._note_admitted(requests[chosen], float(costs[chosen]), now)
 

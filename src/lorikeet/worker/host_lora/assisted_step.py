@@ -11,14 +11,15 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from lorikeet.core.assist_costs import ASSISTED_MODULES, AssistCosts
+from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.executor import ExecutorError
+from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.messages import AssistCounters
 from lorikeet.kernels.base import LoraBatch, LoraSegment
 from lorikeet.presets import HostLayers
 from lorikeet.worker.host_lora.pool import TIMEOUT_S, HostPool, HostRows, RowAssignment, y_of
 from lorikeet.worker.host_lora.ring import POLLS, Backoff, Ring, short_sleep
-from lorikeet.worker.host_lora.worker import HostAdapter
+from lorikeet.worker.host_lora.worker import HostAdapter, ProductWidths
 from lorikeet.worker.transfer.state import PartialAdapter
 
 
@@ -45,12 +46,12 @@ class HostLoraSide(Protocol):
         """Assign rows to host workers."""
         ...
 
-    def submit(self, layer: int, x: Tensor, assignment: RowAssignment | None) -> None:
-        """Start the host workers on rows of ``x [T, in]``; None if they have nothing to compute on this layer."""
+    def submit(self, product: str, layer: int, x: Tensor, assignment: RowAssignment | None) -> None:
+        """Start the host workers on rows of ``x [rows, in]``; None if they have nothing to compute on this layer."""
         ...
 
-    def add_to(self, qkv: Tensor) -> None:
-        """Wait for the submitted rows, and add their delta to ``qkv [T, out]``."""
+    def add_to(self, out: Tensor) -> None:
+        """Wait for the submitted rows, and add their delta to ``out [rows, out]``."""
         ...
 
 
@@ -61,48 +62,80 @@ class _Shares(NamedTuple):
     host: RowAssignment | None
 
 
+class _Rows:
+    """The adapters of some rows of a step, all or those that sample, and how they have been divided so far."""
+
+    def __init__(self, lora: LoraBatch, numbers: dict[int, int]) -> None:
+        self.segments: list[tuple[LoraSegment, int | None]] = [
+            (segment, numbers.get(id(segment.weights))) for segment in lora.segments
+        ]
+        self.form = lora.form
+        self.shares: dict[frozenset[int], _Shares] = {frozenset(): _Shares(lora, None)}
+
+
 class AssistedStep:
-    """Host LoRA of one step; implements ``kernels.base.Assist``. Made by :meth:`HostLoraSide.assisting`."""
+    """Host LoRA of one step; implements ``kernels.base.Assist``. Made by :meth:`HostLoraSide.assisting`.
+
+    The choice between host and device is made once for each layer, since an adapter arrives by layers. Then every
+    product that an adapter in flight changes is handed over for itself.
+    """
 
     def __init__(self, host: HostLoraSide, lora: LoraBatch, arrivals: Sequence[PartialAdapter]) -> None:
         self._host = host
+        self._lora = lora
         self._arrivals = arrivals
-        numbers = {id(arrival.weights): number for number, arrival in enumerate(arrivals)}
-        self._segments: list[tuple[LoraSegment, int | None]] = [
-            (segment, numbers.get(id(segment.weights))) for segment in lora.segments
-        ]
+        self._numbers = {id(arrival.weights): number for number, arrival in enumerate(arrivals)}
+        self._all = _Rows(lora, self._numbers)
+        self._sampled: _Rows | None = None
         tokens = Counter[int | None]()
-        for segment, number in self._segments:
+        for segment, number in self._all.segments:
             tokens[number] += segment.stop - segment.start
         self._tokens = [tokens[number] for number in range(len(arrivals))]
-        self._form = lora.form
-        self._shares: dict[frozenset[int], _Shares] = {frozenset(): _Shares(lora, None)}
-        self._share = self._shares[frozenset()]
+        changed = frozenset().union(*(arrival.weights.modules for arrival in arrivals))
+        self._products = [name for name, modules in PRODUCTS.items() if not changed.isdisjoint(modules)]
+        self._on_host = frozenset[int]()
+        self._submitted: RowAssignment | None = None
 
-    def begin(self, layer: int, x: Tensor) -> LoraBatch | None:
-        """Send the host its rows of a layer; return the adapters that the device adds to q, k and v, None for none."""
-        on_host = self._host.choose(self._arrivals, layer, self._tokens)
-        if on_host not in self._shares:
-            self._shares[on_host] = self._divide(on_host)
-        self._share = self._shares[on_host]
-        self._host.submit(layer, x, self._share.host)
-        return self._share.device
+    def begin(self, product: str, layer: int, x: Tensor, lora: LoraBatch | None) -> LoraBatch | None:
+        """Send the host its rows of a product; return the adapters for the device, None for none."""
+        self._submitted = None
+        if product not in self._products:
+            return lora
+        if product == self._products[0]:
+            self._on_host = self._host.choose(self._arrivals, layer, self._tokens)
+        share = _Shares(None, None) if lora is None else self._share(self._rows_of(lora))
+        self._submitted = share.host
+        self._host.submit(product, layer, x, share.host)
+        return share.device
 
-    def finish(self, qkv: Tensor) -> None:
-        """Add the host's delta to ``qkv``."""
-        if self._share.host is not None:
-            self._host.add_to(qkv)
+    def finish(self, out: Tensor) -> None:
+        """Add the host's delta to the product."""
+        if self._submitted is not None:
+            self._host.add_to(out)
 
-    def _divide(self, chosen: frozenset[int]) -> _Shares:
+    def _rows_of(self, lora: LoraBatch) -> _Rows:
+        """Return the rows of a batch: all of a step, or after the last attention those that sample."""
+        if lora is self._lora:
+            return self._all
+        if self._sampled is None:
+            self._sampled = _Rows(lora, self._numbers)
+        return self._sampled
+
+    def _share(self, rows: _Rows) -> _Shares:
+        if self._on_host not in rows.shares:
+            rows.shares[self._on_host] = self._divide(rows)
+        return rows.shares[self._on_host]
+
+    def _divide(self, rows: _Rows) -> _Shares:
         """Divide the segments: those of the chosen adapters to the host, the others to the device."""
         on_host, on_device = [], []
-        for segment, number in self._segments:
-            if number is not None and number in chosen:
+        for segment, number in rows.segments:
+            if number is not None and number in self._on_host:
                 on_host.append(HostRows(number, segment.start, segment.stop))
             else:
                 on_device.append(segment)
-        device = LoraBatch(on_device, self._form) if on_device else None
-        return _Shares(device, self._host.assign(on_host))
+        device = LoraBatch(on_device, rows.form) if on_device else None
+        return _Shares(device, self._host.assign(on_host) if on_host else None)
 
 
 class HostLoraLeader:
@@ -122,6 +155,7 @@ class HostLoraLeader:
         self._decided_s = 0.0
         self._on_host: list[tuple[PartialAdapter, bool]] = []
         self._layer = 0
+        self._awaits_ticket = False
         self._host_layers = self._device_layers = self._host_layers_after_arrival = 0
 
     @property
@@ -143,7 +177,7 @@ class HostLoraLeader:
             ExecutorError: an adapter in flight changes modules that the host does not compute.
         """
         for arrival in arrivals:
-            if other := arrival.weights.modules.difference(ASSISTED_MODULES):
+            if other := arrival.weights.modules.difference(self._costs.row_bytes):
                 raise ExecutorError(
                     f"adapter {arrival.ref.name} changes {', '.join(sorted(other))}, which host workers do not compute"
                 )
@@ -156,6 +190,7 @@ class HostLoraLeader:
     def choose(self, arrivals: Sequence[PartialAdapter], layer: int, tokens: Sequence[int]) -> frozenset[int]:
         """Return the indices of the adapters whose delta the host computes on a layer."""
         self._turn += 1
+        self._awaits_ticket = True
         self._layer, self._decided_s = layer, time.monotonic()
         others_have = [self._others_have(arrival, layer) for arrival in arrivals]
         counts = list(zip(arrivals, tokens, strict=True))
@@ -174,7 +209,8 @@ class HostLoraLeader:
         if self._layers is HostLayers.DYNAMIC:
             return True
         costs = self._costs
-        spare_s = costs.host_layer_s(tokens, costs.rank(arrival.ref)) - costs.device_layer_s(tokens)
+        host_s = costs.host_layer_s(tokens, costs.rank(arrival.ref), costs.handovers(arrival.ref))
+        spare_s = host_s - costs.device_layer_s(tokens)
         is_near = spare_s > 0 and arrival.due_s(layer) - time.monotonic() < spare_s
         return not (is_near and self._wait_for(arrival, layer, spare_s))
 
@@ -182,17 +218,20 @@ class HostLoraLeader:
         """Assign rows to the workers of this step."""
         return self.pool.assign(parts)
 
-    def submit(self, layer: int, x: Tensor, assignment: RowAssignment | None) -> None:
-        """Send rows of x to the workers, and publish the ticket to the other ranks."""
+    def submit(self, product: str, layer: int, x: Tensor, assignment: RowAssignment | None) -> None:
+        """Send rows of x to the workers, and publish the layer's first ticket to the other ranks."""
         if assignment is not None:
-            self.pool.submit(layer, x, assignment)
-        self.pool.ring.signal_turn(self._turn, 0 if assignment is None else self.pool.ticket)
+            self.pool.submit(product, layer, x, assignment)
+        if self._awaits_ticket:
+            self._awaits_ticket = False
+            self.pool.ring.signal_turn(self._turn, 0 if assignment is None else self.pool.ticket)
 
-    def add_to(self, qkv: Tensor) -> None:
-        """Wait for the workers, and add their delta to ``qkv [T, out]``."""
-        self.pool.add_to(qkv)
+    def add_to(self, out: Tensor) -> None:
+        """Wait for the workers, and add their delta to ``out [rows, out]``."""
+        self.pool.add_to(out)
+        on_host, self._on_host = self._on_host, []
         self._host_layers_after_arrival += sum(
-            others_had and arrival.arrived_s(self._layer) < self._decided_s for arrival, others_had in self._on_host
+            others_had and arrival.arrived_s(self._layer) < self._decided_s for arrival, others_had in on_host
         )
 
     def close(self) -> None:
@@ -241,13 +280,16 @@ class HostLoraFollower:
     Args:
         ring: of rank 0; owned by this object.
         rank: this rank, whose columns of y are read.
+        geometry: of a rank's share of the model.
     """
 
-    def __init__(self, ring: Ring, rank: int) -> None:
+    def __init__(self, ring: Ring, rank: int, geometry: ModelGeometry) -> None:
         self._ring = ring
-        self._y = y_of(ring, rank)
+        self._y = y_of(ring, rank, ProductWidths(geometry).outputs)
         self._turn = 0
         self._ticket = 0
+        self._product = ""
+        self._is_first = False
         self._submitted: RowAssignment | None = None
 
     @contextmanager
@@ -258,6 +300,7 @@ class HostLoraFollower:
     def choose(self, arrivals: Sequence[PartialAdapter], layer: int, tokens: Sequence[int]) -> frozenset[int]:
         """Wait for rank 0's choice and return it."""
         self._turn += 1
+        self._is_first = True
         self._ticket = _wait(lambda: self._ring.turn(self._turn))
         if not self._ticket:
             return frozenset()
@@ -269,18 +312,21 @@ class HostLoraFollower:
 
     def assign(self, parts: Sequence[HostRows]) -> RowAssignment:
         """Return the places of these rows' results for this rank."""
-        return RowAssignment(parts, 0, [], 0, self._y)
+        return RowAssignment(parts, 0, [], {}, self._y)
 
-    def submit(self, layer: int, x: Tensor, assignment: RowAssignment | None) -> None:
-        """Send nothing: rank 0 has the same x, and sends it."""
-        self._submitted = assignment
+    def submit(self, product: str, layer: int, x: Tensor, assignment: RowAssignment | None) -> None:
+        """Send nothing: rank 0 has the same x, and sends it. The tickets of a layer follow each other."""
+        self._ticket += assignment is not None and not self._is_first
+        self._is_first = False
+        self._product, self._submitted = product, assignment
 
-    def add_to(self, qkv: Tensor) -> None:
-        """Wait for the workers, and add their delta to ``qkv [T, out]``."""
+    def add_to(self, out: Tensor) -> None:
+        """Wait for the workers, and add their delta to ``out [rows, out]``."""
         assert self._submitted is not None
         _wait(lambda: self._ring.has_all(self._ticket) or None)
-        for part, y in zip(self._submitted.parts, self._submitted.y[self._ring.slot(self._ticket)], strict=True):
-            qkv[part.start : part.stop].add_(y)
+        their_y = self._submitted.y(self._product, self._ring.slot(self._ticket))
+        for part, y in zip(self._submitted.parts, their_y, strict=True):
+            out[part.start : part.stop].add_(y)
 
     def close(self) -> None:
         """Close the ring."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.config import ConfigError
-from lorikeet.core.assist_costs import ASSISTED_MODULES, AssistCosts, qkv_share, row_bytes, tokens_within_budget
+from lorikeet.core.assist_costs import UNIT_MODULES, AssistCosts, qkv_share, row_bytes, tokens_within_budget
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId, RequestId
@@ -26,7 +26,7 @@ from lorikeet.models.decoder import Decoder
 from lorikeet.presets import HostLayers, LayerGroups, Preset
 from lorikeet.worker.batch import BatchRow, SequenceState, build_batch
 from lorikeet.worker.host_lora.pool import HostPool, HostRows
-from lorikeet.worker.host_lora.worker import HostAdapter
+from lorikeet.worker.host_lora.worker import HostAdapter, ProductWidths
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.transfer.device import Stream
 
@@ -106,7 +106,7 @@ def measure(
     share = qkv_share(geometry)
     costs = AssistCosts(
         layers=geometry.layers,
-        row_bytes=row_bytes(geometry),
+        row_bytes=row_bytes(geometry, pool.ring.shape.ranks),
         device_layer=layer_times,
         qkv_share=0.0 if cores_shared else share,
         host_fixed_s=host_times.fixed_s,
@@ -134,7 +134,8 @@ def tokens_per_worker(times: HostTimes, geometry: ModelGeometry, layer_s: float,
         layer_s: time of a layer in a short prefill on the device.
         bandwidth: bytes per second over the link.
     """
-    load_s = times.rank * sum(row_bytes(geometry).values()) / bandwidth
+    unit_bytes = row_bytes(geometry)
+    load_s = times.rank * sum(unit_bytes[module] for module in UNIT_MODULES) / bandwidth
     budget_s = qkv_share(geometry) * layer_s + load_s
     return tokens_within_budget(budget_s, [(tokens, times.seconds(tokens)) for tokens in _SLICE_TOKENS])
 
@@ -156,7 +157,7 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
     adapters: dict[int, HostAdapter] = {}
     for rank in _HOST_RANKS:
         by_layer = (rank, *[0] * (geometry.layers - 1))
-        ranks = dict.fromkeys(ASSISTED_MODULES, by_layer)
+        ranks = dict.fromkeys(UNIT_MODULES, by_layer)
         blocks = pack(ranks, geometry, elements).blocks
         if blocks <= len(host):
             adapters[rank] = HostAdapter(ranks, tuple(BlockId(block) for block in range(blocks)))
@@ -168,12 +169,13 @@ def measure_host(pool: HostPool, geometry: ModelGeometry, host: Tensor, place: t
     computed, handed_over = [], []
     counts = [tokens for tokens in _HOST_TOKENS if tokens <= pool.ring.shape.rows]
     for (number, rank), tokens in product(enumerate(adapters), counts):
-        x = torch.zeros(tokens, pool.ring.shape.inputs, dtype=host.dtype, device=place)
-        qkv = torch.zeros(tokens, pool.ring.shape.outputs, dtype=host.dtype, device=place)
+        widths = ProductWidths(geometry)
+        x = torch.zeros(tokens, widths.inputs["qkv"], dtype=host.dtype, device=place)
+        qkv = torch.zeros(tokens, widths.outputs["qkv"], dtype=host.dtype, device=place)
         assignment = pool.assign([HostRows(number, 0, tokens)])
         seconds = []
         for _ in range(_REPEATS):
-            pool.submit(0, x, assignment)
+            pool.submit("qkv", 0, x, assignment)
             pool.add_to(qkv)
             pool.settle()
             seconds.append(pool.computed_s)

@@ -4,8 +4,8 @@ import ctypes
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lorikeet.core.assist_costs import WORKER_TOKENS, slice_rows
 from lorikeet.core.executor import ExecutorError
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.kernels.base import torch_dtype
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.worker.helper_process import Helper, HelperProcess, start_helper_process
 from lorikeet.worker.host_lora.ring import POLLS, Backoff, Ring, RingShape, RingSlice
-from lorikeet.worker.host_lora.worker import HostAdapter, SliceWorker
+from lorikeet.worker.host_lora.worker import HostAdapter, ProductWidths, SliceWorker, narrowed, site_of
 from lorikeet.worker.host_lora.worker_process import BeginStep, HostWorkerSetup
 from lorikeet.worker.transfer.device import DeviceBackend, StreamEvent, StreamSignals
 
@@ -71,31 +71,47 @@ class RowAssignment:
         number: number of the cut in the ring.
         slices: the slices of the cut.
         workers: workers that have slices.
-        copies: copies of rows of x into a slot.
-        y: for each slot, the results of each part.
     """
 
     def __init__(
-        self, parts: Sequence[HostRows], number: int, slices: list[RingSlice], row_bytes: int, y: Sequence[Tensor]
+        self,
+        parts: Sequence[HostRows],
+        number: int,
+        slices: list[RingSlice],
+        row_bytes: Mapping[str, int],
+        y: Mapping[str, Tensor],
     ) -> None:
         self.parts = tuple(parts)
         self.number = number
         self.slices = slices
         self.workers = tuple(dict.fromkeys(part.worker for part in slices))
-        self.copies: list[_RowCopy] = []
-        self.y: list[list[Tensor]] = [[] for _ in y]
-        row = 0
-        for part in parts:
-            rows = part.stop - part.start
-            self.copies.append(_RowCopy(part.start * row_bytes, row * row_bytes, rows * row_bytes))
-            for slot, own in zip(y, self.y, strict=True):
-                own.append(slot[row : row + rows])
-            row += rows
+        self._row_bytes, self._all_y = row_bytes, y
+        self._copies: dict[str, list[_RowCopy]] = {}
+        self._y: dict[tuple[str, int], list[Tensor]] = {}
+        self._first_rows = list(accumulate((part.stop - part.start for part in parts), initial=0))
+
+    def copies(self, product: str) -> list[_RowCopy]:
+        """Return the copies of rows of a product's x into a slot."""
+        if product not in self._copies:
+            size = self._row_bytes[product]
+            self._copies[product] = [
+                _RowCopy(part.start * size, row * size, (part.stop - part.start) * size)
+                for part, row in zip(self.parts, self._first_rows, strict=False)
+            ]
+        return self._copies[product]
+
+    def y(self, product: str, slot: int) -> list[Tensor]:
+        """Return the results of each part in a slot."""
+        if (product, slot) not in self._y:
+            y = self._all_y[product][slot]
+            self._y[product, slot] = [y[first:stop] for first, stop in pairwise(self._first_rows)]
+        return self._y[product, slot]
 
 
-def y_of(ring: Ring, rank: int) -> list[Tensor]:
-    """Return the y of a rank, for each slot: ``[rows, out]`` of the model's dtype."""
-    return list(torch.from_numpy(ring.y).view(torch_dtype(ring.shape.dtype))[:, rank])
+def y_of(ring: Ring, rank: int, outputs: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the y of a rank by product: ``[slots, rows, out]`` of the model's dtype; ``outputs`` has their widths."""
+    y = torch.from_numpy(ring.y).view(torch_dtype(ring.shape.dtype))[:, rank]
+    return {product: narrowed(y, width) for product, width in outputs.items()}
 
 
 class PoolSizes(NamedTuple):
@@ -147,17 +163,17 @@ class HostPool:
         sizes: PoolSizes,
     ) -> None:
         dtype, geometry, rows, parts, timeout_s = sizes
-        q = geometry.modules["q"]
+        widths = self._widths = ProductWidths(geometry)
         blocks = [torch.from_numpy(arena.bytes).view(dtype) for arena in arenas]
         shape = RingShape(
             slots=SLOTS,
-            descriptors=2 * geometry.layers,
+            descriptors=2 * geometry.layers * len(PRODUCTS),
             rows=rows,
-            inputs=q.in_features,
-            outputs=sum(geometry.modules[module].out_features for module in ("q", "k", "v")),
+            inputs=max(widths.inputs.values()),
+            outputs=max(widths.outputs.values()),
             ranks=len(arenas),
             workers=len(processes),
-            cuts=2 * geometry.layers,  # at most one per layer of a step
+            cuts=4 * geometry.layers,  # at most one per layer of a step, and one of the rows that sample
             slices=parts + len(processes),
             dtype=str(dtype).removeprefix("torch."),
         )
@@ -167,9 +183,9 @@ class HostPool:
         self.rescued_slices = 0
         self.ring = Ring.create(shape)
         self._timeout_s = timeout_s
-        self._y = y_of(self.ring, 0)
+        self._y = y_of(self.ring, 0, widths.outputs)
         self._others = tuple(arenas[1:])
-        self._row_bytes = self.ring.x[0, :1].nbytes
+        self._row_bytes = {product: width * dtype.itemsize for product, width in widths.inputs.items()}
         self._slots = [int(x.ctypes.data) for x in self.ring.x]
         self._fallback = SliceWorker(self.ring, _RANK, blocks, geometry)
         every_core = frozenset(os.sched_getaffinity(0))
@@ -193,7 +209,7 @@ class HostPool:
         self._cuts = 0
         self.ticket = 0
         self._active: dict[int, HelperProcess] = {}
-        self._submitted: tuple[int, RowAssignment] | None = None
+        self._submitted: tuple[int, str, RowAssignment] | None = None
         self._submitted_ns = 0
 
     @property
@@ -252,14 +268,15 @@ class HostPool:
         self.ring.write_cut(self._cuts, slices)
         return RowAssignment(parts, self._cuts, slices, self._row_bytes, self._y)
 
-    def submit(self, layer: int, x: Tensor, assignment: RowAssignment) -> None:
-        """Let workers compute the LoRA delta of q, k and v of a layer.
+    def submit(self, product: str, layer: int, x: Tensor, assignment: RowAssignment) -> None:
+        """Let workers compute the LoRA delta of a product of a layer.
 
         This and :meth:`add_to` are the cost of assistance for the rank on every layer, so they do little.
 
         Args:
+            product: a key of ``core.geometry.PRODUCTS``.
             layer: of the model.
-            x: ``[T, in]`` of the batch, contiguous.
+            x: ``[rows, in]`` of the batch, contiguous.
             assignment: of rows of x to workers.
         """
         self._submitted_ns = time.monotonic_ns()
@@ -267,22 +284,23 @@ class HostPool:
         ring = self.ring
         ring.check_free(ticket)
         source, target = x.data_ptr(), self._slots[ticket % SLOTS]
-        for copy in assignment.copies:
+        for copy in assignment.copies(product):
             ctypes.memmove(target + copy.target, source + copy.source, copy.size)
-        ring.describe(ticket, self._steps, layer, assignment.number)
+        site = site_of(layer, product)
+        ring.describe(ticket, self._steps, site, assignment.number)
         ring.signal_x(ticket)
-        self._submitted = layer, assignment
+        self._submitted = site, product, assignment
 
-    def add_to(self, qkv: Tensor) -> None:
-        """Wait for the results of the latest :meth:`submit`, and add them to their rows of ``qkv [T, out]``."""
+    def add_to(self, out: Tensor) -> None:
+        """Wait for the results of the latest :meth:`submit`, and add them to their rows of ``out [rows, out]``."""
         collecting_ns = time.monotonic_ns()
         assert self._submitted is not None
-        layer, assignment = self._submitted
+        site, product, assignment = self._submitted
         ticket = self.ticket
-        sums = [qkv[part.start : part.stop] for part in assignment.parts]  # while workers may still compute
-        is_whole = self._finish(ticket, layer, assignment)
+        sums = [out[part.start : part.stop] for part in assignment.parts]  # while workers may still compute
+        is_whole = self._finish(ticket, site, assignment)
         self.ring.signal_collected(ticket)
-        for total, y in zip(sums, assignment.y[ticket % SLOTS], strict=True):
+        for total, y in zip(sums, assignment.y(product, ticket % SLOTS), strict=True):
             total.add_(y)
         self.ring.free(ticket)
         now_ns = time.monotonic_ns()
@@ -305,16 +323,16 @@ class HostPool:
     def _collect_all(self) -> None:
         """Wait for workers that may still compute."""
         if self._submitted is not None:  # the step has failed in between
-            _, assignment = self._submitted
-            self.add_to(torch.empty(max(part.stop for part in assignment.parts), self.ring.shape.outputs))
+            _, product, assignment = self._submitted
+            self.add_to(torch.empty(max(part.stop for part in assignment.parts), self._widths.outputs[product]))
 
-    def _finish(self, ticket: int, layer: int, assignment: RowAssignment) -> bool:
+    def _finish(self, ticket: int, site: int, assignment: RowAssignment) -> bool:
         """Wait until y of a ticket is complete; return False if this thread computed a part of it."""
         lost = [worker for worker in assignment.workers if not self._wait_for(ticket, worker)]
         slices = [part for part in assignment.slices if part.worker in lost]
         began_ns = time.monotonic_ns()
         for part in slices:
-            self._fallback.compute(ticket, layer, part)
+            self._fallback.compute(ticket, site, part)
         for worker in lost:
             self.ring.signal_y(ticket, worker, began_ns, time.monotonic_ns())
         self.rescued_slices += len(slices)
@@ -353,14 +371,16 @@ class _OpenTicket(NamedTuple):
 
     Attributes:
         ticket: its number.
-        layer: of the model.
+        site: product of a layer.
+        product: which.
         assignment: of its rows.
         x_copied: event after the copy of x.
         at_ns: when it was queued.
     """
 
     ticket: int
-    layer: int
+    site: int
+    product: str
     assignment: RowAssignment
     x_copied: StreamEvent
     at_ns: int
@@ -396,7 +416,8 @@ class DevicePool(HostPool):
     ) -> None:
         super().__init__(processes, cores, arenas, sizes)
         self._stream, self._signals = device.steps, signals
-        self._x = torch.from_numpy(self.ring.x).view(sizes.dtype)
+        x = torch.from_numpy(self.ring.x).view(sizes.dtype)
+        self._x = {product: narrowed(x, width) for product, width in self._widths.inputs.items()}
         self._open: deque[_OpenTicket] = deque()
         self._last: _OpenTicket | None = None
         try:
@@ -405,29 +426,29 @@ class DevicePool(HostPool):
             super().close()
             raise ExecutorError(f"the device cannot register the shared memory of host workers: {error}") from error
 
-    def submit(self, layer: int, x: Tensor, assignment: RowAssignment) -> None:
+    def submit(self, product: str, layer: int, x: Tensor, assignment: RowAssignment) -> None:
         """As of ``HostPool``; ``x`` is on the device, and the stream copies its rows."""
         while len(self._open) >= SLOTS:
             self._collect()
         at_ns = time.monotonic_ns()
         ticket = self.ticket = self.ticket + 1
-        slot = self._x[self.ring.slot(ticket)]
-        self.ring.describe(ticket, self._steps, layer, assignment.number)
+        slot, site = self._x[product][self.ring.slot(ticket)], site_of(layer, product)
+        self.ring.describe(ticket, self._steps, site, assignment.number)
         row = 0
         for part in assignment.parts:
             rows = part.stop - part.start
             self._stream.copy(x[part.start : part.stop], slot[row : row + rows])
             row += rows
         self._signals.signal(torch.from_numpy(self.ring.x_word(ticket)), ticket)
-        self._open.append(_OpenTicket(ticket, layer, assignment, self._stream.record_event(), at_ns))
+        self._open.append(_OpenTicket(ticket, site, product, assignment, self._stream.record_event(), at_ns))
 
-    def add_to(self, qkv: Tensor) -> None:
-        """Let the stream wait for the results and add them to their rows of ``qkv [T, out]``."""
-        ticket, _, assignment, _, _ = self._open[-1]
+    def add_to(self, out: Tensor) -> None:
+        """Let the stream wait for the results and add them to their rows of ``out [rows, out]``."""
+        ticket, _, product, assignment, _, _ = self._open[-1]
         for worker in assignment.workers:
             self._signals.wait_for(torch.from_numpy(self.ring.y_word(ticket, worker)), ticket)
-        for part, y in zip(assignment.parts, assignment.y[self.ring.slot(ticket)], strict=True):
-            self._signals.add(y, qkv[part.start : part.stop])
+        for part, y in zip(assignment.parts, assignment.y(product, self.ring.slot(ticket)), strict=True):
+            self._signals.add(y, out[part.start : part.stop])
 
     def settle(self) -> None:
         """Block until all results are added.
@@ -454,4 +475,4 @@ class DevicePool(HostPool):
         """Wait for the workers of the oldest ticket, and compute the slices of lost ones."""
         ticket = self._open.popleft()
         ticket.x_copied.wait()
-        self._last = ticket if self._finish(ticket.ticket, ticket.layer, ticket.assignment) else None
+        self._last = ticket if self._finish(ticket.ticket, ticket.site, ticket.assignment) else None

@@ -67,8 +67,8 @@ class RingShape(msgspec.Struct, frozen=True):
         slots: number of tickets whose x and y are kept.
         descriptors: number of tickets whose descriptions are kept.
         rows: most rows of x in a ticket.
-        inputs: elements of a row of x.
-        outputs: elements of a row of y on one rank: q, k and v, concatenated.
+        inputs: elements of a row of x of the widest product.
+        outputs: elements of a row of y of the widest product on one rank, its modules concatenated.
         ranks: tensor-parallel ranks. All share one x; each has a y with its own columns.
         workers: number of workers that share the rows.
         cuts: number of cuts that are kept. A cut is a division of rows among workers.
@@ -244,19 +244,19 @@ class Ring:
         slices = [RingSlice(*row) for row in self._words[first:end].reshape(-1, _SLICE_WORDS).tolist()]
         return slices if self._flags[at] == cut else None
 
-    def describe(self, ticket: int, step: int, layer: int, cut: int) -> None:
+    def describe(self, ticket: int, step: int, site: int, cut: int) -> None:
         """Write the description of a ticket, before :meth:`signal_x`.
 
         Args:
             ticket: its number.
             step: its step, whose adapters the slices refer to.
-            layer: of the model.
+            site: product of a layer (``worker.site_of``).
             cut: number of the cut of its rows.
         """
         at = self._offsets.descriptor(ticket)
         self._flags[at] = 0  # invalid while it is written
         self._flags[at + 1] = step
-        self._flags[at + 2] = layer
+        self._flags[at + 2] = site
         self._flags[at + 3] = cut
         self._flags[at] = ticket
 
@@ -265,10 +265,10 @@ class Ring:
         return self._flags[self._offsets.descriptor(ticket) + 1]
 
     def description(self, ticket: int) -> tuple[int, int] | None:
-        """Return layer and cut of a ticket whose x is ready; None if it was overwritten."""
+        """Return site and cut of a ticket whose x is ready; None if it was overwritten."""
         at = self._offsets.descriptor(ticket)
-        found, layer, cut = self._flags[at], self._flags[at + 2], self._flags[at + 3]
-        return (layer, cut) if found == ticket == self._flags[at] else None
+        found, site, cut = self._flags[at], self._flags[at + 2], self._flags[at + 3]
+        return (site, cut) if found == ticket == self._flags[at] else None
 
     def signal_x(self, ticket: int) -> None:
         """Signal that x and the description of a ticket are written, so that workers begin."""
@@ -317,7 +317,7 @@ class Ring:
     # --- between ranks -------------------------------------------------------------------------------
 
     def signal_turn(self, turn: int, ticket: int) -> None:
-        """Publish to the other ranks the ticket of the next layer of an assisted step, 0 for none."""
+        """Publish to the other ranks the first ticket of the next layer of an assisted step, 0 for none."""
         at = self._offsets.turns[turn % _TURNS]
         self._flags[at + 1] = ticket
         self._flags[at] = turn

@@ -1,4 +1,4 @@
-"""The computation of a host worker: the LoRA delta of q, k and v of one layer, for its rows of a ticket."""
+"""The computation of a host worker: the LoRA delta of one product of a layer, for its rows of a ticket."""
 
 import time
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import PRODUCTS, ModelGeometry
 from lorikeet.core.ids import BlockId
 from lorikeet.kernels.base import LoraPieces, LoraTargets, torch_dtype
 from lorikeet.memory.adapter_blocks import AdapterLayout
@@ -15,16 +15,48 @@ from lorikeet.memory.packing import pack
 from lorikeet.models.weights import lora_targets
 from lorikeet.worker.host_lora.ring import Ring, RingSlice
 
+_PRODUCTS = tuple(PRODUCTS)
 
-def host_targets(geometry: ModelGeometry) -> LoraTargets:
-    """Return the modules that the host computes and their columns in y."""
-    return lora_targets(geometry)["qkv"]
+
+def site_of(layer: int, product: str) -> int:
+    """Return the number by which a ticket names a product of a layer."""
+    return layer * len(_PRODUCTS) + _PRODUCTS.index(product)
+
+
+def layer_and_product(site: int) -> tuple[int, str]:
+    """Return what :func:`site_of` has numbered."""
+    layer, number = divmod(site, len(_PRODUCTS))
+    return layer, _PRODUCTS[number]
+
+
+class ProductWidths:
+    """Elements of a row of x and y of each product.
+
+    Args:
+        geometry: of a rank's share of the model.
+
+    Attributes:
+        inputs, outputs: by product.
+    """
+
+    def __init__(self, geometry: ModelGeometry) -> None:
+        self.inputs = {name: geometry.modules[modules[0]].in_features for name, modules in PRODUCTS.items()}
+        self.outputs = {
+            name: sum(geometry.modules[module].out_features for module in modules) for name, modules in PRODUCTS.items()
+        }
+
+
+def narrowed(slot: Tensor, width: int) -> Tensor:
+    """Return a slot ``[…, rows, widest]`` as rows of ``width`` elements, packed from its beginning."""
+    rows = slot.shape[-2]
+    return slot.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
 
 
 def write_delta(x: Tensor, pieces: Sequence[LoraPieces], layer: int, targets: LoraTargets, y: Tensor) -> None:
     """Write the LoRA delta ``x Aᵀ Bᵀ`` of each target into its columns of ``y``; zeros for unchanged targets.
 
-    A is the same on every rank, as q, k and v are split by output only, so ``x Aᵀ`` is computed once for all ranks.
+    A is the same on every rank for products that are split by output only, so ``x Aᵀ`` is computed once for all ranks;
+    the others are handed over with one rank only.
     Workers call this for their slices, and a rank for the slices of lost workers. Sums are in fp32; each result is
     rounded once.
 
@@ -32,7 +64,7 @@ def write_delta(x: Tensor, pieces: Sequence[LoraPieces], layer: int, targets: Lo
         x: ``[rows, in]``.
         pieces: weights of the adapter on each rank, in place.
         layer: of the model.
-        targets: from :func:`host_targets`.
+        targets: modules of the product, and their columns in y.
         y: ``[ranks, rows, out]``, overwritten.
     """
     wide = x.float().numpy()  # for few rows numpy is several times as fast as torch
@@ -77,7 +109,8 @@ class SliceWorker:
         self._number = number
         self._arenas = tuple(arenas)
         self._geometry = geometry
-        self._targets = host_targets(geometry)
+        self._targets = lora_targets(geometry)
+        self._widths = ProductWidths(geometry)
         self._x = torch.from_numpy(ring.x).view(dtype)
         self._y = torch.from_numpy(ring.y).view(dtype)
         self._adapters: list[HostAdapter] = []
@@ -105,7 +138,7 @@ class SliceWorker:
         description = self._ring.description(ticket)
         if description is None:
             return
-        layer, cut = description
+        site, cut = description
         own = self._cuts.get(cut)
         if own is None:
             slices = self._ring.cut(cut)
@@ -114,14 +147,17 @@ class SliceWorker:
             own = self._cuts[cut] = [part for part in slices if part.worker == self._number]
         began_ns = time.monotonic_ns()
         for part in own:
-            self.compute(ticket, layer, part)
+            self.compute(ticket, site, part)
         self._ring.signal_y(ticket, self._number, began_ns, time.monotonic_ns())
 
     @torch.inference_mode()
-    def compute(self, ticket: int, layer: int, part: RingSlice) -> None:
+    def compute(self, ticket: int, site: int, part: RingSlice) -> None:
         """Compute one slice of any worker, without a signal."""
         slot, rows = self._ring.slot(ticket), slice(part.start, part.start + part.rows)
-        write_delta(self._x[slot, rows], self._weights(part.adapter), layer, self._targets, self._y[slot, :, rows])
+        layer, product = layer_and_product(site)
+        x = narrowed(self._x[slot], self._widths.inputs[product])[rows]
+        y = narrowed(self._y[slot], self._widths.outputs[product])[:, rows]
+        write_delta(x, self._weights(part.adapter), layer, self._targets[product], y)
 
     def _weights(self, number: int) -> tuple[LoraPieces, ...]:
         pieces = self._pieces[number]

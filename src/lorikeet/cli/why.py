@@ -1,0 +1,200 @@
+"""``lorikeet why``: reads a request log, and says what requests waited for and what each mechanism saved them."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.markup import escape
+from rich.table import Column, Table
+
+from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
+
+BASE = "(base)"
+
+
+class LoggedDecision(msgspec.Struct, frozen=True):
+    """A decision in a line of the log."""
+
+    mechanism: str
+    saved_s: float
+    why: str
+    after_s: float = 0.0
+
+
+class LoggedRequest(msgspec.Struct, frozen=True):
+    """The fields of a line that matter here; others are ignored. Older logs have no decisions."""
+
+    input_tokens: int
+    output_tokens: int
+    adapter: str | None = None
+    request_id: str = ""
+    cached_tokens: int = 0
+    queue_s: float | None = None
+    waited_for: str = ""
+    adapter_wait_s: float = 0.0
+    kv_wait_s: float = 0.0
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    finish_reason: str = ""
+    preemptions: int = 0
+    saved_s: dict[str, float] = {}
+    decisions: tuple[LoggedDecision, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The adapter's name."""
+        return self.adapter or BASE
+
+    def parts(self) -> dict[str, float]:
+        """Return what its TTFT consists of, in seconds; of a request without a first token what it waited so far."""
+        queue_s = self.queue_s or 0.0
+        parts = {"queue": queue_s, "adapter": self.adapter_wait_s, "KV": self.kv_wait_s}
+        if self.ttft_s is not None:
+            parts["prefill"] = max(0.0, self.ttft_s - sum(parts.values()))
+        return parts
+
+    def waited_most_for(self) -> str:
+        """Return the largest part of its TTFT, in words."""
+        parts = self.parts()
+        part = max(parts, key=lambda each: parts[each])
+        if part == "queue" and self.waited_for:
+            return f"queue: {self.waited_for}"
+        return {"adapter": "its adapter's transfer", "KV": "its KV's transfer"}.get(part, part)
+
+
+def why(
+    file: Annotated[Path, typer.Argument(help="What `lorikeet serve --request-log` wrote.")],
+    adapter: Annotated[str, typer.Option(help="Only requests for this adapter.", show_default="all")] = "",
+    request: Annotated[str, typer.Option(help="Only requests whose id begins so.", show_default="all")] = "",
+    top: Annotated[int, typer.Option(min=0, help="Slowest adapters and requests to show.")] = 10,
+    json_file: JsonFile = None,
+) -> None:
+    """Say where the time to the first token went, what each mechanism saved, and why the slowest were slow.
+
+    Saved seconds are estimates: what requests would have waited for more without the mechanism, by the times of steps
+    and transfers that the engine had measured.
+    """
+    check_json_file(json_file)
+    try:
+        found = [each for each in _read(file) if adapter in ("", each.name) and each.request_id.startswith(request)]
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        fail(f"{file}: {error}")
+    if not found:
+        fail(f"{file}: no request matches")
+    by_adapter = defaultdict[str, list[LoggedRequest]](list)
+    for each in found:
+        by_adapter[each.name].append(each)
+    figures = {
+        "requests": len(found),
+        "ttft_s": _parts(found),
+        "saved_s": _saved(found),
+        "adapters": {name: {"requests": len(of), **_parts(of)} for name, of in _slowest(by_adapter, top)},
+        "slowest": [
+            {"request_id": each.request_id, "adapter": each.name, "ttft_s": each.ttft_s, "most": each.waited_most_for()}
+            for each in _slowest_requests(found, top)
+        ],
+    }
+    if not write_json(json_file, figures):
+        return
+    console = output()
+    console.print(f"{len(found)} requests of {len(by_adapter)} adapters")
+    console.print(_parts_table(found))
+    console.print(_saved_table(found))
+    if top and not request:
+        console.print(_adapters_table(_slowest(by_adapter, top)))
+    if top:
+        console.print(_requests_table(_slowest_requests(found, top)))
+
+
+def _read(file: Path) -> Iterator[LoggedRequest]:
+    """Yield the lines of a request log.
+
+    Raises:
+        OSError: it cannot be read.
+        msgspec.DecodeError: a line is no request; the message has its number.
+    """
+    decoder = msgspec.json.Decoder(LoggedRequest)
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError as error:
+                raise msgspec.DecodeError(f"line {number}: {error}") from error
+
+
+def _parts(requests: Sequence[LoggedRequest]) -> dict[str, float]:
+    """Return the mean of each part of TTFT, and of all."""
+    answered = [each for each in requests if each.ttft_s is not None] or list(requests)
+    parts = [each.parts() for each in answered]
+    means = {name: fmean(part.get(name, 0.0) for part in parts) for name in ("queue", "adapter", "KV", "prefill")}
+    return {**means, "mean": sum(means.values())}
+
+
+def _saved(requests: Sequence[LoggedRequest]) -> dict[str, dict[str, float]]:
+    """Return by mechanism the seconds saved and lost, and the number of requests."""
+    saved, lost, counts = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
+    for each in requests:
+        for mechanism, seconds in each.saved_s.items():
+            (saved if seconds > 0 else lost)[mechanism] += abs(seconds)
+            counts[mechanism] += 1
+    return {
+        name: {"saved": saved[name], "lost": lost[name], "requests": counts[name]}
+        for name in sorted(counts, key=lambda each: lost[each] - saved[each])
+    }
+
+
+def _slowest(by_adapter: dict[str, list[LoggedRequest]], top: int) -> list[tuple[str, list[LoggedRequest]]]:
+    return sorted(by_adapter.items(), key=lambda item: -_parts(item[1])["mean"])[:top]
+
+
+def _slowest_requests(requests: Sequence[LoggedRequest], top: int) -> list[LoggedRequest]:
+    return sorted(requests, key=lambda each: -(each.ttft_s or each.e2e_s or 0.0))[:top]
+
+
+def _columns(*names: str) -> list[Column]:
+    return [Column(name, justify="right") for name in names]
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1e3 * seconds:.1f}"
+
+
+def _parts_table(requests: Sequence[LoggedRequest]) -> Table:
+    table = Table("time to the first token", *_columns("mean, ms", "share"), title_justify="left")
+    parts = _parts(requests)
+    for name, seconds in parts.items():
+        share = seconds / parts["mean"] if parts["mean"] else 0.0
+        table.add_row("all" if name == "mean" else name, _ms(seconds), f"{share:.0%}")
+    return table
+
+
+def _saved_table(requests: Sequence[LoggedRequest]) -> Table:
+    table = Table("mechanism", *_columns("saved, s", "lost, s", "requests"))
+    for mechanism, each in _saved(requests).items():
+        table.add_row(escape(mechanism), f"{each['saved']:.3f}", f"{each['lost']:.3f}", str(round(each["requests"])))
+    return table
+
+
+def _adapters_table(adapters: Sequence[tuple[str, list[LoggedRequest]]]) -> Table:
+    parts = ("queue", "adapter", "KV", "prefill")
+    table = Table("slowest adapters", *_columns("requests", "TTFT, ms", *parts, "saved, s"))
+    for name, requests in adapters:
+        means, saved = _parts(requests), sum(sum(each.saved_s.values()) for each in requests)
+        shown = (_ms(means[part]) for part in ("mean", *parts))
+        table.add_row(escape(name), str(len(requests)), *shown, f"{saved:.3f}")
+    return table
+
+
+def _requests_table(requests: Sequence[LoggedRequest]) -> Table:
+    table = Table("slowest requests", "adapter", *_columns("TTFT, ms"), "waited most for", "decisions")
+    for each in requests:
+        said = "\n".join(f"{made.mechanism} {1e3 * made.saved_s:+.1f} ms: {made.why}" for made in each.decisions)
+        cells = (each.request_id, each.name, _ms(each.ttft_s), each.waited_most_for(), said)
+        table.add_row(*map(escape, cells))
+    return table

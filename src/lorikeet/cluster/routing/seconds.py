@@ -1,0 +1,115 @@
+"""Routes a request to where it costs all requests together the fewest seconds."""
+
+import numpy as np
+
+from lorikeet.cluster.routing.affinity import MAX_PREFIXES, SentPrefixes
+from lorikeet.cluster.routing.base import Router, least
+from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
+from lorikeet.cluster.routing.request import RoutingRequest
+from lorikeet.core.ids import ReplicaId
+from lorikeet.core.replica_costs import ReplicaCosts
+
+COPY_TIMES = 3.0
+"""How much longer an adapter takes of which the replica's machine has no copy yet."""
+
+
+class FewestSeconds(Router):
+    """Chooses the replica where a request adds the fewest seconds: its own until its end, and those that others lose.
+
+    Its own are the prompts before it, its prompt without the prefix that was sent there before, and the steps of its
+    answer in the batch there. Loading its adapter runs beside the prompts before it, and displaces what must be
+    loaded again. Others wait for its prompt, and for one more sequence in each step of its answer. If the replica's
+    memory is short, it waits for as long as the requests there need to free as much.
+
+    Any open replica may be chosen, whatever the table names: where requests are sent decides where copies of their
+    adapter are, and the pool deletes those that were unused for longest (``pool_share``).
+
+    Source: the sum over all requests is that of TOPPINGS, Algorithm 1; a prefix, an adapter and their loads are
+    counted in the same seconds.
+
+    Args:
+        costs: of a replica.
+        max_prefixes: number of prefixes that are remembered.
+
+    Attributes:
+        saved_s: by how much the last choice was cheaper than the mean of all open replicas.
+    """
+
+    wants_keys = True
+
+    def __init__(self, costs: ReplicaCosts, max_prefixes: int = MAX_PREFIXES) -> None:
+        self._costs = costs
+        self._prefixes = SentPrefixes(max_prefixes)
+        self._changes = 0
+        self.saved_s = 0.0
+
+    def learn(self, costs: ReplicaCosts) -> None:
+        """Decide by other costs from now on."""
+        self._costs = costs
+
+    def route(self, request: RoutingRequest, fleet: Fleet, now: float) -> ReplicaId | None:
+        """Choose the replica with the fewest added seconds; of equals a holder, then the least loaded."""
+        if self._changes != fleet.changes:
+            self._prefixes.forget_gone(fleet)
+            self._changes = fleet.changes
+        if not len(fleet.open):
+            return None
+        is_warm = fleet.is_warm(request.adapter)
+        seconds = self.seconds(request, fleet, is_warm)
+        index = least(fleet.open, seconds, ~is_warm, fleet.loads.requests)
+        self.saved_s = float(seconds[fleet.open].mean() - seconds[index])
+        info = fleet.info(index)
+        self._prefixes.add(request.keys, (info.replica, info.epoch))
+        return info.replica
+
+    def seconds(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags) -> Numbers:
+        """Return by replica the seconds that a request adds; ``is_warm`` says where its adapter is on the device."""
+        # Few array operations: with 64 replicas each takes a microsecond, and a route may take a hundred.
+        costs, loads, rank = self._costs, fleet.loads, request.rank
+        sequences, steps = loads.requests, max(1, request.expected_tokens)
+        some = np.maximum(sequences, 1.0)
+        left = loads.decode_tokens / some
+        added_s = costs.decode_s + costs.lora_decode_s * rank
+        step_s = costs.decode_s * sequences + (costs.step_s + added_s)
+        if costs.lora_decode_s:
+            step_s += costs.lora_decode_s * loads.total_rank
+        step_s = np.maximum(step_s, step_s * some / loads.max_batch)  # beyond the largest batch they take turns
+        before_s, seconds = costs.prefill_token_s * loads.prefill_tokens, steps * step_s
+        if request.adapter is not None:
+            load_s = self._load_s(request, fleet, is_warm)
+            before_s = np.maximum(before_s, load_s)
+            seconds += load_s  # what the adapter displaces must be loaded again
+        seconds += before_s
+        prefill_s = (costs.prefill_token_s + costs.lora_prefill_s * rank) * self._new_tokens(request, fleet)
+        seconds += prefill_s
+        seconds += sequences * (np.minimum(left, steps) * added_s + prefill_s)
+        free_tokens = loads.free_tokens
+        if free_tokens.min() < request.known_tokens + request.adapter_bytes * loads.tokens_per_byte.max():
+            short = np.maximum(fleet.needed_tokens(request, is_warm) - free_tokens, 0.0)
+            seconds += step_s * left * short / np.maximum(loads.held_tokens, 1.0)
+        return seconds
+
+    def _load_s(self, request: RoutingRequest, fleet: Fleet, is_warm: Flags) -> Numbers:
+        assert request.adapter is not None
+        load_s = self._costs.load_time_s(request.adapter_bytes)
+        seconds = np.full(len(fleet), load_s)
+        if self.holders is not None:
+            held = self.holders(request.adapter)
+            seconds *= COPY_TIMES
+            seconds[[fleet.open_index[each] for each in held if each in fleet.open_index]] = load_s
+        seconds[is_warm] = 0.0
+        return seconds
+
+    def _new_tokens(self, request: RoutingRequest, fleet: Fleet) -> Numbers | int:
+        """Return by replica the tokens behind the longest prefix that was sent there; at least the last block."""
+        matched = self._prefixes.match(request.keys)
+        if not matched:
+            return request.known_tokens
+        new, block_tokens = (
+            np.full(len(fleet), float(request.known_tokens)),
+            request.known_tokens / (len(request.keys) + 1),
+        )
+        for (replica, _), blocks in matched.items():
+            if replica in fleet.open_index:
+                new[fleet.open_index[replica]] -= blocks * block_tokens
+        return new

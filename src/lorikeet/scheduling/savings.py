@@ -1,0 +1,135 @@
+"""What the mechanisms of an engine save for each request, against the same engine without them.
+
+Each estimate is a difference of two times that the engine has measured: of steps, of transfers, or of waiting. It says
+what would have been computed, loaded or waited for otherwise, and nothing of what that would have led to.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lorikeet.core.assist_costs import AssistCosts, AssistRecord
+from lorikeet.core.events import Decided, Mechanism
+from lorikeet.core.plan import StepPlan, StepResult, Tier
+from lorikeet.memory.blocks import SequenceLease, WaitReason
+from lorikeet.memory.memory import Memory
+from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
+from lorikeet.presets import ColdStart
+from lorikeet.scheduling.state import Sequence, StepTimeEstimator
+from lorikeet.scheduling.step_costs import StepCostMeter
+
+WAITS_FOR = {
+    WaitReason.KV_BLOCKS: "memory for its KV",
+    WaitReason.ADAPTER_BLOCKS: "memory for its adapter",
+    WaitReason.SLOT: "a place beside the adapters or the batch that run",
+    WaitReason.TRANSFER: "its adapter to be read into host memory",
+}
+"""What a refused request waits for, for people."""
+
+
+class SavingsEstimator:
+    """Estimates what each decision about a request saved.
+
+    Args:
+        memory: knows what is where, and how long transfers take.
+        step_times: estimates how long steps take.
+        meter: the same with adapters, for merged steps.
+        assist: costs of assisted prefills; None if there are none.
+        record: of cold prefills; kept here.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        step_times: StepTimeEstimator,
+        meter: StepCostMeter,
+        assist: AssistCosts | None,
+        record: AssistRecord,
+    ) -> None:
+        self._memory = memory
+        self._step_times = step_times
+        self._meter = meter
+        self._assist = assist
+        self._record = record
+
+    def admitted(self, sequence: Sequence, lease: SequenceLease, now: float) -> Iterator[Decided]:
+        """Yield what the cache and prefetches saved a request that is admitted."""
+        tree, name = self._memory.tree, sequence.request_id
+        if lease.adapter != BASE:
+            yield from self._adapter(sequence, lease, now)
+        if not lease.cached_blocks:
+            return
+        block_size, path = self._memory.block_size, lease.path[: lease.cached_blocks]
+        away = int(np.count_nonzero(tree.moving[path] == NodeTransfer.IN))
+        ahead = sum(tree.kind[node] == NodeKind.KV for node in lease.prefetched)
+        tokens = lease.cached_blocks * block_size
+        compute_s = self._step_times.prefill_s(tokens)
+        loaded_s = self._copy_s(Tier.HOST, ahead)
+        if ahead:
+            # Without the prefetch these blocks would have been loaded now, or computed if that is faster.
+            loaded_s = min(loaded_s, compute_s * ahead / lease.cached_blocks)
+            yield Decided(name, now, Mechanism.PREFETCH, loaded_s, f"{ahead * block_size} tokens of KV had been loaded")
+        total = len(sequence.token_ids)
+        where = f", {away * block_size} of them on the host" if away else ""
+        saved_s = compute_s - loaded_s - self._copy_s(Tier.HOST, away)
+        yield Decided(name, now, Mechanism.PREFIX_REUSE, saved_s, f"KV of {tokens} of {total} tokens was there{where}")
+
+    def _adapter(self, sequence: Sequence, lease: SequenceLease, now: float) -> Iterator[Decided]:
+        tree, node, name = self._memory.tree, lease.adapter, sequence.request_id
+        blocks, is_on_host = int(tree.size[node]), bool(tree.on_host[node])
+        host_s, source_s = self._copy_s(Tier.HOST, blocks), self._copy_s(Tier.SOURCE, blocks)
+        if lease.adapter_transfers:
+            from_where, saved_s = ("the host", max(0.0, source_s - host_s)) if is_on_host else ("its files", 0.0)
+            why = f"its adapter ({blocks} blocks) was not on the device, and is loaded from {from_where}"
+            yield Decided(name, now, Mechanism.ADAPTER_CACHE, saved_s, why)
+            return
+        load_s = host_s if is_on_host else source_s
+        if node in lease.prefetched:
+            yield Decided(name, now, Mechanism.PREFETCH, load_s, f"its adapter ({blocks} blocks) had been loaded")
+        else:
+            yield Decided(
+                name, now, Mechanism.ADAPTER_CACHE, load_s, f"its adapter ({blocks} blocks) was on the device"
+            )
+
+    def cold_ended(self, sequence: Sequence, now: float) -> Iterator[Decided]:
+        """Record how long a cold request took to its first token, and yield what host cores saved it."""
+        ref, assist = sequence.request.adapter, self._assist
+        is_assisted, sequence.cold_start = sequence.cold_start is ColdStart.ASSIST, None
+        if assist is None or ref is None or not assist.can_assist(ref):
+            return
+        took_s, tokens = now - sequence.admitted_s, sequence.cold_tokens
+        waiting_s = assist.waiting_s(ref, tokens)
+        predicted_s = assist.assisted(ref, tokens).first_token_s if is_assisted else waiting_s
+        self._record.note(predicted_s, took_s, is_assisted=is_assisted)
+        if is_assisted:
+            why = f"its prefill began before its adapter was there: {took_s:.3f} s, else {waiting_s:.3f} s"
+            yield Decided(sequence.request_id, now, Mechanism.ASSIST, waiting_s - took_s, why)
+
+    def order(self, sequence: Sequence, saved_s: float, now: float) -> Iterator[Decided]:
+        """Yield what the order of admission saved: it is what older requests would have taken before this one."""
+        if saved_s:
+            why = "it was admitted before older requests that take longer"
+            yield Decided(sequence.request_id, now, Mechanism.ORDER, saved_s, why)
+
+    def note_merged(self, plan: StepPlan, sequences: list[Sequence], result: StepResult, step_s: float) -> None:
+        """Count for each sequence of merged steps what the same unmerged steps would have taken."""
+        costs = self._meter.costs()
+        if costs is None or plan.merged is None:
+            return
+        ref = next((each.request.adapter for each in sequences), None)
+        decodes = sum(step.tokens == 1 for step in plan.sequences)
+        prompts = sum(step.tokens for step in plan.sequences if step.tokens > 1)
+        rank = 0 if ref is None else ref.max_rank
+        lora_s = costs.lora_s + rank * (costs.lora_decode_s * decodes + costs.lora_prefill_s * prompts)
+        base_s = costs.step_s + costs.prefill_token_s * prompts + costs.decode_s * decodes
+        for sequence in sequences:
+            sequence.merge_saved_s += result.steps_run * (base_s + lora_s - step_s) - result.switch_s
+
+    def merged(self, sequence: Sequence, now: float) -> Iterator[Decided]:
+        """Yield what merged steps saved a request that ends."""
+        if sequence.merge_saved_s:
+            why = "steps ran with its adapter merged into the base weights"
+            yield Decided(sequence.request_id, now, Mechanism.MERGING, sequence.merge_saved_s, why)
+
+    def _copy_s(self, source: Tier, blocks: int) -> float:
+        return self._memory.tiers.copy_s(source, Tier.DEVICE, blocks) if blocks else 0.0

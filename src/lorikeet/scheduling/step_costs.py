@@ -1,0 +1,91 @@
+"""What steps cost, measured from the steps themselves while the engine serves."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.plan import KernelForm
+from lorikeet.core.replica_costs import ReplicaCosts
+from lorikeet.scheduling.state import RobustFit
+
+_SCALE = np.array((1.0, 100.0, 10.0, 1.0, 10_000.0, 100.0))
+"""Units of the features (step, prompt tokens, decodes, any LoRA, LoRA work of prompts and of decodes)."""
+_DECODES, _PREFILLS, _LORA_DECODES, _LORA_PREFILLS = range(4)
+_WINDOW = 64
+"""Latest steps of each kind that count."""
+_RIDGE = 1e-4
+_FEWEST = 16
+"""Steps with prompts, and steps without, before which nothing is known."""
+
+
+class StepCostMeter:
+    """Fits the costs of a step to the latest steps of each kind, so that rare kinds are not forgotten.
+
+    Args:
+        form: how mixed ranks are computed.
+        rank: returns the rank of an adapter.
+    """
+
+    def __init__(self, form: KernelForm, rank: Callable[[AdapterDigest], int]) -> None:
+        self._form, self._rank = form, rank
+        self._fit = RobustFit(features=len(_SCALE), kinds=4, window=_WINDOW, ridge=_RIDGE)
+        self._seen = [0] * 4
+        self._parts: tuple[float, ...] = ()
+        self._fitted_at = 0
+
+    def note(
+        self,
+        steps: int,
+        step_s: float,
+        prefill_tokens: int,
+        decodes: int,
+        prefill_rows: Counter[AdapterDigest],
+        decode_rows: Counter[AdapterDigest],
+    ) -> None:
+        """Add identical steps.
+
+        Args:
+            steps: number of them.
+            step_s: mean seconds of one.
+            prefill_tokens, decodes: tokens of prompts, and sequences that decode, in each.
+            prefill_rows, decode_rows: those of them with an adapter that is not merged, by adapter.
+        """
+        prefill_work, decode_work = self._work(prefill_rows, decode_rows)
+        has_lora = bool(prefill_rows or decode_rows)
+        kind = (_LORA_DECODES if has_lora else _DECODES) + bool(prefill_tokens)
+        sample: NDArray[np.float64] = np.array(
+            (1.0, prefill_tokens, decodes, has_lora, prefill_work, decode_work), np.float64
+        )
+        self._fit.note(sample / _SCALE, step_s, steps, kind)
+        self._seen[kind] += 1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there have been enough steps with prompts and enough without."""
+        with_prompts = self._seen[_PREFILLS] + self._seen[_LORA_PREFILLS]
+        return min(with_prompts, sum(self._seen) - with_prompts) >= _FEWEST
+
+    def costs(self) -> ReplicaCosts | None:
+        """Return the costs of a step; loads are not among them. None before enough is known."""
+        if not self.is_known:
+            return None
+        seen = sum(self._seen)
+        if not self._parts or seen - self._fitted_at >= _FEWEST:
+            self._parts = tuple((self._fit.parts() / _SCALE).tolist())
+            self._fitted_at = seen
+        return ReplicaCosts(*self._parts)
+
+    def _work(self, prefill: Counter[AdapterDigest], decode: Counter[AdapterDigest]) -> tuple[float, float]:
+        """Return ranks times rows of prompts and of decodes, as the kernel form counts them."""
+        if not (prefill or decode):
+            return 0.0, 0.0
+        if self._form is KernelForm.UNPADDED:
+            return tuple(  # type: ignore[return-value]  # of two
+                float(sum(rows * self._rank(adapter) for adapter, rows in each.items())) for each in (prefill, decode)
+            )
+        adapters = prefill.keys() | decode.keys()
+        largest = max(map(self._rank, adapters)) * (len(adapters) if self._form is KernelForm.EINSUM else 1)
+        return float(largest * prefill.total()), float(largest * decode.total())
