@@ -1,5 +1,7 @@
 """The metrics page: vLLM's names, true numbers, bounded size."""
 
+import asyncio
+import json
 import time
 
 import msgspec
@@ -22,8 +24,9 @@ from lorikeet.core.messages import (
     RouteStats,
     TierBytes,
 )
-from tests.api.conftest import Running
+from tests.api.conftest import Running, Start
 from tests.api.test_chat import CHAT, body, events
+from tests.support.waiting import until
 
 MEMORY = MemoryStats(
     device=TierBytes(total=100, free=40, adapters=25, kv_running=30, kv_cached=3, inflight=2),
@@ -104,6 +107,7 @@ async def test_finished_requests_are_counted_under_vllms_names(server: Running) 
         "request_decode_time_seconds",
         "request_prompt_tokens",
         "request_generation_tokens",
+        "request_num_preemptions",
     ):
         assert value(samples, f"vllm:{name}_count") == 2
     assert value(samples, "vllm:request_time_per_output_token_seconds_count") == 1
@@ -352,3 +356,30 @@ async def test_what_requests_ask_for_is_counted_once_for_each_request(server: Ru
     for name, asked in (("n", 3), ("max_tokens", 7)):
         assert value(samples, f"vllm:request_params_{name}_count") == 1
         assert value(samples, f"vllm:request_params_{name}_sum") == asked
+
+
+async def test_refused_requests_are_counted(start: Start) -> None:
+    async with start(max_queued=1) as server:
+        assert (await server.http.post(CHAT, json=body(n=3))).status_code == 400
+        server.engine.open.clear()
+        running = asyncio.create_task(server.http.post(CHAT, json=body()))
+        await until(lambda: server.service.generations, "it runs")
+        assert (await server.http.post(CHAT, json=body())).status_code == 429
+        server.engine.open.set()
+        await running
+        refused = {s.labels["reason"]: s.value for s in (await page(server))["vllm:admission_rejections_total"]}
+        assert refused == {"max_num_queued_reqs": 1, "shed": 0}
+
+
+async def test_gateways_get_the_load_with_an_answer_if_they_ask(server: Running) -> None:
+    server.engine.stats = STATS
+    asked = "endpoint-load-metrics-format"
+    text = await server.http.post(CHAT, json=body(), headers={asked: "text"})
+    assert text.headers["endpoint-load-metrics"] == (
+        "TEXT named_metrics.kv_cache_usage_perc=0.375, named_metrics.num_requests_waiting=5.0"
+    )
+    as_json = await server.http.post(CHAT, json=body(stream=True), headers={asked: "JSON"})
+    form, _, report = as_json.headers["endpoint-load-metrics"].partition(" ")
+    assert (form, json.loads(report)["named_metrics"]["num_requests_waiting"]) == ("JSON", 5)
+    for unasked in ({}, {asked: "binary"}):
+        assert "endpoint-load-metrics" not in (await server.http.post(CHAT, json=body(), headers=unasked)).headers

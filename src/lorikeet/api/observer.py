@@ -47,6 +47,7 @@ class RequestObserver:
 
     def refused(self, adapter: AdapterRef | None, slo: Slo | None, requests: int, *, shed: bool) -> None:
         """Count ``requests`` that were refused because too many are running, or ``shed`` by the forecast."""
+        self.metrics.count_refused(requests, shed=shed)
         counts = missed(slo, requests)
         counts.shed = requests if shed else 0
         self.usage.of(None if adapter is None else adapter.name).add(counts)
