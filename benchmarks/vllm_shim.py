@@ -28,7 +28,7 @@ ANSWERS = json.loads(os.environ.get("LORIKEET_ANSWERS", "{}"))
 """Patterns of test ids, and what the model says in such tests. Empty: the model speaks for itself."""
 COMMAND = json.loads(os.environ["LORIKEET_COMMAND"])
 _SAID = HERE / "answers.json"
-_START_S = 120
+_START_S = 300
 
 
 # --- the server ---------------------------------------------------------------------------------------
@@ -183,6 +183,8 @@ class StandIn(ModuleType):
             return StandIn(self.__name__)
         pytest.skip(f"tests {self.__name__.partition('.')[0]}'s own code: {self.__name__.rpartition('.')[2]}")
 
+    __add__ = __call__
+
     def __mro_entries__(self, bases):
         return ()
 
@@ -271,6 +273,10 @@ def local_asset_server():
 def note(value):
     with RESULTS.open("a") as file:
         file.write(json.dumps(value) + "\n")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "skip_global_cleanup")
 
 
 @pytest.fixture(autouse=True)

@@ -157,7 +157,17 @@ def _run(python: Path, tests: Sequence[str], answers: Mapping[str, Sequence[str]
             "HF_HUB_CACHE": f"{scratch}/hub",
             "HF_HUB_OFFLINE": "1",
         }
-        options = ["-q", "--tb=short", "--continue-on-collection-errors", "-p", "no:cacheprovider", "--timeout", _TEST_S, "--basetemp", f"{scratch}/tmp"]
+        options = [
+            "-q",
+            "--tb=short",
+            "--continue-on-collection-errors",
+            "-p",
+            "no:cacheprovider",
+            "--timeout",
+            _TEST_S,
+            "--basetemp",
+            f"{scratch}/tmp",
+        ]
         options += ["--rootdir", str(FOLDER)]
         options += ["-k", keyword] if keyword else []
         log = Path(scratch) / "pytest.log"

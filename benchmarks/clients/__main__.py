@@ -1,7 +1,7 @@
 """Twelve clients, pinned and unchanged, against the base and two adapters: ``python -m benchmarks.clients``.
 
-Each client has an environment of its own below ``.venvs/clients``, since their requirements exclude each other. The first
-run installs them, about 5 GB. The server has SmolLM2-135M-Instruct in float32 and the sample adapters.
+Each client has an environment of its own below ``.venvs/clients``, since their requirements exclude each other. The
+first run installs them, about 2 GB. The server has SmolLM2-135M-Instruct in float32 and the sample adapters.
 ``python_checks.py`` and ``node_checks.mjs`` say what the clients are asked to do.
 """
 
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,6 @@ from lorikeet.models.default import NAME
 FOLDER = ROOT / ".venvs" / "clients"
 HERE = Path(__file__).parent
 MODELS = (NAME, "pirate", "formal")
-_TORCH = ("torch==2.13.0", "transformers==5.20.2")
 PYTHON: dict[str, Sequence[str]] = {
     "openai": ("openai==3.57.0",),
     "litellm": ("litellm==1.110.2",),
@@ -29,17 +29,19 @@ PYTHON: dict[str, Sequence[str]] = {
     "instructor": ("instructor==1.17.0",),
     "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0",),
     "llm": ("llm==0.36",),
-    "lm-eval": (*_TORCH, "lm-eval[api,hf]==0.4.13", "peft==0.21.2"),
-    "guidellm": (*_TORCH, "guidellm==0.8.1"),
+    "lm-eval": ("lm-eval[api,hf]==0.4.13",),
+    "guidellm": ("guidellm==0.8.1",),
     "lorax-client": ("lorax-client==0.6.3",),
-    "trl": (*_TORCH, "trl==1.16.0"),
+    "trl": ("trl==1.16.0",),
 }
-"""Packages by client. torch comes first, so that nothing else chooses a build for GPUs."""
+WITH_TORCH = ("lm-eval", "guidellm", "trl")
+"""They also see the packages of this environment: torch, transformers and PEFT."""
 NODE: dict[str, Sequence[str]] = {
     "openai-npm": ("openai@7.59.0", "zod@4.6.7"),
     "ai-sdk-npm": ("ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7"),
 }
 _CLIENT_S = 600
+_SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
 def main() -> None:
@@ -71,7 +73,9 @@ def report(clients: Sequence[str], url: str) -> None:
         for check in dict.fromkeys(name for outcome in outcomes for name in outcome):
             found = [outcome.get(check, "not run") for outcome in outcomes]
             rows.append([client, check, *("failed" if error else "passed" for error in found)])
-            errors += [f"{client}, {check}, {model}: {error}" for model, error in zip(MODELS, found) if error]
+            errors += [
+                f"{client}, {check}, {model}: {error}" for model, error in zip(MODELS, found, strict=True) if error
+            ]
     print_table("clients, unchanged", ["client", "check", *MODELS], rows)
     passed = sum(row[2:].count("passed") for row in rows)
     print(f"{passed} of {len(rows) * len(MODELS)} passed", *errors, sep="\n")
@@ -86,9 +90,11 @@ def prepare(client: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if client in PYTHON:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        first = [packages[:1], packages] if len(packages) > 1 else [packages]
-        for wanted in first:
-            subprocess.run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *wanted], check=True)
+        python = str(folder / "bin" / "python")
+        if client in WITH_TORCH:
+            asked = subprocess.run([python, "-c", _SITE], capture_output=True, text=True, check=True)
+            Path(asked.stdout.strip(), "lorikeet.pth").write_text(sysconfig.get_path("purelib"))
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
     else:
         subprocess.run(["npm", "install", "--silent", "--no-fund", "--no-audit", *packages], cwd=folder, check=True)
     stamp.write_text(repr(packages))

@@ -67,6 +67,7 @@ TOOL = {
 }
 TOOLS: list[Any] = [{"type": "function", "function": TOOL}]
 MESSAGES: list[Any] = [{"role": "user", "content": ASK}]
+IN_JSON = f"{ASK} Answer in JSON with the key `name`."
 
 
 def _openai() -> Any:
@@ -119,9 +120,9 @@ def openai_parse() -> None:
 
 @check("openai")
 def openai_json_object() -> None:
-    asked = [{"role": "user", "content": "Answer in JSON with a key `name`: what is the capital of France?"}]
+    asked: list[Any] = [{"role": "user", "content": IN_JSON}]
     answer = _openai().chat.completions.create(
-        model=MODEL, messages=asked, response_format={"type": "json_object"}, temperature=0
+        model=MODEL, messages=asked, response_format={"type": "json_object"}, temperature=0, max_tokens=200
     )
     assert isinstance(json.loads(answer.choices[0].message.content), dict)
 
@@ -278,8 +279,7 @@ def langchain_structured_output() -> None:
         name: Any = None
 
     for method in ("function_calling", "json_mode", "json_schema"):
-        asked = f"{ASK} Answer in JSON with the key `name`."
-        result = _langchain().with_structured_output(City, method=method).invoke(asked)
+        result = _langchain().with_structured_output(City, method=method).invoke(IN_JSON)
         assert isinstance(result, City), method
 
 
@@ -367,7 +367,12 @@ def instructor_modes() -> None:
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0), mode=mode)
         city = client.chat.completions.create(
-            model=MODEL, messages=MESSAGES, response_model=City, temperature=0, max_retries=0
+            model=MODEL,
+            messages=[{"role": "user", "content": IN_JSON}],
+            response_model=City,
+            temperature=0,
+            max_retries=0,
+            max_tokens=200,
         )
         assert isinstance(city, City), mode
 
@@ -418,7 +423,7 @@ def pydanticai_output_types() -> None:
         (PromptedOutput(Anything), Anything),
         (shout, str),
     ):
-        assert isinstance(_pydantic(kind).run_sync(ASK).output, made), kind
+        assert isinstance(_pydantic(kind).run_sync(IN_JSON).output, made), kind
 
 
 @check("pydantic-ai")
