@@ -362,7 +362,7 @@ def instructor_modes() -> None:
     from pydantic import BaseModel
 
     class City(BaseModel):
-        name: Any = None
+        name: str
 
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0), mode=mode)
@@ -464,7 +464,7 @@ def llm_prompt() -> None:
 
 @check("llm")
 def llm_schema() -> None:
-    assert json.loads(_llm(ASK, "--schema", "name, is_capital bool")).keys() == {"name", "is_capital"}
+    assert json.loads(_llm(IN_JSON, "--schema", "name, is_capital bool")).keys() >= {"name", "is_capital"}
 
 
 @check("llm")

@@ -64,27 +64,30 @@ async def test_an_adapter_with_its_own_chat_runs_beside_one_without(default_mode
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     flags = ("--adapter-dir", str(folder), "--memory", "256MiB")
     async with serving(default_model_cache / NAME, tmp_path, *flags) as server:
-        order: list[str] = []
+        begun = asyncio.Event()
 
-        async def ask(model: str, **fields: object) -> dict[str, str]:
+        async def ask(model: str, max_tokens: int, **fields: object) -> dict[str, str]:
             said = {"content": "", "reasoning": ""}
-            asked = {"model": model, "messages": messages, "max_tokens": 24, "ignore_eos": True, **fields}
+            asked = {"model": model, "messages": messages, "max_tokens": max_tokens, "ignore_eos": True, **fields}
             async with server.http.stream("POST", CHAT, json={**asked, "stream": True}) as reply:
                 assert reply.status_code == 200
                 async for line in reply.aiter_lines():
                     if line.startswith("data: {"):
-                        order.append(model)
                         delta = json.loads(line[6:])["choices"][0]["delta"]
                         for kind in said:
                             said[kind] += delta.get(kind) or ""
+                        if model == "own":
+                            begun.set()
             return said
 
-        alone = await ask("plain", temperature=0)
-        order.clear()
-        own, again, beside = await asyncio.gather(ask("own"), ask("own"), ask("plain", temperature=0))
-        assert order.index("plain") < len(order) - 1 - order[::-1].index("own")
-        assert order.index("own") < len(order) - 1 - order[::-1].index("plain")
-        assert own == again, "its temperature is 0"
+        alone, own_alone = await ask("plain", 16, temperature=0), await ask("own", 128)
+        begun.clear()
+        running = asyncio.create_task(ask("own", 128))
+        await begun.wait()
+        beside = await ask("plain", 16, temperature=0)
+        assert not running.done(), "they ran in the same steps"
+        own = await running
+        assert own == own_alone, "its temperature is 0"
         assert (own["content"], bool(own["reasoning"])) == ("", True)
         assert beside == alone
         assert (bool(beside["content"]), beside["reasoning"]) == (True, "")
