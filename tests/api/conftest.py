@@ -79,7 +79,9 @@ def start(tmp_path: Path, sources: Path) -> Start:
         engine = FakeEngine(lambda request: [*TOKENIZER.encode(answer).ids, END], max_model_len=max_model_len)
         limits = ModelLimits(engine.engine_info.max_model_len, TOKENIZER.get_vocab_size(), (END,), hidden=HIDDEN)
         chats = AdapterChats(ChatSettings(TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {})), limits))
-        catalog = AdapterCatalog(settings.adapters, "base", GEOMETRY, reserved_names=("base",), fit_chat=chats.fit)
+        catalog = AdapterCatalog(
+            settings.adapters, "base", GEOMETRY, reserved_names=("base",), dtype="bfloat16", fit_chat=chats.fit
+        )
         models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)
         service = create_service(settings, engine.as_client(), catalog, chats, models, request_log, lengths)
         config = uvicorn.Config(create_app(service), lifespan="off", log_level="error", access_log=False)

@@ -208,6 +208,7 @@ async def test_no_request_reuses_kv_from_before_a_reset(start: Start) -> None:
                 refused = await server.http.post(path, headers={"Authorization": "Bearer user"})
                 reset = await server.http.post(path, headers={"Authorization": "Bearer admin"})
                 assert (refused.status_code, reset.status_code) == (403, 200)
+                assert path != "/reset_prefix_cache" or reset.json() == {"success": True}
         assert len(set(salts)) == 3
 
 
@@ -242,6 +243,9 @@ async def test_servers_tell_of_themselves(server: Running) -> None:
     assert answers["/info"]["max_total_tokens"] == answers["/server_info"]["max_model_len"] == 256
     assert answers["/get_model_info"]["model_path"] == answers["/get_server_info"]["model_path"] == "/models/base"
     assert answers["/model_info"]["is_generation"] is True
+    asked = (await server.http.get("/server_info", params={"config_format": "json"})).json()["vllm_config"]
+    assert asked["model_config"] == {"model": "/models/base", "dtype": "torch.bfloat16", "max_model_len": 256}
+    assert asked["weight_transfer_config"] is None
     assert (await server.http.get("/tokenizer_info")).status_code == 404, "it was not read from a folder"
 
 

@@ -1,6 +1,7 @@
 """The metrics page: vLLM's names, true numbers, bounded size."""
 
 import asyncio
+import json
 import time
 
 import msgspec
@@ -106,10 +107,9 @@ async def test_finished_requests_are_counted_under_vllms_names(server: Running) 
         "request_decode_time_seconds",
         "request_prompt_tokens",
         "request_generation_tokens",
+        "request_num_preemptions",
     ):
         assert value(samples, f"vllm:{name}_count") == 2
-    assert value(samples, "vllm:request_num_preemptions_count") == 2
-    assert value(samples, "vllm:admission_rejections_total") == 0
     assert value(samples, "vllm:request_time_per_output_token_seconds_count") == 1
     assert value(samples, "vllm:inter_token_latency_seconds_count") == usage["completion_tokens"] - 1
 
@@ -368,7 +368,22 @@ async def test_refused_requests_are_counted_and_background_ones_have_no_latencie
         server.engine.open.set()
         assert (await first).status_code == 200
         samples = await page(server)
-    assert value(samples, "vllm:admission_rejections_total") == 1
+    refused = {each.labels["reason"]: each.value for each in samples["vllm:admission_rejections_total"]}
+    assert refused == {"max_num_queued_reqs": 1, "shed": 0}
     assert value(samples, "vllm:request_success_total", finished_reason="stop") == 1
     assert value(samples, "vllm:e2e_request_latency_seconds_count") == 0
     assert value(samples, "vllm:time_to_first_token_seconds_count") == 0
+
+
+async def test_gateways_get_the_load_with_an_answer_if_they_ask(server: Running) -> None:
+    server.engine.stats = STATS
+    asked = "endpoint-load-metrics-format"
+    text = await server.http.post(CHAT, json=body(), headers={asked: "text"})
+    assert text.headers["endpoint-load-metrics"] == (
+        "TEXT named_metrics.kv_cache_usage_perc=0.375, named_metrics.num_requests_waiting=5.0"
+    )
+    as_json = await server.http.post(CHAT, json=body(stream=True), headers={asked: "JSON"})
+    form, _, report = as_json.headers["endpoint-load-metrics"].partition(" ")
+    assert (form, json.loads(report)["named_metrics"]["num_requests_waiting"]) == ("JSON", 5)
+    for unasked in ({}, {asked: "binary"}):
+        assert "endpoint-load-metrics" not in (await server.http.post(CHAT, json=body(), headers=unasked)).headers

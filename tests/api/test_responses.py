@@ -63,9 +63,11 @@ async def test_response_has_the_shape_that_openai_gives_it(server: Running) -> N
 
 
 @pytest.mark.parametrize("answer", ["hello world", "", TWO_CALLS, f"<think>hm</think>{CALL}"])
-async def test_stream_tells_of_every_part_in_order(start: Start, answer: str) -> None:
+@pytest.mark.parametrize("tokens_at_once", [1, 1000])
+async def test_stream_tells_of_every_part_in_order(start: Start, answer: str, tokens_at_once: int) -> None:
     async with start(max_model_len=LONG, answer=answer) as server:
         set_reasoning(server, "qwen3")
+        server.engine.per_output = tokens_at_once
         whole = await create(server, tools=TOOLS)
         stream = await events(server.http, RESPONSES, body(tools=TOOLS))
         assert [event["sequence_number"] for event in stream] == list(range(len(stream)))
@@ -81,6 +83,11 @@ async def test_stream_tells_of_every_part_in_order(start: Start, answer: str) ->
         assert texts == {key: text for key, text in written.items() if text}
         done = [event["item"] for event in stream if event["type"] == "response.output_item.done"]
         assert done == last["output"]
+        added = [event["item"] for event in stream if event["type"] == "response.output_item.added"]
+        empty = {"function_call": ("arguments", ""), "message": ("content", []), "reasoning": ("content", [])}
+        for new, full in zip(added, done, strict=True):
+            key, nothing = empty[new["type"]]
+            assert new == {**full, key: nothing, "status": "in_progress"}
 
 
 async def test_thoughts_texts_and_calls_are_items(start: Start) -> None:

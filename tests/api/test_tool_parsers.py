@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, Marker, Thoughts, notation
 from lorikeet.api.tool_parsers import TOOL_FORMATS, format_of_template, instructions
 from lorikeet.api.tool_parsers.base import Call, CallArguments, CallGrammar, CallStart, Content, Event, ToolFormat
 from tests.api.fakes import byte_level_tokenizer
@@ -169,13 +170,13 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far() -> None:
 @each_format
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("content", [None, {"type": "object"}])
-@pytest.mark.parametrize("thoughts_end", ["", "</think>"])
-def test_grammars_of_all_formats_compile(
-    tool_format: ToolFormat, parallel: bool, content: object, thoughts_end: str
-) -> None:
+def test_grammars_of_all_formats_compile(tool_format: ToolFormat, parallel: bool, content: object) -> None:
+    thoughts = Thoughts(Marker("<think>"), Marker("</think>"))
     for is_free in (False, content is None):
-        text = tool_format.grammar(CallGrammar(FUNCTIONS, parallel, {}.get, content, is_free, thoughts_end))
+        text = tool_format.grammar(CallGrammar(FUNCTIONS, parallel, {}.get, content, is_free))
         assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text)) == ""
+        behind = notation(GrammarSpec(GrammarKind.LARK, text, "tools", thoughts=thoughts))
+        assert LLMatcher.validate_grammar(behind) == ""
 
 
 TOKENS = LLTokenizer(byte_level_tokenizer().to_str())
@@ -218,11 +219,7 @@ def test_a_grammar_takes_what_the_format_writes_and_only_valid_calls(tool_format
 
 def test_markers_that_are_special_tokens_are_tokens_in_a_grammar() -> None:
     mistral = TOOL_FORMATS["mistral"]
-    text = mistral.grammar(
-        CallGrammar(FUNCTIONS, True, {"[TOOL_CALLS]": 9, "[/THINK]": 7}.get, None, False, "[/THINK]")
-    )
-    assert "<[9]>" in text
-    assert "thoughts: TEXT <[7]>" in text
+    assert "<[9]>" in mistral.grammar(CallGrammar(FUNCTIONS, True, {"[TOOL_CALLS]": 9}.get))
 
 
 @pytest.mark.parametrize(

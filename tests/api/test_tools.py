@@ -242,6 +242,22 @@ async def test_thoughts_are_reported_apart(start: Start) -> None:
         assert hidden == {"role": "assistant", "content": TWO_CALLS}
 
 
+async def test_a_grammar_leaves_room_for_thoughts(start: Start) -> None:
+    async with start(max_model_len=LONG) as server:
+        set_reasoning(server, "qwen3")
+        for fields in ({"response_format": AS_JSON}, {"tools": TOOLS, "tool_choice": "required"}):
+            for kwargs, rule in (
+                ({}, '(\\"<think>\\" text'),
+                ({"end": "<think>\n"}, '\\"<think>\\"? text'),
+                ({"end": "</think>"}, ""),
+            ):
+                server.service.text_processor.template = ChatTemplate(TEMPLATE + "{{ end }}", {})
+                reply = await server.http.post(CHAT, json=body(**fields, chat_template_kwargs=kwargs))
+                assert reply.status_code == 200, reply.text
+                grammar = server.engine.submitted[-1].sampling.grammar
+                assert (rule in grammar) if rule else "<think>" not in grammar
+
+
 async def test_thoughts_that_the_prompt_opens_need_no_mark(start: Start) -> None:
     async with start(max_model_len=LONG, answer="hm</think>yes") as server:
         set_reasoning(server, "qwen3")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,55 @@ async def test_the_default_model_and_its_adapters_make_valid_calls(default_model
                   for each in replies[1::2]]  # fmt: skip
         assert all("Oslo" in city for city in cities)
         assert (await server.http.post(CHAT, json={**asked, "model": "parrot"})).status_code == 404
+
+
+OWN_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+OWN_SETTINGS = 'system_prompt = "Be odd."\nreasoning_parser = "deepseek_r1"\n[generation]\ntemperature = 0.0\n'
+
+
+async def test_an_adapter_with_its_own_chat_runs_beside_one_without(default_model_cache: Path, tmp_path: Path) -> None:
+    """In the same steps: its template, parser and defaults are its own, and the other's answer is not touched."""
+    folder = tmp_path / "adapters"
+    for name, sample in (("own", "pirate"), ("plain", "formal")):
+        shutil.copytree(ADAPTERS / sample, folder / name)
+    (folder / "own" / "chat_template.jinja").write_text(OWN_TEMPLATE)
+    (folder / "own" / "lorikeet.toml").write_text(OWN_SETTINGS)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    flags = ("--adapter-dir", str(folder), "--memory", "256MiB")
+    async with serving(default_model_cache / NAME, tmp_path, *flags) as server:
+        begun = asyncio.Event()
+
+        async def ask(model: str, max_tokens: int, **fields: object) -> dict[str, str]:
+            said = {"content": "", "reasoning": ""}
+            asked = {"model": model, "messages": messages, "max_tokens": max_tokens, "ignore_eos": True, **fields}
+            async with server.http.stream("POST", CHAT, json={**asked, "stream": True}) as reply:
+                assert reply.status_code == 200
+                async for line in reply.aiter_lines():
+                    if line.startswith("data: {"):
+                        delta = json.loads(line[6:])["choices"][0]["delta"]
+                        for kind in said:
+                            said[kind] += delta.get(kind) or ""
+                        if model == "own":
+                            begun.set()
+            return said
+
+        alone, own_alone = await ask("plain", 16, temperature=0), await ask("own", 128)
+        begun.clear()
+        running = asyncio.create_task(ask("own", 128))
+        await begun.wait()
+        beside = await ask("plain", 16, temperature=0)
+        assert not running.done(), "they ran in the same steps"
+        own = await running
+        assert own == own_alone, "its temperature is 0"
+        assert (own["content"], bool(own["reasoning"])) == ("", True)
+        assert beside == alone
+        assert (bool(beside["content"]), beside["reasoning"]) == (True, "")
+
+        prompts = [
+            (await server.http.post("/tokenize", json={"model": model, "messages": messages})).json()["tokens"]
+            for model in ("own", "plain")
+        ]
+        reply = await server.http.post("/detokenize", json={"model": "own", "tokens": prompts[0]})
+        assert reply.json()["prompt"] == f"[system] Be odd.\n[user] {messages[0]['content']}\n[assistant] "
+        whole = await server.http.post(CHAT, json={"model": "own", "messages": messages, "max_tokens": 1})
+        assert whole.json()["usage"]["prompt_tokens"] == len(prompts[0]) != len(prompts[1])

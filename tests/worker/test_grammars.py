@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
 
-from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, notation
+from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, Marker, Thoughts, notation
 from lorikeet.core.plan import SequenceStart, Token
 from lorikeet.core.request import SamplingParams
 from lorikeet.kernels.base import choose
@@ -32,6 +34,40 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     file = tmp_path_factory.mktemp("grammars") / "tokenizer.json"
     TOKENIZER.save(str(file))
     return GrammarCompiler(file, VOCABULARY, (END,))
+
+
+def takes(spec: GrammarSpec, text: str) -> bool:
+    """Whether a text is a whole answer of a grammar."""
+    matcher = LLMatcher(LLTokenizer(TOKENIZER.to_str(), n_vocab=VOCABULARY, eos_token=[END]), notation(spec))
+    token_ids = TOKENIZER.encode(text).ids
+    return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar", "answer"),
+    [
+        ("json_schema", '{"type": "object", "properties": {}, "additionalProperties": false}', "{}"),
+        ("regex", "a+", "aa"),
+        ("choice", '["a", "b"]', "b"),
+        ("ebnf", 'root ::= "a" | "b"', "b"),
+        ("lark", '%llguidance {}\nstart: part "!"\npart[lazy]: /h(.|\\n)*/ "x"', "hmx!"),
+    ],
+)
+def test_thoughts_may_come_before_an_answer_that_follows_a_grammar(kind: str, grammar: str, answer: str) -> None:
+    thoughts = Thoughts(Marker("<think>"), Marker("</think>"))
+    plain = GrammarSpec(GrammarKind(kind), grammar, "p")
+    may, must = (
+        msgspec.structs.replace(plain, thoughts=msgspec.structs.replace(thoughts, are_open=is_open))
+        for is_open in (False, True)
+    )
+    for begin in ("<think>hm, aa", "<think>"):
+        assert not takes(plain, f"{begin}</think>{answer}")
+        assert takes(may, f"{begin}</think>\n\n{answer}")
+    assert takes(may, answer)
+    assert takes(must, f"hm\n</think>{answer}")
+    assert takes(must, f"<think>hm</think>{answer}")
+    for spec, text in ((may, f"hm</think>{answer}"), (may, "<think>hm</think>?"), (must, answer), (must, "hm")):
+        assert not takes(spec, text), text
 
 
 def sequence(text: str, outputs: list[int] | None = None, **params: Any) -> SequenceState:

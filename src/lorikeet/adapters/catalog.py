@@ -74,6 +74,7 @@ class AdapterCatalog:
         base: the base model, compared with the one that an adapter names; None: it is not compared.
 
     Attributes:
+        dtype: as given.
         notes: lines for the start-up log about adapters that cannot be served.
 
     Raises:
@@ -96,7 +97,7 @@ class AdapterCatalog:
         self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype, base)
         self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
         self._reserved = {base_name, *reserved_names}
-        self._dtype = dtype
+        self.dtype = dtype
         self._accept, self._fit_chat, self._now = accept, fit_chat, now
         self._changes = threading.Lock()  # held while store and registry are written
         self._state = threading.Lock()  # guards the fields below; never held during input or output
@@ -280,7 +281,7 @@ class AdapterCatalog:
             if row.digest not in present:
                 self._not_served[row.digest] = f"its files are missing from {record.folder}"
             elif row.digest not in self._not_served and self._store.overflows(record.digest):
-                self._not_served[row.digest] = f"its weights are too large for {self._dtype}"
+                self._not_served[row.digest] = f"its weights are too large for {self.dtype}"
         notes = [
             f"adapter {name!r} is registered, but {self._not_served[record.digest]}"
             for name, record in self._records.items()

@@ -1,5 +1,7 @@
 """Builds the service from its parts, and the ASGI application with its middleware, routes and error handlers."""
 
+from functools import partial
+
 from fastapi import FastAPI
 
 from lorikeet import __version__
@@ -15,6 +17,7 @@ from lorikeet.api.dialects import generate, sagemaker, sglang, tgi, vllm
 from lorikeet.api.errors import ApiError, install_handlers
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate, PromptProcesses
 from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
+from lorikeet.api.load_reports import LoadReports
 from lorikeet.api.logs import log
 from lorikeet.api.metrics import (
     AdapterUsage,
@@ -23,6 +26,7 @@ from lorikeet.api.metrics import (
     ReplicasCollector,
     RequestMetrics,
     UsageCollector,
+    load_of,
 )
 from lorikeet.api.middleware import AdmissionGate, RootPath, add_middleware
 from lorikeet.api.observer import RequestObserver
@@ -149,6 +153,7 @@ def create_app(service: Service) -> FastAPI:
         host="" if service.settings.uds else service.settings.host,
     )
     app.add_middleware(messages.AnthropicErrors)
+    app.add_middleware(LoadReports, load=partial(load_of, service.client))
     if root_path := service.settings.root_path.rstrip("/"):
         app.add_middleware(RootPath, prefix=root_path)
     return app

@@ -103,6 +103,7 @@ async def start_chat(
         arrival_s=prepared.arrival_s if prepared else None,
         kept_tokens=chat.kept_tokens(use),
         grammar=chat.grammar(use, grammar_spec(body)),
+        thoughts=chat.thoughts,
     )
     generation = await service.start(body, target, spec, sender)
     readers = [

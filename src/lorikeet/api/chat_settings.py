@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.api.chat_output import AnswerReader, ToolUse
 from lorikeet.api.errors import bad_request
-from lorikeet.api.grammar_process import GrammarKind, GrammarSpec
+from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, Marker, Thoughts
 from lorikeet.api.protocol import ChatOptions
 from lorikeet.api.reasoning import REASONING_FORMATS, ReasoningFormat
 from lorikeet.api.sampling import ModelLimits
@@ -95,13 +95,20 @@ class ChatSettings:
             self.text_processor.special_token_id,
             schema,
             is_free,
-            "" if self.reasoning is None else self.reasoning.end,
         )
         text = tool_format.grammar(builder)
         if len(text) > MAX_GRAMMAR_BYTES:
             most = f"at most {MAX_GRAMMAR_BYTES} are allowed for an answer that must follow them"
             raise bad_request(f"tools: {len(text)} characters; {most}.", "tools")
         return GrammarSpec(GrammarKind.LARK, text, "tools")
+
+    def thoughts(self, prompt: list[int]) -> Thoughts | None:
+        """Return what may come before an answer to a prompt that follows a grammar."""
+        reasoning, prompt_end = self.reasoning, self._prompt_end(prompt)
+        if reasoning is None or reasoning.is_closed(prompt_end):
+            return None
+        begin, end = (Marker(text, self.text_processor.special_token_id(text)) for text in reasoning.markers)
+        return Thoughts(begin, end, reasoning.is_open(prompt_end))
 
     def kept_tokens(self, use: ToolUse | None) -> frozenset[int]:
         """Return the special tokens that must stay in the text of an answer, since parsers look for them."""
@@ -121,9 +128,13 @@ class ChatSettings:
         reasoning = self.reasoning
         if use is None and reasoning is None:
             return None
-        prompt_end = "" if reasoning is None else self.text_processor.decode(prompt[-_PROMPT_END_TOKENS:])
         tool_format = None if use is None else self.tool_format
+        prompt_end = self._prompt_end(prompt)
         return AnswerReader(use, tool_format, reasoning, prompt_end, include_reasoning=include_reasoning)
+
+    def _prompt_end(self, prompt: list[int]) -> str:
+        """Return the last words of a prompt, in which thoughts may be opened or closed."""
+        return "" if self.reasoning is None else self.text_processor.decode(prompt[-_PROMPT_END_TOKENS:])
 
 
 def prompt_style(body: ChatOptions, system_prompt: str, tool_parser: str) -> PromptStyle:

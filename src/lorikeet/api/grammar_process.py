@@ -51,6 +51,26 @@ class GrammarKind(StrEnum):
     """llguidance's dialect of Lark, or a JSON object of several grammars that refer to each other."""
 
 
+class Marker(msgspec.Struct, frozen=True):
+    """A text that may be a special token; ``token`` is its id then."""
+
+    text: str
+    token: int | None = None
+
+
+class Thoughts(msgspec.Struct, frozen=True):
+    """What a model may think before an answer that follows a grammar.
+
+    Attributes:
+        begin, end: what surrounds them.
+        are_open: whether they have begun with the prompt, so that the model must end them.
+    """
+
+    begin: Marker
+    end: Marker
+    are_open: bool = False
+
+
 class GrammarSpec(msgspec.Struct, frozen=True):
     """A grammar as a request names it.
 
@@ -59,12 +79,14 @@ class GrammarSpec(msgspec.Struct, frozen=True):
         text: the grammar.
         param: the field that holds it, for errors.
         whitespace: regex of the whitespace that JSON may have between its parts; empty for none.
+        thoughts: that may come before; None for none.
     """
 
     kind: GrammarKind
     text: str
     param: str
     whitespace: str = WHITESPACE
+    thoughts: Thoughts | None = None
 
 
 class GrammarSetup(msgspec.Struct, frozen=True):
@@ -134,6 +156,11 @@ def notation(spec: GrammarSpec) -> str:
     Raises:
         ValueError: the text is not what its kind says.
     """
+    answer = _notation_of_answer(spec)
+    return answer if spec.thoughts is None else _behind_thoughts(spec.thoughts, answer)
+
+
+def _notation_of_answer(spec: GrammarSpec) -> str:
     if spec.kind is GrammarKind.JSON_SCHEMA:
         return LLMatcher.grammar_from_json_schema(spec.text, defaults=json_options(spec.whitespace))
     if spec.kind is GrammarKind.CHOICE:
@@ -144,6 +171,22 @@ def notation(spec: GrammarSpec) -> str:
         # Digits, letters and spaces of ASCII only: a model that is free to would choose rare ones of Unicode.
         return f"start: /{regex_to_lark(spec.text, 'dws')}/"
     return grammar_from("ebnf", spec.text)
+
+
+def _behind_thoughts(thoughts: Thoughts, answer: str) -> str:
+    """Return a grammar of thoughts and an answer, given the answer's in llguidance's notation."""
+    grammars = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
+    begin, end = _symbol(thoughts.begin), thoughts.end
+    # A lazy lexeme ends as soon as it can, so that thoughts do not run on through their end.
+    text = f"text: TEXT <[{end.token}]>" if end.token is not None else f"text[lazy]: TEXT {json.dumps(end.text)}"
+    start = f"{begin}? text SPACE? @answer" if thoughts.are_open else f"({begin} text SPACE?)? @answer"
+    lines = ["%llguidance {}", f"start: {start}", text, r"TEXT: /(.|\n)*/", r"SPACE: /\s+/"]
+    own = {"lark_grammar": "\n".join(lines)}
+    return json.dumps({"grammars": [own, {**grammars[0], "name": "answer"}, *grammars[1:]]})
+
+
+def _symbol(marker: Marker) -> str:
+    return json.dumps(marker.text) if marker.token is None else f"<[{marker.token}]>"
 
 
 def _without_format(schema: Any, name: str) -> Any:

@@ -258,7 +258,7 @@ class MetricFamilies:
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
-_PREEMPTIONS = (0, 1, 2, 5, 10, 20)
+_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 _ANSWERS = (1, 2, 5, 10, 20, 50, 100)
 _LOAD_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -306,10 +306,9 @@ class RequestMetrics:
         self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _REQUEST_S)
         self._prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", lengths)
         self._answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", lengths)
+        self._preemptions = self._histogram("request_num_preemptions", "Preemptions of a request.", _PREEMPTIONS)
         self._params_n = self._histogram("request_params_n", "Answers asked for.", _ANSWERS)
         self._params_max_tokens = self._histogram("request_params_max_tokens", "Most tokens asked for.", lengths)
-        self._preemptions = self._histogram("request_num_preemptions", "Times a request was preempted.", _PREEMPTIONS)
-        self._rejections = self._counter("admission_rejections", "Requests refused, since too many wait or are late.")
         self.adapter_load = self._histogram("lora_adapter_load_seconds", "Transfer of an adapter.", _LOAD_S)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
         self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
@@ -335,6 +334,16 @@ class RequestMetrics:
             (*self.labels, "finished_reason"),
             registry=self.registry,
         )
+        refused = Counter(
+            "vllm:admission_rejections",
+            "Sequences refused: too many were unfinished, or the TTFT target would be missed.",
+            ("model_name", "reason"),
+            registry=self.registry,
+        )
+        self._refused = {
+            is_shed: refused.labels(model_name=model_name, reason=reason)
+            for is_shed, reason in ((False, "max_num_queued_reqs"), (True, "shed"))
+        }
         self._ended = {reason: success.labels(**self.labels, finished_reason=reason) for reason in _FINISHED_REASONS}
 
     def add_collector(self, collector: Collector) -> None:
@@ -349,9 +358,9 @@ class RequestMetrics:
         """Count generated tokens as they are sent."""
         self._answer_tokens.inc(tokens)
 
-    def count_rejections(self, requests: int) -> None:
-        """Count requests that were not accepted: too many are unfinished, or they would miss their TTFT target."""
-        self._rejections.inc(requests)
+    def count_refused(self, sequences: int, *, shed: bool) -> None:
+        """Count sequences that were refused because too many are unfinished, or ``shed`` by the forecast."""
+        self._refused[shed].inc(sequences)
 
     def observe_params(self, n: int, max_tokens: int) -> None:
         """Count what an accepted request asks for: answers for each prompt, and the most tokens of one."""
@@ -491,9 +500,8 @@ class EngineCollector(Collector):
 
     def _blocks(self, stats: EngineStats) -> Iterable[Metric]:
         make = self._make
-        for_kv = min(stats.kv_blocks + stats.free_blocks + stats.cached_blocks, stats.kv_limit_blocks)
-        usage = stats.kv_blocks / for_kv if for_kv else 1.0
-        yield make.gauge("vllm:kv_cache_usage_perc", "Share of the blocks open to KV that sequences hold.", usage)
+        text = "Share of the blocks open to KV that sequences hold."
+        yield make.gauge("vllm:kv_cache_usage_perc", text, kv_usage(stats))
         blocks = [((use,), getattr(stats, f"{use}_blocks")) for use in ("free", "cached", "kv", "adapter", "inflight")]
         yield make.gauges("lorikeet:blocks", "Device blocks by use.", ("use",), blocks)
 
@@ -705,6 +713,21 @@ class MemoryCollector(Collector):
         yield make.gauge("lorikeet:memory_decision_seconds_max", "Time that the longest took.", times.worst_s)
         yield make.gauge("lorikeet:memory_nodes", "Adapters and blocks of KV in the tree.", memory.nodes)
         yield make.gauge("lorikeet:memory_metadata_bytes", "Bytes that the tree takes.", memory.metadata_bytes)
+
+
+def kv_usage(stats: EngineStats) -> float:
+    """Return the share of the blocks open to KV that sequences hold."""
+    for_kv = min(stats.kv_blocks + stats.free_blocks + stats.cached_blocks, stats.kv_limit_blocks)
+    return stats.kv_blocks / for_kv if for_kv else 1.0
+
+
+def load_of(engines: Engines) -> dict[str, float]:
+    """Return what gateways ask about all replicas: the mean share of KV blocks in use, and requests that wait."""
+    known = [view.stats for view in engines.views.values() if view.stats is not None]
+    return {
+        "kv_cache_usage_perc": sum(map(kv_usage, known)) / len(known) if known else 0.0,
+        "num_requests_waiting": float(sum(stats.waiting for stats in known)),
+    }
 
 
 class ReplicasCollector(Collector):

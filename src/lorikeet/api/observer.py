@@ -52,9 +52,9 @@ class RequestObserver:
 
     def refused(self, adapter: AdapterRef | None, slo: Slo | None, requests: int, *, shed: bool) -> None:
         """Count ``requests`` that were refused because too many are running, or ``shed`` by the forecast."""
+        self.metrics.count_refused(requests, shed=shed)
         counts = missed(slo, requests)
         counts.shed = requests if shed else 0
-        self.metrics.count_rejections(requests)
         self.usage.of(None if adapter is None else adapter.name).add(counts)
 
 

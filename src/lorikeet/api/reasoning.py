@@ -28,15 +28,17 @@ class ReasoningFormat(NamedTuple):
         """Texts that may be special tokens."""
         return self.begin, self.end
 
-    def parser(self, prompt_end: str) -> "ReasoningParser":
-        """Return a parser of one answer.
+    def is_open(self, prompt_end: str) -> bool:
+        """Whether an answer begins with thoughts, given the last words of its prompt."""
+        return prompt_end.rstrip().endswith(self.begin) or (self.begins_open and not self.is_closed(prompt_end))
 
-        Args:
-            prompt_end: last words of the prompt, which may open or close the thoughts.
-        """
-        before = prompt_end.rstrip()
-        is_open = before.endswith(self.begin) or (self.begins_open and not before.endswith(self.end))
-        return ReasoningParser(self, is_open)
+    def is_closed(self, prompt_end: str) -> bool:
+        """Whether the prompt has ended the thoughts, so that the answer has none."""
+        return prompt_end.rstrip().endswith(self.end)
+
+    def parser(self, prompt_end: str) -> "ReasoningParser":
+        """Return a parser of one answer, given the last words of its prompt."""
+        return ReasoningParser(self, self.is_open(prompt_end))
 
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {

@@ -1,6 +1,7 @@
 """``/v1/responses``: OpenAI's responses API, on top of the chat."""
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
@@ -276,6 +277,8 @@ class ResponseWriter:
 
     def _block_events(self, change: BlockEvent) -> list[dict[str, Any]]:
         block = change.block
+        if isinstance(change, BlockOpened):  # the step that opened it may have filled and closed it, too
+            block = dataclasses.replace(block, text="", tokens=[], is_complete=False)
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind is BlockKind.CALL:
             name, part = "response.function_call_arguments", None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, NamedTuple
 
+import msgspec
 import structlog
 from anyio import CapacityLimiter
 from fastapi import Depends
@@ -27,7 +28,7 @@ from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionStats
 from lorikeet.api.errors import ApiError, engine_unavailable
 from lorikeet.api.generation import Generation, TextOptions
-from lorikeet.api.grammar_process import GrammarSpec
+from lorikeet.api.grammar_process import GrammarSpec, Thoughts
 from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_type, unpacked
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.load_places import LoadPlaces
@@ -74,6 +75,7 @@ class GenerationSpec:
         kept_tokens: special tokens that stay in the text of an answer.
         grammar: that the answers follow; None for none.
         embeds: of each prompt, whose tokens then mean nothing; empty if the prompts are tokens.
+        thoughts: returns what may come before such an answer to a prompt.
     """
 
     prompts: int
@@ -86,6 +88,7 @@ class GenerationSpec:
     kept_tokens: frozenset[int] = frozenset()
     grammar: GrammarSpec | None = None
     embeds: Sequence[PromptEmbeds] = ()
+    thoughts: Callable[[list[int]], Thoughts | None] = lambda prompt: None
 
 
 class Sender(NamedTuple):
@@ -252,7 +255,10 @@ class Service:
         try:
             with self.versions.hold(adapter):
                 prompts = await spec.encode()
-                grammar = await self.grammars.check(spec.grammar, sequences) if spec.grammar is not None else ""
+                grammar = ""
+                if spec.grammar is not None:
+                    answer = msgspec.structs.replace(spec.grammar, thoughts=spec.thoughts(prompts[0]))
+                    grammar = await self.grammars.check(answer, sequences)
                 predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
                 chat = await self.chat_of(target)
                 requests = self._requests(

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import Response
 
 from lorikeet import __version__
 from lorikeet.api.errors import ApiError
@@ -16,16 +15,16 @@ router = APIRouter()
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(service: ServiceDep) -> Response:
+async def reset_prefix_cache(service: ServiceDep) -> dict[str, bool]:
     """Let no later request reuse KV that is there now."""
     service.reset_prefix_cache()
-    return Response(status_code=200)
+    return {"success": True}
 
 
 @router.get("/server_info")
 @router.get("/get_server_info")
 async def server_info(service: ServiceDep) -> dict[str, Any]:
-    """Return sizes and limits of the server."""
+    """Return sizes and limits of the server; in ``vllm_config`` where training loops look for them."""
     engine, models = service.client.engine_info, service.models
     root = models.card(models.base)["root"]
     return {
@@ -42,6 +41,16 @@ async def server_info(service: ServiceDep) -> dict[str, Any]:
         "enable_lora": service.adapter_settings.enabled,
         "kernels": engine.kernels,
         "replicas": len(service.client.views),
+        "vllm_config": {
+            "model_config": {
+                "model": root,
+                "dtype": f"torch.{service.catalog.dtype}",
+                "max_model_len": service.limits.max_model_len,
+            },
+            "cache_config": {"block_size": engine.block_size, "num_gpu_blocks": engine.total_blocks},
+            "lora_config": {} if service.adapter_settings.enabled else None,
+            "weight_transfer_config": None,
+        },
     }
 
 

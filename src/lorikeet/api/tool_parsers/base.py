@@ -204,7 +204,6 @@ class CallGrammar:
         token_id: returns the id of a special token, None of other text.
         content: JSON schema that an answer without calls follows; None if it must call.
         is_free: whether there may be any text instead of calls, or before them where the format allows that.
-        thoughts_end: text that ends what the model may think before; empty if it may not.
     """
 
     def __init__(
@@ -214,14 +213,12 @@ class CallGrammar:
         token_id: Callable[[str], int | None],
         content: Any = None,
         is_free: bool = False,
-        thoughts_end: str = "",
     ) -> None:
         self.functions = functions
         self.parallel = parallel
         self._token_id = token_id
         self._content = content
         self._is_free = is_free
-        self._thoughts_end = thoughts_end
         self._rules: list[str] = []
 
     def marker(self, text: str) -> str:
@@ -272,7 +269,10 @@ class CallGrammar:
         if not self._is_free:
             call = self.rule(f"{self.marker(marker)} {body}")
             return self.build(call if is_list else self.several(call, separator))
-        self._rules.append(self._text_up_to("before", marker))
+        if self._token_id(marker) is not None:
+            self._rules.append(f"before: TEXT {self.marker(marker)}")
+        else:  # a lazy lexeme ends as soon as it can, so that text does not run on through its end
+            self._rules.append(f"before[lazy]: TEXT {literal(marker)}")
         return self.build(f"(before {body}){'*' if self.parallel else '?'} TEXT")
 
     def build_alone(self, calls: str, other: str) -> str:
@@ -287,19 +287,9 @@ class CallGrammar:
         if self._content is not None:
             start = f"({start}) | {self.json(self._content)}"
         lines = [f"start: {start}"]
-        if self._thoughts_end:
-            lines = [f"start: (thoughts SPACE?)? ({start})", r"SPACE: /\s+/"]
-            lines.append(self._text_up_to("thoughts", self._thoughts_end))
-        if self._thoughts_end or self._is_free:
+        if self._is_free:
             lines.append(r"TEXT: /(.|\n)*/")
         return "\n".join(["%llguidance {}", *lines, *self._rules])
-
-    def _text_up_to(self, name: str, end: str) -> str:
-        """Return a rule of text and what ends it."""
-        if self._token_id(end) is not None:
-            return f"{name}: TEXT {self.marker(end)}"
-        # A lazy lexeme ends as soon as it can, so that text does not run on through its end.
-        return f"{name}[lazy]: TEXT {literal(end)}"
 
 
 def literal(text: str) -> str:

@@ -1,0 +1,65 @@
+"""``lorikeet serve`` with an engine that says what a file tells it: ``python -m benchmarks.scripted_serve serve …``.
+
+For tests of clients that depend on what a model says, such as whether it calls a tool. Only the engine is replaced:
+templates, parsers, grammars and routes are the server's own. ``LORIKEET_SAID`` names a file with a list of texts, which
+may change between requests; each request gets the next one, and the last one is repeated.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+from lorikeet.api import run
+from lorikeet.cli.main import main
+from lorikeet.client.client import Engines
+from lorikeet.config import Settings
+from lorikeet.core.messages import EngineReady, Progress
+from lorikeet.core.request import Request
+from lorikeet.models.config import read_model_config
+from tests.api.fakes import FakeEngine
+
+
+class ScriptedEngine(FakeEngine):
+    """Answers with the texts of a file, whatever is asked."""
+
+    def __init__(self, settings: Settings) -> None:
+        folder = Path(settings.model.model)
+        config = read_model_config(folder)
+        super().__init__(self._next, max_model_len=settings.model.max_model_len or config.max_position_embeddings)
+        self.engine_info = msgspec.structs.replace(
+            self.engine_info, geometry=config.geometry(2), max_adapter_blocks=10**6
+        )
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._end = config.eos_token_ids[0]
+        self._texts: list[str] = []
+        self._given = 0
+
+    async def start(self, on_progress: Callable[[Progress], None]) -> EngineReady:
+        """Be ready at once."""
+        return self.engine_info
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def _next(self, request: Request) -> list[int]:
+        texts = json.loads(Path(os.environ["LORIKEET_SAID"]).read_text())
+        if texts != self._texts:
+            self._texts, self._given = texts, 0
+        text = texts[min(self._given, len(texts) - 1)]
+        self._given += 1
+        return [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._end]
+
+
+def open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
+    """Return the scripted engine."""
+    return ScriptedEngine(settings).as_client()
+
+
+if __name__ == "__main__":
+    run._open_engines = open_engines
+    main()

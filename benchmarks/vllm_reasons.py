@@ -1,0 +1,137 @@
+"""Which of vLLM's tests run, what their models say, and why some of them do not pass: for ``benchmarks.vllm_tests``."""
+
+_CHAT = "openai/chat_completion/test_"
+FILES = {
+    "completions": (
+        "openai/completion/test_completion.py",
+        "openai/completion/test_prompt_validation.py",
+        "openai/test_chunked_prompt.py",
+    ),
+    "chat": (
+        _CHAT + "chat.py",
+        _CHAT + "chat_completion.py",
+        _CHAT + "chat_echo.py",
+        _CHAT + "chat_logit_bias_validation.py",
+        _CHAT + "enable_force_include_usage.py",
+        _CHAT + "root_path.py",
+        _CHAT + "batched_chat_completions.py",
+    ),
+    "tokens": (
+        _CHAT + "logprob_token_ids.py",
+        "openai/completion/test_token_in_token_out.py",
+        "openai/test_return_token_ids.py",
+        "openai/test_return_tokens_as_ids.py",
+        "serve/tokenize/test_tokenization.py",
+    ),
+    "prompt embeds": (
+        _CHAT + "chat_completion_with_prompt_embeds.py",
+        "openai/completion/test_completion_with_prompt_embeds.py",
+    ),
+    "reasoning": (_CHAT + "include_reasoning.py", _CHAT + "thinking_token_budget.py"),
+    "function calls": (_CHAT + "completion_with_function_calling.py",),
+    "tool parsers": ("tool_parsers/test_hermes_tool_parser.py", "tool_parsers/test_granite4_tool_parser.py"),
+    "responses": (
+        "openai/responses/test_basic.py",
+        "openai/responses/test_function_call.py",
+        "openai/responses/test_simple.py",
+        "openai/responses/test_stateful.py",
+        "openai/responses/test_structured_output.py",
+    ),
+    "messages": ("anthropic/test_messages.py",),
+    "server": (
+        "openai/models/test_models.py",
+        "serve/instrumentator/test_basic.py",
+        "serve/instrumentator/test_metrics.py",
+        "serve/instrumentator/test_orca_metrics.py",
+        "serve/instrumentator/test_uds.py",
+    ),
+    "adapters": ("serve/lora/test_lora_adapters.py",),
+    "SageMaker": (
+        "serve/sagemaker/test_sagemaker_handler_overrides.py",
+        "serve/sagemaker/test_sagemaker_lora_adapters.py",
+        "serve/sagemaker/test_sagemaker_middleware_integration.py",
+        "serve/sagemaker/test_sagemaker_stateful_sessions.py",
+    ),
+}
+
+_THOUGHT = "<think>The user asks for something.</think>"
+
+
+def _call(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+_WEATHER = _call("get_current_weather", '{"city": "Berlin", "country": "Germany", "unit": "fahrenheit"}')
+_LONG = "One, two, three, four, five, six, seven, eight, nine, ten. " * 2
+_IN = '{"location": "Berlin"}'
+_EVENT = '{"event_name": "science fair", "date": "Friday", "participants": ["Alice", "Bob"]}'
+ANSWERS: dict[str, tuple[str, ...]] = {
+    "anthropic/*::test_anthropic_tool_call*": (_call("get_current_weather", '{"location": "New York"}'),),
+    "anthropic/*": ("I am fine.",),
+    "openai/chat_completion/*::test_function_tool_use*": (_THOUGHT + _WEATHER,),
+    "openai/chat_completion/*::test_no_args_tool_call*": (_call("get_current_time", "{}"), "It is noon."),
+    "openai/chat_completion/test_include_reasoning.py*": (_THOUGHT + "4",),
+    "openai/chat_completion/*::test_complex_message_content*": ("2",),
+    "openai/responses/*::test_simple_input*": (_THOUGHT + "It is 312.",),
+    "openai/responses/*::test_instructions*": (_THOUGHT + "It is 312. QED",),
+    "openai/responses/*::test_chat[*": (_THOUGHT + "30. QED",),
+    "openai/responses/*::test_chat": (_THOUGHT + "30. QED",),
+    "openai/responses/*::test_function_tool_use*": (_THOUGHT + _WEATHER,),
+    "openai/responses/*expected_arguments*": (_THOUGHT + _call("get_weather", _IN) + _call("get_time", _IN),),
+    "openai/responses/*forced_tool_choice*": (_THOUGHT + _call("get_weather", _IN),),
+    "openai/responses/*streaming_types*": (_THOUGHT + _WEATHER,),
+    "openai/responses/*::test_named_tool_use*": (
+        _THOUGHT + _call("get_weather", '{"latitude": 48.8, "longitude": 2.3}'),
+        _THOUGHT + "It is 20 degrees.",
+    ),
+    "openai/responses/*::test_structured_output*": (_THOUGHT + _EVENT,),
+    "openai/responses/*::test_previous_response_id*": (_THOUGHT + "Mark",),
+    "openai/responses/*::test_two_responses_with_same_prev_id*": (_THOUGHT + "John",),
+    "openai/completion/*::test_completion_streaming*": (_LONG,),
+    "openai/test_return_token_ids.py::*tool_use*": (
+        '<tool_call>\n{"name": "get_weather", "arguments": {"location": "Paris"}}\n</tool_call>',
+    ),
+    "openai/test_return_token_ids.py::*comparison*": (_LONG,),
+    "serve/lora/*replaces_inplace*": ("Meow Meow Meow", "Woof Woof Woof"),
+    "openai/responses/*::test_max_tokens[*": (_THOUGHT + "Call me Ishmael. Some years ago, never mind how long. " * 4,),
+    "openai/responses/*": (_THOUGHT + "Once upon a time there was a cat.",),
+}
+
+NOT_OURS = {
+    "*prompt_validation.py::test_load_prompt_embeds*": "tests vllm's own code: safe_load_prompt_embeds",
+    "*with_prompt_embeds.py*": "needs torch in the tests' environment",
+    "tool_parsers/test_granite4*": "needs Granite 4",
+    "*test_metrics*multimodal*": "needs a vision model",
+}
+
+_BEAM = "beam search is refused (501)"
+_TEXT_OF_ERROR = "the error is told in other words"
+_PATH = "answers do not tell paths of the server, only names of folders"
+_OUTSIDE = "400 instead of 404 for a folder from which adapters may not be loaded"
+_OWN_USAGE = "usage always has prompt_tokens_details"
+DIFFERENCES = {
+    "openai/completion/*::test_batch_completions*": _BEAM,
+    "serve/lora/*beam_search*": _BEAM,
+    "*batched_chat_completions*": "there is no /v1/chat/completions/batch; send several requests, or a file of them",
+    "*::test_kv_transfer*": "KV is not handed over by clients: kv_transfer_params is refused (501)",
+    "*::test_per_request_metrics*": "times of a request are in the request log, not in its answer",
+    "*force_include_usage*": "--enable-force-include-usage is ignored: clients ask for usage",
+    "*::test_single_chat_session*": _OWN_USAGE,
+    "*orca_metrics*::test_single_completion*": _OWN_USAGE,
+    "*::test_long_seed*": _TEXT_OF_ERROR,
+    "*::test_empty_prompt*": _TEXT_OF_ERROR,
+    "*::test_thinking_token_budget*": "budgets of thoughts are refused (501)",
+    "serve/sagemaker/*stateful_sessions*": "there are no sessions at /invocations",
+    "serve/lora/*badrequests*": _TEXT_OF_ERROR,
+    "openai/responses/*::test_background_error*": _TEXT_OF_ERROR,
+    "openai/responses/*::test_cancel_completed*": _TEXT_OF_ERROR,
+    "openai/responses/*::test_enable_response_messages*": "tokens of messages are refused (501); ask for input_items",
+    "anthropic/*cache_usage*": "message_start tells cached tokens apart, as at Anthropic; all prompts are cached",
+    "serve/lora/*lineage*": _PATH,
+    "serve/sagemaker/*load_adapter_happy_path*": _PATH,
+    "serve/lora/*not_found*": _OUTSIDE,
+    "serve/lora/*does_not_break_others*": _OUTSIDE,
+    "serve/sagemaker/*load_adapter_not_found*": _OUTSIDE,
+    "serve/*invalid_files*": "404 or 400 for files that are missing or not valid, where vLLM says 500",
+    "*::test_show_version*": "the version is Lorikeet's",
+}
