@@ -38,7 +38,7 @@ from lorikeet.core.assist_costs import ASSISTED_MODULES
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
-from lorikeet.costs.profile import CostProfile, OperatingLoads
+from lorikeet.costs.profile import OperatingLoads
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
 from lorikeet.simulator.operating_points import OperatingPointSearch, find_operating_loads, with_operating_loads
 
@@ -356,8 +356,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Answer:
 class Judged(NamedTuple):
     """A system beside the rivals: the best one by score, and score and P99 inter-token gap over it.
 
-    ``worst`` is the largest ratio of a figure to the best that any rival reaches, with the figure's name; ``capacity`` is
-    over the highest of any rival.
+    ``worst`` is the largest ratio of a figure to the best that any rival reaches, with its name; ``capacity`` is over the
+    highest of any rival.
     """
 
     best: str
