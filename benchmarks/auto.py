@@ -356,7 +356,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Answer:
 class Judged(NamedTuple):
     """A system beside the rivals: the best one by score, and score and P99 inter-token gap over it.
 
-    ``worst`` is the largest ratio of a figure to the best that any rival reaches, with its name; ``capacity`` is over the
+    ``worst`` is the largest ratio of a figure to the best that any rival reaches; ``capacity`` is over the
     highest of any rival.
     """
 

@@ -239,6 +239,7 @@ class Memory:
         self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size)
         self._view.load_s = self.adapters.predicted_load_s
         self._view.load_kv_s = self._predicted_load_kv_s
+        self._view.load_block_s = lambda: self.tiers.copy_s(Tier.HOST, Tier.DEVICE, 1)
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
         self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases)
@@ -380,6 +381,7 @@ class Memory:
         adapter = BASE if ref is None else self.register(ref)
         path = self.tree.match(keys)
         nodes = [adapter, *path]
+        self._eviction.asked(np.asarray(nodes), now)
         self.tree.visits[nodes] += 1
         self.tree.last_use_s[nodes] = now
         self._eviction.arrived(adapter, path, now)
@@ -530,6 +532,7 @@ class Memory:
 
     def note_batch(self, running: int, now: float) -> None:
         """Pass the policies the number of sequences that hold blocks."""
+        self._view.running = running
         self._eviction.batch(running, now)
 
     def note_step(self, step_s: float) -> None:
