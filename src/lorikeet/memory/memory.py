@@ -239,7 +239,6 @@ class Memory:
         self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size)
         self._view.load_s = self.adapters.predicted_load_s
         self._view.load_kv_s = self._predicted_load_kv_s
-        self._view.load_block_s = lambda: self.tiers.copy_s(Tier.HOST, Tier.DEVICE, 1)
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
         self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases)
@@ -277,6 +276,15 @@ class Memory:
     def awaited_transfers(self) -> int:
         """Transfers that an admitted sequence waits for."""
         return len(self._waiting)
+
+    def awaited_s(self) -> float:
+        """Return the expected seconds until the transfers to the device have ended that a sequence waits for."""
+        return self._predicted_load_kv_s(0)
+
+    @property
+    def iteration_s(self) -> float:
+        """Duration of the last step in seconds; 0 before the first."""
+        return self._view.iteration_s
 
     @property
     def blocks_are_being_freed(self) -> bool:
@@ -381,7 +389,6 @@ class Memory:
         adapter = BASE if ref is None else self.register(ref)
         path = self.tree.match(keys)
         nodes = [adapter, *path]
-        self._eviction.asked(np.asarray(nodes), now)
         self.tree.visits[nodes] += 1
         self.tree.last_use_s[nodes] = now
         self._eviction.arrived(adapter, path, now)

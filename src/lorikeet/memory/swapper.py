@@ -108,7 +108,6 @@ class Swapper:
             return
         self._due_s = now + self._rules.tick_s
         started_s = time.perf_counter()
-        self._eviction.ticked(now)
         self._evictor.rescore_all(now)
         in_flight = len(self._tiers.transfers)
         total, unused = self._tiers.device.total, self._evictor.unused()

@@ -84,6 +84,7 @@ class Scheduler:
         self.queue = admission(view)
         self._drops: list[RequestId] = []
         self._steps = 0
+        self._last_end_s = 0.0
         self._decode_steps = 0
         self._running_step: tuple[StepPlan, StepResult] | None = None
         self._outputs = OutputCollector()
@@ -189,8 +190,8 @@ class Scheduler:
         builder.run_decodes_without_prefill()
         self._memory.note_batch(len(self._running), now)
         self._memory.swapper.after_admission(now)
-        if self._preset.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
-            builder.tokens.clear()  # this preset runs nothing while a transfer is waited for
+        if self._memory.awaited_transfers and (self._preset.cold_start is ColdStart.BLOCK or self._holds(builder, now)):
+            builder.tokens.clear()
         self.selector.place_assisted_prefills(builder)
         limits, merged, form = self._limits, self.selector.merged_adapter(builder), self._preset.kernel_form
         async_scheduling = (
@@ -208,6 +209,19 @@ class Scheduler:
         )
         self._steps += not plan.is_empty
         return plan
+
+    def _holds(self, builder: PlanBuilder, now: float) -> bool:
+        """Whether the step waits for the transfers that requests wait for (see ``Preset.step_hold``).
+
+        Steps are held for at most half of their length, however many requests come meanwhile.
+        """
+        others, step_s = len(builder.tokens), self._memory.iteration_s
+        if not others or not self._preset.step_hold:
+            return False
+        awaiting = sum(not sequence.can_run for sequence in self._running)
+        hold_s, held_s = self._memory.awaited_s(), max(0.0, now - self._last_end_s)
+        pays = hold_s * others <= (step_s - hold_s) * awaiting
+        return (hold_s <= self._preset.step_hold * step_s or pays) and held_s + hold_s <= step_s / 2
 
     def continue_plan(self, *, further: bool) -> StepPlan | None:
         """Return the plan of the step that the executor already runs (async scheduling); None if it runs none.
@@ -350,6 +364,7 @@ class Scheduler:
         """Apply the tokens of a step. KV is inserted into the tree only if the adapter of its sequence has arrived."""
         self._running_step = (plan, result) if result.next_runs else None
         if plan.sequences:
+            self._last_end_s = now
             step_s = (result.duration_s - result.switch_s) / result.steps_run
             self._memory.note_step(step_s)
             prefill = [step.tokens for step in plan.sequences if step.tokens > 1]

@@ -19,7 +19,6 @@ from lorikeet.memory.policies.prefetch import BestFirst, BestFirstFlat, Branches
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
 from lorikeet.memory.policies.rrip import Srrip
 from lorikeet.memory.policies.wom import Wom
-from lorikeet.memory.policies.worth import Worth
 
 EVICTION: dict[str, Callable[[MemoryView], EvictionPolicy]] = {
     "lru": Lru,
@@ -29,7 +28,6 @@ EVICTION: dict[str, Callable[[MemoryView], EvictionPolicy]] = {
     "elora:wov": partial(Elora, without=Factor.VISIT),
     "elora:wou": partial(Elora, without=Factor.RECENCY),
     "bfs": Bfs,
-    "worth": Worth,
     "rrip": Srrip,
     "hawkeye": Hawkeye,
     "halp": Halp,

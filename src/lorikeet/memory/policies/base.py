@@ -48,7 +48,6 @@ class MemoryView:
     load_s: Callable[[Nodes], Scores] = lambda nodes: np.zeros(len(nodes))
     iteration_s: float = 0.0
     load_kv_s: Callable[[int], float] = lambda blocks: 0.0
-    load_block_s: Callable[[], float] = lambda: 0.0
     prefill_s: Callable[[int], float] = lambda blocks: 0.0
 
     def loading_kv_pays(self, blocks: int) -> bool:
@@ -110,12 +109,6 @@ class EvictionPolicy:
 
     def protect(self, adapter: int, until_s: float) -> None:
         """Handle the wish of a prefetch policy to keep an adapter until ``until_s``; ignored by default."""
-
-    def asked(self, nodes: Nodes, now: float) -> None:
-        """Handle the arrival of a request that uses nodes, before their visits and last use are updated."""
-
-    def ticked(self, now: float) -> None:
-        """Handle a tick of the swapper, before all nodes are scored."""
 
     def arrived(self, adapter: int, path: Sequence[int], now: float) -> None:
         """Handle the arrival of a request for ``adapter`` that matches ``path``; visits and last use are updated."""
