@@ -8,7 +8,7 @@ cache, so that a program that was interrupted goes on.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -66,6 +66,8 @@ SEEDS, HELD_OUT_SEEDS = (1, 2, 3, 4, 5), (101, 102, 103, 104, 105)
 """Of odd and of even scenarios."""
 ATTAINMENT = 0.9
 """Share of the requests that must meet the SLO at a rate within the capacity."""
+QUICK_SEEDS = 2
+"""Of a quick run, which searches no capacity."""
 CAPACITY_STEP, CAPACITY_STEPS = 1.06, range(-12, 13)
 """Rates at which the capacity is searched: the scenario's times powers of the first."""
 
@@ -330,13 +332,13 @@ def capacity(*given: Any) -> float:
     return highest(rates, lambda rate: (attained(rate) or 0.0) >= ATTAINMENT)
 
 
-def runs_of(number: int, preset: str) -> tuple[Run, ...]:
-    """Return a system's runs in a scenario, one a seed; the last finds the capacity."""
+def runs_of(number: int, preset: str, *, quick: bool) -> tuple[Run, ...]:
+    """Return a system's runs in a scenario, one a seed; the last finds the capacity, unless they are to be quick."""
     clustered = SCENARIOS[number].replicas > 1 and preset.startswith("loraserve")
     after = (Run(operating_points, (number,)),) if clustered else ()
     seeds = seeds_of(number)
-    made = [Run(serve, (number, preset, seed), after) for seed in seeds]
-    return (*made, Run(capacity, (number, preset, seeds[0]), after))
+    made = [Run(serve, (number, preset, seed), after) for seed in seeds[: QUICK_SEEDS if quick else None]]
+    return (*made, *([] if quick else [Run(capacity, (number, preset, seeds[0]), after)]))
 
 
 # --- the comparison ----------------------------------------------------------------------------------
@@ -368,7 +370,7 @@ class Judged(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The results of a system in a scenario: figures by seed, and the capacity."""
+    """The results of a system in a scenario: figures by seed, and the capacity; NaN where it was not searched."""
 
     figures: list[Figures]
     capacity: float
@@ -398,11 +400,13 @@ def judge(ours: Results, rivals: dict[str, Results]) -> Judged:
     )
 
 
-def results_of(number: int, preset: str, cache: Cache) -> Results | None:
+def results_of(number: int, preset: str, cache: Cache, *, quick: bool) -> Results | None:
     """Return what is in the cache of a system; None if something is missing."""
-    kept = [cache.get(run) for run in runs_of(number, preset)]
+    kept = [cache.get(run) for run in runs_of(number, preset, quick=quick)]
     there = [each.result for each in kept if each is not None]
-    return Results(there[:-1], there[-1]) if len(there) == len(kept) else None
+    if len(there) < len(kept):
+        return None
+    return Results(there, np.nan) if quick else Results(there[:-1], there[-1])
 
 
 # --- the program -------------------------------------------------------------------------------------
@@ -413,9 +417,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = _parser().parse_args(arguments)
     cache, numbers = Cache(given.cache), _numbers(given.scenario)
     systems = [AUTO, *given.also]
-    runs = {number: [run for each in (*systems, *RIVALS) for run in runs_of(number, each)] for number in numbers}
-    if given.fresh:
-        cache.forget(run for number in numbers for each in given.fresh for run in runs_of(number, each))
+
+    def of(number: int, *presets: str) -> list[Run]:
+        return [run for each in presets for run in runs_of(number, each, quick=given.quick)]
+
+    runs = {number: of(number, *systems, *RIVALS) for number in numbers}
+    cache.forget(run for number in numbers for run in of(number, *given.fresh))
     for made in [] if given.cached else runs.values():
         try:
             run_missing(made, cache, given.processes, lambda line: print(line, file=sys.stderr, flush=True))
@@ -424,7 +431,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_setup()
     summary: dict[str, list[tuple[int, Judged]]] = {each: [] for each in systems}
     for number in numbers:
-        _show(number, systems, cache, summary)
+        found = {name: results_of(number, name, cache, quick=given.quick) for name in (*systems, *RIVALS)}
+        there = {name: results for name, results in found.items() if results is not None}
+        _show(number, there)
+        rivals = {name: there[name] for name in RIVALS if name in there}
+        for system in systems:
+            if system in there and rivals:
+                summary[system].append((number, judge(there[system], rivals)))
     for system, judged in summary.items():
         _show_summary(system, judged)
     revisions = {kept.revision for made in runs.values() for run in made if (kept := cache.get(run)) is not None}
@@ -436,6 +449,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scenario", default="", help="numbers, 'odd' or 'even', comma-separated (default: all)")
     parser.add_argument("--also", action="append", default=[], metavar="PRESET", help="judge another preset as well")
     parser.add_argument("--fresh", action="append", default=[], metavar="PRESET", help="make its runs again")
+    parser.add_argument("--quick", action="store_true", help="two seeds, and no capacities")
     parser.add_argument("--cached", action="store_true", help="make no runs")
     parser.add_argument("--processes", type=int, default=2, help="runs at the same time (default: 2)")
     folder = default_folder().with_name("auto")
@@ -452,12 +466,9 @@ def _numbers(text: str) -> list[int]:
         sys.exit(f"--scenario {text}: numbers from 1 to {len(SCENARIOS)}, 'odd' or 'even'")
 
 
-def _show(number: int, systems: Iterable[str], cache: Cache, summary: dict[str, list[tuple[int, Judged]]]) -> None:
-    """Print a scenario's table, and add what came out to the summary."""
+def _show(number: int, there: dict[str, Results]) -> None:
+    """Print a scenario's table."""
     scenario = SCENARIOS[number]
-    found = {name: results_of(number, name, cache) for name in (*systems, *RIVALS)}
-    there = {name: results for name, results in found.items() if results is not None}
-    rivals = {name: there[name] for name in RIVALS if name in there}
     about = (
         f"{number}. {scenario.title}\n  {scenario.replicas} x {scenario.profile}, {scenario.form} kernels, "
         f"link {scenario.link_gb_per_s or 'by data sheet'} GB/s, pool {scenario.memory_gb or 'all'} GB, "
@@ -471,9 +482,6 @@ def _show(number: int, systems: Iterable[str], cache: Cache, summary: dict[str, 
         values += [f"{1e3 * results.mean(each):,.0f}" for each in ("score", "gap_p99_s")]
         rows.append([name, *values, f"{results.capacity:.1f}", *_words(beside)])
     print_table(about, headings, rows)
-    for system in systems:
-        if system in there and rivals:
-            summary[system].append((number, judge(there[system], rivals)))
 
 
 def _show_summary(system: str, judged: Sequence[tuple[int, Judged]]) -> None:

@@ -80,7 +80,7 @@ class Scheduler:
         self.selector = BatchSelector(
             batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist, iterations
         )
-        view = SchedulerView(memory, limits.max_model_len, self._running, self.selector, self._step_times)
+        view = SchedulerView(memory, limits, self._running, self.selector, self._step_times)
         self.queue = admission(view)
         self._drops: list[RequestId] = []
         self._steps = 0
@@ -456,7 +456,7 @@ class SchedulerView:
 
     Args:
         memory: of the engine.
-        max_model_len: most tokens of a sequence.
+        limits: of the scheduler.
         running: the scheduler's running sequences, read live.
         selector: knows which requests may run.
         step_times: estimates how long steps take.
@@ -465,13 +465,13 @@ class SchedulerView:
     def __init__(
         self,
         memory: Memory,
-        max_model_len: int,
+        limits: SchedulerLimits,
         running: Many[Sequence],
         selector: BatchSelector,
         step_times: StepTimeEstimator,
     ) -> None:
         self._memory = memory
-        self.max_model_len = max_model_len
+        self.max_model_len, self.max_running = limits.max_model_len, limits.max_num_seqs
         self._running = running
         self._selector = selector
         self.step_times = step_times
