@@ -199,6 +199,7 @@ _AUTO = _but(
     prefetch="newest-first",
     swap_interval_s=0.1,
     admission="bounded-sjf",
+    eviction="lru:reuse",
     step_hold=0.25,
 )
 _ELORA = Preset(adapter_chain=True, eviction="elora", prefetch="best-first", swap_interval_s=0.1)

@@ -26,8 +26,8 @@ _COLD_FACTOR: Final = 1.1
 _GROWTH: Final = 1.25
 """An answer that is longer than predicted is expected to become so many times as long as it is."""
 _PACE_S, _MOST_PACE = 5.0, 3.0
-"""Half-life of what is known of the pace: the seconds in which requests waited, over the costs of those that were admitted
-then; and its limits."""
+"""Half-life of what is known of the pace, and its limits: seconds in which requests waited over the costs of those that
+were admitted meanwhile."""
 _CANDIDATES: Final = 256
 """Only so many of the oldest requests are considered, so that a long queue does not slow down the steps."""
 _REFRESH_S: Final = 0.25
