@@ -280,7 +280,12 @@ class Memory:
 
     def awaited_s(self) -> float:
         """Return the expected seconds until the transfers to the device have ended that a sequence waits for."""
-        return self._predicted_load_kv_s(0)
+        awaited = (inflight.transfer for inflight in self.tiers.transfers.values() if inflight.demand)
+        return sum(
+            self.tiers.copy_s(transfer.source, Tier.DEVICE, len(transfer.device_blocks) - transfer.kept)
+            for transfer in awaited
+            if transfer.target is Tier.DEVICE
+        )
 
     @property
     def iteration_s(self) -> float:

@@ -56,6 +56,8 @@ class Scheduler:
     Attributes:
         queue: the waiting requests.
         selector: selects the requests that may run.
+        held_until_s: until when the last step is held for transfers at most (see ``Preset.step_hold``); ``inf``: it is
+            not.
         preemptions: number of preemptions so far.
         prefix_queries_tokens, prefix_hits_tokens: tokens of admitted sequences so far, and those of them found cached.
     """
@@ -84,7 +86,7 @@ class Scheduler:
         self.queue = admission(view)
         self._drops: list[RequestId] = []
         self._steps = 0
-        self._last_end_s = 0.0
+        self._last_end_s, self.held_until_s = 0.0, math.inf
         self._decode_steps = 0
         self._running_step: tuple[StepPlan, StepResult] | None = None
         self._outputs = OutputCollector()
@@ -190,6 +192,7 @@ class Scheduler:
         builder.run_decodes_without_prefill()
         self._memory.note_batch(len(self._running), now)
         self._memory.swapper.after_admission(now)
+        self.held_until_s = math.inf
         if self._memory.awaited_transfers and (self._preset.cold_start is ColdStart.BLOCK or self._holds(builder, now)):
             builder.tokens.clear()
         self.selector.place_assisted_prefills(builder)
@@ -219,9 +222,12 @@ class Scheduler:
         if not others or not self._preset.step_hold:
             return False
         awaiting = sum(not sequence.can_run for sequence in self._running)
-        hold_s, held_s = self._memory.awaited_s(), max(0.0, now - self._last_end_s)
-        pays = hold_s * others <= (step_s - hold_s) * awaiting
-        return (hold_s <= self._preset.step_hold * step_s or pays) and held_s + hold_s <= step_s / 2
+        hold_s, until_s = self._memory.awaited_s(), self._last_end_s + step_s / 2
+        pays = hold_s <= self._preset.step_hold * step_s or hold_s * others <= (step_s - hold_s) * awaiting
+        if not pays or now + hold_s >= until_s:
+            return False
+        self.held_until_s = until_s
+        return True
 
     def continue_plan(self, *, further: bool) -> StepPlan | None:
         """Return the plan of the step that the executor already runs (async scheduling); None if it runs none.
