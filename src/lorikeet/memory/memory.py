@@ -280,12 +280,12 @@ class Memory:
 
     def awaited_s(self) -> float:
         """Return the expected seconds until the transfers to the device have ended that a sequence waits for."""
-        awaited = (inflight.transfer for inflight in self.tiers.transfers.values() if inflight.demand)
-        return sum(
-            self.tiers.copy_s(transfer.source, Tier.DEVICE, len(transfer.device_blocks) - transfer.kept)
-            for transfer in awaited
-            if transfer.target is Tier.DEVICE
-        )
+        seconds = 0.0
+        for inflight in self.tiers.transfers.values():
+            if inflight.demand and inflight.transfer.target is Tier.DEVICE:
+                blocks = (len(inflight.transfer.device_blocks) or len(inflight.nodes)) - inflight.transfer.kept
+                seconds += self.tiers.copy_s(inflight.transfer.source, Tier.DEVICE, blocks)
+        return seconds
 
     @property
     def iteration_s(self) -> float:

@@ -156,7 +156,8 @@ class BoundedShortestFirst(AdmissionQueue):
         waits_s = waited_s + now - queued_s + pending_s + np.where(np.isfinite(ahead_s), ahead_s, 0.0)
         under_fifo_s = np.maximum(0.0, waits_s - delayed_s)
         self._note_fifo_wait(float(under_fifo_s.max()), now)
-        return np.minimum(_DELAY_SHARE * under_fifo_s + _DELAY_S - delayed_s, self._worst_s - waits_s)
+        allowances_s: _Floats = np.minimum(_DELAY_SHARE * under_fifo_s + _DELAY_S - delayed_s, self._worst_s - waits_s)
+        return allowances_s
 
     def _note_fifo_wait(self, under_fifo_s: float, now: float) -> None:
         """Record the wait of a request under FIFO; the longest of recent ones is remembered and fades."""
