@@ -86,6 +86,24 @@ def test_under_block_nothing_runs_while_an_adapter_is_transferred() -> None:
     assert [len(plan.sequences) for plan in bench.plans[-2:]] == [0, 2]
 
 
+def test_a_step_is_held_for_a_transfer_but_not_for_long() -> None:
+    bench = Bench(preset=Preset(step_hold=0.25))
+    bench.engine.submit(request("base", [1, 2, 3], max_tokens=30))
+    bench.step()
+    bench.engine.submit(request("cold", [1, 2, 3], 1.0, adapter("a")))
+    before_s = bench.clock.now()
+    for _ in range(3):
+        bench.step()
+    assert [len(plan.sequences) for plan in bench.plans[-2:]] == [0, 1], "nothing is known of loads yet"
+    assert bench.clock.now() - before_s == pytest.approx(0.015), "half a step, and a step"
+    while bench.memory.transfers_in_flight:
+        bench.step()
+    bench.engine.submit(request("other", [1, 2, 3], 2.0, adapter("b")))
+    bench.step()
+    assert len(bench.plans[-1].sequences) == 2, "a load takes five steps"
+    bench.run()
+
+
 def test_under_block_others_resume_when_the_waiting_request_has_left() -> None:
     bench = Bench(preset=Preset(cold_start=ColdStart.BLOCK))
     bench.engine.submit(request("base", [1, 2, 3], max_tokens=30))

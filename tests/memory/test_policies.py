@@ -5,9 +5,9 @@ import pytest
 
 from lorikeet.memory.policies import EVICTION, PREFETCH
 from lorikeet.memory.policies.base import PrefetchPolicy
-from lorikeet.memory.policies.lru import Lru
+from lorikeet.memory.policies.lru import Lru, LruWithReuse
 from lorikeet.memory.tree import BASE, DependencyTree
-from tests.memory.trees import bring_all, nodes_of, random_tree, roots_come_first, view_of
+from tests.memory.trees import add_adapter, add_kv, bring_all, nodes_of, random_tree, roots_come_first, view_of
 
 
 @pytest.mark.parametrize("name", EVICTION)
@@ -62,6 +62,18 @@ def test_the_least_recently_used_scores_lowest() -> None:
     tree = random_tree(2)
     nodes = nodes_of(tree)
     assert Lru(view_of(tree)).scores(np.array(nodes), 0.0).tolist() == tree.last_use_s[nodes].tolist()
+
+
+def test_kv_that_is_hardly_asked_for_again_goes_before_older_adapters_and_other_kv() -> None:
+    tree = DependencyTree()
+    chats, single_shots, idle = add_adapter(tree, last_use_s=8), add_adapter(tree, last_use_s=9), add_adapter(tree)
+    chat = add_kv(tree, chats, last_use_s=8)
+    shots = [add_kv(tree, single_shots, last_use_s=at) for at in (7, 9)]
+    view = view_of(tree)
+    view.kv_reuse = {chats: 0.3, single_shots: 0.04}.__getitem__
+    nodes = np.array([chats, single_shots, idle, chat, *shots])
+    order = nodes[np.argsort(LruWithReuse(view).scores(nodes, 10.0), kind="stable")]
+    assert order.tolist() == [*shots, idle, chats, chat, single_shots]
 
 
 def test_without_prefetch_nothing_is_named() -> None:

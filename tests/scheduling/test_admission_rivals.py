@@ -27,6 +27,7 @@ class View:
 
     total_tokens = 1_000
     max_model_len = 1_000
+    max_running = 1_000
     step_times = StepTimeEstimator()
 
     def __init__(self) -> None:

@@ -77,26 +77,34 @@ def test_the_request_that_has_waited_longest_is_not_passed() -> None:
 
 
 def test_delays_add_up_until_an_older_request_cannot_afford_more() -> None:
-    # Of 0.4 s and 0.3 times the 2 s that it has waited, each of the others takes 0.3 s, and 0.3 times that.
-    shorts = [(f"short-{index}", 1.0 + index / 100, 300) for index in range(5)]
+    # Nothing was admitted for long, so each of the others takes three times its 60 ms, of 0.25 s and a fifth of 2 s.
+    shorts = [(f"short-{index}", 1.0 + index / 100, 60) for index in range(5)]
     queue = queue_of(("oldest", -20.0, 10), ("long", 0.0, 400), *shorts)
-    assert admitted_at(queue, 2.0) == ["oldest", "short-0", "short-1", "long", "short-2", "short-3", "short-4"]
+    assert admitted_at(queue, 2.0) == ["oldest", "short-0", "short-1", "short-2", "long", "short-3", "short-4"]
 
 
 def test_one_that_lacks_blocks_keeps_its_turn() -> None:
-    queue = queue_of(("large", 0.0, 400), ("short", 1.0, 10))
+    queue = queue_of(("large", 0.0, 400), ("short", 9.0, 10))
     assert admitted_at(queue, 10.0, {"large": WaitReason.KV_BLOCKS}) == []
     assert admitted_at(queue, 10.0, {"large": WaitReason.TRANSFER}) == ["short"]
 
 
-def test_a_preempted_request_keeps_what_it_has_waited() -> None:
-    queue = queue_of(("oldest", -20.0, 10), ("long", 0.0, 600), ("short", 1.0, 300))
+def test_nobody_passes_a_request_that_was_preempted() -> None:
+    queue = queue_of(("oldest", -20.0, 10), ("long", 0.0, 600), ("short", 1.0, 100))
     assert admitted_at(queue, 2.0) == ["oldest", "short", "long"]
     queue.add(made("long", 0.0, prompt_tokens=600), 3.0)
-    queue.add(made("next", 2.5, prompt_tokens=500), 3.0)
-    # It would have waited 1.7 s under FIFO, so it can be delayed by 0.91 s, of which it was by 0.3.
-    assert admitted_at(queue, 3.0) == ["next", "long"]
+    queue.add(made("next", 2.5, prompt_tokens=10), 3.0)
+    assert admitted_at(queue, 3.0) == ["long", "next"]
     assert len(queue) == 0
+
+
+def test_older_requests_are_charged_for_answers_that_are_longer_than_predicted() -> None:
+    queue = queue_of(("oldest", -20.0, 10), ("long", 0.0, 400), ("short", 1.0, 100))
+    assert admitted_at(queue, 2.0, {"long": WaitReason.TRANSFER}) == ["oldest", "short"]
+    short = made("short", 1.0, prompt_tokens=100)
+    queue.view.answers["short"] = (short, 3)  # type: ignore[attr-defined]  # of one token that was predicted
+    queue.add(made("next", 1.5, prompt_tokens=10), 2.5)
+    assert admitted_at(queue, 2.5) == ["long", "next"]
 
 
 class Waits(RunObserver):
@@ -152,7 +160,10 @@ def waits(scenario: Scenario, admission: str, guess: str) -> Scores:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("guess", ["right", "60 %", "opposite"])
-def test_nobody_waits_much_longer_than_first_come_first_served(guess: str) -> None:
+@pytest.mark.parametrize(("rate", "seed"), [("10.5", 2), ("25", 4)])
+@pytest.mark.sampled(2)
+def test_nobody_waits_much_longer_than_first_come_first_served(rate: str, seed: int, guess: str) -> None:
+    """At the second rate the last request waits for 15 s under FIFO."""
     base = Scenario(
         profile="a40-llama-2-7b",
         adapters=50,
@@ -161,9 +172,9 @@ def test_nobody_waits_much_longer_than_first_come_first_served(guess: str) -> No
         output_tokens="8-64",
         arrivals="gamma",
         cv=3.0,
-        rate="10.5",
+        rate=rate,
         count=250,
-        seed=2,
+        seed=seed,
         engine={"memory_bytes": 3 * 10**9, "host_memory_bytes": 40 * 10**9},
     )
     found = {
@@ -172,4 +183,4 @@ def test_nobody_waits_much_longer_than_first_come_first_served(guess: str) -> No
     }
     assert (found["bounded-sjf"] <= 1.5 * found["fifo"] + 1).all()
     if guess == "right":
-        assert found["bounded-sjf"].mean() < 0.95 * found["fifo"].mean()
+        assert found["bounded-sjf"].mean() < 0.9 * found["fifo"].mean()

@@ -235,7 +235,7 @@ class Engine:
     @property
     def due_s(self) -> float:
         """Until when the loop may rest if nothing happens: its clock's time of the next tick or prefetch, if any."""
-        return math.inf if self._is_blocked else self._memory.swapper.idle_until_s
+        return math.inf if self._is_blocked else min(self._memory.swapper.idle_until_s, self._scheduler.held_until_s)
 
     @property
     def host_fill_pending(self) -> bool:

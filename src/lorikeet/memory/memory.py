@@ -239,6 +239,7 @@ class Memory:
         self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size)
         self._view.load_s = self.adapters.predicted_load_s
         self._view.load_kv_s = self._predicted_load_kv_s
+        self._view.kv_reuse = self._reuse.share
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
         self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases)
@@ -276,6 +277,20 @@ class Memory:
     def awaited_transfers(self) -> int:
         """Transfers that an admitted sequence waits for."""
         return len(self._waiting)
+
+    def awaited_s(self) -> float:
+        """Return the expected seconds until the transfers to the device have ended that a sequence waits for."""
+        seconds = 0.0
+        for inflight in self.tiers.transfers.values():
+            if inflight.demand and inflight.transfer.target is Tier.DEVICE:
+                blocks = (len(inflight.transfer.device_blocks) or len(inflight.nodes)) - inflight.transfer.kept
+                seconds += self.tiers.copy_s(inflight.transfer.source, Tier.DEVICE, blocks)
+        return seconds
+
+    @property
+    def iteration_s(self) -> float:
+        """Duration of the last step in seconds; 0 before the first."""
+        return self._view.iteration_s
 
     @property
     def blocks_are_being_freed(self) -> bool:
@@ -534,6 +549,7 @@ class Memory:
 
     def note_batch(self, running: int, now: float) -> None:
         """Pass the policies the number of sequences that hold blocks."""
+        self._view.running = running
         self._eviction.batch(running, now)
 
     def note_step(self, step_s: float) -> None:

@@ -44,6 +44,11 @@ class AdmissionView(Protocol):
         ...
 
     @property
+    def max_running(self) -> int:
+        """Most sequences in a step."""
+        ...
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of a sequence."""
         ...

@@ -60,6 +60,8 @@ class Scheduler:
     Attributes:
         queue: the waiting requests.
         selector: selects the requests that may run.
+        held_until_s: until when the last step is held for transfers at most (see ``Preset.step_hold``); ``inf``: it is
+            not.
         preemptions: number of preemptions so far.
         prefix_queries_tokens, prefix_hits_tokens: tokens of admitted sequences so far, and those of them found cached.
     """
@@ -92,6 +94,7 @@ class Scheduler:
         )
         self._drops: list[RequestId] = []
         self._steps = 0
+        self._last_end_s, self.held_until_s = 0.0, math.inf
         self._decode_steps = 0
         self._running_step: tuple[StepPlan, StepResult] | None = None
         self._outputs = OutputCollector()
@@ -205,8 +208,9 @@ class Scheduler:
         builder.run_decodes_without_prefill()
         self._memory.note_batch(len(self._running), now)
         self._memory.swapper.after_admission(now)
-        if self._preset.cold_start is ColdStart.BLOCK and self._memory.awaited_transfers:
-            builder.tokens.clear()  # this preset runs nothing while a transfer is waited for
+        self.held_until_s = math.inf
+        if self._memory.awaited_transfers and (self._preset.cold_start is ColdStart.BLOCK or self._holds(builder, now)):
+            builder.tokens.clear()
         self.selector.place_assisted_prefills(builder)
         limits, merged, form = self._limits, self.selector.merged_adapter(builder), self._preset.kernel_form
         async_scheduling = (
@@ -224,6 +228,22 @@ class Scheduler:
         )
         self._steps += not plan.is_empty
         return plan
+
+    def _holds(self, builder: PlanBuilder, now: float) -> bool:
+        """Whether the step waits for the transfers that requests wait for (see ``Preset.step_hold``).
+
+        Steps are held for at most half of their length, however many requests come meanwhile.
+        """
+        others, step_s = len(builder.tokens), self._memory.iteration_s
+        if not others or not self._preset.step_hold:
+            return False
+        awaiting = sum(not sequence.can_run for sequence in self._running)
+        hold_s, until_s = self._memory.awaited_s(), self._last_end_s + step_s / 2
+        pays = hold_s <= self._preset.step_hold * step_s or hold_s * others <= (step_s - hold_s) * awaiting
+        if not pays or now + hold_s >= until_s:
+            return False
+        self.held_until_s = until_s
+        return True
 
     def continue_plan(self, *, further: bool) -> StepPlan | None:
         """Return the plan of the step that the executor already runs (async scheduling); None if it runs none.
@@ -380,6 +400,7 @@ class Scheduler:
         """Apply the tokens of a step. KV is inserted into the tree only if the adapter of its sequence has arrived."""
         self._running_step = (plan, result) if result.next_runs else None
         if plan.sequences:
+            self._last_end_s = now
             step_s = (result.duration_s - result.switch_s) / result.steps_run
             self._memory.note_step(step_s)
             prefill = [step.tokens for step in plan.sequences if step.tokens > 1]
@@ -492,7 +513,7 @@ class SchedulerView:
         step_times: StepTimeEstimator,
     ) -> None:
         self._memory = memory
-        self.max_model_len, self._max_num_seqs = limits.max_model_len, limits.max_num_seqs
+        self.max_model_len, self.max_running = limits.max_model_len, limits.max_num_seqs
         self._running = running
         self._selector = selector
         self.step_times = step_times
@@ -529,7 +550,7 @@ class SchedulerView:
 
     def free_slots(self) -> int:
         """Return how many more sequences may run."""
-        return self._max_num_seqs - len(self._running)
+        return self.max_running - len(self._running)
 
     def _running_requests(self, *, background: bool) -> list[RunningRequest]:
         block_size = self._memory.block_size

@@ -14,7 +14,7 @@ from lorikeet.memory.policies.elora import Elora, Factor
 from lorikeet.memory.policies.halp import Halp
 from lorikeet.memory.policies.hawkeye import Hawkeye
 from lorikeet.memory.policies.histogram_prefetch import HistogramPrefetch
-from lorikeet.memory.policies.lru import Lru
+from lorikeet.memory.policies.lru import Lru, LruWithReuse
 from lorikeet.memory.policies.prefetch import BestFirst, BestFirstFlat, Branches, NewestFirst
 from lorikeet.memory.policies.queue_prefetch import QueuePrefetch
 from lorikeet.memory.policies.rrip import Srrip
@@ -22,6 +22,7 @@ from lorikeet.memory.policies.wom import Wom
 
 EVICTION: dict[str, Callable[[MemoryView], EvictionPolicy]] = {
     "lru": Lru,
+    "lru:reuse": LruWithReuse,
     "elora": Elora,
     "elora:wom": Wom,
     "elora:wol": partial(Elora, without=Factor.LORA_EVAL),

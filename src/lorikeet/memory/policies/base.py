@@ -28,6 +28,7 @@ class MemoryView:
         tree: all nodes.
         device_blocks: size of the device arena, in blocks.
         queued: number of requests in the admission queue.
+        running: number of sequences that hold blocks.
         waiting: adapter nodes of the queued requests, in queue order, with the number of requests for each; updated
             only if a policy sets ``follows_queue``.
         resident_adapters: returns the present number of adapters on the device or in flight to it.
@@ -36,22 +37,28 @@ class MemoryView:
         load_kv_s: returns the predicted seconds until so many blocks of KV are copied from the host; 0 where not known.
         prefill_s: returns the predicted seconds by which so many blocks of KV lengthen a step if they are computed; 0
             where not known.
+        kv_reuse: returns the share of an adapter's evicted KV that is asked for again, given its node.
     """
 
     tree: DependencyTree
     device_blocks: int
     queued: int = 0
+    running: int = 0
     waiting: Mapping[int, int] = field(default_factory=dict)
     resident_adapters: Callable[[], int] = lambda: 0
     load_s: Callable[[Nodes], Scores] = lambda nodes: np.zeros(len(nodes))
     iteration_s: float = 0.0
     load_kv_s: Callable[[int], float] = lambda blocks: 0.0
     prefill_s: Callable[[int], float] = lambda blocks: 0.0
+    kv_reuse: Callable[[int], float] = lambda top: 1.0
 
     def loading_kv_pays(self, blocks: int) -> bool:
-        """Whether so many blocks of KV are loaded from the host sooner than they are computed, as far as is known."""
+        """Whether loading so many blocks of KV from the host costs less than computing them, as far as is known.
+
+        Both are in seconds of requests: for a load one request waits, while a longer step delays all running ones, too.
+        """
         prefill_s = self.prefill_s(blocks)
-        return prefill_s == 0 or self.load_kv_s(blocks) <= prefill_s
+        return prefill_s == 0 or self.load_kv_s(blocks) <= prefill_s * (1 + self.running)
 
 
 class EvictionPolicy:

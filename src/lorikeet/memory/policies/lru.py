@@ -1,7 +1,15 @@
 """Least recently used: adapters and KV are evicted by time of last use."""
 
+from typing import Final
+
+import numpy as np
+
 from lorikeet.memory.policies.base import EvictionPolicy
-from lorikeet.memory.tree import Nodes, Scores
+from lorikeet.memory.tree import NodeKind, Nodes, Scores
+
+_LEAST_SHARE: Final = 0.05
+"""KV is evicted before all else if a smaller share of its adapter's KV is asked for again."""
+_BEFORE_OTHERS_S: Final = 1e9
 
 
 class Lru(EvictionPolicy):
@@ -10,3 +18,16 @@ class Lru(EvictionPolicy):
     def scores(self, nodes: Nodes, now: float) -> Scores:
         """Return the times of last use."""
         return self.view.tree.last_use_s[nodes]
+
+
+class LruWithReuse(Lru):
+    """LRU in which KV comes first that will hardly be asked for again, by what was asked for of its adapter's KV."""
+
+    def scores(self, nodes: Nodes, now: float) -> Scores:
+        """Return the times of last use, less by a constant for KV of which less than ``_LEAST_SHARE`` comes back."""
+        tree, scores = self.view.tree, super().scores(nodes, now)
+        kv = np.flatnonzero(tree.kind[nodes] == NodeKind.KV)
+        tops, inverse = np.unique(tree.top[nodes[kv]], return_inverse=True)
+        lost = np.array([self.view.kv_reuse(top) < _LEAST_SHARE for top in tops.tolist()], np.bool_)
+        scores[kv] -= np.where(lost[inverse], _BEFORE_OTHERS_S, 0.0) if len(kv) else 0.0
+        return scores

@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -10,35 +11,53 @@ import numpy.typing as npt
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView
+from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, RunningRequest
 
 _Floats = npt.NDArray[np.float64]
 
-_DELAY_SHARE: Final = 0.3
-_DELAY_S: Final = 0.4
+_DELAY_SHARE: Final = 0.2
+_DELAY_S: Final = 0.25
 """A request may be delayed by this share of its wait under FIFO and so many seconds. Both are below what the class
 promises, since delays are estimates."""
 _WORST_HALF_LIFE_S: Final = 60.0
 """Half-life of the longest wait under FIFO that is remembered."""
 _COLD_FACTOR: Final = 1.1
 """A request whose adapter is not on the device comes after one that costs up to so many times as much."""
+_GROWTH: Final = 1.25
+"""An answer that is longer than predicted is expected to become so many times as long as it is."""
+_PACE_S, _MOST_PACE = 5.0, 3.0
+"""Half-life of what is known of the pace, and its limits: seconds in which requests waited over the costs of those that
+were admitted meanwhile."""
 _CANDIDATES: Final = 256
 """Only so many of the oldest requests are considered, so that a long queue does not slow down the steps."""
 _REFRESH_S: Final = 0.25
 """Costs are computed again after so many seconds, or when the queue has changed."""
 
-_DELAYED, _WAITED, _QUEUED = range(3)
+_DELAYED, _PENDING, _WAITED, _QUEUED = range(4)
+
+
+@dataclass(slots=True)
+class _Charge:
+    """What the older requests that one has passed were charged for it, and its own times for when it resumes."""
+
+    arrival_s: float
+    cost_s: float
+    output_tokens: int
+    delayed_s: float
+    waited_s: float
 
 
 class BoundedShortestFirst(AdmissionQueue):
     """Admits the request that takes the least of the engine's time, unless that delays an older one too much.
 
     A request that is admitted before older ones delays them by the time that the engine spends on it: its part of the
-    steps, of the places of running sequences and of the memory, whichever is largest. An older request can afford a
-    delay as long as
+    steps, of the places of running sequences and of the memory, whichever is largest. If its answer becomes longer than
+    predicted, they are charged for that, too.
 
-    * it will wait at most 1.5 times as long as under FIFO and one second (its wait under FIFO so far is what it has
-      waited less the delays), and
+    What a request waits under FIFO is what it has waited so far, without delays, and the time that the engine spends on
+    the older ones that still wait. It can afford a delay as long as
+
+    * it will wait at most 1.5 times as long as under FIFO and one second, and
     * it will not wait longer than the longest wait under FIFO of late, so that the tail stays what it was.
 
     A younger request passes only if all older ones can afford it. If none can, the oldest is next, as under FIFO. A
@@ -51,18 +70,22 @@ class BoundedShortestFirst(AdmissionQueue):
     def __init__(self, view: AdmissionView) -> None:
         super().__init__(view)
         self._waiting: list[Request] = []
-        self._times = np.zeros((0, 3))  # of each waiting request: by how much it was delayed, waited before, queued at
-        self._admitted: dict[RequestId, tuple[float, float]] = {}  # delayed, waited
+        self._times = np.zeros((0, 4))  # of each: delayed by, of that still to come, waited before, queued at
+        self._admitted: dict[RequestId, _Charge] = {}
         self._costs, self._order = np.zeros(0), np.zeros(0, np.int64)
-        self._fresh_until_s = -np.inf
+        self._fresh_until_s, self._elapsed_until_s = -np.inf, 0.0
         self._worst_s, self._worst_at_s = 0.0, 0.0
+        self._queued_s, self._served_s = _PACE_S, _PACE_S
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request by time of arrival; one that resumes keeps what it has waited."""
-        delayed_s, waited_s = self._admitted.pop(request.request_id, (0.0, 0.0))
+        before = self._admitted.pop(request.request_id, None)
+        times = (0.0, 0.0, 0.0, now) if before is None else (np.inf, 0.0, before.waited_s, now)
+        if not self._waiting:
+            self._elapsed_until_s = now
         place = bisect_right(self._waiting, request.arrival_s, key=_arrival)
         self._waiting.insert(place, request)
-        self._times = np.insert(self._times, place, (delayed_s, waited_s, now), axis=0)
+        self._times = np.insert(self._times, place, times, axis=0)
         self._fresh_until_s = -np.inf
 
     def remove(self, request: Request, now: float) -> None:
@@ -81,7 +104,7 @@ class BoundedShortestFirst(AdmissionQueue):
         if now >= self._fresh_until_s:
             self._refresh(now)
         requests, costs = self._waiting[: len(self._costs)], self._costs
-        allowances = self._allowances_s(now)[: len(costs)]
+        allowances = self._allowances_s(now)
         passed = np.zeros(len(costs), np.bool_)  # admitted, or tried in vain
         while not passed.all():
             least = np.minimum.accumulate(np.where(passed, np.inf, allowances))
@@ -94,7 +117,7 @@ class BoundedShortestFirst(AdmissionQueue):
             if reason is None:
                 older_s = costs[:chosen][~passed[:chosen]]
                 self.saved_s = float((older_s - costs[chosen]).sum()) if np.isfinite(costs[chosen]) else 0.0
-                allowances[:chosen] -= costs[chosen] * (1 + _DELAY_SHARE)
+                allowances[:chosen] -= costs[chosen]
                 self._note_admitted(requests[chosen], float(costs[chosen]), now)
 
     def waiting(self) -> Iterable[Request]:
@@ -108,27 +131,35 @@ class BoundedShortestFirst(AdmissionQueue):
         """Return the number of waiting requests."""
         return len(self._waiting)
 
-    def _take(self, place: int) -> tuple[float, float, float]:
-        """Remove the request at a place of the queue, and return its times."""
+    def _take(self, place: int) -> tuple[float, float]:
+        """Remove the request at a place of the queue; return by how much it was delayed, and what it waited before."""
         del self._waiting[place]
-        delayed_s, waited_s, queued_s = self._times[place].tolist()
+        delayed_s, _, waited_s, queued_s = self._times[place].tolist()
         self._times = np.delete(self._times, place, axis=0)
         self._fresh_until_s = -np.inf
-        return delayed_s, waited_s, queued_s
+        return delayed_s, waited_s - queued_s
 
     def _note_admitted(self, request: Request, cost_s: float, now: float) -> None:
         place = self._waiting.index(request)
-        self._times[:place, _DELAYED] += cost_s
-        delayed_s, waited_s, queued_s = self._take(place)
-        waited_s += now - queued_s
-        self._admitted[request.request_id] = delayed_s, waited_s
+        self._times[:place, (_DELAYED, _PENDING)] += cost_s
+        if len(self._waiting) > 1:
+            self._served_s += cost_s * self._served_s / self._queued_s
+        delayed_s, waited_s = self._take(place)
+        waited_s += now
+        self._admitted[request.request_id] = _Charge(
+            request.arrival_s, cost_s, max(1, request.expected_tokens), delayed_s, waited_s
+        )
         self._note_fifo_wait(waited_s - delayed_s, now)
 
     def _allowances_s(self, now: float) -> _Floats:
-        """Return by how much each waiting request may still be delayed."""
-        delayed_s, waited_s = self._times[:, _DELAYED], self._times[:, _WAITED] + now - self._times[:, _QUEUED]
-        under_fifo_s = np.maximum(0.0, waited_s - delayed_s)
-        return np.minimum(_DELAY_SHARE * under_fifo_s + _DELAY_S - delayed_s, self._worst_s - waited_s)
+        """Return by how much each of the oldest requests may still be delayed."""
+        delayed_s, pending_s, waited_s, queued_s = self._times[: len(self._costs)].T
+        ahead_s = np.concatenate(([0.0], np.cumsum(self._costs)[:-1]))
+        waits_s = waited_s + now - queued_s + pending_s + np.where(np.isfinite(ahead_s), ahead_s, 0.0)
+        under_fifo_s = np.maximum(0.0, waits_s - delayed_s)
+        self._note_fifo_wait(float(under_fifo_s.max()), now)
+        allowances_s: _Floats = np.minimum(_DELAY_SHARE * under_fifo_s + _DELAY_S - delayed_s, self._worst_s - waits_s)
+        return allowances_s
 
     def _note_fifo_wait(self, under_fifo_s: float, now: float) -> None:
         """Record the wait of a request under FIFO; the longest of recent ones is remembered and fades."""
@@ -137,15 +168,32 @@ class BoundedShortestFirst(AdmissionQueue):
 
     def _refresh(self, now: float) -> None:
         """Compute the costs of the oldest requests, and their order."""
-        requests = self._waiting[:_CANDIDATES]
-        self._costs = self._costs_s(requests)
+        requests, running = self._waiting[:_CANDIDATES], self.view.running()
+        passed_s = now - self._elapsed_until_s
+        self._times[:, _PENDING] = np.maximum(0.0, self._times[:, _PENDING] - passed_s)
+        self._elapsed_until_s = now
+        fade = 0.5 ** (passed_s / _PACE_S)
+        self._queued_s, self._served_s = self._queued_s * fade + passed_s, self._served_s * fade
+        self._charge_overruns(running)
+        self._costs = self._costs_s(requests, running)
         resident = [self.view.is_resident(request.adapter) for request in requests]
         self._order = np.argsort(self._costs * np.where(resident, 1.0, _COLD_FACTOR), kind="stable")
         self._fresh_until_s = now + _REFRESH_S
-        delayed_s, waited_s, queued_s = self._times[0].tolist()
-        self._note_fifo_wait(waited_s + now - queued_s - delayed_s, now)
 
-    def _costs_s(self, requests: Sequence[Request]) -> _Floats:
+    def _charge_overruns(self, running: Sequence[RunningRequest]) -> None:
+        """Charge older requests for running ones whose answers have become longer than predicted."""
+        for each in running:
+            charge = self._admitted.get(each.request.request_id)
+            if charge is None or each.output_tokens <= charge.output_tokens:
+                continue
+            tokens = int(each.output_tokens * _GROWTH) + 1
+            more_s = charge.cost_s * (tokens / charge.output_tokens - 1)
+            place = bisect_right(self._waiting, charge.arrival_s, key=_arrival)
+            self._times[:place, (_DELAYED, _PENDING)] += more_s
+            charge.cost_s += more_s
+            charge.output_tokens = tokens
+
+    def _costs_s(self, requests: Sequence[Request], there: Sequence[RunningRequest]) -> _Floats:
         """Return the seconds by which each request delays others that are admitted after it; infinite if not known.
 
         If answers of running requests are longer than predicted, the others count as that much longer, too.
@@ -153,17 +201,17 @@ class BoundedShortestFirst(AdmissionQueue):
         times, view = self.view.step_times, self.view
         if not times.is_known:
             return np.full(len(requests), np.inf)
-        there = view.running()
-        running, kv_tokens = max(1, len(there)), view.free_tokens() + sum(each.kv_tokens for each in there)
-        expected = sum(each.request.expected_tokens for each in there)
-        overrun = sum(max(each.request.expected_tokens, each.output_tokens) for each in there) / max(1, expected)
+        kv_tokens = view.free_tokens() + sum(each.kv_tokens for each in there)
         inputs = np.array([len(each.prompt_token_ids) + len(each.output_token_ids) for each in requests], np.float64)
         outputs = np.array([max(1, each.expected_tokens - len(each.output_token_ids)) for each in requests], np.float64)
         prefill_s = times.prefill_s(1) * inputs
-        runs_s = prefill_s + outputs * times.step_s(0, running)
+        # In a step of a busy engine each running request has as many prompt tokens as its own prompt brings per answer.
+        beside = len(there) * inputs.sum() / outputs.sum()
+        runs_s = prefill_s + outputs * times.step_s(beside, len(there) + 1)
         steps_s = prefill_s + outputs * (times.step_s(0, 1) - times.step_s(0, 0))
         memory_s = runs_s * (inputs + outputs) / max(1, kv_tokens)
-        costs: _Floats = np.maximum.reduce((steps_s, runs_s / running, memory_s)) * max(1.0, overrun)
+        pace = min(_MOST_PACE, max(1 / _MOST_PACE, self._queued_s / self._served_s)) if self._served_s else 1.0
+        costs: _Floats = np.maximum.reduce((steps_s, runs_s / view.max_running, memory_s)) * pace
         return costs
 
 
