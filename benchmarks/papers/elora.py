@@ -18,7 +18,6 @@ from benchmarks.papers.elora_work import (
     CHATBOT,
     MAX_NUM_SEQS,
     MAX_STEP_TOKENS,
-    MODELS,
     PAST_FULL,
     PAUSES_S,
     RANKS,
@@ -28,6 +27,7 @@ from benchmarks.papers.elora_work import (
     WINDOW_ANSWERS,
     Case,
     demand_changes,
+    profile_of,
     run_case,
 )
 from benchmarks.papers.measure import (
@@ -48,7 +48,6 @@ from benchmarks.papers.measure import (
 from benchmarks.papers.verdicts import Reason
 from lorikeet.bench.synthetic import synthetic_adapters
 from lorikeet.core.geometry import LORA_MODULES
-from lorikeet.costs.catalog import load_profile
 from lorikeet.memory.packing import pack
 
 OURS, VLLM, VLLM_HOST, S_LORA = "elora", "vllm-static:discard", "vllm-static", "elora:s-lora"
@@ -271,7 +270,7 @@ def standard_error(made: Sequence[Any]) -> float:
 
 def slots(share: float) -> float:
     """Return the adapters of the largest rank that a share of 34B's pool holds."""
-    profile = load_profile(MODELS["34B"])
+    profile = profile_of("34B")
     (largest,) = synthetic_adapters(1, (max(RANKS),), profile.geometry, modules=LORA_MODULES)
     blocks = pack(largest.ranks, profile.geometry, profile.geometry.block_elements(32)).blocks
     return share * profile.pool_bytes / (blocks * profile.geometry.block_bytes(32))

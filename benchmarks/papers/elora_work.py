@@ -1,8 +1,7 @@
 """ELORA's services and how they run here: stationary histories, a rate that rises in ten stages, and one engine.
 
 The paper prints no lengths, pool sizes, limits of the batch or rates. Where it is silent, this module takes the printed
-statistics of its data sets, the data sheets of its devices, and vLLM's defaults. All of it was fixed before the first
-run that counts.
+statistics of its data sets, the data sheets of its devices, and vLLM's defaults.
 """
 
 from collections.abc import Sequence
@@ -41,8 +40,8 @@ MODELS = {"8B": "h800-llama-3-8b", "34B": "h800x4-llama-2-34b", "70B": "h800x8-l
 RANKS = (32, 64)
 BLOCK_TOKENS = 32
 HOST_BYTES = 256 * 10**9
-MAX_NUM_SEQS, MAX_STEP_TOKENS = 256, 8192
-"""vLLM's defaults on devices of 80 GB: of its engine, and of its server."""
+MAX_NUM_SEQS, MAX_STEP_TOKENS = 1024, 8192
+"""Defaults of vLLM's server on devices of 70 GB and more, since its version 0.8 (``EngineArgs``)."""
 FULL_BATCH_ADAPTERS = 50
 """The middle one of the paper's numbers."""
 STAGES = 10
@@ -136,6 +135,28 @@ class Case(msgspec.Struct, frozen=True):
     window: float = 1.0
 
 
+# --- costs -------------------------------------------------------------------------------------------
+
+
+@cache
+def profile_of(model: str) -> CostProfile:
+    """Return a model's profile with KV of all its heads.
+
+    The paper's block has 32 tokens (III-C) and 16 MB (VIII-L), which is the KV of all 32 heads of Llama-3-8B, four times
+    that of the 8 that the model needs, and "other dimensions of LoRAs align with those of the KV caches" (VII): a row
+    of KV is as wide as the model. A decode step reads all of it.
+    """
+    profile = load_profile(MODELS[model])
+    geometry, step = profile.geometry, profile.step
+    heads = geometry.modules["q"].out_features // geometry.head_dim
+    read = msgspec.structs.replace(step.decode_attention, value=step.decode_attention.value * heads / geometry.kv_heads)
+    return msgspec.structs.replace(
+        profile,
+        geometry=msgspec.structs.replace(geometry, kv_heads=heads),
+        step=msgspec.structs.replace(step, decode_attention=read),
+    )
+
+
 # --- rates and requests ------------------------------------------------------------------------------
 
 
@@ -163,28 +184,31 @@ class FullBatch(NamedTuple):
 
 @cache
 def full_batch(service: str, model: str) -> FullBatch:
-    """Return what a device does with ``MAX_NUM_SEQS`` running sequences of ``FULL_BATCH_ADAPTERS`` adapters.
+    """Return what a device does with as many running sequences of ``FULL_BATCH_ADAPTERS`` adapters as it holds.
 
-    All history is found. In each step as many sequences begin as end.
+    They are ``MAX_NUM_SEQS``, or as many as fit beside the adapters. All history is found. In each step as many sequences
+    begin as end.
     """
-    profile = load_profile(MODELS[model])
+    profile = profile_of(model)
     costs = CostModel(profile, KernelForm.UNPADDED)
     refs = synthetic_adapters(FULL_BATCH_ADAPTERS, RANKS, profile.geometry, modules=LORA_MODULES)
     ranks = [costs.adapter_rank(ref) for ref in refs]
     prompt, new, answer = sample(service)
-    began = MAX_NUM_SEQS / answer
+    context = prompt + answer / 2
+    left_bytes = profile.pool_bytes - sum(ref.weight_bytes for ref in refs)
+    count = min(MAX_NUM_SEQS, int(left_bytes / (context * profile.geometry.block_bytes(1))))
+    began = count / answer
 
-    def step_s(prefills: int, sequences: int = MAX_NUM_SEQS) -> float:
+    def step_s(prefills: int, sequences: int = count) -> float:
         decodes = [
-            SequenceWork(round(prompt + answer / 2), 1, True, place, ranks[place])
-            for place in np.arange(sequences) % len(refs)
+            SequenceWork(round(context), 1, True, place, ranks[place]) for place in np.arange(sequences) % len(refs)
         ]
         begin = [SequenceWork(round(prompt - new), round(new), True, place, ranks[place]) for place in range(prefills)]
         return costs.step_s(step_work([*decodes, *begin], KernelForm.UNPADDED))
 
     each_s = step_s(1) - step_s(0) if began < 1 else (step_s(round(began)) - step_s(0)) / round(began)
     seconds = step_s(0) + began * each_s
-    return FullBatch(began / seconds, step_s(0, MAX_NUM_SEQS // 2) + began / 2 * each_s)
+    return FullBatch(began / seconds, step_s(0, count // 2) + began / 2 * each_s)
 
 
 def window_s(case: Case) -> float:
@@ -253,7 +277,7 @@ def load_of(case: Case) -> Load:
     stretched to the stages, as the paper scales its traces (III-B). Of dialogues that go on in the window, the text so
     far is on the device before it, and behind it texts that are not used again, as many as the device holds.
     """
-    profile = load_profile(MODELS[case.model])
+    profile = profile_of(case.model)
     rates, stage_rate = rates_of(case), stage_rates(case)
     window = window_s(case)
     count = max(STAGES, round(rates.expected(window)))
@@ -373,7 +397,7 @@ def run_case(preset: str, case: Case) -> dict[str, Any]:
     Raises:
         RuntimeError: a request got no whole answer.
     """
-    profile, load = load_profile(MODELS[case.model]), load_of(case)
+    profile, load = profile_of(case.model), load_of(case)
     options = WorkOptions(source="", adapters=case.adapters, ranks=RANKS, modules=LORA_MODULES)
     work = MemoryWork(load.requests, tuple(adapter_names(case.adapters)), BLOCK_TOKENS, case.seed)
     most_adapters = 2 * case.adapters * profile.geometry.block_bytes(BLOCK_TOKENS) * 200
@@ -456,7 +480,7 @@ def demand_changes(service: str) -> dict[str, float]:
     Returns:
         ``mean``: of the changes, over the demand before. ``over_20_percent``: the share of changes beyond that.
     """
-    profile = load_profile(MODELS["34B"])
+    profile = profile_of("34B")
     geometry = profile.geometry
     refs = synthetic_adapters(50, RANKS, geometry, modules=LORA_MODULES)
     sizes = {ref.name: ref.weight_bytes for ref in refs}
