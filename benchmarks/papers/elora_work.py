@@ -142,9 +142,9 @@ class Case(msgspec.Struct, frozen=True):
 def profile_of(model: str) -> CostProfile:
     """Return a model's profile with KV of all its heads.
 
-    The paper's block has 32 tokens (III-C) and 16 MB (VIII-L), which is the KV of all 32 heads of Llama-3-8B, four times
-    that of the 8 that the model needs, and "other dimensions of LoRAs align with those of the KV caches" (VII): a row
-    of KV is as wide as the model. A decode step reads all of it.
+    The paper's block has 32 tokens (III-C) and 16 MB (VIII-L), which is the KV of all 32 heads of Llama-3-8B, four
+    times that of the 8 that the model needs, and "other dimensions of LoRAs align with those of the KV caches" (VII): a
+    row of KV is as wide as the model. A decode step reads all of it.
     """
     profile = load_profile(MODELS[model])
     geometry, step = profile.geometry, profile.step
@@ -186,8 +186,8 @@ class FullBatch(NamedTuple):
 def full_batch(service: str, model: str) -> FullBatch:
     """Return what a device does with as many running sequences of ``FULL_BATCH_ADAPTERS`` adapters as it holds.
 
-    They are ``MAX_NUM_SEQS``, or as many as fit beside the adapters. All history is found. In each step as many sequences
-    begin as end.
+    They are ``MAX_NUM_SEQS``, or as many as fit beside the adapters. All history is found. In each step as many
+    sequences begin as end.
     """
     profile = profile_of(model)
     costs = CostModel(profile, KernelForm.UNPADDED)
