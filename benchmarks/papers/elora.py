@@ -19,7 +19,6 @@ from benchmarks.papers.elora_work import (
     MAX_NUM_SEQS,
     MAX_STEP_TOKENS,
     PAST_FULL,
-    PAUSES_S,
     RANKS,
     SERVICES,
     STAGES,
@@ -67,7 +66,6 @@ PAIRS = (
 """Models and numbers of adapters. A seed has one of them in each service, other services others, so that the fifteen
 cases have all nine."""
 SHIFTS = {"chatbot": 0, "translation": 3, "agent": 6}
-ABLATION_SEEDS = SEEDS
 ORACLE_SHARES = {
     20: (0.05, 0.1, 0.2),
     50: (0.1, 0.2, 0.25, 0.3),
@@ -92,8 +90,10 @@ def cases_of(services: Sequence[str] = tuple(SERVICES)) -> list[Case]:
     return [case_of(service, seed) for seed in SEEDS for service in services]
 
 
-HOST_CASES = [case for case in cases_of() if case.seed in (2, 4)]
+HOST_CASES = [case for case in cases_of() if case.seed == 2]
 """On which vLLM that keeps evicted KV on the host runs, too."""
+FEW_SEEDS = SEEDS[:3]
+"""Of comparisons on one service alone."""
 
 
 def chat_34b(adapters: int, seed: int) -> Case:
@@ -236,7 +236,7 @@ def wins(made: Sequence[Any]) -> float:
 def lowest_parts(made: Sequence[Any]) -> float:
     """Return the percentage of services in which ELORA waits least for the queue, for adapters and for KV.
 
-    Each service has two cases. KV is compared with vLLM's alone: S-LoRA never waits for KV, since it keeps none.
+    KV is compared with vLLM's alone: S-LoRA never waits for KV, since it keeps none.
     """
     count = len(made) // 3
     lowest = []
@@ -369,29 +369,6 @@ def reading_rows(made: Sequence[Any]) -> list[list[Any]]:
     return rows
 
 
-PAUSE_SYSTEMS = (OURS, VLLM, VLLM_HOST, "elora:wos")
-PAUSE_CASES = [Case(f"agent-{pause_s}", "8B", 50, seed) for pause_s in PAUSES_S for seed in READING_SEEDS]
-
-
-def pause_rows(made: Sequence[Any]) -> list[list[Any]]:
-    """Return a row for each pause: how vLLM and LRU differ from ELORA, means over seeds."""
-    results = dict(zip(((preset, case) for preset in PAUSE_SYSTEMS for case in PAUSE_CASES), made, strict=True))
-    rows = []
-    for pause_s in PAUSES_S:
-        cases = [case for case in PAUSE_CASES if case.service == f"agent-{pause_s}"]
-
-        def mean(preset: str, value: Pair, cases: Sequence[Case] = cases) -> float:
-            return float(np.mean([value(results[OURS, case], results[preset, case]) for case in cases]))
-
-        row: list[Any] = [pause_s, *(f"{mean(preset, lambda _, it: it['kv_hit_rate']):.1%}" for preset in (OURS, VLLM))]
-        for preset in (VLLM, VLLM_HOST):
-            row += [f"{mean(preset, pair):.1f}" for pair in (TTFT_LESS, TPOT_LESS, peak_more)]
-        row += [f"{mean(VLLM, lambda ours, it: it['prefilled_tokens'] / ours['prefilled_tokens']):.2f}"]
-        row += [f"{mean(VLLM, lambda _, it: it['invalid_kv_share']):.1%}", f"{mean('elora:wos', TTFT_TIMES):.3f}"]
-        rows.append(row)
-    return rows
-
-
 def ttft_lines(made: Sequence[Any]) -> list[Series]:
     """Return mean TTFT over rate."""
     labels = ("ELORA", "vLLM, discards KV", "S-LoRA")
@@ -437,8 +414,10 @@ _SETTING = {
     " popularity of Azure's functions",
     "load": f"ten stages of rising rate, the last {PAST_FULL:g} times what a full batch serves; figures are means over"
     " the stages up to ELORA's peak, each with equal weight",
-    "window": f"{WINDOW_ANSWERS} times the longest answer at the speed of a half full batch; all requests are answered",
-    "batch": f"{MAX_NUM_SEQS} sequences and {MAX_STEP_TOKENS} tokens, vLLM's defaults",
+    "KV": "of all heads: 16 MB for a block of 32 tokens of 8B, as printed",
+    "window": f"{WINDOW_ANSWERS} times the longest answer in a batch a quarter full, and at least a dialogue; all requests"
+    " are answered",
+    "batch": f"{MAX_NUM_SEQS:,} sequences and {MAX_STEP_TOKENS:,} tokens: vLLM's defaults on such devices",
     "seeds": "five, on each of which a service has another model and number of adapters; systems get the same requests",
 }
 
@@ -471,9 +450,9 @@ def _ablation(name: str, preset: str, cases: Sequence[Case], *, peak: bool = Tru
 
 _ALL = cases_of()
 _THREE = (*runs(OURS, _ALL), *runs(VLLM, _ALL), *runs(S_LORA, _ALL))
-_CHAT = cases_of(("chatbot",))
+_CHAT = [case_of("chatbot", seed) for seed in FEW_SEEDS]
 _IN_TURN = [case_of(tuple(SERVICES)[seed % 3], seed) for seed in SEEDS]
-_POLICY = [chat_34b(50, seed) for seed in SEEDS]
+_POLICY = [chat_34b(50, seed) for seed in FEW_SEEDS]
 _LIGHT = Case("chatbot", "34B", 100, 1, load=0.1 / PAST_FULL, filled=False)
 _BUSY = ORACLE_CASES[-1]
 
@@ -538,7 +517,7 @@ _FACTORS = Measurement(
     "Without factors of the cost model (VIII-G)",
     {
         "systems": "elora:wol, elora:wov, elora:wou; without cost ELORA is itself, since each node is one block",
-        "cases": "the chatbot's of above",
+        "cases": "the first three of the chatbot's of above",
     },
     {
         **_ablation("wol", "elora:wol", _CHAT),
@@ -559,7 +538,7 @@ _FACTORS = Measurement(
 )
 _POLICIES = Measurement(
     "Other policies (VIII-H)",
-    {"systems": "elora:bfs, rrip, hawkeye, halp", "cases": "chatbot on 34B with 50 adapters, five seeds"},
+    {"systems": "elora:bfs, rrip, hawkeye, halp", "cases": "chatbot on 34B with 50 adapters, three seeds"},
     {
         **_ablation("bfs", "elora:bfs", _POLICY, peak=False),
         **_ablation("rrip", "elora:rrip", _POLICY, peak=False),
@@ -608,25 +587,6 @@ _OTHERS = Measurement(
             lambda made: 100 * float(np.mean([each["over_20_percent"] for each in made])),
         ),
     },
-    tables=[
-        Table(
-            "Agents on 8B with 50 adapters by the mean pause between turns, which is not printed; earlier dialogues"
-            " fill device and host. KV hits of ELORA and of vLLM that discards KV; by how many percent ELORA's TTFT and"
-            " TPOT are less and its peak higher, against that and against vLLM that keeps KV on the host; prefilled"
-            " tokens and invalid KV of the former; TTFT of elora:wos over ELORA's",
-            [
-                "pause, s",
-                "KV hits",
-                "vLLM's",
-                *2 * ["TTFT less", "TPOT less", "peak more"],
-                "prefilled, times",
-                "invalid KV",
-                "LRU, times",
-            ],
-            tuple(run for preset in PAUSE_SYSTEMS for run in runs(preset, PAUSE_CASES)),
-            pause_rows,
-        )
-    ],
     plots=[
         Plot(
             "vLLM's mean TTFT over ELORA's by the share of its pool for adapters, 34B",

@@ -24,11 +24,11 @@ from benchmarks.papers.elora_work import (
 )
 from lorikeet.presets import resolve_preset
 
-SMALL = Case("agent", "8B", 20, 1, pool=0.1, window=0.1)
+SMALL = Case("agent", "8B", 20, 1, pool=0.1, window=0.02)
 
 
 def test_rates_rise_in_ten_stages_past_a_full_batch() -> None:
-    case = Case("agent", "8B", 20, 1, pool=0.1, window=0.5)
+    case = Case("agent", "8B", 20, 1, pool=0.1, window=0.1)
     load = load_of(case)
     assert len(load.rates) == STAGES
     assert load.rates[-1] == pytest.approx(PAST_FULL * full_batch("agent", "8B").requests_per_s)
@@ -47,7 +47,7 @@ def test_a_block_has_the_printed_size() -> None:
 
 def test_a_case_sends_the_same_to_every_system() -> None:
     assert load_of(SMALL) == load_of(SMALL)
-    assert load_of(SMALL).requests != load_of(Case("agent", "8B", 20, 2, pool=0.1, window=0.1)).requests
+    assert load_of(SMALL).requests != load_of(Case("agent", "8B", 20, 2, pool=0.1, window=0.02)).requests
 
 
 def test_earlier_texts_fill_the_device_and_dialogues_go_on() -> None:
