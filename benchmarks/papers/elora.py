@@ -415,7 +415,7 @@ _SETTING = {
     "load": f"ten stages of rising rate, the last {PAST_FULL:g} times what a full batch serves; figures are means over"
     " the stages up to ELORA's peak, each with equal weight",
     "KV": "of all heads: 16 MB for a block of 32 tokens of 8B, as printed",
-    "window": f"{WINDOW_ANSWERS} times the longest answer in a batch a quarter full, and at least a dialogue; all requests"
+    "window": f"{WINDOW_ANSWERS} times the longest answer in a batch a quarter full, at least a dialogue; all requests"
     " are answered",
     "batch": f"{MAX_NUM_SEQS:,} sequences and {MAX_STEP_TOKENS:,} tokens: vLLM's defaults on such devices",
     "seeds": "five, on each of which a service has another model and number of adapters; systems get the same requests",
