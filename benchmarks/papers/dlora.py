@@ -29,7 +29,6 @@ from benchmarks.papers.measure import (
     times,
 )
 from benchmarks.papers.runs import Cluster, Engine, Figures, peak, run_cluster, run_engine, work_of
-from benchmarks.papers.verdicts import Reason
 from lorikeet.bench.arrivals import Rates, at_rate
 from lorikeet.bench.memory_work import MemoryWork
 from lorikeet.bench.recipe import FUNCTION_ARRIVALS, Recipe
@@ -587,9 +586,5 @@ ARITHMETIC = Measurement(
 )
 
 PAPER = Paper(
-    about="`dlora` is the printed system: Algorithms 1 to 3 and the tuning to the letter, times from the profile, "
-    "placement by burst tolerance, dispatch by pending time, and the relaxed co-migration of section 5.2. What the "
-    "paper prints no value for is in [a decision](../decisions/batching-mode.md).",
     measurements=[ONE_SERVER, CLUSTERS, BALANCING, ARITHMETIC],
-    not_testable={"unmerged-adapter-compute-overhead": Reason.INPUT},
 )

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.papers.elora_causes import CAUSES
 from benchmarks.papers.elora_readings import ADAPTERS, LOAD, POOL, READINGS
 from benchmarks.papers.elora_readings import SEEDS as READING_SEEDS
 from benchmarks.papers.elora_readings import runs_of as reading_runs
@@ -44,7 +43,6 @@ from benchmarks.papers.measure import (
     reduction,
     times,
 )
-from benchmarks.papers.verdicts import Reason
 from lorikeet.bench.synthetic import synthetic_adapters
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.memory.packing import pack
@@ -601,56 +599,5 @@ _OTHERS = Measurement(
 )
 
 PAPER = Paper(
-    about="""
-Modelled: the engine's own loop, memory and policies on a virtual clock, with profiles of the paper's devices. `elora`
-is the system as printed: t in seconds, Eq. 4 to the letter, adapters as chains of blocks
-([readings](../decisions/memory-policies.md)). vLLM is `vllm-static:discard`, a static split of 0.2 whose evicted KV is
-gone, as VIII-B says of the baselines; a table has `vllm-static`, which keeps it on the host.
-What the paper leaves open was fixed before any run that counts, and nothing was fitted to a claim. TTFT counts from
-when a request is sent. Each of the ten rates is one stage of one run, so beyond its peak a system is seen for one
-stage, not for hours.
-""",
     measurements=[_MAIN, _MANAGER, _FACTORS, _POLICIES, _OTHERS],
-    not_testable={
-        **{
-            f"npu-{name}": Reason.HARDWARE
-            for name in (
-                "ttft-red-vllm",
-                "tpot-red-vllm",
-                "peak-inc-vllm",
-                "ttft-red-slora",
-                "tpot-red-slora",
-                "peak-inc-slora",
-            )
-        },
-        **dict.fromkeys(
-            ("tree-match-mean", "tree-match-bound", "swap-overhead-max", "eval-update-max"), Reason.MICROBENCHMARK
-        ),
-        **dict.fromkeys(
-            (
-                "tree-memory-max",
-                "mgr-metadata-bytes",
-                "mgr-metadata-percent",
-                "swapper-metadata-bytes",
-                "swapper-metadata-percent",
-                "loc-python",
-                "loc-cpp",
-            ),
-            Reason.AUTHORS_CODE,
-        ),
-        **dict.fromkeys(("fig14-vllm-kv-cap", "fig14-vllm-lora-cap"), Reason.INPUT),
-        **dict.fromkeys(
-            (
-                "motiv-vllm-ttft-chatbot",
-                "motiv-vllm-ttft-translation",
-                "motiv-vllm-ttft-agent",
-                "motiv-vllm-ttft-max-kv",
-                "motiv-vllm-ttft-max-lora",
-            ),
-            Reason.UNDEFINED,
-        ),
-        **dict.fromkeys(("motiv-loras-before", "motiv-loras-after"), Reason.DATA),
-        "motiv-sglang-ttft": Reason.OTHER_SYSTEM,
-    },
-    causes=CAUSES,
 )

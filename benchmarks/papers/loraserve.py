@@ -10,7 +10,6 @@ import numpy as np
 
 from benchmarks.papers.measure import SEEDS, Answer, Figure, Measurement, Paper, Plot, Run, Series, Table, over_seeds
 from benchmarks.papers.runs import AZURE, HOST_BYTES, Cluster, Figures, run_cluster, trace
-from benchmarks.papers.verdicts import Reason
 from lorikeet.bench.adapter_choice import powers
 from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.recipe import Recipe
@@ -400,20 +399,5 @@ MOTIVATION = Measurement(
 )
 
 PAPER = Paper(
-    about="`loraserve` is the printed algorithm: guarded leftovers, draws by shares, a new placement every time step. "
-    "What the paper prints no value for is in [a decision](../decisions/loraserve-placement.md). All four systems run "
-    "on S-LoRA's batching with padded kernels.",
     measurements=[PRODUCTION_PART, OTHERS, MOTIVATION],
-    not_testable={
-        "prefill-r128-over-r8": Reason.INPUT,
-        "rank-penalty-70b": Reason.INPUT,
-        "rank-penalty-7b-tp8": Reason.INPUT,
-        "top5-traffic-share": Reason.DATA,
-        "tail-traffic-share": Reason.DATA,
-    },
-    causes={
-        "slo-violating-rank": "At 4 requests/s of 512 and 128 tokens a modelled A100 is far from saturated: the run of "
-        "rank 128 has a P95 TTFT of 0.4 s. A P95 of 20 s needs a queue that grows, so the paper's server bears less "
-        "than 4 requests/s with rank 64; its hardware and parallelism are not printed for this figure.",
-    },
 )

@@ -2,14 +2,12 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from scipy.stats import t as student
-
-from benchmarks.papers.verdicts import Reason
 
 SEEDS = (1, 2, 3, 4, 5)
 """Systems are compared on these, each seed's work the same for all of them."""
@@ -124,16 +122,10 @@ class Paper:
     """What a paper's module has in ``PAPER``.
 
     Attributes:
-        about: what its page says first: what was modelled and how, in Markdown.
-        measurements: each claim is in one of them or in ``not_testable``.
-        not_testable: reason by id of the claim.
-        causes: why a claim came out as it did, in Markdown, by id; every ``opposite`` and ``overshoots`` has one.
+        measurements: each testable claim is in one of them.
     """
 
-    about: str
     measurements: Sequence[Measurement]
-    not_testable: Mapping[str, Reason]
-    causes: Mapping[str, str] = field(default_factory=dict)
 
     def figure(self, claim: str) -> Figure | None:
         """Return how a claim's figure is made; ``None`` if it is not measured."""

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.papers import table
 from benchmarks.papers.__main__ import main
 from benchmarks.papers.cache import Cache, in_order, run_missing
-from benchmarks.papers.claims import PAPERS, Excluded, Form, read_claims
+from benchmarks.papers.claims import PAPERS, Excluded, Form, Notes, Reason, read_claims, read_notes
 from benchmarks.papers.measure import (
     Answer,
     Figure,
@@ -28,7 +28,7 @@ from benchmarks.papers.measure import (
     reduction,
 )
 from benchmarks.papers.pages import unexplained, write_page
-from benchmarks.papers.verdicts import Reason, Share, Verdict, judge, share_of
+from benchmarks.papers.verdicts import Share, Verdict, judge, share_of
 
 JUDGED = [
     # A printed 1.5 x: 1.2 to 1.875 is the same, up to 2.25 better, and no gain is opposite whatever the ratio.
@@ -115,10 +115,10 @@ def test_settings_and_what_is_not_testable_do_not_count() -> None:
 def test_each_claim_of_a_paper_is_measured_or_has_a_reason(name: str) -> None:
     paper = table.load_paper(name)
     assert paper is not None
-    declared = [claim for each in paper.measurements for claim in each.figures] + list(paper.not_testable)
-    known = [claim.id for claim in read_claims(name).claim]
-    assert sorted(declared) == sorted(known)
-    assert paper.causes.keys() <= set(known)
+    declared = [claim for each in paper.measurements for claim in each.figures]
+    claims = read_claims(name).claim
+    assert sorted(declared) == sorted(claim.id for claim in claims if claim.reason is None)
+    assert read_notes(name).causes.keys() <= {claim.id for claim in claims}
 
 
 # --- runs --------------------------------------------------------------------------------------------
@@ -219,9 +219,10 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> Paper:
         ])],
         tables=[Table("The whole grid", ["number", "double"], (TWO,), lambda made: [[1, made[0]]])],
     )  # fmt: skip
-    causes = {"head-latency-max": "The link is faster."}
-    paper = Paper("All is modelled.", [measurement], {"mot-lmsys-p90": Reason.DATA}, causes)
+    paper = Paper([measurement])
     module = SimpleNamespace(PAPER=paper)
+    notes = Notes("All is modelled.", {"head-latency-max": "The link is faster."})
+    monkeypatch.setattr(table, "read_notes", lambda name: notes)
     monkeypatch.setattr(table, "import_module", lambda name: module if name.endswith("toppings") else SimpleNamespace())
     return paper
 
@@ -237,7 +238,7 @@ def test_the_table_has_a_row_for_every_claim(
     assert (count["printed"], count["ours"], count["ratio"], count["verdict"]) == (4, 2, 0.5, "same direction")
     head = rows["toppings/head-latency-max"]
     assert (head["verdict"], head["interval"], head["cause"]) == ("opposite", [0.9, 1.1], "The link is faster.")
-    assert rows["toppings/mot-lmsys-p90"]["reason"] == Reason.DATA
+    assert rows["toppings/mot-lmsys-p90"]["reason"] == Reason.INPUT
     assert rows["toppings/head-slo"]["verdict"] == "not run"
     before = out.read_bytes()
     main(["table", "--cache", str(tmp_path / "runs"), "--cached", "--json", str(out)])
@@ -263,7 +264,7 @@ def test_a_page_has_settings_plots_and_causes(declared: Paper, tmp_path: Path) -
     assert "| link | 1 GB/s / 2 GB/s |" in page
     assert "| **head-latency-max** | 1.7 | 1 | 0.9 to 1.1 | x | 0.59 | opposite |" in page
     assert "**head-latency-max (opposite).** The link is faster." in page
-    assert f"| mot-lmsys-p90 | 90 | % | {Reason.DATA} |" in page
+    assert f"| mot-lmsys-p90 | 90 | % | {Reason.INPUT} |" in page
     plots = sorted((tmp_path / "pages").glob("*.svg"))
     assert [plot.name.removeprefix("toppings-settings-of-the-tests-") for plot in plots] == [
         "1.svg",

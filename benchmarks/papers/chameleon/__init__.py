@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.papers.chameleon.causes import CAUSES
 from benchmarks.papers.chameleon.grid import (
     BASELINES,
     CHAMELEONS,
@@ -36,7 +35,6 @@ from benchmarks.papers.measure import (
     reduction,
     times,
 )
-from benchmarks.papers.verdicts import Reason
 
 NO_CACHE, NO_SCHEDULER = "chameleon:no-cache", "chameleon:no-scheduler"
 SYSTEMS = (S_LORA, NO_CACHE, NO_SCHEDULER, CHAMELEON)
@@ -229,21 +227,6 @@ def _first(runs: Sequence[Run]) -> Run:
 AT_ALL_LOADS = tuple(run for preset in (S_LORA, CHAMELEON) for load in LOADS for run in load_runs(preset, load))
 
 PAPER = Paper(
-    about="""
-Figures are **modelled**: the engine's own loop, memory and policies on a virtual clock, by a profile of the paper's
-device. `chameleon` is the scheduler and the cache as the paper prints them; `chameleon:s-lora` is S-LoRA with its own
-batching (reserved tokens, prefills in steps of their own, adapters freed with their last request), admitting in every
-iteration as the paper says of it. Both are in [presets](../configuration.md#presets), what is left open is in the
-[decision](../decisions/chameleon-queues.md).
-
-The paper does not print how long its requests are (with the trace's whole lengths no A40 serves 8.7 requests/s), what
-its link reaches, how many tokens a step may have, and of what its limit on TTFT is five times. These conditions are a
-[grid](../../benchmarks/papers/chameleon/grid.py), written down and committed before Chameleon was run on it. The cell
-to judge in is chosen by a program from S-LoRA's runs alone: the one, and the reading of the limit, for which the sum of
-|ln(ours ÷ printed)| is least over three figures that are printed of S-LoRA: its knee of 8.7 requests/s, and of the TTFT
-of one request with rank 128 the 17.5 % for loading and the 60 % for loading and computing. Those three do not count in
-the share of claims.
-""",
     measurements=[
         Measurement(
             "The grid, and S-LoRA's printed figures",
@@ -366,9 +349,4 @@ the share of claims.
             ],
         ),
     ],
-    not_testable={
-        "predictor-accuracy": Reason.INPUT,
-        "char-pcie-lora500": Reason.COUNTER,
-    },
-    causes=CAUSES,
 )
