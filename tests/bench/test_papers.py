@@ -1,17 +1,20 @@
 """The frame of the papers' figures: verdicts, runs and their cache, and the table and pages."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
-from benchmarks.papers import table
+from benchmarks.papers import dlora, elora_work, loraserve, table, toppings
 from benchmarks.papers.__main__ import main
 from benchmarks.papers.cache import Cache, in_order, run_missing
+from benchmarks.papers.chameleon import grid as chameleon_grid
+from benchmarks.papers.chameleon import judged as chameleon_judged
 from benchmarks.papers.claims import PAPERS, Excluded, Form, Notes, Reason, read_claims, read_notes
 from benchmarks.papers.measure import (
     Answer,
@@ -29,6 +32,8 @@ from benchmarks.papers.measure import (
 )
 from benchmarks.papers.pages import unexplained, write_page
 from benchmarks.papers.verdicts import Share, Verdict, judge, share_of
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.profile import Constant, Curve
 
 JUDGED = [
     # A printed 1.5 x: 1.2 to 1.875 is the same, up to 2.25 better, and no gain is opposite whatever the ratio.
@@ -121,6 +126,31 @@ def test_each_claim_of_a_paper_is_measured_or_has_a_reason(name: str) -> None:
     assert read_notes(name).causes.keys() <= {claim.id for claim in claims}
 
 
+def constants_of(value: Any, path: str) -> Iterator[tuple[str, Constant | Curve]]:
+    """Yield every constant and curve of a profile with its place."""
+    if isinstance(value, Constant | Curve):
+        yield path, value
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from constants_of(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from constants_of(each, f"{path}.{name}")
+
+
+def test_each_constant_of_the_papers_devices_names_its_source() -> None:
+    grid = [setting.profile for setting in chameleon_grid.GRID]
+    names = {*grid, *(large.profile for large in chameleon_judged.LARGE.values()), *dlora.PROFILES.values()}
+    names |= {loraserve.PROFILE, loraserve.ONE_DEVICE, *(profile for profile, _ in loraserve.MODELS.values())}
+    profiles = [load_profile(name) for name in sorted(names)]
+    profiles += [elora_work.profile_of(model) for model in elora_work.MODELS]
+    profiles += [toppings.profile_of(name) for name in (toppings.SEVEN_B, toppings.SEVENTY_B, toppings.FREE_HOST)]
+    profiles += [dlora.cluster_profile(dlora.VLLM, model)[0] for model in dlora.PROFILES]
+    found = [each for profile in profiles for each in constants_of(profile, profile.name)]
+    assert len(found) > 500
+    assert [path for path, each in found if not each.source] == []
+
+
 # --- runs --------------------------------------------------------------------------------------------
 
 
@@ -173,6 +203,21 @@ def test_a_result_does_not_count_when_one_that_it_was_made_from_is_another(tmp_p
     kept = cache.get(SUM)
     assert kept is not None
     assert kept.result == {"sum": 107}
+
+
+def test_an_interrupted_run_goes_on_and_leaves_the_same_bytes(tmp_path: Path) -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    run_missing([SUM], Cache(tmp_path / "whole"), 1, lambda line: None)
+    with pytest.raises(KeyboardInterrupt):
+        run_missing([SUM], Cache(tmp_path / "broken"), 1, interrupt)
+    assert len(list((tmp_path / "broken").iterdir())) == 1
+    run_missing([SUM], Cache(tmp_path / "broken"), 1, lambda line: None)
+    whole, broken = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("whole", "broken")
+    )
+    assert whole == broken
 
 
 def test_a_failed_run_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
