@@ -27,6 +27,7 @@ from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
 
+MAX_NUM_SEQS = 256
 HOST_BYTES = 512 * 10**9
 """All adapters lie on the host."""
 MOST_TIMES = 1_000
@@ -61,7 +62,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     host_bytes: int = HOST_BYTES
     link_bytes_per_s: float = 0.0
-    max_num_seqs: int = 256
+    max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = 2048
     max_model_len: int = 0
     block_size: int = 16
@@ -161,7 +162,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     limits_s: tuple[float, ...] = ()
     link_bytes_per_s: float = 0.0
     memory_bytes: int = 0
-    max_num_seqs: int = 256
+    max_num_seqs: int = MAX_NUM_SEQS
     since_s: float = 0.0
     step_models: tuple[PerformanceModel, PerformanceModel] | None = None
 
