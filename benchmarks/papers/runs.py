@@ -152,7 +152,7 @@ def work_of(requests: Sequence[WorkloadRequest], names: Sequence[str], seed: int
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Where presets run, as for one engine; requests that arrive before ``since_s`` do not count.
 
-    ``step_models`` are TOPPINGS', see ``ClusterOptions``.
+    ``step_models`` are TOPPINGS', see ``ClusterOptions``; ``history`` see ``ClusterChoice``.
     """
 
     profile: CostProfile
@@ -165,6 +165,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = MAX_NUM_SEQS
     since_s: float = 0.0
     step_models: tuple[PerformanceModel, PerformanceModel] | None = None
+    history: tuple[tuple[WorkloadRequest, ...], ...] = ()
 
 
 def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadRequest], seed: int) -> Figures:
@@ -182,7 +183,9 @@ def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadReques
         link_bytes_per_s=setting.link_bytes_per_s,
     )
     refs: dict[str, AdapterRef] = {ref.name: ref for ref in setting.adapters}
-    choice = ClusterChoice(setting.replicas, seed, setting.slo, step_models=setting.step_models)
+    choice = ClusterChoice(
+        setting.replicas, seed, setting.slo, step_models=setting.step_models, history=setting.history
+    )
     made = simulate_cluster(Settings(engine=engine), setting.profile, requests, refs, Prompts(seed), choice)
     assert made.cluster is not None
     counted = [each for each in made.run.exchanges if each.error is not None or each.due_s >= setting.since_s]

@@ -76,6 +76,7 @@ class ClusterChoice(NamedTuple):
         slo: that policies should meet.
         fetch, provisioned: see ``CopyCosts`` and ``ClusterSetup``.
         step_models: see ``ClusterOptions``.
+        history: requests of earlier periods, oldest first, which count as demand and do not run.
     """
 
     replicas: int
@@ -84,6 +85,7 @@ class ClusterChoice(NamedTuple):
     fetch: FetchForm = FetchForm.PIPELINED
     provisioned: bool = True
     step_models: tuple[PerformanceModel, PerformanceModel] | None = None
+    history: Sequence[Sequence[WorkloadRequest]] = ()
 
 
 @rare_gc()
@@ -140,11 +142,20 @@ def simulate_cluster(
         copies=copies,
         provisioned=choice.provisioned,
         migration=migration,
+        history=tuple(_report(period, adapters) for period in choice.history),
     )
     cluster = ClusterRun(replicas, setup, list(adapters.values()), arrivals, collector).run()
     note = f"{choice.replicas} replicas of {name}: placement {preset.placement}, routing {preset.routing}"
     stats = tuple(replica.engine.stats() for replica in replicas)
     return Simulated(collector.run(), stats, (note, *replicas[0].notes), cluster)
+
+
+def _report(requests: Sequence[WorkloadRequest], adapters: Mapping[str, AdapterRef]) -> DemandReport:
+    digests = [None if each.adapter is None else adapters[each.adapter].digest for each in requests]
+    return DemandReport(
+        tuple((digest, each.input_tokens) for digest, each in zip(digests, requests, strict=True)),
+        tuple((digest, each.output_tokens) for digest, each in zip(digests, requests, strict=True)),
+    )
 
 
 def _with_copies_on_host(profile: CostProfile, link: Link) -> CostProfile:
@@ -209,6 +220,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
         provisioned: at the start every adapter is where the first placement puts it. Otherwise it is nowhere, and is
             read from its source files for its first request.
         migration: what co-migration needs; None for no co-migration.
+        history: demand of earlier periods, oldest first.
     """
 
     router: Router
@@ -218,6 +230,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
     copies: CopyCosts = CopyCosts()
     provisioned: bool = True
     migration: MigrationCosts | None = None
+    history: tuple[DemandReport, ...] = ()
 
 
 class EventKind(IntEnum):
@@ -316,7 +329,7 @@ class ClusterRun:
         self._collector = collector
         self._dispatcher = Dispatcher(setup.router, prefetch=setup.prefetch)
         self._began_s = max(now, arrivals.next_s())  # the first request starts a period
-        self._orchestrator = Orchestrator(setup.placement, self._began_s)
+        self._orchestrator = Orchestrator(setup.placement, self._began_s - len(setup.history) * setup.period_s)
         review = CoMigrationSettings() if setup.migration is None else setup.migration.settings
         self._comigration = CoMigration(review._replace(time_limit_s=SOLVER_LIMIT_S))
         self._copy_times = CopyTimes(setup.copies)
@@ -355,6 +368,8 @@ class ClusterRun:
         """Place all adapters, and copy them there at no cost."""
         known = [AdapterInfo(ref.digest, ref.max_rank, ref.weight_bytes) for ref in self._refs.values()]
         table = self._orchestrator.register(known, now)
+        for after, report in enumerate(self._setup.history, start=1 - len(self._setup.history)):
+            table = self._orchestrator.period(report, self._began_s + after * self._setup.period_s)
         there: dict[ReplicaId, list[AdapterDigest]] = {each: [] for each in self._replicas}
         for adapter, each in table.pairs() if self._setup.provisioned else ():
             there[each].append(adapter)
