@@ -16,7 +16,6 @@ import numpy as np
 
 from benchmarks.papers.measure import (
     SEEDS,
-    Answer,
     Figure,
     Measurement,
     Paper,
@@ -25,6 +24,7 @@ from benchmarks.papers.measure import (
     Series,
     Table,
     compared,
+    most_of,
     over_seeds,
     times,
 )
@@ -196,21 +196,8 @@ def served(
 
 
 def largest(baseline: str, key: str) -> Figure:
-    """Return the most times that dLoRA's figure is in a baseline's, over the skews at the limit (the claims' "up to").
-
-    Each skew is compared seed by seed, and the skew with the largest mean is the answer.
-    """
-    count = len(SEEDS)
-    runs = [run for skew in SKEWS for preset in (baseline, OURS) for run in served(preset, skew)]
-
-    def of(made: Sequence[Figures]) -> Answer:
-        answers = []
-        for first in range(0, len(made), 2 * count):
-            theirs, ours = made[first : first + count], made[first + count : first + 2 * count]
-            answers.append(over_seeds([times(a[key], b[key]) for a, b in zip(theirs, ours, strict=True)]))
-        return max(answers, key=lambda answer: answer.value)
-
-    return Figure(tuple(runs), of)
+    """Return the most times that dLoRA's figure is in a baseline's, over the skews at the limit."""
+    return most_of([compared(times, served(baseline, skew), served(OURS, skew), key) for skew in SKEWS])
 
 
 def inference_share(made: Sequence[Figures]) -> float:
@@ -386,11 +373,7 @@ def peaks(preset: str, model: str, seeds: Sequence[int] = CLUSTER_SEEDS) -> tupl
 
 def rates_over(model: str, preset: str) -> Figure:
     """Return how many times a baseline's highest rate dLoRA's is, seed by seed."""
-    count = len(CLUSTER_SEEDS)
-    return Figure(
-        (*peaks(OURS, model), *peaks(preset, model)),
-        lambda made: over_seeds([times(a, b) for a, b in zip(made[:count], made[count:], strict=True)]),
-    )
+    return compared(times, peaks(OURS, model), peaks(preset, model), float)
 
 
 def serve_cluster(found: float, preset: str, adapters: int, seed: int) -> Figures:
@@ -502,17 +485,12 @@ def balanced(preset: str, scale: float = 1.0, seeds: Sequence[int] = SEEDS) -> t
 
 def largest_of_scales(first: str, second: str) -> Figure:
     """Return the most times that one system's latency is the other's, over the scales."""
-    seeds = SEEDS[:1]
-    runs = [run for scale in SCALES for preset in (first, second) for run in balanced(preset, scale, seeds)]
 
-    def of(made: Sequence[Figures]) -> Answer:
-        answers, count = [], len(seeds)
-        for start in range(0, len(made), 2 * count):
-            pairs = zip(made[start : start + count], made[start + count : start + 2 * count], strict=True)
-            answers.append(over_seeds([times(a["latency_per_token_s"], b["latency_per_token_s"]) for a, b in pairs]))
-        return max(answers, key=lambda answer: answer.value)
+    def at(scale: float) -> Figure:
+        one, other = (balanced(preset, scale, SEEDS[:1]) for preset in (first, second))
+        return compared(times, one, other, "latency_per_token_s")
 
-    return Figure(tuple(runs), of)
+    return most_of([at(scale) for scale in SCALES])
 
 
 def imbalance(seed: int) -> float:

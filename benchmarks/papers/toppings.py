@@ -20,8 +20,11 @@ from benchmarks.papers.measure import (
     Series,
     Table,
     compared,
+    computed,
     difference,
     increase,
+    mean_of,
+    most_of,
     over_seeds,
     reduction,
     times,
@@ -482,43 +485,17 @@ def speedups(prefix: str, setting: str) -> dict[str, Figure]:
 def most_reduced() -> Figure:
     """Return by how many percent TOPPINGS' latency is less than a rival's at most, over settings and rivals."""
     pairs = [("S3", S_LORA), ("S3", DLORA), ("MAF 256", DLORA), ("MAF 512", S_LORA), ("S5", S_LORA), ("S5", DLORA)]
-    figures = [compared(reduction, cases(setting, OURS), cases(setting, rival), E2E) for setting, rival in pairs]
-    runs = tuple(run for figure in figures for run in figure.runs)
-
-    def of(made: Sequence[Any]) -> Answer:
-        count = 2 * len(SEEDS)
-        answers = [figure.of(made[number * count : (number + 1) * count]) for number, figure in enumerate(figures)]
-        return max((each for each in answers if isinstance(each, Answer)), key=lambda each: each.value)
-
-    return Figure(runs, of)
+    return most_of([compared(reduction, cases(setting, OURS), cases(setting, rival), E2E) for setting, rival in pairs])
 
 
-def mean_of_seeds(runs: Sequence[Run], value: Callable[[Figures], float]) -> Figure:
-    """Return the mean over seeds of one number."""
-    return Figure(tuple(runs), lambda made: over_seeds([value(each) for each in made]))
-
-
-def computed(value: Callable[[], float]) -> Figure:
-    """Return a figure that needs no run."""
-    return Figure((), lambda _: value())
+def within(made: Figures) -> float:
+    """Return the share of requests within the limit that claims are judged by."""
+    return float(made["within"][READINGS.index(JUDGED_BY)])
 
 
 def attainment_gain(place: str) -> Figure:
     """Return by how many points more requests keep the limit under TOPPINGS' scheduler than under dLoRA's."""
-    own, rival = placed(place, OURS, JUDGED_BY), placed(place, BY_DLORA)
-
-    def of(made: Sequence[Any]) -> Answer:
-        pairs = zip(made[: len(SEEDS)], made[len(SEEDS) :], strict=True)
-        part = READINGS.index(JUDGED_BY)
-        return over_seeds([difference(one["within"][part], other["within"][part]) for one, other in pairs])
-
-    return Figure((*own, *rival), of)
-
-
-def best_attainment() -> Figure:
-    """Return the highest share of requests within the limit: that of the lowest rate of the testbed."""
-    part = READINGS.index(JUDGED_BY)
-    return mean_of_seeds(placed("30/s", OURS, JUDGED_BY), lambda made: 100 * float(made["within"][part]))
+    return compared(difference, placed(place, OURS, JUDGED_BY), placed(place, BY_DLORA), within)
 
 
 SHOWN = [
@@ -616,7 +593,7 @@ def interrupted(rate: int) -> dict[str, Figure]:
 
     return {
         f"mot-interrupt-share-rps{rate}": Figure((*runs, *cached), of),
-        f"mot-interrupt-count-rps{rate}": mean_of_seeds(runs, lambda made: float(made["interruptions"])),
+        f"mot-interrupt-count-rps{rate}": mean_of(runs, "interruptions"),
     }
 
 
@@ -730,7 +707,7 @@ SCHEDULING = Measurement(
     {
         "cluster-slo-rps40": attainment_gain("40/s"),
         "cluster-slo-rps50": attainment_gain("50/s"),
-        "head-slo": best_attainment(),
+        "head-slo": mean_of(placed("30/s", OURS, JUDGED_BY), lambda made: 100 * within(made)),
         **{
             claim: compared(reduction, placed(SIMULATION, OURS), placed(SIMULATION, rival), TPT)
             for claim, rival in (

@@ -31,6 +31,7 @@ from benchmarks.papers.measure import (
     Series,
     Table,
     compared,
+    mean_of,
     over_seeds,
     reduction,
     times,
@@ -70,22 +71,9 @@ def _less(preset: str, load: str, percentile: str, base: str = S_LORA, windows: 
     return compared(reduction, own, theirs, f"ttft_{percentile}_s")
 
 
-def _mean(of: Callable[[Any], float]) -> Callable[[Sequence[Any]], Answer]:
-    """Return the figure that is the mean over seeds of a number of each run."""
-    return lambda made: over_seeds([of(each) for each in made])
-
-
 def _ratio(preset: str) -> Figure:
     """Return the figure of a system's knee over S-LoRA's."""
-    runs = (*knee_runs(preset), *knee_runs(S_LORA))
-    half = len(runs) // 2
-    return Figure(runs, lambda made: over_seeds([times(*pair) for pair in zip(made[:half], made[half:], strict=True)]))
-
-
-def _less_at_rank_128(made: Sequence[Any]) -> Answer:
-    half = len(made) // 2
-    own, base = ([each["ttft_p99_by_rank_s"]["128"] for each in part] for part in (made[:half], made[half:]))
-    return over_seeds([reduction(*pair) for pair in zip(own, base, strict=True)])
+    return compared(times, knee_runs(preset), knee_runs(S_LORA), float)
 
 
 def _largest_tbt_ms(made: Sequence[Any]) -> float:
@@ -101,11 +89,11 @@ def _of_chosen(name: str) -> Callable[[Sequence[Any]], float]:
 
 
 def _large_ratio(model: str) -> Figure:
-    return Figure(large_knee_runs(model), _mean(lambda each: times(each[CHAMELEON], each[S_LORA])))
+    return mean_of(large_knee_runs(model), lambda each: times(each[CHAMELEON], each[S_LORA]))
 
 
 def _large_tokens(model: str, preset: str) -> Figure:
-    return Figure(large_knee_runs(model), _mean(lambda each: each[preset] * each["tokens"]))
+    return mean_of(large_knee_runs(model), lambda each: each[preset] * each["tokens"])
 
 
 def _large_reduction(model: str) -> Figure:
@@ -232,7 +220,7 @@ PAPER = Paper(
             "The grid, and S-LoRA's printed figures",
             A40 | FIVE,
             {
-                "slo-knee-slora": Figure(knee_runs(S_LORA), over_seeds),
+                "slo-knee-slora": mean_of(knee_runs(S_LORA), float),
                 "char-load-share-max": Figure((CHOSEN, *BASELINES), _of_chosen("load_percent")),
                 "char-adapter-share-r128": Figure((CHOSEN, *BASELINES), _of_chosen("adapter_percent")),
             },
@@ -276,7 +264,7 @@ PAPER = Paper(
             "Knees",
             A40 | FIVE | {"knee": "rate at which P99 TTFT begins to miss the chosen limit, interpolated between rates"},
             {
-                "slo-knee-chameleon": Figure(knee_runs(CHAMELEON), over_seeds),
+                "slo-knee-chameleon": mean_of(knee_runs(CHAMELEON), float),
                 "throughput-a40": _ratio(CHAMELEON),
                 "throughput-nosched": _ratio(NO_SCHEDULER),
                 "throughput-nocache": _ratio(NO_CACHE),
@@ -289,14 +277,16 @@ PAPER = Paper(
                 "evict-lru": _less("chameleon:lru", "medium", "p99"),
                 "evict-fairshare": _less("chameleon:fairshare", "medium", "p99"),
                 "evict-chameleon": _less(NO_SCHEDULER, "medium", "p99"),
-                "evict-chameleon-vs-fairshare-r128": Figure(
-                    (*load_runs(NO_SCHEDULER, "medium"), *load_runs("chameleon:fairshare", "medium")),
-                    _less_at_rank_128,
+                "evict-chameleon-vs-fairshare-r128": compared(
+                    reduction,
+                    load_runs(NO_SCHEDULER, "medium"),
+                    load_runs("chameleon:fairshare", "medium"),
+                    lambda each: each["ttft_p99_by_rank_s"]["128"],
                 ),
                 "prefetch-extra": _less("chameleon:prefetch", "medium", "p99", base=CHAMELEON),
-                "prefetch-accuracy": Figure(
+                "prefetch-accuracy": mean_of(
                     load_runs("chameleon:prefetch", "medium"),
-                    _mean(lambda each: 100 * each["prefetched_used"] / max(1, each["prefetched"])),
+                    lambda each: 100 * each["prefetched_used"] / max(1, each["prefetched"]),
                 ),
             },
             tables=[_load_table("Caches, seed 1", [(preset, "medium", 1) for preset in (S_LORA, *CACHES)])],
