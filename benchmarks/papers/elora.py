@@ -28,8 +28,8 @@ from benchmarks.papers.elora_work import (
     profile_of,
     run_case,
 )
+from benchmarks.papers.measure import SEEDS as ALL_SEEDS
 from benchmarks.papers.measure import (
-    SEEDS,
     Answer,
     Figure,
     Measurement,
@@ -61,8 +61,9 @@ PAIRS = (
     ("34B", 100),
     ("70B", 20),
 )
-"""Models and numbers of adapters. A seed has one of them in each service, other services others, so that the fifteen
-cases have all nine."""
+"""Models and numbers of adapters. A seed has one of them in each service, other services others, so that the nine cases
+of three seeds have all nine."""
+SEEDS = ALL_SEEDS[:3]
 SHIFTS = {"chatbot": 0, "translation": 3, "agent": 6}
 ORACLE_SHARES = {
     20: (0.05, 0.1, 0.2),
@@ -90,8 +91,6 @@ def cases_of(services: Sequence[str] = tuple(SERVICES)) -> list[Case]:
 
 HOST_CASES = [case for case in cases_of() if case.seed == 2]
 """On which vLLM that keeps evicted KV on the host runs, too."""
-FEW_SEEDS = SEEDS[:3]
-"""Of comparisons on one service alone."""
 
 
 def chat_34b(adapters: int, seed: int) -> Case:
@@ -416,7 +415,8 @@ _SETTING = {
     "window": f"{WINDOW_ANSWERS} times the longest answer in a batch a quarter full, at least a dialogue; all requests"
     " are answered",
     "batch": f"{MAX_NUM_SEQS:,} sequences and {MAX_STEP_TOKENS:,} tokens: vLLM's defaults on such devices",
-    "seeds": "five, on each of which a service has another model and number of adapters; systems get the same requests",
+    "seeds": "three, on each of which a service has another model and number of adapters; the nine cases have all nine;"
+    " systems get the same requests",
 }
 
 
@@ -448,9 +448,9 @@ def _ablation(name: str, preset: str, cases: Sequence[Case], *, peak: bool = Tru
 
 _ALL = cases_of()
 _THREE = (*runs(OURS, _ALL), *runs(VLLM, _ALL), *runs(S_LORA, _ALL))
-_CHAT = [case_of("chatbot", seed) for seed in FEW_SEEDS]
+_CHAT = cases_of(("chatbot",))
 _IN_TURN = [case_of(tuple(SERVICES)[seed % 3], seed) for seed in SEEDS]
-_POLICY = [chat_34b(50, seed) for seed in FEW_SEEDS]
+_POLICY = [chat_34b(50, seed) for seed in SEEDS]
 _LIGHT = Case("chatbot", "34B", 100, 1, load=0.1 / PAST_FULL, filled=False)
 _BUSY = ORACLE_CASES[-1]
 
@@ -515,7 +515,7 @@ _FACTORS = Measurement(
     "Without factors of the cost model (VIII-G)",
     {
         "systems": "elora:wol, elora:wov, elora:wou; without cost ELORA is itself, since each node is one block",
-        "cases": "the first three of the chatbot's of above",
+        "cases": "the chatbot's of above",
     },
     {
         **_ablation("wol", "elora:wol", _CHAT),

@@ -134,5 +134,5 @@ def test_stages_without_requests_do_not_count() -> None:
 
 def test_all_nine_pairs_of_model_and_adapters_are_run() -> None:
     cases = elora.cases_of()
-    assert len(cases) == 15
-    assert {(case.model, case.adapters) for case in cases} == set(elora.PAIRS)
+    assert len(cases) == 9
+    assert sorted((case.model, case.adapters) for case in cases) == sorted(elora.PAIRS)
