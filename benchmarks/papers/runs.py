@@ -218,18 +218,6 @@ def peak(holds_by: Callable[[float], float], first_rate: float, precision: float
     return found
 
 
-def highest(rates: Sequence[float], holds: Callable[[float], bool]) -> float:
-    """Return the highest of rising rates at which something holds that holds below and not above; 0 for none."""
-    known, first_missed = -1, len(rates)
-    while first_missed - known > 1:
-        middle = (known + first_missed) // 2
-        if holds(rates[middle]):
-            known = middle
-        else:
-            first_missed = middle
-    return 0.0 if known < 0 else rates[known]
-
-
 # --- traces and words --------------------------------------------------------------------------------
 
 
