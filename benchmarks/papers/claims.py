@@ -1,14 +1,16 @@
-"""The figures that the papers print: one TOML file a paper in ``claims/``."""
+"""The figures that the papers print, and why some came out otherwise here: two files a paper in ``claims/``."""
 
 import tomllib
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 PAPERS = ("elora", "chameleon", "toppings", "dlora", "loraserve")
-"""In the order of their pages. Each has a file in ``claims/`` and a module of this package."""
+"""In the order of their pages. Each has files in ``claims/`` and a module of this package."""
+_FOLDER = Path(__file__).parent / "claims"
 
 
 class Form(StrEnum):
@@ -45,6 +47,19 @@ class Excluded(StrEnum):
     """It follows from other printed figures alone."""
 
 
+class Reason(StrEnum):
+    """Why a claim is not testable. The list is closed: a claim that fits none has to be measured."""
+
+    HARDWARE = "needs hardware that is not modelled, such as NPUs"
+    COUNTER = "a reading of a hardware utilisation counter: a model has none"
+    MICROBENCHMARK = "a microbenchmark of the authors' code on their machine"
+    DATA = "a statistic of a trace or data set that is not public or not here"
+    INPUT = "a setting or an input of the runs, not a result"
+    OTHER_SYSTEM = "a figure of another system's implementation, which is not here"
+    AUTHORS_CODE = "a property of the authors' source code or data structures"
+    UNDEFINED = "the paper says neither how it was measured nor in which setting"
+
+
 class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One printed figure.
 
@@ -59,6 +74,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         form: how it is judged.
         system: which system it is a figure of, if not the paper's.
         excluded: why it does not count; ``None`` if it does.
+        not_testable: name of a ``Reason`` in lower case; empty for what is measured.
         headline: whether abstract, introduction or conclusion print it.
         note: what to know about it.
         paper: name of the paper's module.
@@ -74,6 +90,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     form: Form
     system: str = ""
     excluded: Excluded | None = None
+    not_testable: str = ""
     headline: bool = False
     note: str = ""
     paper: str = ""
@@ -82,6 +99,11 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def name(self) -> str:
         """Name among all claims, such as ``elora/wom-ttft``."""
         return f"{self.paper}/{self.id}"
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it is not testable; ``None`` if it is."""
+        return Reason[self.not_testable.upper()] if self.not_testable else None
 
 
 class PrintedPaper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,8 +122,31 @@ def read_claims(paper: str) -> PrintedPaper:
     Raises:
         msgspec.ValidationError: the file does not have the fields of a claim.
     """
-    text = (Path(__file__).parent / "claims" / f"{paper}.toml").read_text()
+    text = (_FOLDER / f"{paper}.toml").read_text()
     made = msgspec.convert(tomllib.loads(text), PrintedPaper, strict=False)
     return msgspec.structs.replace(
         made, claim=tuple(msgspec.structs.replace(claim, paper=paper) for claim in made.claim)
     )
+
+
+class Notes(NamedTuple):
+    """What a paper's page says of it.
+
+    Attributes:
+        about: what was modelled and how, in Markdown.
+        causes: why claims came out otherwise, in Markdown, by id; every ``opposite`` and ``overshoots`` has one.
+    """
+
+    about: str
+    causes: dict[str, str]
+
+
+@cache
+def read_notes(paper: str) -> Notes:
+    """Return the texts of a paper's page: first what it says of the paper, then causes, whose headings list claims."""
+    about, *parts = (_FOLDER / f"{paper}.md").read_text().split("\n## ")
+    causes: dict[str, str] = {}
+    for part in parts:
+        claims, _, text = part.partition("\n")
+        causes |= dict.fromkeys(claims.split(), text.strip())
+    return Notes(about.strip(), causes)

@@ -16,7 +16,6 @@ import numpy as np
 
 from benchmarks.papers.measure import (
     SEEDS,
-    Answer,
     Figure,
     Measurement,
     Paper,
@@ -25,11 +24,11 @@ from benchmarks.papers.measure import (
     Series,
     Table,
     compared,
+    most_of,
     over_seeds,
     times,
 )
 from benchmarks.papers.runs import Cluster, Engine, Figures, peak, run_cluster, run_engine, work_of
-from benchmarks.papers.verdicts import Reason
 from lorikeet.bench.arrivals import Rates, at_rate
 from lorikeet.bench.memory_work import MemoryWork
 from lorikeet.bench.recipe import FUNCTION_ARRIVALS, Recipe
@@ -81,7 +80,10 @@ conversations it has. Longer requests are clipped at the model's context."""
 SHORT_POOL_BYTES = 3 * 10**9
 """Of a replica in 7.4, where memory is short. The device's 64 GB hold 476 tokens for each of 256 requests, the largest
 batch of vLLM: less than a mean request has in the end. 3 GB hold 715 for each of 8, and one request of 4,096."""
-FAST = Switching(Constant(0.0, "s"), Constant(0.0, "s/rank"), Constant(0.0, "s"))
+_FREE = "models that are in memory together: nothing is copied"
+FAST = Switching(
+    Constant(0.0, "s", source=_FREE), Constant(0.0, "s/rank", source=_FREE), Constant(0.0, "s", source=_FREE)
+)
 """Of models that are in memory together: to run another costs nothing."""
 
 KEPT = ("latency_per_token_s", "ttft_mean_s", "e2e_p90_s", "drained_s")
@@ -194,21 +196,8 @@ def served(
 
 
 def largest(baseline: str, key: str) -> Figure:
-    """Return the most times that dLoRA's figure is in a baseline's, over the skews at the limit (the claims' "up to").
-
-    Each skew is compared seed by seed, and the skew with the largest mean is the answer.
-    """
-    count = len(SEEDS)
-    runs = [run for skew in SKEWS for preset in (baseline, OURS) for run in served(preset, skew)]
-
-    def of(made: Sequence[Figures]) -> Answer:
-        answers = []
-        for first in range(0, len(made), 2 * count):
-            theirs, ours = made[first : first + count], made[first + count : first + 2 * count]
-            answers.append(over_seeds([times(a[key], b[key]) for a, b in zip(theirs, ours, strict=True)]))
-        return max(answers, key=lambda answer: answer.value)
-
-    return Figure(tuple(runs), of)
+    """Return the most times that dLoRA's figure is in a baseline's, over the skews at the limit."""
+    return most_of([compared(times, served(baseline, skew), served(OURS, skew), key) for skew in SKEWS])
 
 
 def inference_share(made: Sequence[Figures]) -> float:
@@ -384,11 +373,7 @@ def peaks(preset: str, model: str, seeds: Sequence[int] = CLUSTER_SEEDS) -> tupl
 
 def rates_over(model: str, preset: str) -> Figure:
     """Return how many times a baseline's highest rate dLoRA's is, seed by seed."""
-    count = len(CLUSTER_SEEDS)
-    return Figure(
-        (*peaks(OURS, model), *peaks(preset, model)),
-        lambda made: over_seeds([times(a, b) for a, b in zip(made[:count], made[count:], strict=True)]),
-    )
+    return compared(times, peaks(OURS, model), peaks(preset, model), float)
 
 
 def serve_cluster(found: float, preset: str, adapters: int, seed: int) -> Figures:
@@ -500,17 +485,12 @@ def balanced(preset: str, scale: float = 1.0, seeds: Sequence[int] = SEEDS) -> t
 
 def largest_of_scales(first: str, second: str) -> Figure:
     """Return the most times that one system's latency is the other's, over the scales."""
-    seeds = SEEDS[:1]
-    runs = [run for scale in SCALES for preset in (first, second) for run in balanced(preset, scale, seeds)]
 
-    def of(made: Sequence[Figures]) -> Answer:
-        answers, count = [], len(seeds)
-        for start in range(0, len(made), 2 * count):
-            pairs = zip(made[start : start + count], made[start + count : start + 2 * count], strict=True)
-            answers.append(over_seeds([times(a["latency_per_token_s"], b["latency_per_token_s"]) for a, b in pairs]))
-        return max(answers, key=lambda answer: answer.value)
+    def at(scale: float) -> Figure:
+        one, other = (balanced(preset, scale, SEEDS[:1]) for preset in (first, second))
+        return compared(times, one, other, "latency_per_token_s")
 
-    return Figure(tuple(runs), of)
+    return most_of([at(scale) for scale in SCALES])
 
 
 def imbalance(seed: int) -> float:
@@ -587,9 +567,5 @@ ARITHMETIC = Measurement(
 )
 
 PAPER = Paper(
-    about="`dlora` is the printed system: Algorithms 1 to 3 and the tuning to the letter, times from the profile, "
-    "placement by burst tolerance, dispatch by pending time, and the relaxed co-migration of section 5.2. What the "
-    "paper prints no value for is in [a decision](../decisions/batching-mode.md).",
     measurements=[ONE_SERVER, CLUSTERS, BALANCING, ARITHMETIC],
-    not_testable={"unmerged-adapter-compute-overhead": Reason.INPUT},
 )

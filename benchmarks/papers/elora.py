@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.papers.elora_causes import CAUSES
 from benchmarks.papers.elora_readings import ADAPTERS, LOAD, POOL, READINGS
 from benchmarks.papers.elora_readings import SEEDS as READING_SEEDS
 from benchmarks.papers.elora_readings import runs_of as reading_runs
@@ -18,9 +17,7 @@ from benchmarks.papers.elora_work import (
     CHATBOT,
     MAX_NUM_SEQS,
     MAX_STEP_TOKENS,
-    MODELS,
     PAST_FULL,
-    PAUSES_S,
     RANKS,
     SERVICES,
     STAGES,
@@ -28,10 +25,11 @@ from benchmarks.papers.elora_work import (
     WINDOW_ANSWERS,
     Case,
     demand_changes,
+    profile_of,
     run_case,
 )
+from benchmarks.papers.measure import SEEDS as ALL_SEEDS
 from benchmarks.papers.measure import (
-    SEEDS,
     Answer,
     Figure,
     Measurement,
@@ -45,10 +43,8 @@ from benchmarks.papers.measure import (
     reduction,
     times,
 )
-from benchmarks.papers.verdicts import Reason
 from lorikeet.bench.synthetic import synthetic_adapters
 from lorikeet.core.geometry import LORA_MODULES
-from lorikeet.costs.catalog import load_profile
 from lorikeet.memory.packing import pack
 
 OURS, VLLM, VLLM_HOST, S_LORA = "elora", "vllm-static:discard", "vllm-static", "elora:s-lora"
@@ -65,10 +61,10 @@ PAIRS = (
     ("34B", 100),
     ("70B", 20),
 )
-"""Models and numbers of adapters. A seed has one of them in each service, other services others, so that the fifteen
-cases have all nine."""
+"""Models and numbers of adapters. A seed has one of them in each service, other services others, so that the nine cases
+of three seeds have all nine."""
+SEEDS = ALL_SEEDS[:3]
 SHIFTS = {"chatbot": 0, "translation": 3, "agent": 6}
-ABLATION_SEEDS = SEEDS
 ORACLE_SHARES = {
     20: (0.05, 0.1, 0.2),
     50: (0.1, 0.2, 0.25, 0.3),
@@ -93,7 +89,7 @@ def cases_of(services: Sequence[str] = tuple(SERVICES)) -> list[Case]:
     return [case_of(service, seed) for seed in SEEDS for service in services]
 
 
-HOST_CASES = [case for case in cases_of() if case.seed in (2, 4)]
+HOST_CASES = [case for case in cases_of() if case.seed == 2]
 """On which vLLM that keeps evicted KV on the host runs, too."""
 
 
@@ -237,7 +233,7 @@ def wins(made: Sequence[Any]) -> float:
 def lowest_parts(made: Sequence[Any]) -> float:
     """Return the percentage of services in which ELORA waits least for the queue, for adapters and for KV.
 
-    Each service has two cases. KV is compared with vLLM's alone: S-LoRA never waits for KV, since it keeps none.
+    KV is compared with vLLM's alone: S-LoRA never waits for KV, since it keeps none.
     """
     count = len(made) // 3
     lowest = []
@@ -271,7 +267,7 @@ def standard_error(made: Sequence[Any]) -> float:
 
 def slots(share: float) -> float:
     """Return the adapters of the largest rank that a share of 34B's pool holds."""
-    profile = load_profile(MODELS["34B"])
+    profile = profile_of("34B")
     (largest,) = synthetic_adapters(1, (max(RANKS),), profile.geometry, modules=LORA_MODULES)
     blocks = pack(largest.ranks, profile.geometry, profile.geometry.block_elements(32)).blocks
     return share * profile.pool_bytes / (blocks * profile.geometry.block_bytes(32))
@@ -370,29 +366,6 @@ def reading_rows(made: Sequence[Any]) -> list[list[Any]]:
     return rows
 
 
-PAUSE_SYSTEMS = (OURS, VLLM, VLLM_HOST, "elora:wos")
-PAUSE_CASES = [Case(f"agent-{pause_s}", "8B", 50, seed) for pause_s in PAUSES_S for seed in READING_SEEDS]
-
-
-def pause_rows(made: Sequence[Any]) -> list[list[Any]]:
-    """Return a row for each pause: how vLLM and LRU differ from ELORA, means over seeds."""
-    results = dict(zip(((preset, case) for preset in PAUSE_SYSTEMS for case in PAUSE_CASES), made, strict=True))
-    rows = []
-    for pause_s in PAUSES_S:
-        cases = [case for case in PAUSE_CASES if case.service == f"agent-{pause_s}"]
-
-        def mean(preset: str, value: Pair, cases: Sequence[Case] = cases) -> float:
-            return float(np.mean([value(results[OURS, case], results[preset, case]) for case in cases]))
-
-        row: list[Any] = [pause_s, *(f"{mean(preset, lambda _, it: it['kv_hit_rate']):.1%}" for preset in (OURS, VLLM))]
-        for preset in (VLLM, VLLM_HOST):
-            row += [f"{mean(preset, pair):.1f}" for pair in (TTFT_LESS, TPOT_LESS, peak_more)]
-        row += [f"{mean(VLLM, lambda ours, it: it['prefilled_tokens'] / ours['prefilled_tokens']):.2f}"]
-        row += [f"{mean(VLLM, lambda _, it: it['invalid_kv_share']):.1%}", f"{mean('elora:wos', TTFT_TIMES):.3f}"]
-        rows.append(row)
-    return rows
-
-
 def ttft_lines(made: Sequence[Any]) -> list[Series]:
     """Return mean TTFT over rate."""
     labels = ("ELORA", "vLLM, discards KV", "S-LoRA")
@@ -438,9 +411,12 @@ _SETTING = {
     " popularity of Azure's functions",
     "load": f"ten stages of rising rate, the last {PAST_FULL:g} times what a full batch serves; figures are means over"
     " the stages up to ELORA's peak, each with equal weight",
-    "window": f"{WINDOW_ANSWERS} times the longest answer at the speed of a half full batch; all requests are answered",
-    "batch": f"{MAX_NUM_SEQS} sequences and {MAX_STEP_TOKENS} tokens, vLLM's defaults",
-    "seeds": "five, on each of which a service has another model and number of adapters; systems get the same requests",
+    "KV": "of all heads: 16 MB for a block of 32 tokens of 8B, as printed",
+    "window": f"{WINDOW_ANSWERS} times the longest answer in a batch a quarter full, at least a dialogue; all requests"
+    " are answered",
+    "batch": f"{MAX_NUM_SEQS:,} sequences and {MAX_STEP_TOKENS:,} tokens: vLLM's defaults on such devices",
+    "seeds": "three, on each of which a service has another model and number of adapters; the nine cases have all nine;"
+    " systems get the same requests",
 }
 
 
@@ -560,7 +536,7 @@ _FACTORS = Measurement(
 )
 _POLICIES = Measurement(
     "Other policies (VIII-H)",
-    {"systems": "elora:bfs, rrip, hawkeye, halp", "cases": "chatbot on 34B with 50 adapters, five seeds"},
+    {"systems": "elora:bfs, rrip, hawkeye, halp", "cases": "chatbot on 34B with 50 adapters, three seeds"},
     {
         **_ablation("bfs", "elora:bfs", _POLICY, peak=False),
         **_ablation("rrip", "elora:rrip", _POLICY, peak=False),
@@ -609,25 +585,6 @@ _OTHERS = Measurement(
             lambda made: 100 * float(np.mean([each["over_20_percent"] for each in made])),
         ),
     },
-    tables=[
-        Table(
-            "Agents on 8B with 50 adapters by the mean pause between turns, which is not printed; earlier dialogues"
-            " fill device and host. KV hits of ELORA and of vLLM that discards KV; by how many percent ELORA's TTFT and"
-            " TPOT are less and its peak higher, against that and against vLLM that keeps KV on the host; prefilled"
-            " tokens and invalid KV of the former; TTFT of elora:wos over ELORA's",
-            [
-                "pause, s",
-                "KV hits",
-                "vLLM's",
-                *2 * ["TTFT less", "TPOT less", "peak more"],
-                "prefilled, times",
-                "invalid KV",
-                "LRU, times",
-            ],
-            tuple(run for preset in PAUSE_SYSTEMS for run in runs(preset, PAUSE_CASES)),
-            pause_rows,
-        )
-    ],
     plots=[
         Plot(
             "vLLM's mean TTFT over ELORA's by the share of its pool for adapters, 34B",
@@ -642,56 +599,5 @@ _OTHERS = Measurement(
 )
 
 PAPER = Paper(
-    about="""
-Modelled: the engine's own loop, memory and policies on a virtual clock, with profiles of the paper's devices. `elora`
-is the system as printed: t in seconds, Eq. 4 to the letter, adapters as chains of blocks
-([readings](../decisions/memory-policies.md)). vLLM is `vllm-static:discard`, a static split of 0.2 whose evicted KV is
-gone, as VIII-B says of the baselines; a table has `vllm-static`, which keeps it on the host.
-What the paper leaves open was fixed before any run that counts, and nothing was fitted to a claim. TTFT counts from
-when a request is sent. Each of the ten rates is one stage of one run, so beyond its peak a system is seen for one
-stage, not for hours.
-""",
     measurements=[_MAIN, _MANAGER, _FACTORS, _POLICIES, _OTHERS],
-    not_testable={
-        **{
-            f"npu-{name}": Reason.HARDWARE
-            for name in (
-                "ttft-red-vllm",
-                "tpot-red-vllm",
-                "peak-inc-vllm",
-                "ttft-red-slora",
-                "tpot-red-slora",
-                "peak-inc-slora",
-            )
-        },
-        **dict.fromkeys(
-            ("tree-match-mean", "tree-match-bound", "swap-overhead-max", "eval-update-max"), Reason.MICROBENCHMARK
-        ),
-        **dict.fromkeys(
-            (
-                "tree-memory-max",
-                "mgr-metadata-bytes",
-                "mgr-metadata-percent",
-                "swapper-metadata-bytes",
-                "swapper-metadata-percent",
-                "loc-python",
-                "loc-cpp",
-            ),
-            Reason.AUTHORS_CODE,
-        ),
-        **dict.fromkeys(("fig14-vllm-kv-cap", "fig14-vllm-lora-cap"), Reason.INPUT),
-        **dict.fromkeys(
-            (
-                "motiv-vllm-ttft-chatbot",
-                "motiv-vllm-ttft-translation",
-                "motiv-vllm-ttft-agent",
-                "motiv-vllm-ttft-max-kv",
-                "motiv-vllm-ttft-max-lora",
-            ),
-            Reason.UNDEFINED,
-        ),
-        **dict.fromkeys(("motiv-loras-before", "motiv-loras-after"), Reason.DATA),
-        "motiv-sglang-ttft": Reason.OTHER_SYSTEM,
-    },
-    causes=CAUSES,
 )

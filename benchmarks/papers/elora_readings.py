@@ -76,8 +76,8 @@ _POLICIES = {
     "reading:earlier": _reading(whole_adapters=True, mirrored=True, tau_s=60.0),
 }
 
-POOL, LOAD, WINDOW, ADAPTERS, SEEDS = 0.25, 0.4, 0.5, 100, (1, 2)
-"""A quarter of the device's pool: less than all adapters take, so that every eviction counts."""
+POOL, LOAD, WINDOW, ADAPTERS, SEEDS = 0.5, 0.2, 0.5, 100, (1, 2)
+"""Half of the device's pool, of which all adapters take 80 %, so that every eviction counts."""
 
 
 def run_reading(preset: str, case: Case) -> dict[str, float]:

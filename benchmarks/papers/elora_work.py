@@ -1,8 +1,7 @@
 """ELORA's services and how they run here: stationary histories, a rate that rises in ten stages, and one engine.
 
 The paper prints no lengths, pool sizes, limits of the batch or rates. Where it is silent, this module takes the printed
-statistics of its data sets, the data sheets of its devices, and vLLM's defaults. All of it was fixed before the first
-run that counts.
+statistics of its data sets, the data sheets of its devices, and vLLM's defaults.
 """
 
 from collections.abc import Sequence
@@ -41,22 +40,21 @@ MODELS = {"8B": "h800-llama-3-8b", "34B": "h800x4-llama-2-34b", "70B": "h800x8-l
 RANKS = (32, 64)
 BLOCK_TOKENS = 32
 HOST_BYTES = 256 * 10**9
-MAX_NUM_SEQS, MAX_STEP_TOKENS = 256, 8192
-"""vLLM's defaults on devices of 80 GB: of its engine, and of its server."""
+MAX_NUM_SEQS, MAX_STEP_TOKENS = 1024, 8192
+"""Defaults of vLLM's server on devices of 70 GB and more, since its version 0.8 (``EngineArgs``)."""
 FULL_BATCH_ADAPTERS = 50
 """The middle one of the paper's numbers."""
 STAGES = 10
 PAST_FULL = 2.0
 """The last stage's rate, over that of a batch that stays full: past the peak of every system."""
 WINDOW_ANSWERS = 5
-"""The window is so many times the longest answer, at the speed of a half full batch: that of the middle stages."""
+"""The window is so many times the longest answer, at the speed of a batch that is a quarter full: slower than what the
+middle stages have."""
 CALL_VARIATION = 2.0
 """Of the gaps between calls of one of Azure's functions."""
 SAMPLE_S = 1.0
 OLD_TOKENS = 2048
 """Length of each of the texts that fill the device before the window and are not used again."""
-OWN_HISTORY = 3.0
-"""Earlier dialogues, over what the device holds: the rest is on the host, where systems keep it."""
 LEAST_AGE_S = 2.0
 """Of whatever lies on the device before the window."""
 
@@ -81,14 +79,11 @@ class Service(NamedTuple):
         choice: of adapters, which are then called at Poisson times; None if each is called like one of Azure's
             functions.
         answer_tokens: of the longest answer.
-        own_history: whether the texts that fill the device before the window are those of earlier dialogues, ended or
-            not; else they are unrelated.
     """
 
     shape: Translation | Dialogues
     choice: str | None
     answer_tokens: int
-    own_history: bool = False
 
 
 SERVICES = {
@@ -96,25 +91,13 @@ SERVICES = {
     "translation": Service(TRANSLATION, None, 128),
     "agent": Service(AGENT, None, 64),
 }
-PAUSES_S = (5, 20, 60)
-"""Mean times between the turns of an agent's dialogue, of which the paper prints none; the first is the service's."""
-
-
-def service_of(name: str) -> Service:
-    """Return a service by its name, or by that with a mean pause in seconds: ``agent-60``."""
-    base, _, pause_s = name.partition("-")
-    service = SERVICES[base]
-    if not pause_s:
-        return service
-    assert isinstance(service.shape, Dialogues)
-    return service._replace(shape=msgspec.structs.replace(service.shape, pause_s=float(pause_s)), own_history=True)
 
 
 class Case(msgspec.Struct, frozen=True):
     """One run's setting, the same for all systems.
 
     Attributes:
-        service: see ``service_of``.
+        service: of ``SERVICES``.
         model: of ``MODELS``.
         adapters: how many.
         seed: of all draws.
@@ -136,13 +119,35 @@ class Case(msgspec.Struct, frozen=True):
     window: float = 1.0
 
 
+# --- costs -------------------------------------------------------------------------------------------
+
+
+@cache
+def profile_of(model: str) -> CostProfile:
+    """Return a model's profile with KV of all its heads.
+
+    The paper's block has 32 tokens (III-C) and 16 MB (VIII-L), which is the KV of all 32 heads of Llama-3-8B, four
+    times that of the 8 that the model needs, and "other dimensions of LoRAs align with those of the KV caches" (VII): a
+    row of KV is as wide as the model. A decode step reads all of it.
+    """
+    profile = load_profile(MODELS[model])
+    geometry, step = profile.geometry, profile.step
+    heads = geometry.modules["q"].out_features // geometry.head_dim
+    read = msgspec.structs.replace(step.decode_attention, value=step.decode_attention.value * heads / geometry.kv_heads)
+    return msgspec.structs.replace(
+        profile,
+        geometry=msgspec.structs.replace(geometry, kv_heads=heads),
+        step=msgspec.structs.replace(step, decode_attention=read),
+    )
+
+
 # --- rates and requests ------------------------------------------------------------------------------
 
 
 @cache
 def sample(service: str) -> tuple[float, float, float]:
     """Return the means of prompt, of what of it is new to the service, and of answer, over many requests."""
-    requests = _dataset(Case(service.partition("-")[0], "8B", 50, 0), 20.0, 200.0)
+    requests = _dataset(Case(service, "8B", 50, 0), 20.0, 200.0)
     seen: dict[str, int] = {}
     new = []
     for request in requests:
@@ -155,42 +160,47 @@ def sample(service: str) -> tuple[float, float, float]:
 
 
 class FullBatch(NamedTuple):
-    """A service on a device whose batch stays full: requests that end per second, and seconds of a half full step."""
+    """A service on a device whose batch stays full: requests that end per second; seconds of a quarter full step."""
 
     requests_per_s: float
-    half_step_s: float
+    quarter_step_s: float
 
 
 @cache
 def full_batch(service: str, model: str) -> FullBatch:
-    """Return what a device does with ``MAX_NUM_SEQS`` running sequences of ``FULL_BATCH_ADAPTERS`` adapters.
+    """Return what a device does with as many running sequences of ``FULL_BATCH_ADAPTERS`` adapters as it holds.
 
-    All history is found. In each step as many sequences begin as end.
+    They are ``MAX_NUM_SEQS``, or as many as fit beside the adapters. All history is found. In each step as many
+    sequences begin as end.
     """
-    profile = load_profile(MODELS[model])
+    profile = profile_of(model)
     costs = CostModel(profile, KernelForm.UNPADDED)
     refs = synthetic_adapters(FULL_BATCH_ADAPTERS, RANKS, profile.geometry, modules=LORA_MODULES)
     ranks = [costs.adapter_rank(ref) for ref in refs]
     prompt, new, answer = sample(service)
-    began = MAX_NUM_SEQS / answer
+    context = prompt + answer / 2
+    left_bytes = profile.pool_bytes - sum(ref.weight_bytes for ref in refs)
+    count = min(MAX_NUM_SEQS, int(left_bytes / (context * profile.geometry.block_bytes(1))))
+    began = count / answer
 
-    def step_s(prefills: int, sequences: int = MAX_NUM_SEQS) -> float:
+    def step_s(prefills: int, sequences: int = count) -> float:
         decodes = [
-            SequenceWork(round(prompt + answer / 2), 1, True, place, ranks[place])
-            for place in np.arange(sequences) % len(refs)
+            SequenceWork(round(context), 1, True, place, ranks[place]) for place in np.arange(sequences) % len(refs)
         ]
         begin = [SequenceWork(round(prompt - new), round(new), True, place, ranks[place]) for place in range(prefills)]
         return costs.step_s(step_work([*decodes, *begin], KernelForm.UNPADDED))
 
     each_s = step_s(1) - step_s(0) if began < 1 else (step_s(round(began)) - step_s(0)) / round(began)
     seconds = step_s(0) + began * each_s
-    return FullBatch(began / seconds, step_s(0, MAX_NUM_SEQS // 2) + began / 2 * each_s)
+    return FullBatch(began / seconds, step_s(0, count // 4) + began / 4 * each_s)
 
 
 def window_s(case: Case) -> float:
-    """Return the length of the window in which requests arrive."""
-    longest_s = service_of(case.service).answer_tokens * full_batch(case.service, case.model).half_step_s
-    return case.window * WINDOW_ANSWERS * longest_s
+    """Return the length of the window in which requests arrive: that of several answers, or of a dialogue."""
+    service = SERVICES[case.service]
+    longest_s = service.answer_tokens * full_batch(case.service, case.model).quarter_step_s
+    dialogue_s = service.shape.turns * service.shape.pause_s if isinstance(service.shape, Dialogues) else 0.0
+    return case.window * max(WINDOW_ANSWERS * longest_s, dialogue_s)
 
 
 def stage_rates(case: Case) -> list[float]:
@@ -211,7 +221,7 @@ def rates_of(case: Case) -> Rates:
 
 def _dataset(case: Case, rate: float, duration_s: float) -> list[WorkloadRequest]:
     """Return requests of a service at a constant rate, its first dialogues beginning at 0."""
-    service, names = service_of(case.service), adapter_names(case.adapters)
+    service, names = SERVICES[case.service], adapter_names(case.adapters)
     turns = service.shape.turns if isinstance(service.shape, Dialogues) else 1.0
     calls_per_s = rate / turns
     of_arrivals, of_adapters, of_lengths = np.random.default_rng((case.seed, 0)).spawn(3)
@@ -253,11 +263,11 @@ def load_of(case: Case) -> Load:
     stretched to the stages, as the paper scales its traces (III-B). Of dialogues that go on in the window, the text so
     far is on the device before it, and behind it texts that are not used again, as many as the device holds.
     """
-    profile = load_profile(MODELS[case.model])
+    profile = profile_of(case.model)
     rates, stage_rate = rates_of(case), stage_rates(case)
     window = window_s(case)
     count = max(STAGES, round(rates.expected(window)))
-    shape = service_of(case.service).shape
+    shape = SERVICES[case.service].shape
     since_s = 2 * shape.turns * shape.pause_s if isinstance(shape, Dialogues) else 0.0
     mean_rate = float(np.mean(stage_rate))
     made = _dataset(case, mean_rate, since_s + 1.5 * count / mean_rate + 5.0)
@@ -268,14 +278,9 @@ def load_of(case: Case) -> Load:
         requests = [
             msgspec.structs.replace(each, adapter=names[place]) for place, each in enumerate(requests[: case.adapters])
         ]
-    if service_of(case.service).own_history:
-        texts = _texts_so_far([each for each in made if each.arrival_s < since_s], own)
-        lengths = np.cumsum([each.input_tokens for each in texts[::-1]])
-        old = texts[len(texts) - int(np.searchsorted(lengths, OWN_HISTORY * _pool_tokens(case, profile))) :]
-    else:
-        going_on = {each.conversation for each in own}
-        before = [each for each in made if each.arrival_s < since_s and each.conversation in going_on]
-        old = [*(_old_texts(case, profile) if case.filled else []), *_texts_so_far(before, own)]
+    going_on = {each.conversation for each in own}
+    before = [each for each in made if each.arrival_s < since_s and each.conversation in going_on]
+    old = [*(_old_texts(case, profile) if case.filled else []), *_texts_so_far(before, own)]
     return Load(old, requests, stage_rate, window / STAGES)
 
 
@@ -373,13 +378,13 @@ def run_case(preset: str, case: Case) -> dict[str, Any]:
     Raises:
         RuntimeError: a request got no whole answer.
     """
-    profile, load = load_profile(MODELS[case.model]), load_of(case)
+    profile, load = profile_of(case.model), load_of(case)
     options = WorkOptions(source="", adapters=case.adapters, ranks=RANKS, modules=LORA_MODULES)
     work = MemoryWork(load.requests, tuple(adapter_names(case.adapters)), BLOCK_TOKENS, case.seed)
-    most_adapters = 2 * case.adapters * profile.geometry.block_bytes(BLOCK_TOKENS) * 200
+    (largest,) = synthetic_adapters(1, (max(RANKS),), profile.geometry, modules=LORA_MODULES)
     setting = MemorySetting(
         memory_bytes=int(profile.pool_bytes * case.pool),
-        host_memory_bytes=max(HOST_BYTES, most_adapters if case.adapters > 100 else 0),
+        host_memory_bytes=max(HOST_BYTES, 2 * case.adapters * largest.weight_bytes if case.adapters > 100 else 0),
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_STEP_TOKENS,
         num_scheduler_steps=1,
@@ -456,7 +461,7 @@ def demand_changes(service: str) -> dict[str, float]:
     Returns:
         ``mean``: of the changes, over the demand before. ``over_20_percent``: the share of changes beyond that.
     """
-    profile = load_profile(MODELS["34B"])
+    profile = profile_of("34B")
     geometry = profile.geometry
     refs = synthetic_adapters(50, RANKS, geometry, modules=LORA_MODULES)
     sizes = {ref.name: ref.weight_bytes for ref in refs}

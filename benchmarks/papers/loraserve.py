@@ -1,6 +1,7 @@
 """LoRAServe's settings, modelled: four systems on four servers by trace and rate, more servers, skews and models."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -9,18 +10,17 @@ import msgspec
 import numpy as np
 
 from benchmarks.papers.measure import SEEDS, Answer, Figure, Measurement, Paper, Plot, Run, Series, Table, over_seeds
-from benchmarks.papers.runs import AZURE, HOST_BYTES, Cluster, Figures, run_cluster, trace
-from benchmarks.papers.verdicts import Reason
+from benchmarks.papers.runs import AZURE, MAX_NUM_SEQS, Cluster, Figures, run_cluster, trace
 from lorikeet.bench.adapter_choice import powers
 from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.recipe import Recipe
 from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, spread, synthetic_adapters
 from lorikeet.bench.workload import Range, WorkloadRequest
-from lorikeet.config import EngineSettings
+from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
 from lorikeet.costs.catalog import load_profile
-from lorikeet.costs.profile import OperatingLoads
-from lorikeet.simulator.operating_points import OperatingPointSearch, find_operating_loads, with_operating_loads
+from lorikeet.costs.model import CostModel, SequenceWork, step_work
+from lorikeet.costs.profile import CostProfile, OperatingLoads
 
 # --- what the paper leaves open: written down before anything was run --------------------------------
 
@@ -28,8 +28,6 @@ RATES = (30.0, 38.0, 46.0)
 """Requests per second on four servers. The paper prints 30, about 32 and 36 (V-F to V-H)."""
 PRODUCTION_SEEDS = SEEDS[:3]
 """Of the sweep over rates on the production trace; other runs have the first."""
-PERIOD_S = 10.0
-"""Between two placements; the paper leaves the time step to the administrator. It is the preset's."""
 
 # --- the setting -------------------------------------------------------------------------------------
 
@@ -50,8 +48,12 @@ SERVERS, LIMIT_S, TIMED_OUT_S = 4, 10.0, 60.0
 """Servers by default; limit on the P95 TTFT (V-G); a P95 TTFT beyond the last counts as a time-out, as V-F has some."""
 WINDOW_S, WARM_S = 125.0, 25.0
 """Length of a run: five times the longest answer that the limit allows (10 s and 1,000 tokens of 15 ms); what arrives
-before the second does not count, since little is known of demand yet."""
-SEARCH = OperatingPointSearch(requests=400, limits=5.0, precision=0.1)
+before the second does not count, since the servers are empty at first."""
+PERIOD_S, PERIODS = 60.0, 5
+"""Between two placements: the paper leaves the time step to the administrator, and shows demand by the minute (Fig.
+10). Its trace is one of hours, so before the window a forecast has its five periods, which are counted and not run."""
+STEP_TOKENS = 512
+"""Most tokens of a step."""
 
 
 class Mix(NamedTuple):
@@ -80,31 +82,39 @@ def requests_like() -> tuple[WorkloadRequest, ...]:
     return tuple(each for each in trace(AZURE) if each.input_tokens + each.output_tokens <= longest)
 
 
-def point_of(profile: str, rank: int) -> dict[str, Any]:
-    """Search the tokens per second that a server bears with adapters of one rank, as plain data."""
-    engine = EngineSettings(preset=OURS, num_scheduler_steps=1, host_memory_bytes=HOST_BYTES)
-    asked = requests_like()
-    mean_lengths = round(fmean(r.input_tokens for r in asked)), round(fmean(r.output_tokens for r in asked))
-    search = msgspec.structs.replace(SEARCH, ranks=(rank,))
-    found = find_operating_loads(load_profile(profile), engine, Slo(ttft_s=LIMIT_S), mean_lengths, SEEDS[0], search)
-    return dict(msgspec.json.decode(msgspec.json.encode(found)))
+@cache
+def known(profile: str) -> CostProfile:
+    """Return a profile with its operating points: the tokens per second that a server bears with adapters of one rank.
 
+    The paper does not say how it profiles them. Here all steps are full: requests of mean lengths come and go, and a
+    step has their prompts and decodes in proportion. A limit of 10 s allows nearly that load, at each rank alike.
+    """
+    found, asked = load_profile(profile), requests_like()
+    prompt, answer = (fmean(getattr(each, name) for each in asked) for name in ("input_tokens", "output_tokens"))
+    decodes = round(STEP_TOKENS * answer / (prompt + answer))
+    model = CostModel(found, KernelForm.PADDED)
 
-def points(profile: str = PROFILE) -> tuple[Run, ...]:
-    """Return the searches of all ranks."""
-    return tuple(Run(point_of, (profile, rank)) for rank in PAPER_RANKS)
+    def tokens_per_s(rank: int) -> float:
+        works = [SequenceWork(round(prompt + answer / 2), 1, True, number, rank) for number in range(decodes)]
+        works.append(SequenceWork(0, STEP_TOKENS - decodes, True, decodes, rank))
+        return STEP_TOKENS / model.step_s(step_work(works, KernelForm.PADDED))
 
-
-def loads_of(made: Sequence[Mapping[str, Any]]) -> OperatingLoads:
-    """Return the loads of single ranks as one."""
-    parts = [msgspec.convert(each, OperatingLoads, strict=False) for each in made]
-    by_rank = {rank: load for each in parts for rank, load in each.tokens_per_s.items()}
-    return msgspec.structs.replace(parts[0], tokens_per_s=by_rank)
+    loads = OperatingLoads(
+        kernel_form=KernelForm.PADDED,
+        slo=Slo(ttft_s=LIMIT_S),
+        prompt_tokens=round(prompt),
+        output_tokens=round(answer),
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=STEP_TOKENS,
+        tokens_per_s={rank: tokens_per_s(rank) for rank in PAPER_RANKS},
+        source="full steps of requests of mean lengths",
+    )
+    return msgspec.structs.replace(found, operating_points=(loads,))
 
 
 def requests_of(mix: Mix, rate: float, seed: int, scale: int) -> list[WorkloadRequest]:
-    """Return a workload. Of the production trace arrivals are Azure's own, stretched to the rate."""
-    count = mix.adapters * scale
+    """Return the requests before and in the window. Of the production trace arrivals are Azure's own, stretched."""
+    count, duration_s = mix.adapters * scale, PERIODS * PERIOD_S + WINDOW_S
     common: dict[str, Any] = {
         "rates": Rates.constant(rate),
         "adapters": tuple(adapter_names(count)),
@@ -113,25 +123,32 @@ def requests_of(mix: Mix, rate: float, seed: int, scale: int) -> list[WorkloadRe
         "seed": seed,
     }
     if mix.arrivals == "trace":
-        return Recipe(trace=requests_like(), count=round(rate * WINDOW_S), **common).requests()
-    made = Recipe(lengths=requests_like(), duration_s=WINDOW_S, **common).requests()
+        return Recipe(trace=requests_like(), count=round(rate * duration_s), **common).requests()
+    made = Recipe(lengths=requests_like(), duration_s=duration_s, **common).requests()
     if mix.arrivals == "poisson":
         return made
     return [msgspec.structs.replace(each, arrival_s=number / rate) for number, each in enumerate(made)]
 
 
-def serve(*given: Any) -> Figures:
-    """Return the figures of a run: operating points, then profile, mix, preset, rate, seed, and servers over four."""
-    *made, profile, name, preset, rate, seed, scale = given
-    known, mix = with_operating_loads(load_profile(profile), loads_of(made)), MIXES[name]
+def serve(profile: str, name: str, preset: str, rate: float, seed: int, scale: int) -> Figures:
+    """Return the figures of a run on ``scale`` times four servers."""
+    about, mix = known(profile), MIXES[name]
+    made = requests_of(mix, rate * scale, seed, scale)
+    periods: list[list[WorkloadRequest]] = [[] for _ in range(PERIODS + 1)]
+    for request in made:
+        periods[min(PERIODS, int(request.arrival_s / PERIOD_S))].append(request)
+    *history, window = periods
+    began_s = PERIODS * PERIOD_S
+    requests = [msgspec.structs.replace(each, arrival_s=each.arrival_s - began_s) for each in window]
     setting = Cluster(
-        profile=known,
+        profile=about,
         replicas=SERVERS * scale,
-        adapters=tuple(synthetic_adapters(mix.adapters * scale, PAPER_RANKS, known.geometry)),
+        adapters=tuple(synthetic_adapters(mix.adapters * scale, PAPER_RANKS, about.geometry)),
         slo=Slo(ttft_s=LIMIT_S),
         since_s=WARM_S,
+        history=tuple(tuple(each) for each in history),
     )
-    figures = run_cluster(preset, setting, requests_of(mix, rate * scale, seed, scale), seed)
+    figures = run_cluster(f"{preset},placement_period_s={PERIOD_S:g}", setting, requests, seed)
     keys = ("ttft_p95_s", "ttft_mean_s", "tpt_mean_s", "held_most", "held_share", "drained_s")
     return {key: figures[key] for key in keys} | {"tbt_s": figures["tbt_mean_s"]}
 
@@ -140,7 +157,7 @@ def served(
     mix: str, preset: str, rate: float = RATES[1], seed: int = SEEDS[0], scale: int = 1, profile: str = PROFILE
 ) -> Run:
     """Return one run."""
-    return Run(serve, (profile, mix, preset, rate, seed, scale), points(profile))
+    return Run(serve, (profile, mix, preset, rate, seed, scale))
 
 
 # --- production trace (V-F) --------------------------------------------------------------------------
@@ -234,7 +251,8 @@ COMMON = {
     "link": "PCI Express 4.0 by data sheet; copies between servers from host to host, pipelined",
     "lengths": "Azure's conversations of 2023 that fit the model: means 878 and 224 tokens",
     "limit": "P95 TTFT of 10 s",
-    "window": "125 s, of which the first 25 do not count",
+    "window": "125 s, of which the first 25 do not count; the demand of the five minutes before is known",
+    "time step": "60 s",
 }
 PRODUCTION_PART = Measurement(
     "Production trace (V-F)",
@@ -353,8 +371,8 @@ ONE_DEVICE = "a100-80-llama-2-7b@loraserve"
 
 def alone(profile: str, ranks: tuple[int, ...], rate: float, prompt_tokens: int, output_tokens: int) -> Figures:
     """Return the figures of one server whose adapters have these ranks, one adapter each."""
-    known = load_profile(profile)
-    setting = Cluster(profile=known, replicas=1, adapters=tuple(synthetic_adapters(len(ranks), ranks, known.geometry)))
+    about = load_profile(profile)
+    setting = Cluster(profile=about, replicas=1, adapters=tuple(synthetic_adapters(len(ranks), ranks, about.geometry)))
     requests = Recipe(
         rates=Rates.constant(rate),
         duration_s=WINDOW_S,
@@ -400,20 +418,5 @@ MOTIVATION = Measurement(
 )
 
 PAPER = Paper(
-    about="`loraserve` is the printed algorithm: guarded leftovers, draws by shares, a new placement every time step. "
-    "What the paper prints no value for is in [a decision](../decisions/loraserve-placement.md). All four systems run "
-    "on S-LoRA's batching with padded kernels.",
     measurements=[PRODUCTION_PART, OTHERS, MOTIVATION],
-    not_testable={
-        "prefill-r128-over-r8": Reason.INPUT,
-        "rank-penalty-70b": Reason.INPUT,
-        "rank-penalty-7b-tp8": Reason.INPUT,
-        "top5-traffic-share": Reason.DATA,
-        "tail-traffic-share": Reason.DATA,
-    },
-    causes={
-        "slo-violating-rank": "At 4 requests/s of 512 and 128 tokens a modelled A100 is far from saturated: the run of "
-        "rank 128 has a P95 TTFT of 0.4 s. A P95 of 20 s needs a queue that grows, so the paper's server bears less "
-        "than 4 requests/s with rank 64; its hardware and parallelism are not printed for this figure.",
-    },
 )

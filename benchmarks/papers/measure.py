@@ -2,14 +2,12 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from scipy.stats import t as student
-
-from benchmarks.papers.verdicts import Reason
 
 SEEDS = (1, 2, 3, 4, 5)
 """Systems are compared on these, each seed's work the same for all of them."""
@@ -124,16 +122,10 @@ class Paper:
     """What a paper's module has in ``PAPER``.
 
     Attributes:
-        about: what its page says first: what was modelled and how, in Markdown.
-        measurements: each claim is in one of them or in ``not_testable``.
-        not_testable: reason by id of the claim.
-        causes: why a claim came out as it did, in Markdown, by id; every ``opposite`` and ``overshoots`` has one.
+        measurements: each testable claim is in one of them.
     """
 
-    about: str
     measurements: Sequence[Measurement]
-    not_testable: Mapping[str, Reason]
-    causes: Mapping[str, str] = field(default_factory=dict)
 
     def figure(self, claim: str) -> Figure | None:
         """Return how a claim's figure is made; ``None`` if it is not measured."""
@@ -173,11 +165,16 @@ def over_seeds(values: Sequence[float]) -> Answer:
     return Answer(mean, mean - half, mean + half)
 
 
+Value = str | Callable[[Any], float]
+"""A number of a run's result: its key, or a function of the result."""
+
+
+def _number(result: Any, value: Value) -> float:
+    return float(result[value] if isinstance(value, str) else value(result))
+
+
 def compared(
-    change: Callable[[float, float], float],
-    first: Sequence[Run],
-    second: Sequence[Run],
-    key: str,
+    change: Callable[[float, float], float], first: Sequence[Run], second: Sequence[Run], value: Value
 ) -> Figure:
     """Return the figure that compares one number of two systems' results, seed by seed.
 
@@ -185,12 +182,35 @@ def compared(
         change: such as :func:`increase`, of the first's number and the second's.
         first: one run a seed.
         second: with the same seeds in the same order.
-        key: of the number in the results.
+        value: of a result.
     """
     count = len(first)
 
     def of(made: Sequence[Any]) -> Answer:
         pairs = zip(made[:count], made[count:], strict=True)
-        return over_seeds([change(one[key], other[key]) for one, other in pairs])
+        return over_seeds([change(_number(one, value), _number(other, value)) for one, other in pairs])
 
     return Figure((*first, *second), of)
+
+
+def mean_of(runs: Sequence[Run], value: Value) -> Figure:
+    """Return the mean of a number over runs, one a seed."""
+    return Figure(tuple(runs), lambda made: over_seeds([_number(each, value) for each in made]))
+
+
+def most_of(figures: Sequence[Figure]) -> Figure:
+    """Return the largest of some figures: what a claim of "up to" says of several settings."""
+
+    def of(made: Sequence[Any]) -> Answer:
+        results, answers = iter(made), []
+        for figure in figures:
+            answer = figure.of([next(results) for _ in figure.runs])
+            answers.append(answer if isinstance(answer, Answer) else Answer(answer))
+        return max(answers, key=lambda answer: answer.value)
+
+    return Figure(tuple(run for figure in figures for run in figure.runs), of)
+
+
+def computed(value: Callable[[], float]) -> Figure:
+    """Return a figure that needs no run."""
+    return Figure((), lambda _: value())

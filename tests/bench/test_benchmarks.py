@@ -12,7 +12,7 @@ from benchmarks import faults, gpu, steps
 from benchmarks.harness import in_turns, print_table
 from benchmarks.papers import dlora, loraserve
 from benchmarks.papers.measure import Answer, Paper, Run
-from benchmarks.papers.runs import highest, peak
+from benchmarks.papers.runs import peak
 from benchmarks.request_path import show
 from lorikeet.bench.model_shapes import MODEL_SHAPES
 from lorikeet.bench.synthetic import PAPER_RANKS
@@ -67,12 +67,6 @@ def test_a_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
 def test_growth_counts_from_the_second_minute_on() -> None:
     samples = [(float(second), min(second, 60) * 10**6, 5 * 10**6 + second * 10**4) for second in range(901)]
     assert hostile.growth(samples) == "+0, +8"
-
-
-@pytest.mark.parametrize("border", [0.5, 1, 3.5, 5, 9])
-def test_the_highest_rate_is_found_wherever_it_lies(border: float) -> None:
-    rates = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert highest(rates, lambda rate: rate <= border) == max((rate for rate in rates if rate <= border), default=0.0)
 
 
 def stream(*tokens: tuple[str, float], margin: float = 1.0) -> faults.Stream:

@@ -1,18 +1,21 @@
 """The frame of the papers' figures: verdicts, runs and their cache, and the table and pages."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
-from benchmarks.papers import table
+from benchmarks.papers import dlora, elora_work, loraserve, table, toppings
 from benchmarks.papers.__main__ import main
 from benchmarks.papers.cache import Cache, in_order, run_missing
-from benchmarks.papers.claims import PAPERS, Excluded, Form, read_claims
+from benchmarks.papers.chameleon import grid as chameleon_grid
+from benchmarks.papers.chameleon import judged as chameleon_judged
+from benchmarks.papers.claims import PAPERS, Excluded, Form, Notes, Reason, read_claims, read_notes
 from benchmarks.papers.measure import (
     Answer,
     Figure,
@@ -28,7 +31,9 @@ from benchmarks.papers.measure import (
     reduction,
 )
 from benchmarks.papers.pages import unexplained, write_page
-from benchmarks.papers.verdicts import Reason, Share, Verdict, judge, share_of
+from benchmarks.papers.verdicts import Share, Verdict, judge, share_of
+from lorikeet.costs.catalog import load_profile
+from lorikeet.costs.profile import Constant, Curve
 
 JUDGED = [
     # A printed 1.5 x: 1.2 to 1.875 is the same, up to 2.25 better, and no gain is opposite whatever the ratio.
@@ -115,10 +120,35 @@ def test_settings_and_what_is_not_testable_do_not_count() -> None:
 def test_each_claim_of_a_paper_is_measured_or_has_a_reason(name: str) -> None:
     paper = table.load_paper(name)
     assert paper is not None
-    declared = [claim for each in paper.measurements for claim in each.figures] + list(paper.not_testable)
-    known = [claim.id for claim in read_claims(name).claim]
-    assert sorted(declared) == sorted(known)
-    assert paper.causes.keys() <= set(known)
+    declared = [claim for each in paper.measurements for claim in each.figures]
+    claims = read_claims(name).claim
+    assert sorted(declared) == sorted(claim.id for claim in claims if claim.reason is None)
+    assert read_notes(name).causes.keys() <= {claim.id for claim in claims}
+
+
+def constants_of(value: Any, path: str) -> Iterator[tuple[str, Constant | Curve]]:
+    """Yield every constant and curve of a profile with its place."""
+    if isinstance(value, Constant | Curve):
+        yield path, value
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from constants_of(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield from constants_of(each, f"{path}.{name}")
+
+
+def test_each_constant_of_the_papers_devices_names_its_source() -> None:
+    grid = [setting.profile for setting in chameleon_grid.GRID]
+    names = {*grid, *(large.profile for large in chameleon_judged.LARGE.values()), *dlora.PROFILES.values()}
+    names |= {loraserve.PROFILE, loraserve.ONE_DEVICE, *(profile for profile, _ in loraserve.MODELS.values())}
+    profiles = [load_profile(name) for name in sorted(names)]
+    profiles += [elora_work.profile_of(model) for model in elora_work.MODELS]
+    profiles += [toppings.profile_of(name) for name in (toppings.SEVEN_B, toppings.SEVENTY_B, toppings.FREE_HOST)]
+    profiles += [dlora.cluster_profile(dlora.VLLM, model)[0] for model in dlora.PROFILES]
+    found = [each for profile in profiles for each in constants_of(profile, profile.name)]
+    assert len(found) > 500
+    assert [path for path, each in found if not each.source] == []
 
 
 # --- runs --------------------------------------------------------------------------------------------
@@ -175,6 +205,21 @@ def test_a_result_does_not_count_when_one_that_it_was_made_from_is_another(tmp_p
     assert kept.result == {"sum": 107}
 
 
+def test_an_interrupted_run_goes_on_and_leaves_the_same_bytes(tmp_path: Path) -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    run_missing([SUM], Cache(tmp_path / "whole"), 1, lambda line: None)
+    with pytest.raises(KeyboardInterrupt):
+        run_missing([SUM], Cache(tmp_path / "broken"), 1, interrupt)
+    assert len(list((tmp_path / "broken").iterdir())) == 1
+    run_missing([SUM], Cache(tmp_path / "broken"), 1, lambda line: None)
+    whole, broken = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("whole", "broken")
+    )
+    assert whole == broken
+
+
 def test_a_failed_run_is_named_and_the_others_are_kept(tmp_path: Path) -> None:
     bad = Run(fail, (7,))
     cache = Cache(tmp_path)
@@ -219,9 +264,10 @@ def declared(monkeypatch: pytest.MonkeyPatch) -> Paper:
         ])],
         tables=[Table("The whole grid", ["number", "double"], (TWO,), lambda made: [[1, made[0]]])],
     )  # fmt: skip
-    causes = {"head-latency-max": "The link is faster."}
-    paper = Paper("All is modelled.", [measurement], {"mot-lmsys-p90": Reason.DATA}, causes)
+    paper = Paper([measurement])
     module = SimpleNamespace(PAPER=paper)
+    notes = Notes("All is modelled.", {"head-latency-max": "The link is faster."})
+    monkeypatch.setattr(table, "read_notes", lambda name: notes)
     monkeypatch.setattr(table, "import_module", lambda name: module if name.endswith("toppings") else SimpleNamespace())
     return paper
 
@@ -237,7 +283,7 @@ def test_the_table_has_a_row_for_every_claim(
     assert (count["printed"], count["ours"], count["ratio"], count["verdict"]) == (4, 2, 0.5, "same direction")
     head = rows["toppings/head-latency-max"]
     assert (head["verdict"], head["interval"], head["cause"]) == ("opposite", [0.9, 1.1], "The link is faster.")
-    assert rows["toppings/mot-lmsys-p90"]["reason"] == Reason.DATA
+    assert rows["toppings/mot-lmsys-p90"]["reason"] == Reason.INPUT
     assert rows["toppings/head-slo"]["verdict"] == "not run"
     before = out.read_bytes()
     main(["table", "--cache", str(tmp_path / "runs"), "--cached", "--json", str(out)])
@@ -263,7 +309,7 @@ def test_a_page_has_settings_plots_and_causes(declared: Paper, tmp_path: Path) -
     assert "| link | 1 GB/s / 2 GB/s |" in page
     assert "| **head-latency-max** | 1.7 | 1 | 0.9 to 1.1 | x | 0.59 | opposite |" in page
     assert "**head-latency-max (opposite).** The link is faster." in page
-    assert f"| mot-lmsys-p90 | 90 | % | {Reason.DATA} |" in page
+    assert f"| mot-lmsys-p90 | 90 | % | {Reason.INPUT} |" in page
     plots = sorted((tmp_path / "pages").glob("*.svg"))
     assert [plot.name.removeprefix("toppings-settings-of-the-tests-") for plot in plots] == [
         "1.svg",

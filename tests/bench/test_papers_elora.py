@@ -9,7 +9,6 @@ from benchmarks.papers import elora
 from benchmarks.papers.elora_readings import READINGS, run_reading
 from benchmarks.papers.elora_work import (
     BLOCK_TOKENS,
-    MODELS,
     OLD_TOKENS,
     PAST_FULL,
     STAGES,
@@ -17,36 +16,42 @@ from benchmarks.papers.elora_work import (
     demand_changes,
     full_batch,
     load_of,
+    profile_of,
     rates_of,
     run_case,
     sample,
     window_s,
 )
-from lorikeet.costs.catalog import load_profile
 from lorikeet.presets import resolve_preset
 
-SMALL = Case("agent", "8B", 20, 1, pool=0.1, window=0.1)
+SMALL = Case("agent", "8B", 20, 1, pool=0.1, window=0.02)
 
 
 def test_rates_rise_in_ten_stages_past_a_full_batch() -> None:
-    load = load_of(SMALL)
+    case = Case("agent", "8B", 20, 1, pool=0.1, window=0.1)
+    load = load_of(case)
     assert len(load.rates) == STAGES
     assert load.rates[-1] == pytest.approx(PAST_FULL * full_batch("agent", "8B").requests_per_s)
     assert load.rates[0] == pytest.approx(load.rates[-1] / STAGES)
-    assert len(load.requests) == round(rates_of(SMALL).expected(window_s(SMALL)))
-    assert load.requests[-1].arrival_s <= window_s(SMALL) * 1.01
+    assert len(load.requests) == round(rates_of(case).expected(window_s(case)))
+    assert load.requests[-1].arrival_s <= window_s(case) * 1.01
     first = [each for each in load.requests if each.arrival_s < load.stage_s]
     last = [each for each in load.requests if each.arrival_s >= 9 * load.stage_s]
     assert len(last) == pytest.approx(10 * len(first), rel=0.5)
 
 
+def test_a_block_has_the_printed_size() -> None:
+    assert profile_of("8B").geometry.block_bytes(BLOCK_TOKENS) == 16 * 2**20
+    assert full_batch("chatbot", "8B").requests_per_s > 0
+
+
 def test_a_case_sends_the_same_to_every_system() -> None:
     assert load_of(SMALL) == load_of(SMALL)
-    assert load_of(SMALL).requests != load_of(Case("agent", "8B", 20, 2, pool=0.1, window=0.1)).requests
+    assert load_of(SMALL).requests != load_of(Case("agent", "8B", 20, 2, pool=0.1, window=0.02)).requests
 
 
 def test_earlier_texts_fill_the_device_and_dialogues_go_on() -> None:
-    load, profile = load_of(SMALL), load_profile(MODELS["8B"])
+    load, profile = load_of(SMALL), profile_of("8B")
     old = [each for each in load.old if not each.prefix_blocks]
     kv_bytes = profile.geometry.kv_elements_per_token() * profile.geometry.dtype_bytes
     assert len(old) * OLD_TOKENS * kv_bytes >= 0.1 * profile.pool_bytes
@@ -129,5 +134,5 @@ def test_stages_without_requests_do_not_count() -> None:
 
 def test_all_nine_pairs_of_model_and_adapters_are_run() -> None:
     cases = elora.cases_of()
-    assert len(cases) == 15
-    assert {(case.model, case.adapters) for case in cases} == set(elora.PAIRS)
+    assert len(cases) == 9
+    assert sorted((case.model, case.adapters) for case in cases) == sorted(elora.PAIRS)

@@ -15,11 +15,12 @@ from lorikeet.memory.policies import PREFETCH
 from lorikeet.memory.policies.base import PrefetchPolicy
 from lorikeet.memory.rules import MemoryRules
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
-from lorikeet.presets import PRESETS, HostKv, Preset
+from lorikeet.presets import PRESETS, HostKv, KvAfterFinish, Preset
 from lorikeet.scheduling.state import SchedulerLimits
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter, request
 
 ELORA, PLAIN = PRESETS["elora"], Preset()
+NO_KV = Preset(kv_after_finish=KvAfterFinish.DROPPED)
 
 
 def ask(
@@ -112,7 +113,7 @@ def test_an_adapter_is_read_once_and_comes_from_the_host_afterwards() -> None:
 
 
 def test_known_adapters_are_read_into_the_host_tier_before_any_request() -> None:
-    bench = Bench(blocks=10, host_blocks=20, preset=PRESETS["elora:s-lora"])
+    bench = Bench(blocks=10, host_blocks=20, preset=NO_KV)
     bench.engine.register_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
     fill_host(bench)
     assert bench.memory.host_counts().adapter == 18, "six of three blocks each; a seventh does not fit"
@@ -138,14 +139,14 @@ def test_prefetched_adapters_take_at_most_the_free_part_of_half_the_host_tier(kv
 
 
 def test_an_adapter_that_the_host_cannot_hold_keeps_no_other_from_being_read() -> None:
-    bench = Bench(blocks=30, host_blocks=20, preset=PRESETS["elora:s-lora"])
+    bench = Bench(blocks=30, host_blocks=20, preset=NO_KV)
     bench.engine.register_adapters((adapter("big", 21), adapter("a", 3), adapter("b", 3)))
     fill_host(bench)
     assert bench.memory.host_counts().adapter == 6
 
 
 def test_adapter_on_the_device_does_not_wait_for_its_host_copy() -> None:
-    bench = Bench(blocks=30, host_blocks=2, preset=PRESETS["elora:s-lora"])
+    bench = Bench(blocks=30, host_blocks=2, preset=NO_KV)
     bench.engine.register_adapters((adapter("b", 2),))
     fill_host(bench)
     bench.engine.submit(request("long", [1, 2], 0.0, adapter("b", 2), max_tokens=40))
@@ -339,9 +340,9 @@ def test_a_request_without_a_free_slot_lets_those_of_other_adapters_pass() -> No
     assert order == ["r0", "r1", "last", "r2"]
 
 
-def test_chameleon_s_lora_frees_an_idle_adapter_and_elora_s_keeps_it() -> None:
-    for name, resident in (("chameleon:s-lora", set()), ("elora:s-lora", {"digest-a"})):
-        bench = Bench(preset=PRESETS[name])
+def test_s_lora_frees_an_idle_adapter_and_all_kv() -> None:
+    for preset, resident in (("chameleon:s-lora", set()), ("elora:s-lora", set()), (NO_KV, {"digest-a"})):
+        bench = Bench(preset=PRESETS[preset] if isinstance(preset, str) else preset)
         ask(bench, "x", words(0, 3), "a")
         assert set(bench.memory.resident()) == resident
         assert bench.memory.counts().kv == 0
@@ -516,7 +517,7 @@ def test_kv_whose_copy_to_the_host_fails_is_lost_and_nothing_else() -> None:
 
 
 def test_adapter_dropped_during_its_load_is_freed_when_the_load_ends() -> None:
-    bench = Bench(host_blocks=10, preset=PRESETS["elora:s-lora"])
+    bench = Bench(host_blocks=10, preset=NO_KV)
     bench.engine.register_adapters((adapter("a", 2),))
     bench.engine.step()
     assert bench.engine.has_transfers
@@ -561,7 +562,7 @@ def test_while_files_are_out_of_reach_few_are_tried_and_afterwards_all_are_read(
     bench = Bench(
         blocks=10,
         host_blocks=40,
-        preset=PRESETS["elora:s-lora"],
+        preset=NO_KV,
         fails=lambda each: is_out[0] and each.source is Tier.SOURCE,
     )
     bench.engine.register_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
@@ -578,9 +579,7 @@ def test_while_files_are_out_of_reach_few_are_tried_and_afterwards_all_are_read(
 
 
 def test_broken_adapter_file_is_retried_and_blocks_no_other_read() -> None:
-    bench = Bench(
-        blocks=10, host_blocks=40, preset=PRESETS["elora:s-lora"], failing=frozenset({AdapterDigest("digest-a1")})
-    )
+    bench = Bench(blocks=10, host_blocks=40, preset=NO_KV, failing=frozenset({AdapterDigest("digest-a1")}))
     bench.engine.register_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
     began_s = bench.clock.now()
     fill_host(bench)
@@ -596,7 +595,7 @@ def test_broken_adapter_file_is_retried_and_blocks_no_other_read() -> None:
 
 
 def test_versions_that_come_and_go_while_the_host_is_full_leave_nothing_behind() -> None:
-    bench = Bench(blocks=10, host_blocks=8, preset=PRESETS["elora:s-lora"])
+    bench = Bench(blocks=10, host_blocks=8, preset=NO_KV)
     bench.engine.register_adapters((adapter("a", 4), adapter("b", 3), adapter("waits", 4)))
     fill_host(bench)
     for index in range(20):
@@ -664,7 +663,7 @@ def test_blocks_freed_by_a_request_are_prefetched_into_without_arrivals() -> Non
 
 
 def test_kv_that_is_not_kept_leaves_its_adapter_free_to_go() -> None:
-    bench = Bench(blocks=12, preset=PRESETS["elora:s-lora"])
+    bench = Bench(blocks=12, preset=NO_KV)
     ask(bench, "first", [1, 2], "w", blocks=8)
     ask(bench, "second", [1, 2], "v", blocks=8)
     bench.engine.submit(request("x", words(0, 1), bench.clock.now(), adapter("a", 8), max_tokens=6))

@@ -24,6 +24,7 @@ from lorikeet.cluster.migration.problem import (
     RequestMove,
     ReviewOutcome,
 )
+from lorikeet.cluster.placement.orchestrator import DemandReport
 from lorikeet.cluster.placement.static import RandomPlacement
 from lorikeet.cluster.routing.base import Router
 from lorikeet.cluster.routing.by_table import ByTable
@@ -310,6 +311,12 @@ def test_a_placement_is_told_of_the_demand_of_its_period() -> None:
     # Requests at 0, 1, 2, 3 and 4 by then; the one at 5 comes after the period's end. Each has its answer at once.
     assert [demand[mine] for demand in looks] == pytest.approx([8 / 0.625, 16 / 1.25, 24 / 2.5, 40 / 5])
     assert [demand[other] for demand in looks] == [0.0] * 4
+    heard.clear()
+    before = DemandReport(5 * ((mine, 5), (other, 5)), 5 * ((mine, 3), (other, 13)))
+    listening = Listening(names(1), "replica-0")
+    simulated(workload[:1], 1, adapters, placement=listening, period_s=2.0, history=(before,) * 3)
+    demand = {mine: 5 * 8 / 2, other: 5 * 18 / 2}
+    assert heard[1:4] == [(at_s, pytest.approx(demand)) for at_s in (-4.0, -2.0, 0.0)], "and of earlier periods"
 
 
 # --- migration ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.papers.chameleon.causes import CAUSES
 from benchmarks.papers.chameleon.grid import (
     BASELINES,
     CHAMELEONS,
@@ -32,11 +31,11 @@ from benchmarks.papers.measure import (
     Series,
     Table,
     compared,
+    mean_of,
     over_seeds,
     reduction,
     times,
 )
-from benchmarks.papers.verdicts import Reason
 
 NO_CACHE, NO_SCHEDULER = "chameleon:no-cache", "chameleon:no-scheduler"
 SYSTEMS = (S_LORA, NO_CACHE, NO_SCHEDULER, CHAMELEON)
@@ -72,22 +71,9 @@ def _less(preset: str, load: str, percentile: str, base: str = S_LORA, windows: 
     return compared(reduction, own, theirs, f"ttft_{percentile}_s")
 
 
-def _mean(of: Callable[[Any], float]) -> Callable[[Sequence[Any]], Answer]:
-    """Return the figure that is the mean over seeds of a number of each run."""
-    return lambda made: over_seeds([of(each) for each in made])
-
-
 def _ratio(preset: str) -> Figure:
     """Return the figure of a system's knee over S-LoRA's."""
-    runs = (*knee_runs(preset), *knee_runs(S_LORA))
-    half = len(runs) // 2
-    return Figure(runs, lambda made: over_seeds([times(*pair) for pair in zip(made[:half], made[half:], strict=True)]))
-
-
-def _less_at_rank_128(made: Sequence[Any]) -> Answer:
-    half = len(made) // 2
-    own, base = ([each["ttft_p99_by_rank_s"]["128"] for each in part] for part in (made[:half], made[half:]))
-    return over_seeds([reduction(*pair) for pair in zip(own, base, strict=True)])
+    return compared(times, knee_runs(preset), knee_runs(S_LORA), float)
 
 
 def _largest_tbt_ms(made: Sequence[Any]) -> float:
@@ -103,11 +89,11 @@ def _of_chosen(name: str) -> Callable[[Sequence[Any]], float]:
 
 
 def _large_ratio(model: str) -> Figure:
-    return Figure(large_knee_runs(model), _mean(lambda each: times(each[CHAMELEON], each[S_LORA])))
+    return mean_of(large_knee_runs(model), lambda each: times(each[CHAMELEON], each[S_LORA]))
 
 
 def _large_tokens(model: str, preset: str) -> Figure:
-    return Figure(large_knee_runs(model), _mean(lambda each: each[preset] * each["tokens"]))
+    return mean_of(large_knee_runs(model), lambda each: each[preset] * each["tokens"])
 
 
 def _large_reduction(model: str) -> Figure:
@@ -229,27 +215,12 @@ def _first(runs: Sequence[Run]) -> Run:
 AT_ALL_LOADS = tuple(run for preset in (S_LORA, CHAMELEON) for load in LOADS for run in load_runs(preset, load))
 
 PAPER = Paper(
-    about="""
-Figures are **modelled**: the engine's own loop, memory and policies on a virtual clock, by a profile of the paper's
-device. `chameleon` is the scheduler and the cache as the paper prints them; `chameleon:s-lora` is S-LoRA with its own
-batching (reserved tokens, prefills in steps of their own, adapters freed with their last request), admitting in every
-iteration as the paper says of it. Both are in [presets](../configuration.md#presets), what is left open is in the
-[decision](../decisions/chameleon-queues.md).
-
-The paper does not print how long its requests are (with the trace's whole lengths no A40 serves 8.7 requests/s), what
-its link reaches, how many tokens a step may have, and of what its limit on TTFT is five times. These conditions are a
-[grid](../../benchmarks/papers/chameleon/grid.py), written down and committed before Chameleon was run on it. The cell
-to judge in is chosen by a program from S-LoRA's runs alone: the one, and the reading of the limit, for which the sum of
-|ln(ours ÷ printed)| is least over three figures that are printed of S-LoRA: its knee of 8.7 requests/s, and of the TTFT
-of one request with rank 128 the 17.5 % for loading and the 60 % for loading and computing. Those three do not count in
-the share of claims.
-""",
     measurements=[
         Measurement(
             "The grid, and S-LoRA's printed figures",
             A40 | FIVE,
             {
-                "slo-knee-slora": Figure(knee_runs(S_LORA), over_seeds),
+                "slo-knee-slora": mean_of(knee_runs(S_LORA), float),
                 "char-load-share-max": Figure((CHOSEN, *BASELINES), _of_chosen("load_percent")),
                 "char-adapter-share-r128": Figure((CHOSEN, *BASELINES), _of_chosen("adapter_percent")),
             },
@@ -293,7 +264,7 @@ the share of claims.
             "Knees",
             A40 | FIVE | {"knee": "rate at which P99 TTFT begins to miss the chosen limit, interpolated between rates"},
             {
-                "slo-knee-chameleon": Figure(knee_runs(CHAMELEON), over_seeds),
+                "slo-knee-chameleon": mean_of(knee_runs(CHAMELEON), float),
                 "throughput-a40": _ratio(CHAMELEON),
                 "throughput-nosched": _ratio(NO_SCHEDULER),
                 "throughput-nocache": _ratio(NO_CACHE),
@@ -306,14 +277,16 @@ the share of claims.
                 "evict-lru": _less("chameleon:lru", "medium", "p99"),
                 "evict-fairshare": _less("chameleon:fairshare", "medium", "p99"),
                 "evict-chameleon": _less(NO_SCHEDULER, "medium", "p99"),
-                "evict-chameleon-vs-fairshare-r128": Figure(
-                    (*load_runs(NO_SCHEDULER, "medium"), *load_runs("chameleon:fairshare", "medium")),
-                    _less_at_rank_128,
+                "evict-chameleon-vs-fairshare-r128": compared(
+                    reduction,
+                    load_runs(NO_SCHEDULER, "medium"),
+                    load_runs("chameleon:fairshare", "medium"),
+                    lambda each: each["ttft_p99_by_rank_s"]["128"],
                 ),
                 "prefetch-extra": _less("chameleon:prefetch", "medium", "p99", base=CHAMELEON),
-                "prefetch-accuracy": Figure(
+                "prefetch-accuracy": mean_of(
                     load_runs("chameleon:prefetch", "medium"),
-                    _mean(lambda each: 100 * each["prefetched_used"] / max(1, each["prefetched"])),
+                    lambda each: 100 * each["prefetched_used"] / max(1, each["prefetched"]),
                 ),
             },
             tables=[_load_table("Caches, seed 1", [(preset, "medium", 1) for preset in (S_LORA, *CACHES)])],
@@ -366,9 +339,4 @@ the share of claims.
             ],
         ),
     ],
-    not_testable={
-        "predictor-accuracy": Reason.INPUT,
-        "char-pcie-lora500": Reason.COUNTER,
-    },
-    causes=CAUSES,
 )

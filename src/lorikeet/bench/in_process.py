@@ -197,8 +197,7 @@ class _Answer:
             tokens = tokens[1:]
         if tokens:
             gap_s, self.last_s = (now - self.last_s) / len(tokens), now
-            for _ in tokens:
-                gaps_s.append(gap_s)
+            gaps_s.extend([gap_s] * len(tokens))
 
 
 class RecordCollector:

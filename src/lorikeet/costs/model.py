@@ -5,7 +5,7 @@ attention depends on the context of each sequence; LoRA on the ranks of the rows
 (section 4) model LoRA by the sum of ranks or by the padded product, and so does this model.
 """
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -78,7 +78,8 @@ class StepWork(NamedTuple):
 def step_work(sequences: Iterable[SequenceWork], form: KernelForm) -> StepWork:
     """Count the work of a step."""
     tokens = sampled = decodes = context = prefills = pairs = 0
-    rows: list[tuple[bool, int, float]] = []
+    decode_rows = prefill_rows = 0
+    decode_ranks = prefill_ranks = 0.0
     ranks: dict[object, float] = {}
     decoding: set[object] = set()
     for sequence in sequences:
@@ -93,32 +94,26 @@ def step_work(sequences: Iterable[SequenceWork], form: KernelForm) -> StepWork:
             prefills += 1
             pairs += count * sequence.start + count * (count + 1) // 2
         if sequence.adapter is not None:
-            rows.append((is_decode, count, sequence.rank))
             ranks[sequence.adapter] = sequence.rank
             if is_decode:
                 decoding.add(sequence.adapter)
-    lora = _lora_work(rows, ranks, decoding, form) if rows else None
-    return StepWork(tokens, sampled, decodes, context, prefills, pairs, lora)
-
-
-def _lora_work(
-    rows: list[tuple[bool, int, float]], ranks: Mapping[object, float], decoding: Set[object], form: KernelForm
-) -> LoraWork:
-    """Count by kernel form.
-
-    In a prefill, kernels read adapter weights while they compute, so only decodes wait for them.
-    """
-    tokens = sum(count for _, count, _ in rows)
+                decode_rows += 1
+                decode_ranks += sequence.rank
+            else:
+                prefill_rows += count
+                prefill_ranks += count * sequence.rank
+    if not ranks:
+        return StepWork(tokens, sampled, decodes, context, prefills, pairs, None)
+    # In a prefill, kernels read adapter weights while they compute, so only decodes wait for them.
     if form is KernelForm.UNPADDED:
-        decode = sum(count * rank for is_decode, count, rank in rows if is_decode)
-        prefill = sum(count * rank for is_decode, count, rank in rows if not is_decode)
-        return LoraWork(decode, prefill, sum(ranks[adapter] for adapter in decoding), tokens, len(ranks))
-    largest = max(ranks.values())
-    is_einsum = form is KernelForm.EINSUM
-    padded = largest * (len(ranks) if is_einsum else 1)
-    decode = padded * sum(count for is_decode, count, _ in rows if is_decode)
-    prefill = padded * sum(count for is_decode, count, _ in rows if not is_decode)
-    return LoraWork(decode, prefill, largest * len(ranks if is_einsum else decoding), tokens, len(ranks))
+        read = sum(ranks[adapter] for adapter in decoding)
+    else:
+        largest, is_einsum = max(ranks.values()), form is KernelForm.EINSUM
+        padded = largest * (len(ranks) if is_einsum else 1)
+        decode_ranks, prefill_ranks = padded * decode_rows, padded * prefill_rows
+        read = largest * len(ranks if is_einsum else decoding)
+    lora = LoraWork(decode_ranks, prefill_ranks, read, decode_rows + prefill_rows, len(ranks))
+    return StepWork(tokens, sampled, decodes, context, prefills, pairs, lora)
 
 
 class CostModel:

@@ -50,7 +50,8 @@ class PlanBuilder:
         """Add a sequence with as many of its remaining tokens as the budget allows."""
         tokens = min(sequence.remaining_tokens, self.budget_tokens)
         if tokens:
-            (self.assisted if sequence.is_cold else self.tokens)[sequence] = tokens
+            is_cold = sequence.lease is not None and sequence.lease.assisted and sequence.is_cold
+            (self.assisted if is_cold else self.tokens)[sequence] = tokens
             self.budget_tokens -= tokens
 
     def remove(self, sequence: Sequence) -> None:
@@ -120,7 +121,7 @@ def build_plan(
             sequence.started = True
         if sequence.digest is not None:
             adapters[sequence.digest] = None
-            if sequence.is_cold:
+            if sequence in builder.assisted:
                 assisted[sequence.digest] = None
         steps.append(sequence.step(tokens))
     transfers, urgent = memory.take_transfers()

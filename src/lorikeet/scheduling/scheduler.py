@@ -261,8 +261,10 @@ class Scheduler:
     def _continue_running(self, builder: PlanBuilder, now: float) -> None:
         able = [s for s in self.selector.allowed(self._running) if s.can_run]
         all_grown = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
-        for are_prefills in (False, True):
-            for sequence in (s for s in able if (s.remaining_tokens > 1) == are_prefills):
+        prefills = [s for s in able if s.remaining_tokens > 1]
+        decodes = [s for s in able if s.remaining_tokens <= 1] if prefills else able
+        for are_prefills, sequences in ((False, decodes), (True, prefills)):
+            for sequence in sequences:
                 can_run = sequence.lease is not None and builder.budget_tokens  # it may have been preempted meanwhile
                 if can_run and (all_grown or self._grow_or_preempt(sequence, builder, now)):
                     builder.add(sequence)
@@ -412,18 +414,18 @@ class Scheduler:
                 merged = [self._sequences[step.request_id] for step in plan.sequences]
                 self._savings.note_merged(plan, merged, result, step_s)
         computed, ended = [], []
+        sequences, failed, more = self._sequences, result.failed, result.steps_run - 1
         for step, tokens in zip(plan.sequences, result.tokens, strict=True):
-            sequence = self._sequences[step.request_id]
+            sequence = sequences[step.request_id]
             assert sequence.lease is not None
-            if step.request_id in result.failed:  # its KV is not committed
-                self._finish(sequence, now, FinishReason.ERROR, error=result.failed[step.request_id])
+            if failed and step.request_id in failed:  # its KV is not committed
+                self._finish(sequence, now, FinishReason.ERROR, error=failed[step.request_id])
                 continue
             finish = self._outputs.accept(sequence, tokens, now)
             if tokens and sequence.cold_start is not None:
                 self._outputs.events += self._savings.cold_ended(sequence, now)
             # A plan of several steps may have run past a stop token; KV beyond that is not counted as computed.
-            run_tokens = step.start + step.tokens + result.steps_run - 1
-            sequence.computed_tokens = min(run_tokens, len(sequence.token_ids))
+            sequence.computed_tokens = min(step.start + step.tokens + more, len(sequence.token_ids))
             is_new = self._memory.has_uncommitted_blocks(sequence.lease, sequence.computed_tokens)
             if is_new and sequence.lease.is_ready:
                 computed.append(ComputedTokens(sequence.lease, sequence.token_ids, sequence.computed_tokens))

@@ -255,7 +255,7 @@ class Sequence:
     @property
     def can_run(self) -> bool:
         """Whether it may be part of a step."""
-        return self.is_ready or self.is_cold
+        return self.lease is not None and (self.lease.is_ready or self.is_cold)
 
     @property
     def is_cold(self) -> bool:
@@ -295,7 +295,7 @@ class Sequence:
         new_blocks: tuple[BlockId, ...] = ()
         if known < len(blocks):
             new_blocks, self.sent_blocks = tuple(blocks[known:]), len(blocks)
-        samples = tokens == self.remaining_tokens
+        samples = tokens == len(self.token_ids) - self.computed_tokens
         return SequenceStep(self.request.request_id, self.computed_tokens, tokens, new_blocks, samples)
 
     def export(self) -> Request:
@@ -378,8 +378,8 @@ class OutputCollector:
             return None
         request, token_ids = sequence.request, sequence.token_ids
         stops, min_tokens = request.sampling.stop_token_ids, request.sampling.min_tokens
-        index = made = sequence.output_tokens
-        most = index + sequence.tokens_left
+        index = made = len(token_ids) - sequence.prompt_tokens
+        most = sequence.max_total_tokens - sequence.prompt_tokens
         finish: tuple[FinishReason, int | None] | None = None
         for token in tokens:
             token_ids.append(token.token_id)

@@ -78,6 +78,7 @@ class ClusterChoice(NamedTuple):
         slo: that policies should meet.
         fetch, provisioned: see ``CopyCosts`` and ``ClusterSetup``.
         step_models: see ``ClusterOptions``.
+        history: requests of earlier periods, oldest first, which count as demand and do not run.
     """
 
     replicas: int
@@ -86,6 +87,7 @@ class ClusterChoice(NamedTuple):
     fetch: FetchForm = FetchForm.PIPELINED
     provisioned: bool = True
     step_models: tuple[PerformanceModel, PerformanceModel] | None = None
+    history: Sequence[Sequence[WorkloadRequest]] = ()
 
 
 @rare_gc()
@@ -144,11 +146,20 @@ def simulate_cluster(
         provisioned=choice.provisioned,
         migration=migration,
         learned=LearnedCosts(replica_costs(preset, profile, options)) if preset.routing == "seconds" else None,
+        history=tuple(_report(period, adapters) for period in choice.history),
     )
     cluster = ClusterRun(replicas, setup, list(adapters.values()), arrivals, collector).run()
     note = f"{choice.replicas} replicas of {name}: placement {preset.placement}, routing {preset.routing}"
     stats = tuple(replica.engine.stats() for replica in replicas)
     return Simulated(collector.run(), stats, (note, *replicas[0].notes), cluster)
+
+
+def _report(requests: Sequence[WorkloadRequest], adapters: Mapping[str, AdapterRef]) -> DemandReport:
+    digests = [None if each.adapter is None else adapters[each.adapter].digest for each in requests]
+    return DemandReport(
+        tuple((digest, each.input_tokens) for digest, each in zip(digests, requests, strict=True)),
+        tuple((digest, each.output_tokens) for digest, each in zip(digests, requests, strict=True)),
+    )
 
 
 def _with_copies_on_host(profile: CostProfile, link: Link) -> CostProfile:
@@ -217,6 +228,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
             read from its source files for its first request.
         migration: what co-migration needs; None for no co-migration.
         learned: learns what steps and loads cost; None if routing keeps the costs that it was built with, as in papers.
+        history: demand of earlier periods, oldest first.
     """
 
     router: Router
@@ -228,6 +240,7 @@ class ClusterSetup(msgspec.Struct, frozen=True):
     provisioned: bool = True
     migration: MigrationCosts | None = None
     learned: LearnedCosts | None = None
+    history: tuple[DemandReport, ...] = ()
 
 
 class EventKind(IntEnum):
@@ -328,7 +341,7 @@ class ClusterRun:
         for ref in adapters:
             self._dispatcher.register(ref.digest, size_bytes=ref.weight_bytes)
         self._began_s = max(now, arrivals.next_s())  # the first request starts a period
-        self._orchestrator = Orchestrator(setup.placement, self._began_s)
+        self._orchestrator = Orchestrator(setup.placement, self._began_s - len(setup.history) * setup.period_s)
         review = CoMigrationSettings() if setup.migration is None else setup.migration.settings
         self._comigration = CoMigration(review._replace(time_limit_s=SOLVER_LIMIT_S))
         self._copy_times = CopyTimes(setup.copies)
@@ -367,6 +380,8 @@ class ClusterRun:
         """Place all adapters, and copy them there at no cost."""
         known = [AdapterInfo(ref.digest, ref.max_rank, ref.weight_bytes) for ref in self._refs.values()]
         table = self._orchestrator.register(known, now)
+        for after, report in enumerate(self._setup.history, start=1 - len(self._setup.history)):
+            table = self._orchestrator.period(report, self._began_s + after * self._setup.period_s)
         there: dict[ReplicaId, list[AdapterDigest]] = {each: [] for each in self._replicas}
         pairs = list(table.pairs()) if self._setup.held_share >= 1 else list(zip(self._refs, cycle(there)))
         for adapter, each in pairs if self._setup.provisioned else ():

@@ -154,8 +154,10 @@ class ModelledExecutor:
             else ()
             for step in plan.sequences
         ]
-        outcomes = list(zip(plan.sequences, chosen, strict=True))
-        failed = {step.request_id: tokens for step, tokens in outcomes if isinstance(tokens, str)}
+        failed: dict[RequestId, str] = {}
+        for number, tokens in enumerate(chosen):
+            if isinstance(tokens, str):
+                failed[plan.sequences[number].request_id] = tokens
         given = tuple(() if isinstance(tokens, str) else tokens for tokens in chosen)
         return StepResult(plan.step, given, times.steps, times.seconds, failed, times.switch_s, times.next_runs)
 
