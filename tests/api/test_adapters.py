@@ -413,3 +413,10 @@ async def test_loads_that_take_long_do_not_hold_up_removals(server: Running, mon
     finally:
         go_on.set()
     assert [status for status, _ in await asyncio.gather(*loading)] == [200] * (most + 1)
+
+
+async def test_an_error_names_an_adapter_once_whose_folder_is_called_as_it(server: Running) -> None:
+    (server.sources / "pirate" / "lorikeet.toml").write_text("system_prompt = 3")
+    reply = await server.http.post("/v1/adapters", json={"name": "pirate", "source": str(server.sources / "pirate")})
+    said = reply.json()["error"]["message"]
+    assert said == "adapter 'pirate': lorikeet.toml: Expected `str | null`, got `int` - at `$.system_prompt`"

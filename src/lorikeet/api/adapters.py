@@ -231,7 +231,8 @@ def _store_error(name: str, error: AdapterStoreError) -> ApiError:
 
 def _for_client(name: str, error: AdapterError) -> str:
     """Return the adapter's name and the cause, without paths of the server."""
-    cause, shown = hide_paths(str(error)), repr(name[:200])
+    # Most folders are called as their adapter, which is said once.
+    cause, shown = hide_paths(str(error)).removeprefix(f"{name}: "), repr(name[:200])
     return cause if shown in cause else f"adapter {shown}: {cause}"
 
 
