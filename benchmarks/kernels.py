@@ -395,7 +395,9 @@ def _timed_replica(quantization: str) -> Iterator[tuple[Replica, Stopwatch]]:
     settings = ModelSettings(quantization=quantization)
     folder = prepare_model(settings, print).path
     watch = Stopwatch(default_kernels())
-    with kernels_as(watch), replica(folder, quantization=quantization, threads=THREADS, touch_memory=True) as built:
+    # Four engines at once: each with no more memory than its sequences need.
+    memory = {"memory_bytes": 2**29, "host_memory_bytes": 0}
+    with kernels_as(watch), replica(folder, quantization=quantization, threads=THREADS, **memory) as built:
         yield built, watch
 
 
