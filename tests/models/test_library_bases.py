@@ -62,7 +62,8 @@ def linear_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Return the linear layers below the output layer, by name."""
     kinds = (nn.Linear, Conv1D)
     output = model.get_output_embeddings()
-    return [(n, m) for n, m in model.named_modules() if type(m) in kinds and m is not output]
+    below = [(name, module) for name, module in model.named_modules() if not name.startswith("lm_head.")]
+    return [(name, module) for name, module in below if type(module) in kinds and module is not output]
 
 
 def settings_of(folder: Path, **engine: Any) -> Settings:
