@@ -64,7 +64,7 @@ def test_layers_that_share_keys_store_none_and_shapes_may_differ(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("lfm2", "no attention that transformers can replace|carries state"), ("doge", "sparse")]
+    ("kind", "reason"), [("lfm2_moe", "no attention that transformers can replace|carries state"), ("doge", "sparse")]
 )
 def test_what_attention_over_blocks_cannot_compute_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
     with pytest.raises(UnsupportedAttention, match=reason):
