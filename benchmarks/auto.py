@@ -21,7 +21,7 @@ from benchmarks.papers import dlora, elora_work, loraserve, toppings
 from benchmarks.papers.cache import Cache, default_folder, run_missing
 from benchmarks.papers.chameleon import simulate as chameleon
 from benchmarks.papers.measure import Answer, Run, over_seeds
-from benchmarks.papers.runs import Figures, highest
+from benchmarks.papers.runs import Figures
 from lorikeet.bench.arrivals import Rates
 from lorikeet.bench.in_process import WorkloadRun, run_workload
 from lorikeet.bench.load_report import slo_attainment
@@ -34,7 +34,6 @@ from lorikeet.bench.synthetic import ATTENTION, PAPER_RANKS, adapter_names, spre
 from lorikeet.bench.workload import Range, WorkloadRequest, block_tokens_of
 from lorikeet.config import Settings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.assist_costs import ASSISTED_MODULES
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo
@@ -154,7 +153,7 @@ SCENARIOS: dict[int, Scenario] = {
     3: Scenario(
         "TOPPINGS' home: 512 cold adapters of q, k and v, short prompts, 2 GB/s",
         toppings.SEVEN_B, PADDED, drawn(lambda seed: toppings.lengths(2000, 100, seed)), 7.7, 350, 512, (64,),
-        Slo(ttft_s=0.5, tpot_s=0.15), choice="functions", modules=ASSISTED_MODULES, link_gb_per_s=2,
+        Slo(ttft_s=0.5, tpot_s=0.15), choice="functions", modules=("q", "k", "v"), link_gb_per_s=2,
     ),
     4: Scenario(
         "dLoRA's home: 8 adapters of rank 8 in bursts of their own, ShareGPT's lengths, its kernel",
@@ -329,7 +328,19 @@ def capacity(*given: Any) -> float:
     scenario = SCENARIOS[number]
     rates = [scenario.rate * CAPACITY_STEP**power for power in CAPACITY_STEPS]
     attained = lambda rate: slo_attainment(_serve(scenario, points, preset, rate, seed).exchanges, scenario.slo)  # noqa: E731
-    return highest(rates, lambda rate: (attained(rate) or 0.0) >= ATTAINMENT)
+    return _highest(rates, lambda rate: (attained(rate) or 0.0) >= ATTAINMENT)
+
+
+def _highest(rates: Sequence[float], holds: Callable[[float], bool]) -> float:
+    """Return the highest of rising rates at which something holds that holds below and not above; 0 for none."""
+    known, first_missed = -1, len(rates)
+    while first_missed - known > 1:
+        middle = (known + first_missed) // 2
+        if holds(rates[middle]):
+            known = middle
+        else:
+            first_missed = middle
+    return 0.0 if known < 0 else rates[known]
 
 
 def runs_of(number: int, preset: str, *, quick: bool) -> tuple[Run, ...]:

@@ -474,7 +474,7 @@ WAITING, SAMPLES, RUNNING = 1_000, 15_000, 64
 class _FullEngine:
     """An engine without room for any adapter that is not resident: the longest decision for a policy."""
 
-    total_tokens, max_model_len, step_times = 300_000, 4096, StepTimeEstimator()
+    total_tokens, max_model_len, max_running, step_times = 300_000, 4096, RUNNING, StepTimeEstimator()
 
     def __init__(self, adapters: list[AdapterRef]) -> None:
         self.admitted: list[RunningRequest] = []

@@ -396,8 +396,10 @@ def _timed_replica(quantization: str) -> Iterator[tuple[Replica, Stopwatch]]:
     folder = prepare_model(settings, print).path
     watch = Stopwatch(default_kernels())
     # Four engines at once: each with no more memory than its sequences need.
-    memory = {"memory_bytes": 2**29, "host_memory_bytes": 0}
-    with kernels_as(watch), replica(folder, quantization=quantization, threads=THREADS, **memory) as built:
+    with (
+        kernels_as(watch),
+        replica(folder, quantization=quantization, threads=THREADS, memory_bytes=2**29, host_memory_bytes=0) as built,
+    ):
         yield built, watch
 
 

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 SIZES: dict[str, Any] = {
@@ -63,6 +65,16 @@ VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "granite": (
+        GraniteConfig,
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "qwen3-biases": (Qwen3Config, {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
 }
 """Every feature that a checkpoint can ask for, at least once."""

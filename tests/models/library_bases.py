@@ -8,7 +8,10 @@ from typing import Any
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 VOCABULARY = 96
 
@@ -105,8 +108,8 @@ def decoders() -> dict[str, type[PreTrainedModel]]:
 
 
 def model_class(kind: str) -> type[PreTrainedModel]:
-    """Return the class of the causal model with a type of config."""
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    """Return the class of the causal model with a type of config, or else of the model that reads images, too."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
     found: type[PreTrainedModel] = getattr(transformers, names if isinstance(names, str) else names[0])
     return found
 

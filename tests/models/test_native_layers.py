@@ -87,7 +87,7 @@ def forward_steps(folder: Path, kernels: Kernels, dtype: torch.dtype, form: Kern
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"smollm3"}))  # its layers differ in rotation
 def test_the_bits_are_those_of_the_kernels_one_by_one(
     variant: str, instruction_set: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

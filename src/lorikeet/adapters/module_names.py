@@ -22,7 +22,9 @@ class BaseModules:
     def __init__(self, geometry: ModelGeometry | None) -> None:
         self._geometry = geometry
         self._names = DECODER_NAMES if geometry is None or geometry.names is None else geometry.names
-        self._paths = {path.path: path.modules for path in self._names.paths}
+        self._paths: dict[str, list[tuple[str, ...]]] = {}
+        for each in self._names.paths:
+            self._paths.setdefault(each.path, []).append(each.modules)
         modules = LORA_MODULES if geometry is None else tuple(geometry.modules)
         self._numbers = {module: number for number, module in enumerate(modules)}
 
@@ -41,12 +43,10 @@ class BaseModules:
             name: its full name in the adapter, as in ``model.layers.0.self_attn.q_proj``.
         """
         path, layer = split_layer(name.removeprefix(self.prefix_of(name)))
-        modules = self._paths.get(path)
+        known = self._paths.get(path, [])
         if self._geometry is None:
-            return ModulePlace(layer, modules if modules and len(modules) == 1 else (path,))
-        if modules is None or not self._is_on(layer, modules):
-            return None
-        return ModulePlace(layer, modules)
+            return ModulePlace(layer, known[0] if known and len(known[0]) == 1 else (path,))
+        return next((ModulePlace(layer, modules) for modules in known if self._is_on(layer, modules)), None)
 
     def rows(self, place: ModulePlace) -> tuple[int, ...]:
         """Return the output features of each module of a linear layer."""

@@ -55,7 +55,8 @@ class ModuleNames(msgspec.Struct, frozen=True):
 
     Attributes:
         prefixes: what may stand before the paths; the first is the base's own spelling.
-        paths: the linear layers on which LoRA is supported. Two of them may stand for the same module.
+        paths: the linear layers on which LoRA is supported. Two paths may stand for the same module, and one path for
+            several, each on other layers.
         unused: beginnings of the names of modules that text requests do not use, such as those of a vision tower.
     """
 
@@ -70,7 +71,7 @@ PREFIXES = ("model.", "model.language_model.", "language_model.model.", "model.t
 UNUSED_PARTS = (
     "model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.vision_model.", "vision_model.",
     "model.multi_modal_projector.", "multi_modal_projector.", "model.connector.", "model.audio_tower.",
-    "model.embed_vision.", "model.embed_audio.",
+    "model.embed_vision.", "model.embed_audio.", "model.vision_embed_tokens",
 )  # fmt: skip
 """Names of the parts of a model that read images and sound."""
 

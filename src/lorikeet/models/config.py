@@ -251,8 +251,37 @@ def _yarn_attention_factor(section: JsonSection, factor: float) -> float:
     return temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature(1.0)
 
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Supported architectures. Llama 2 and 3 and SmolLM2 all use the first."""
+class Features(NamedTuple):
+    """How an architecture differs from Llama: the options of the own decoder.
+
+    Attributes:
+        qkv_bias: whether q, k and v have a bias; None: as ``attention_bias`` says, and o like them.
+        mlp_bias: whether ``mlp_bias`` counts.
+        qk_norm: whether heads are RMS-normalised before rotation.
+        head_dim: default size of a head; 0: hidden size over heads.
+        window: which layers have a sliding window: ``none``, ``all``, or ``upper`` (as Qwen's keys say).
+        multipliers: whether embeddings, residuals, attention scores and logits are scaled by keys of the config.
+        no_rope: whether some layers have no rotary embedding.
+    """
+
+    qkv_bias: bool | None = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    head_dim: int = 0
+    window: str = "none"
+    multipliers: bool = False
+    no_rope: bool = False
+
+
+ARCHITECTURES: dict[str, Features] = {
+    "LlamaForCausalLM": Features(qkv_bias=None, mlp_bias=True),
+    "MistralForCausalLM": Features(window="all"),
+    "Qwen2ForCausalLM": Features(qkv_bias=True, window="upper"),
+    "Qwen3ForCausalLM": Features(qkv_bias=None, qk_norm=True, head_dim=128, window="upper"),
+    "GraniteForCausalLM": Features(qkv_bias=None, mlp_bias=True, multipliers=True),
+    "SmolLM3ForCausalLM": Features(qkv_bias=None, mlp_bias=True, window="upper", no_rope=True),
+}
+"""The architectures of the own decoder. Llama 2 and 3 and SmolLM2 all use the first."""
 
 ROW_PARALLEL = frozenset({"o", "down"})
 """Modules split by input under tensor parallelism (their outputs are partial sums); the others split by output."""
@@ -292,6 +321,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
         context_tokens: longest sequence that the model supports.
         eos_token_ids: end-of-sequence tokens; empty if the checkpoint has none.
         dtype: the checkpoint's dtype, e.g. ``bfloat16``.
+        embedding_multiplier: factor of embeddings.
+        residual_multiplier: factor of what attention and MLP add to the residual stream.
+        attention_multiplier: factor of attention scores; None: ``head_dim ** -0.5``.
+        logits_scaling: divisor of logits.
+        rope_layers: whether each layer has the rotary embedding; empty: all have.
     """
 
     architecture: str
@@ -313,6 +347,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
     context_tokens: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
+    rope_layers: tuple[bool, ...] = ()
 
     def module_shapes(self) -> dict[str, ModuleShape]:
         """Return the shape of each of ``LORA_MODULES`` in the whole model."""
@@ -446,6 +485,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     settings = read_json_section(folder / "config.json")
     architecture = _architecture(settings)
     read_quantization(settings)  # raises what is not supported before weights are looked at
+    features = ARCHITECTURES[architecture]
     if settings.string("hidden_act", "silu") != "silu":
         raise settings.unsupported("hidden_act", f"{settings.get('hidden_act')!r} is not supported, only 'silu'")
     hidden_size, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
@@ -453,10 +493,12 @@ def read_model_config(folder: Path) -> ModelConfig:
     if heads % kv_heads:
         raise settings.error("num_key_value_heads", f"{heads} heads do not divide into groups of {kv_heads}")
     layers = settings.integer("num_hidden_layers")
-    head_dim = settings.integer("head_dim", 128 if architecture.startswith("Qwen3") else hidden_size // heads)
+    head_dim = settings.integer("head_dim", features.head_dim or hidden_size // heads)
     if head_dim % 2:
         raise settings.error("head_dim", f"must be even, since rotary embeddings rotate pairs, not {head_dim}")
-    biased = settings.flag("attention_bias") if architecture.startswith(("Llama", "Qwen3")) else False
+    biased = settings.flag("attention_bias") if features.qkv_bias is None else False
+    if features.no_rope and all(settings.get(key) is None for key in ("rope_theta", "rope_parameters")):
+        raise settings.error("rope_theta", "is missing")  # its default is not Llama's
     rope, context_tokens = read_rope(settings)
     return ModelConfig(
         architecture=architecture,
@@ -470,14 +512,16 @@ def read_model_config(folder: Path) -> ModelConfig:
         rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
         rope=rope,
         tie_word_embeddings=settings.flag("tie_word_embeddings"),
-        qkv_bias=biased or architecture.startswith("Qwen2"),
+        qkv_bias=biased or features.qkv_bias is True,
         o_bias=biased,
-        mlp_bias=architecture.startswith("Llama") and settings.flag("mlp_bias"),
-        qk_norm=architecture.startswith("Qwen3"),
-        windows=_windows(settings, architecture, layers),
+        mlp_bias=features.mlp_bias and settings.flag("mlp_bias"),
+        qk_norm=features.qk_norm,
+        windows=_windows(settings, features.window, layers),
         context_tokens=context_tokens,
         eos_token_ids=read_eos_token_ids(folder, settings),
         dtype=settings.string("dtype", settings.string("torch_dtype", "float32")),
+        rope_layers=_rope_layers(settings, layers) if features.no_rope else (),
+        **(_multipliers(settings) if features.multipliers else {}),
     )
 
 
@@ -488,22 +532,39 @@ def _architecture(settings: JsonSection) -> str:
     return str(named[0])
 
 
-def _windows(settings: JsonSection, architecture: str, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding windows: Mistral has one on every layer, Qwen on the upper layers if enabled, Llama none."""
-    if architecture.startswith("Llama"):
+def _multipliers(settings: JsonSection) -> dict[str, float]:
+    """Return Granite's multipliers; as in transformers, a missing one is 1."""
+    keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    return {key: settings.number(key, 1.0) for key in keys}
+
+
+def _rope_layers(settings: JsonSection, layers: int) -> tuple[bool, ...]:
+    """Return SmolLM3's layers with the rotary embedding: all but every n-th, unless they are listed."""
+    listed = settings.get("no_rope_layers")
+    if listed is None:
+        interval = settings.integer("no_rope_layer_interval", 4)
+        return tuple(bool((layer + 1) % interval) for layer in range(layers))
+    if not isinstance(listed, list) or len(listed) < layers or not all(each in (0, 1) for each in listed):
+        raise settings.error("no_rope_layers", "must have 0 or 1 for each layer")
+    return tuple(bool(each) for each in listed[:layers])
+
+
+def _windows(settings: JsonSection, window: str, layers: int) -> tuple[int | None, ...]:
+    """Return the sliding windows; ``window`` as of :class:`Features`."""
+    if window == "none":
         return (None,) * layers
-    if architecture.startswith("Mistral"):
+    if window == "all":
         # As in transformers, a missing key means 4,096, and null means no window.
         present = settings.get("sliding_window", 4096) is not None
         return (settings.integer("sliding_window", 4096) if present else None,) * layers
     if not settings.flag("use_sliding_window") or settings.get("sliding_window", 4096) is None:
         return (None,) * layers
-    window = settings.integer("sliding_window", 4096)
+    size = settings.integer("sliding_window", 4096)
     kinds = settings.get("layer_types")
     if not kinds:
         full = settings.integer("max_window_layers", 28, least=0)
         kinds = ["full_attention"] * full + ["sliding_attention"] * layers
-    by_kind = {"full_attention": None, "sliding_attention": window}
+    by_kind = {"full_attention": None, "sliding_attention": size}
     unknown = sorted({str(kind) for kind in kinds} - set(by_kind))
     if unknown or len(kinds) < layers:
         raise settings.unsupported("layer_types", f"{', '.join(unknown) or 'fewer entries than layers'}: not supported")

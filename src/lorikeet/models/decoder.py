@@ -113,16 +113,21 @@ class Decoder:
         self._group = group
         self._targets = lora_targets(geometry)
         self._rotary = Rotary(config.rope, config.head_dim, weights.embedding.device)
+        # The residual stream is kept divided by the residual multiplier: what is added to it needs no factor then, and
+        # norms give the same with a smaller epsilon.
+        self._embedding_factor = config.embedding_multiplier / config.residual_multiplier
+        scale = config.attention_multiplier
         self._shape = LayersShape(
             heads=config.heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            eps=config.rms_norm_eps,
-            scale=config.head_dim**-0.5,
+            eps=config.rms_norm_eps / config.residual_multiplier**2,
+            scale=config.head_dim**-0.5 if scale is None else scale,
             windows=config.windows[: len(weights.layers)],
             targets=tuple(self._targets.values()),
         )
-        self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if group.size == 1 else None
+        in_one_call = group.size == 1 and all(config.rope_layers)
+        self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if in_one_call else None
 
     def cut(self, layers: int) -> "Decoder":
         """Return a decoder of the first ``layers`` layers with the same tensors, to measure the time of a layer.
@@ -146,7 +151,8 @@ class Decoder:
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`, in the dtype of ``Kernels.logits``."""
-        return self._kernels.logits(hidden, self._weights.lm_head)
+        logits = self._kernels.logits(hidden, self._weights.lm_head)
+        return logits if self._config.logits_scaling == 1 else logits / self._config.logits_scaling
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -167,6 +173,8 @@ class Decoder:
         if batch.embeds is not None:
             rows, embeds = batch.embeds
             x[rows] = embeds.to(x.dtype)
+        if self._embedding_factor != 1:
+            x = x * self._embedding_factor
         cos, sin = self._rotary(batch.positions, x.dtype)
         in_one_call = self._in_one_call if fits_one_call(batch) else None
         x, delta = (in_one_call or self._by_kernels)(x, cos, sin, kv, batch)
@@ -180,9 +188,12 @@ class Decoder:
         """
         weights, kernels, eps = self._weights, self._kernels, self._shape.eps
         lora, delta = batch.lora, None
+        rotates = self._config.rope_layers
+        still = (torch.ones_like(cos), torch.zeros_like(sin)) if rotates else (cos, sin)
         for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
             normed = kernels.add_norm(x, delta, layer.input_norm, eps)
-            mixed = self._attention(index, layer, normed, cos, sin, batch, layer_kv)
+            angles = (cos, sin) if not rotates or rotates[index] else still
+            mixed = self._attention(index, layer, normed, *angles, batch, layer_kv)
             if layer is weights.layers[-1] and len(batch.sample_rows) < len(x):
                 x, mixed, lora = x[batch.sample_rows], mixed[batch.sample_rows], batch.sample_lora
             # LoRA's A is split by input features like the weight, so each rank adds its part before the all-reduce.

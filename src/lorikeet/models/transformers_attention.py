@@ -171,24 +171,22 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 def window_of(mask: Mask, longest_tokens: int) -> int | None:
     """Return how many latest positions a token sees, its own included; None if it sees all.
 
-    The mask is evaluated for two queries, as far apart as sequences are long.
+    The mask is evaluated for three queries: the last two of the longest sequence, and one in its middle.
 
     Raises:
         UnsupportedAttention: the mask is neither causal nor that of a sliding window.
     """
     last = max(longest_tokens - 1, 3)
-    windows = [_seen(mask, position) for position in (last, last // 2)]
-    if None in windows:
+    seen = {position: _seen(mask, position) for position in (last, last - 1, last // 2)}
+    window = seen[last]
+    if window is None or None in seen.values():
         raise UnsupportedAttention("its mask is not causal")
-    far, near = (seen for seen in windows if seen is not None)
-    if far == last + 1 and near == last // 2 + 1:
-        return None
-    if near != min(far, last // 2 + 1):
+    if any(number != min(window, position + 1) for position, number in seen.items()):
         raise UnsupportedAttention(
             f"its mask is not that of a sliding window over {longest_tokens} tokens (in chunks, perhaps: then lower "
             "max_model_len to the length of a chunk)"
         )
-    return far
+    return None if window == last + 1 else window
 
 
 def _seen(mask: Mask, position: int) -> int | None:

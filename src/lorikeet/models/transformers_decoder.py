@@ -239,7 +239,10 @@ class TransformersDecoder:
             + 1
         )
         with torch.inference_mode():
-            expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
+            try:
+                expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
+            except Exception as error:  # of any kind: it is a model's own code
+                raise UnsupportedAttention(f"it does not run on tokens alone: {error}") from error
             self.vocab_size = expected.shape[-1]
             self._accepted = _accepted(self._decoder)
             found = self._probe(ids)
@@ -361,6 +364,7 @@ class TransformersDecoder:
     def _take_linears(self, found: _Found) -> "_Taken":
         """Let the kernels compute the linear layers."""
         prefix, linears = linears_of(self._model, self._decoder)
+        idle = [each.name for each in linears if each.module not in found.rows and "expert" not in each.name]
         linears = [linear for linear in linears if linear.module in found.rows]
         seen = [linear for linear in linears if found.rows[linear.module] == {_PROBE_TOKENS}]
         names = {module: name for name, module in self._decoder.named_modules()}
@@ -370,7 +374,7 @@ class TransformersDecoder:
             layers = max(layers, layer + 1)
             heads, key_dim, value_dim = call.shape.heads, call.shape.key_dim, call.shape.value_dim
             qkv[layer] = (call.heads * key_dim, heads * key_dim, heads * value_dim)
-        lora = find_modules(seen, prefix, layers, qkv)
+        lora = find_modules(seen, prefix, layers, qkv, idle)
         modules = tuple(lora.shapes)
         step = StepLora()
         slots = _slots(lora)

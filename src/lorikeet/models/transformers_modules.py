@@ -1,7 +1,7 @@
 """LoRA on the linear layers of a transformers model: their ``forward`` is replaced by the kernels' grouped product."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -75,7 +75,11 @@ class LoraModules:
 
 
 def find_modules(
-    linears: list[Linear], prefix: str, layers: int, parts_of_qkv: Mapping[int, tuple[int, ...]]
+    linears: list[Linear],
+    prefix: str,
+    layers: int,
+    parts_of_qkv: Mapping[int, tuple[int, ...]],
+    idle: Sequence[str] = (),
 ) -> LoraModules:
     """Return the modules on which adapters may act.
 
@@ -84,11 +88,12 @@ def find_modules(
         prefix: of the decoder's names.
         layers: least number of layers.
         parts_of_qkv: by layer, the features of its queries, keys and values.
+        idle: full names of linear layers that text requests do not run.
     """
     shapes: dict[str, ModuleShape] = {}
     on: dict[str, list[int]] = {}
     parts: dict[str, tuple[LoraTarget, ...]] = {}
-    spelled: dict[str, tuple[str, ...]] = {}
+    spelled: dict[str, dict[tuple[str, ...], None]] = {}
     for linear in linears:
         if _EXPERT.search(linear.path):
             continue
@@ -101,15 +106,16 @@ def find_modules(
             column += features
         parts[linear.name] = tuple(targets)
         modules = tuple(target.module for target in targets)
-        spelled.setdefault(linear.path, modules)
+        spelled.setdefault(linear.path, {})[modules] = None
     layers = max([layers, *(layer + 1 for each in on.values() for layer in each)])
-    paths = [ModulePath(path, modules) for path, modules in spelled.items()]
+    paths = [ModulePath(path, modules) for path, several in spelled.items() for modules in several]
     paths += [ModulePath(path, (path,)) for path in shapes if path not in spelled and "#" not in path]
     paths += _fused_spellings(shapes, spelled)
     everywhere = list(range(layers))
     partly = {module: tuple(each) for module, each in on.items() if each != everywhere}
     spellings = tuple(dict.fromkeys((prefix, *PREFIXES)))
-    return LoraModules(layers, shapes, partly, ModuleNames(spellings, tuple(paths), UNUSED_PARTS), parts)
+    names = ModuleNames(spellings, tuple(paths), (*UNUSED_PARTS, *idle))
+    return LoraModules(layers, shapes, partly, names, parts)
 
 
 def _split(path: str, outputs: int, qkv: tuple[int, ...]) -> list[tuple[str, int]]:
@@ -130,7 +136,7 @@ def _module(path: str, shape: ModuleShape, shapes: dict[str, ModuleShape]) -> st
     return name
 
 
-def _fused_spellings(shapes: Mapping[str, ModuleShape], spelled: Mapping[str, tuple[str, ...]]) -> list[ModulePath]:
+def _fused_spellings(shapes: Mapping[str, ModuleShape], spelled: Container[str]) -> list[ModulePath]:
     """Return the names under which fused adapters may call layers that are split in the model."""
     found = []
     for name, parts in FUSED.items():
@@ -211,16 +217,13 @@ def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
     found = RmsNorm(weight, eps, kernels)
     rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(1)).to(weight) * 2
     expected = module(rows.clone())
-    is_same = expected.dtype == weight.dtype and torch.allclose(found(rows), expected, **_EXACT[weight.dtype])
+    is_same = expected.dtype == weight.dtype
+    is_same = is_same and torch.allclose(found(rows), expected, rtol=_EXACT[weight.dtype], atol=1e-6)
     return found if is_same else None
 
 
-_EXACT = {
-    torch.float32: {"rtol": 1e-5, "atol": 1e-6},
-    torch.bfloat16: {"rtol": 2**-7, "atol": 1e-6},
-    torch.float16: {"rtol": 2**-10, "atol": 1e-6},
-}
-"""Differences of one unit in the last place."""
+_EXACT = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""Largest relative difference of what counts as the same: about a unit in the last place."""
 
 
 def take_weight(linear: Linear, kernels: Kernels, *, keep: bool) -> Weight:
