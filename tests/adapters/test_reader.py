@@ -16,6 +16,8 @@ from lorikeet.adapters import reader
 from lorikeet.adapters.checkpoint import DescribeOptions
 from lorikeet.adapters.errors import AdapterError, AdapterStoreError
 from lorikeet.adapters.reader import describe
+from lorikeet.adapters.store import reference
+from lorikeet.adapters.weights import load_weights
 from tests.adapters.builders import LAYERS, geometry, lora_tensors, shard, write_adapter
 from tests.support.waiting import wait_until
 
@@ -181,3 +183,17 @@ def test_weights_that_cannot_be_merged_are_the_stores_fault(tmp_path: Path) -> N
     (tmp_path / "a" / WEIGHTS).symlink_to("/dev/full")
     with pytest.raises(AdapterStoreError, match="No space left"):
         describe(tmp_path / "a", msgspec.structs.replace(FITS, merge=True))
+
+
+# --- Files that change while they are read ------------------------------------------------------
+
+
+def test_file_truncated_during_read_is_an_error_naming_the_tensor(tmp_path: Path) -> None:
+    ref = reference("x", write_adapter(tmp_path / "x"), geometry())
+    weights = load_weights(ref, geometry(), "float32")
+    next(weights)
+    os.truncate(tmp_path / "x" / "adapter_model.safetensors", ref.weight_bytes // 2)
+    with pytest.raises(
+        AdapterError, match=r"adapter 'x'.*adapter_model.safetensors: was truncated while tensor .*lora"
+    ):
+        list(weights)

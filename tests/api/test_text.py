@@ -1,5 +1,10 @@
 """Text while it arrives equals text all at once; stop strings are found wherever they are split."""
 
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from lorikeet.api.logprobs import TextOffsets, TokenNames, completion_logprobs
 from lorikeet.api.text_processor import IncrementalDetokenizer, StopScanner, TextProcessor
+from lorikeet.core.chat_template import ChatTemplate
+from lorikeet.core.plan import Token
+from lorikeet.models.config import ModelConfigError
+from tests.api.conftest import TEMPLATE, TOKENIZER, Running, count_calls_off_the_loop
 from tests.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.api.test_chat import CHAT
 
 BYTE_LEVEL, BYTE_FALLBACK = byte_level_tokenizer(), byte_fallback_tokenizer()
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])
@@ -187,3 +198,161 @@ def test_text_that_only_looked_like_a_stop_string_is_released() -> None:
 
 def test_of_two_stop_strings_the_one_that_starts_first_counts() -> None:
     assert scan(["b", "abc"], ["xabcd"]) == ("x", "abc")
+
+
+# --- Long texts: what they hold up, what is counted of them, and what is refused before it is tokenized ---
+
+TEXTS = TextProcessor(TOKENIZER, ChatTemplate(TEMPLATE, {}))
+LONG = " ".join(f"hello world {number}" for number in range(50_000))
+MEDIUM = LONG[:60_000]
+"""Longer texts come in bodies that are read in another process."""
+
+
+def goes_on_during(work: Callable[[], object]) -> bool:
+    """Return whether another thread came to run before ``work`` was done, which must let it."""
+    begin, went_on = threading.Event(), threading.Event()
+
+    def other() -> None:
+        begin.wait()
+        went_on.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # who computes is not interrupted
+    try:
+        begin.set()
+        work()
+        return went_on.is_set()
+    finally:
+        sys.setswitchinterval(interval_s)
+        thread.join()
+
+
+def test_python_goes_on_while_a_long_text_is_tokenized() -> None:
+    assert not goes_on_during(lambda: sum(range(1_000_000))), "Python itself lets nobody"
+    assert goes_on_during(lambda: TEXTS.token_ids(LONG, add_special_tokens=True))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [
+        (byte_level_tokenizer(), "hello \ufffd 日本語🦊 \x00\xa0\xad"),
+        (byte_fallback_tokenizer(), "日本🦜"),
+    ],
+    ids=["byte-level", "byte-fallback"],
+)
+def test_token_bytes_make_up_the_text_even_of_split_characters(tokenizer: Tokenizer, text: str) -> None:
+    texts = TextProcessor(tokenizer, None)
+    tokens = [texts.token(token_id) for token_id in tokenizer.encode(text).ids]
+    assert any(token.text.startswith("bytes:\\x") for token in tokens), "a character is split"
+    assert bytes(byte for token in tokens for byte in token.utf8).decode().removeprefix(" ") == text
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level_tokenizer(), byte_fallback_tokenizer()], ids=["bytes", "fallback"])
+@given(text=st.text("helo wrd 日🦜\n\ufffd", min_size=1, max_size=20), skip=st.booleans())
+def test_tokens_of_logprobs_spell_the_text_at_their_offsets(tokenizer: Tokenizer, text: str, skip: bool) -> None:
+    texts = TextProcessor(tokenizer, None)
+    context, token_ids = tokenizer.encode("hello").ids, tokenizer.encode(f"hello{text}").ids
+    if token_ids[: len(context)] != context:
+        return
+    token_ids = token_ids[len(context) :]
+    logprobs = completion_logprobs(
+        TokenNames(texts), [Token(each, -1.0) for each in token_ids], TextOffsets(texts, skip_special_tokens=skip)
+    )
+    stream = texts.stream(context, skip_special_tokens=skip)
+    shown = "".join([*map(stream.push, token_ids), stream.flush()])
+    assert bytes(byte for each in token_ids for byte in texts.token(each).utf8).decode() == shown == text
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert shown[offset:].startswith(token) or token.startswith("bytes:\\x")
+        assert offset < len(shown)
+
+
+def test_hidden_tokens_take_no_place_in_offsets() -> None:
+    hello, end = TOKENIZER.encode("hello").ids, TOKENIZER.token_to_id("<|im_end|>")
+    for skip, place in ((True, 5), (False, 5 + len("<|im_end|>"))):
+        offsets = TextOffsets(TEXTS, skip_special_tokens=skip)
+        assert [offsets.add(each) for each in (*hello, end, *hello)][len(hello) + 1] == place
+
+
+def test_every_alternative_has_a_key_of_its_own() -> None:
+    tokenizer = byte_fallback_tokenizer()
+    texts = TextProcessor(tokenizer, None)
+    letter = next(word for word in tokenizer.get_vocab() if len(word) == 1 and word.isascii())
+    ids = [tokenizer.token_to_id(name) for name in (letter, f"<0x{ord(letter):02X}>", "<0xE6>", "<0x97>")]
+    token = Token(ids[0], -1.0, tuple((each, -2.0) for each in ids))
+    (top,) = completion_logprobs(TokenNames(texts), [token], TextOffsets(texts, skip_special_tokens=True))[
+        "top_logprobs"
+    ]
+    assert len(top) == len(set(ids)) == 4
+    assert "bytes:\\xe6" in top
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ModelConfigError, match=re.escape(str(tmp_path / name))):
+        TextProcessor.read(tmp_path)
+
+
+def test_python_goes_on_while_many_tokens_become_text() -> None:
+    token_ids = TOKENIZER.encode_batch_fast([LONG])[0].ids * 8
+    assert goes_on_during(lambda: TEXTS.decode(token_ids))
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": MEDIUM}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": MEDIUM}]}]}, "messages"),
+        ("/v1/completions", {"prompt": MEDIUM}, "prompt"),
+        ("/v1/completions", {"prompt": ["hello", MEDIUM]}, "prompt"),
+    ],
+)
+async def test_what_cannot_fit_is_refused_before_it_is_tokenized(
+    server: Running, path: str, content: dict[str, Any], param: str
+) -> None:
+    class Refusing:
+        def encode_batch_fast(self, texts: list[str], **_: bool) -> list[Any]:
+            assert texts != [MEDIUM], "tokenized"
+            return TOKENIZER.encode_batch_fast(texts)
+
+    server.service.text_processor.tokenizer = Refusing()  # type: ignore[assignment]
+    reply = await server.http.post(path, json={"model": "base", **content})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["param"] == param
+    assert "maximum context length is 256 tokens. However, your request has at least " in error["message"]
+    assert server.service.gate.active == 0
+
+
+async def test_longest_fitting_prompt_is_answered_and_any_can_be_tokenized(server: Running) -> None:
+    longest = max((word for word in TOKENIZER.get_vocab() if word.isascii()), key=len)
+    reply = await server.http.post("/v1/completions", json={"prompt": longest * 255, "max_tokens": 1})
+    assert (reply.status_code, reply.json()["usage"]["prompt_tokens"]) == (200, 255)
+    for text in (MEDIUM, LONG[:400_000]):
+        reply = await server.http.post("/tokenize", json={"prompt": text})
+        assert reply.json()["tokens"] == TOKENIZER.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"messages": [{"role": "user", "content": "x", "reasoning": "y" * 5000}]},
+        {"messages": [{"role": "user", "content": "x", "notes": [{"y": [1] * 5000}]}]},
+        {"messages": [{"role": "y" * 5000, "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "y"}] * 2200}]},
+        {"messages": [{"role": "user", "content": ""}] * 2000},
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"y" * 5000: 1}},
+    ],
+)
+async def test_whole_template_input_decides_if_it_runs_off_the_event_loop(
+    server: Running, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]
+) -> None:
+    calls = count_calls_off_the_loop(monkeypatch)
+    assert (await server.http.post("/tokenize", json=content)).status_code == 200
+    assert len(calls) == 1
+    few = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}], "name": "me", "notes": [None]}]}
+    assert (await server.http.post("/tokenize", json=few)).status_code == 200
+    assert len(calls) == 1

@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 
+from lorikeet.bench.model_shapes import write_model_shape
 from lorikeet.bench.synthetic import PAPER_RANKS, adapter_names, parse_ranks, spread, synthetic_adapters
 from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
+from lorikeet.models.config import read_model_config
 
 HIDDEN, LAYERS = 4096, 32
 LLAMA_2_7B = ModelGeometry(
@@ -56,3 +60,17 @@ def test_ranks_are_one_a_list_or_all_doublings(text: str, ranks: tuple[int, ...]
 def test_what_is_no_rank_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a rank"):
         parse_ranks(text)
+
+
+# --- Shapes of published models -----------------------------------------------------------------
+
+
+def test_the_shapes_are_those_of_the_models_they_are_named_after(tmp_path: Path) -> None:
+    billions = {"llama-2-7b": 6.74, "llama-3-8b": 8.03, "qwen3-8b": 8.19}
+    for name, parameters in billions.items():
+        config = read_model_config(write_model_shape(tmp_path / name, name))
+        layer = sum(shape.in_features * shape.out_features for shape in config.module_shapes().values())
+        total = config.layers * layer + 2 * config.vocab_size * config.hidden_size
+        assert total / 1e9 == pytest.approx(parameters, rel=0.002)
+    with pytest.raises(ValueError, match="'gpt' is not one of llama-2-7b"):
+        write_model_shape(tmp_path, "gpt")

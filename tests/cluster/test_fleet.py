@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 
-from lorikeet.cluster.routing.fleet import Fleet, ReplicaGauges, ReplicaInfo, apply_outputs, replica_gauges
+from lorikeet.cluster.routing import fleet as module
+from lorikeet.cluster.routing.fleet import (
+    Fleet,
+    ReplicaGauges,
+    ReplicaInfo,
+    RequestAverages,
+    apply_outputs,
+    replica_gauges,
+)
 from lorikeet.cluster.routing.request import routing_request
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.scheduling.state import SchedulerLimits
@@ -271,3 +279,16 @@ def test_the_fleet_follows_an_engine_by_its_events() -> None:
     assert counts(fleet) == (0, 0, 0)
     assert fleet.loads.pending_tokens[0] == fleet.loads.held_tokens[0] == 0
     assert fleet.averages.output_tokens == pytest.approx(14)
+
+
+# --- Averages over finished requests ------------------------------------------------------------
+
+
+def test_an_adapter_that_has_not_answered_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_ADAPTERS", 2)
+    averages = RequestAverages()
+    for name, seconds in (("x", 1.0), ("y", 2.0), ("x", 3.0), ("z", 8.0)):
+        averages.finished(AdapterDigest(name), 10, seconds)
+    of = {name: averages.execution_s(AdapterDigest(name)) for name in "xyz"}
+    assert (of["x"], of["z"]) == (2.0, 8.0)
+    assert of["y"] == averages.execution_s(AdapterDigest("unknown")) == pytest.approx(3.5)

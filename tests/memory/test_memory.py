@@ -14,6 +14,7 @@ from lorikeet.memory.memory import AdapterSize, Memory
 from lorikeet.memory.policies import PREFETCH
 from lorikeet.memory.policies.base import PrefetchPolicy
 from lorikeet.memory.rules import MemoryRules
+from lorikeet.memory.transfers import RouteTotals
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
 from lorikeet.presets import PRESETS, HostKv, KvAfterFinish, Preset
 from lorikeet.scheduling.state import SchedulerLimits
@@ -794,3 +795,13 @@ def test_kv_on_the_device_is_no_hit_while_its_adapter_is_not() -> None:
     after = bench.engine.memory_stats()
     assert after.kv_hits_tokens == before.kv_hits_tokens
     assert cached_tokens(bench)["again"] == 12, "it is used nevertheless, once the adapter has come"
+
+
+# --- What is known of a route between the tiers -------------------------------------------------
+
+
+def test_transfers_that_failed_say_nothing_of_the_time_that_blocks_take() -> None:
+    totals = RouteTotals()
+    totals.note(4, TransferDone(0, None, 0.2))
+    totals.note(1000, TransferDone(1, "no such folder", 0.001))
+    assert totals == RouteTotals(transfers=2, blocks=4, failed=1, busy_s=0.2)

@@ -1,9 +1,11 @@
 """History: the median of what an adapter answered lately."""
 
 import random
+from collections import Counter
 
 import pytest
 
+from lorikeet.bench.predictors import NoisyOracle
 from lorikeet.scheduling.prediction import history as module
 from lorikeet.scheduling.prediction.history import LengthHistory
 
@@ -55,3 +57,57 @@ def test_so_many_adapters_are_remembered_and_the_most_silent_one_goes(monkeypatc
     assert (history.predict("a"), history.predict("c")) == (10, 30)
     everybody = history.predict("nobody")
     assert history.predict("b") == everybody == 20, "b counts among all, and has no history of its own any more"
+
+
+# --- The oracle: right as often as it is told to be, and never by chance where it is to be wrong ---
+
+LENGTHS = list(range(1, 101))
+"""Quintiles: 1 to 20, 21 to 40, …"""
+
+
+def quintile(tokens: int) -> int:
+    return (tokens - 1) // 20
+
+
+@pytest.mark.parametrize("accuracy", [0.6, 0.8, 1.0])
+def test_it_tells_the_true_length_as_often_as_asked_for(accuracy: float) -> None:
+    oracle = NoisyOracle(accuracy, LENGTHS)
+    right = sum(oracle.predict(str(number), 1 + number % 100) == 1 + number % 100 for number in range(5000))
+    assert right / 5000 == pytest.approx(accuracy, abs=0.03)
+
+
+def test_a_miss_lies_in_another_quintile_and_all_others_are_equally_likely() -> None:
+    oracle = NoisyOracle(0.0, LENGTHS)
+    told = Counter(quintile(oracle.predict(str(number), 50)) for number in range(4000))
+    assert told.keys() == {0, 1, 3, 4}
+    assert all(count == pytest.approx(1000, rel=0.15) for count in told.values())
+
+
+def test_a_prediction_depends_on_the_request_and_not_on_what_was_asked_before() -> None:
+    first, second = NoisyOracle(0.5, LENGTHS), NoisyOracle(0.5, LENGTHS)
+    names = [str(number) for number in range(50)]
+    forwards = {name: first.predict(name, 30) for name in names}
+    backwards = {name: second.predict(name, 30) for name in reversed(names)}
+    assert forwards == backwards
+    assert forwards != {name: NoisyOracle(0.5, LENGTHS, seed=1).predict(name, 30) for name in names}
+
+
+def test_what_a_less_accurate_one_gets_right_a_more_accurate_one_does_too() -> None:
+    worse, better = NoisyOracle(0.6, LENGTHS), NoisyOracle(0.8, LENGTHS)
+    right = [name for name in map(str, range(300)) if worse.predict(name, 30) == 30]
+    assert right
+    assert all(better.predict(name, 30) == 30 for name in right)
+
+
+def test_equal_lengths_are_one_class() -> None:
+    lengths = [5] * 70 + [9] * 30
+    oracle = NoisyOracle(0.0, lengths)
+    assert {oracle.predict(str(number), 5) for number in range(50)} == {9}
+    assert {oracle.predict(str(number), 9) for number in range(50)} == {5}
+    assert NoisyOracle(0.0, [5, 5, 5]).predict("x", 5) == 5, "there is no other class"
+
+
+@pytest.mark.parametrize(("accuracy", "lengths"), [(1.2, [1]), (-0.1, [1]), (0.5, [])])
+def test_nonsense_is_refused(accuracy: float, lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"accuracy|lengths"):
+        NoisyOracle(accuracy, lengths)

@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from lorikeet.core.events import Admitted, Preempted
+from lorikeet.core.events import Admitted, FinishReason, Preempted
+from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.presets import PreemptedKv, Preset
@@ -161,3 +162,24 @@ def test_pace_finds_what_a_step_a_prompt_token_and_a_decode_take() -> None:
     for _ in range(3000):
         step_times.note(100, 10, 0.2)
     assert step_times.step_s(100, 10) == pytest.approx(0.2, rel=0.05), "old steps are forgotten"
+
+
+# --- Whose request ends when the transfer of an adapter fails -----------------------------------
+
+
+def test_a_failed_load_ends_those_that_were_there_when_it_began_and_no_others() -> None:
+    bench = Bench(failing=frozenset({AdapterDigest("digest-a")}))
+    for name in ("first", "second"):
+        bench.engine.submit(request(name, [1, 2, 3], adapter=adapter("a")))
+    bench.step()
+    bench.clock.advance(0.01)
+    bench.engine.submit(request("late", [1, 2, 3], 0.01, adapter("a")))
+    while not bench.finished():
+        bench.step()
+    assert {name: end.reason for name, end in bench.finished().items()} == {
+        RequestId("first"): FinishReason.ERROR,
+        RequestId("second"): FinishReason.ERROR,
+    }
+    bench.executor._failing = frozenset()  # the files are whole again
+    bench.run()
+    assert bench.finished()[RequestId("late")].reason is FinishReason.LENGTH

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 from subprocess import CalledProcessError
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from lorikeet.config import AdapterSettings, ConfigError, EngineSettings, Settings
 from lorikeet.core.executor import ExecutorError
-from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import Batch
 from lorikeet.kernels.gpu import attend
@@ -25,7 +27,7 @@ from lorikeet.worker.memory_profiling import (
     run_step,
     share_left_bytes,
 )
-from lorikeet.worker.rank_setup import RankModel, load_rank, rank_device
+from lorikeet.worker.rank_setup import RankModel, allocate_arena, load_rank, rank_device
 from tests.models.checkpoints import make_checkpoint
 from tests.support.driver import fp32_settings
 
@@ -168,3 +170,25 @@ def test_a_torch_without_cuda_is_told_from_a_machine_without_a_gpu(monkeypatch: 
         monkeypatch.setattr(torch.version, "cuda", version)
         with pytest.raises(ConfigError, match=complaint):
             rank_device(settings, 0)
+
+
+# --- What a rank takes from the machine at its start --------------------------------------------
+
+BLOCKS, BLOCK_BYTES = 256, 2**18
+
+
+def resident_bytes() -> int:
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+
+@pytest.mark.parametrize("touched", [False, True])
+def test_an_arena_takes_memory_at_once_only_if_it_is_to(*, touched: bool) -> None:
+    geometry = ModelGeometry(4, 8, 128, dict.fromkeys(LORA_MODULES, ModuleShape(8, 8)), dtype_bytes=2)
+    engine = EngineSettings(touch_memory=touched)
+    assert geometry.block_bytes(engine.block_size) == BLOCK_BYTES
+    model = cast("Any", SimpleNamespace(geometry=geometry, device=torch.device("cpu"), dtype=torch.bfloat16))
+    before = resident_bytes()
+    arena = allocate_arena(model, BLOCKS, engine)
+    taken = resident_bytes() - before
+    assert (taken > BLOCKS * BLOCK_BYTES * 0.9) == touched, taken
+    assert not arena.any()

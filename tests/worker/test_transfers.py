@@ -35,7 +35,7 @@ from lorikeet.worker import helper_process
 from lorikeet.worker.helper_process import HelperProcess
 from lorikeet.worker.transfer import state, transfers
 from lorikeet.worker.transfer.device import Cpu, DeviceBackend
-from lorikeet.worker.transfer.finished import TransferWork
+from lorikeet.worker.transfer.finished import FinishedTransfers, TransferWork
 from lorikeet.worker.transfer.loader import Loader, _Reading, start_loader_process
 from lorikeet.worker.transfer.loader_process import BlocksFilled, ReadEnded
 from lorikeet.worker.transfer.state import STAGED_BLOCKS, TransferState
@@ -678,3 +678,36 @@ def test_no_work_is_done_on_the_thread_that_starts_transfers(bench: Bench, adapt
     assert threading.get_native_id() not in {worker.thread for worker in work}
     for worker in work:
         assert (worker.thread in own_threads) == (worker.work is TransferWork.COPY)
+
+
+# --- A transfer is done when every rank says so -------------------------------------------------
+
+
+def test_transfer_ends_with_its_last_rank_and_lasts_as_its_slowest() -> None:
+    woken: list[None] = []
+    finished = FinishedTransfers(2, lambda: woken.append(None))
+    finished.report(TransferDone(1, duration_s=3.0))
+    finished.report(TransferDone(2))
+    assert (finished.take(), woken) == ([], [])
+    finished.report(TransferDone(1, duration_s=1.0))
+    assert len(woken) == 1
+    assert finished.take() == [TransferDone(1, duration_s=3.0)]
+    assert finished.take() == []
+
+
+def test_one_rank_that_fails_fails_it() -> None:
+    for errors in (("disk", None), (None, "disk"), ("disk", "other")):
+        finished = FinishedTransfers(2, lambda: None)
+        for error in errors:
+            finished.report(TransferDone(7, error))
+        assert finished.take() == [TransferDone(7, "disk")]
+
+
+def test_waiting_ends_with_a_transfer_or_when_nothing_more_will_come() -> None:
+    finished = FinishedTransfers(1, lambda: None)
+    threading.Thread(target=finished.report, args=(TransferDone(1),)).start()
+    finished.wait(None)
+    assert finished.take() == [TransferDone(1)]
+    threading.Thread(target=finished.break_off).start()
+    finished.wait(None)
+    assert finished.take() == []
