@@ -396,10 +396,8 @@ def _timed_replica(quantization: str) -> Iterator[tuple[Replica, Stopwatch]]:
     folder = prepare_model(settings, print).path
     watch = Stopwatch(default_kernels())
     # Four engines at once: each with no more memory than its sequences need.
-    with (
-        kernels_as(watch),
-        replica(folder, quantization=quantization, threads=THREADS, memory_bytes=2**29, host_memory_bytes=0) as built,
-    ):
+    built_by = replica(folder, quantization=quantization, threads=THREADS, memory_bytes=2**29, host_memory_bytes=0)
+    with kernels_as(watch), built_by as built:
         yield built, watch
 
 

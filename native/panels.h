@@ -51,6 +51,7 @@ class Panels {
 
  private:
   static constexpr int kVectorsOfPanel = int(kPanel<T>) / kLanes;
+  static constexpr int64_t kAheadBytes = 2048;  // of codes that are prefetched, in the next panel at the end of one
 
   F32 load_scales(const void* values, int64_t at) const {
     return weight_.scale_bytes == 2 ? load_halves((const uint16_t*)values + at) : load((const float*)values + at);
@@ -71,6 +72,7 @@ class Panels {
       }
       const int64_t stop = std::min(pairs, (group + 1) * group_pairs);
       for (int64_t pair = group * group_pairs; pair < stop; ++pair) {
+        _mm_prefetch((const char*)codes + kAheadBytes, _MM_HINT_T0);
         for (int v = 0; v < kVectorsOfPanel; ++v, codes += kLanes * kPairBytes) {
           const CodePairs read = Bits == 4 ? load_nibble_pairs(codes) : load_byte_pairs(codes);
           write(to, pair, v, {fma(read.first, scales[v], bases[v]), fma(read.second, scales[v], bases[v])});
