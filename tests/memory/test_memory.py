@@ -579,9 +579,7 @@ def test_while_files_are_out_of_reach_few_are_tried_and_afterwards_all_are_read(
 
 
 def test_broken_adapter_file_is_retried_and_blocks_no_other_read() -> None:
-    bench = Bench(
-        blocks=10, host_blocks=40, preset=NO_KV, failing=frozenset({AdapterDigest("digest-a1")})
-    )
+    bench = Bench(blocks=10, host_blocks=40, preset=NO_KV, failing=frozenset({AdapterDigest("digest-a1")}))
     bench.engine.register_adapters(tuple(adapter(f"a{index}", 3) for index in range(9)))
     began_s = bench.clock.now()
     fill_host(bench)
