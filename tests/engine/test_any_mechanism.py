@@ -116,9 +116,10 @@ class Anything(RuleBasedStateMachine):
         for _ in range(steps):
             self._step()
 
-    @rule(merge=st.sampled_from([False, True, False]), assist=st.sampled_from([True, True, False]))
-    def force(self, merge: bool, assist: bool) -> None:
-        self.running.forced.update(merge=merge, assist=assist)
+    @rule(assist=st.sampled_from([True, True, False]))
+    def force(self, assist: bool) -> None:
+        forced = self.running.forced
+        forced.update(merge=not forced["merge"], assist=assist)
 
     @rule(seed=st.integers(0, 100))
     def resume(self, seed: int) -> None:

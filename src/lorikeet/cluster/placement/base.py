@@ -20,6 +20,7 @@ class Placement(ABC):
         looks_early: whether it wants to place again within the first period.
         extrapolates: whether the demand of an adapter is expected to follow the line through its last periods; if not,
             it is a share of its rank's demand (see ``DemandEstimator``).
+        reads_demand: whether the demand matters; if not, it is not computed and given as 0.
 
     Raises:
         ValueError: no replica.
@@ -27,6 +28,7 @@ class Placement(ABC):
 
     looks_early = True
     extrapolates = False
+    reads_demand = True
 
     def __init__(self, replicas: Sequence[ReplicaId]) -> None:
         self.replicas = replicas

@@ -225,6 +225,12 @@ class DemandEstimator:
             for (adapter, known), tokens_per_s in zip(self._adapters.items(), self._tokens_per_s(now), strict=True)
         )
 
+    def adapters(self) -> tuple[AdapterDemand, ...]:
+        """Return every known adapter without its demand, in the order of their registration."""
+        return tuple(
+            AdapterDemand(adapter, known.rank, known.size_bytes, 0.0) for adapter, known in self._adapters.items()
+        )
+
     def _tokens_per_s(self, now: float) -> list[float]:
         """Return the expected demand of each adapter."""
         adapters = self._adapters.values()

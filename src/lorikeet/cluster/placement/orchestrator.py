@@ -185,5 +185,6 @@ class Orchestrator:
         self._has_closed = False
 
     def _place(self, now: float) -> RoutingTable:
-        self.table = self._placement.place(self._demand.demands(now), now)
+        demands = self._demand.demands(now) if self._placement.reads_demand else self._demand.adapters()
+        self.table = self._placement.place(demands, now)
         return self.table

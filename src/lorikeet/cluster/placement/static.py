@@ -110,6 +110,8 @@ class FullReplication(Placement):
         replicas: all replicas.
     """
 
+    reads_demand = False
+
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
         """Return a table with every adapter on every replica."""
         everywhere = tuple(ReplicaShare(replica, 1 / len(self.replicas)) for replica in self.replicas)
