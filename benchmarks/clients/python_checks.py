@@ -557,7 +557,10 @@ def lorax_generate() -> None:
     client, adapter = Client(URL, timeout=60), os.environ.get("ADAPTER_FOLDER") and MODEL
     answer = client.generate("The capital of France is", adapter_id=adapter, max_new_tokens=8)
     assert answer.generated_text and 0 < answer.details.generated_tokens <= 8
-    tokens = [part.token.text for part in client.generate_stream(ASK, adapter_id=adapter, max_new_tokens=8)]
+    tokens = [
+        part.token.text
+        for part in client.generate_stream("The capital of France is", adapter_id=adapter, max_new_tokens=8)
+    ]
     assert "".join(tokens)
 
 
