@@ -30,7 +30,7 @@ class ScriptedEngine(FakeEngine):
     def __init__(self, settings: Settings) -> None:
         folder = Path(settings.model.model)
         config = read_model_config(folder)
-        super().__init__(self._next, max_model_len=settings.model.max_model_len or config.max_position_embeddings)
+        super().__init__(self._next, max_model_len=settings.model.max_model_len or config.context_tokens)
         self.engine_info = msgspec.structs.replace(
             self.engine_info, geometry=config.geometry(2), max_adapter_blocks=10**6
         )
