@@ -23,6 +23,7 @@ from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 from tests.models.library_bases import decoders, make_base, model_class  # noqa: E402
 
 PAGE = Path(__file__).with_name("models.md")
+NOT_TRIED = "not tried: "
 _START, _END = "<!-- table -->", "<!-- end of table -->"
 
 
@@ -32,7 +33,7 @@ def refusal(kind: str) -> str:
         try:
             make_base(Path(folder), kind)
         except (ImportError, ValueError) as error:
-            return f"not tried: {str(error).strip().splitlines()[0]}"
+            return NOT_TRIED + " ".join(str(error).split())[:100]
         try:
             model = load_model(Path(folder), torch.float32, torch.device("cpu"))
             TransformersDecoder(model, ReferenceKernels(), 128)
@@ -47,12 +48,14 @@ def row(kind: str, reason: str) -> str:
     """Return the line of the table for a type of config."""
     name = model_class(kind).__name__
     how = "refused" if reason else "own decoder" if name in ARCHITECTURES else "transformers"
+    if reason.startswith(NOT_TRIED):
+        how, reason = "not tried", reason.removeprefix(NOT_TRIED)
     return f"| `{kind}` | {name} | {how} | {reason.split('(')[0].strip()} |"
 
 
 def table(reasons: Mapping[str, str]) -> str:
     """Return the whole table, after its summary."""
-    tried = {kind: reason for kind, reason in reasons.items() if not reason.startswith("not tried")}
+    tried = {kind: reason for kind, reason in reasons.items() if not reason.startswith(NOT_TRIED)}
     runs = sum(not reason for reason in tried.values())
     lines = [
         f"{runs} of {len(tried)} run.",

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from lorikeet.adapters.store import reference
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import Finished
 from lorikeet.core.messages import StepOutputs
 from lorikeet.core.plan import PromptToken, Token
 from lorikeet.core.request import Request, RequestId, SamplingParams
@@ -55,7 +56,7 @@ def make_peft_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> P
     return peft
 
 
-_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def linear_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
@@ -108,6 +109,8 @@ def run(settings: Settings, waves: Sequence[Sequence[Request]]) -> Outcome:
     tokens: dict[str, list[Token]] = {}
     prompts: dict[str, dict[int, PromptToken]] = {}
     for turn in outputs:
+        errors = [event.error for event in turn.events if isinstance(event, Finished) and event.error]
+        assert not errors, errors
         for output in turn.tokens:
             tokens.setdefault(output.request_id, []).extend(output.tokens)
         for scored in turn.prompt_logprobs:

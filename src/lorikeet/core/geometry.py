@@ -71,7 +71,7 @@ PREFIXES = ("model.", "model.language_model.", "language_model.model.", "model.t
 UNUSED_PARTS = (
     "model.visual.", "visual.", "model.vision_tower.", "vision_tower.", "model.vision_model.", "vision_model.",
     "model.multi_modal_projector.", "multi_modal_projector.", "model.connector.", "model.audio_tower.",
-    "model.embed_vision.", "model.embed_audio.", "model.vision_embed_tokens",
+    "model.embed_vision.", "model.embed_audio.", "model.vision_embed_tokens", "model.embed_tokens_extend.",
 )  # fmt: skip
 """Names of the parts of a model that read images and sound."""
 

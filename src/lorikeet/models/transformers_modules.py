@@ -203,7 +203,7 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of the last dimension."""
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x.reshape(-1, x.shape[-1]).contiguous()  # x may be a slice of wider rows
         return self._kernels.add_norm(flat, None, self._weight, self._eps).view(x.shape)
 
 
