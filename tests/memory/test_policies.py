@@ -91,7 +91,7 @@ def test_kv_that_is_hardly_asked_for_again_goes_before_older_adapters_and_other_
     chat = add_kv(tree, chats, last_use_s=8)
     shots = [add_kv(tree, single_shots, last_use_s=at) for at in (7, 9)]
     view = view_of(tree)
-    view.kv_reuse = {chats: 0.3, single_shots: 0.04}.__getitem__
+    view.kv_reuse = lambda tops: np.where(tops == single_shots, 0.04, 0.3)
     nodes = np.array([chats, single_shots, idle, chat, *shots])
     order = nodes[np.argsort(LruWithReuse(view).scores(nodes, 10.0), kind="stable")]
     assert order.tolist() == [*shots, idle, chats, chat, single_shots]

@@ -555,20 +555,19 @@ class Evictor:
             self._eviction.removed(stored, now)  # until the copy ends: then ``inserted`` reports them again
             self._tiers.store_kv(stored[::-1], self._tiers.host.lease(len(stored)), now)
 
-    def copy_ahead(self, most: int, pays: Callable[[int], bool], now: float) -> None:
+    def copy_ahead(self, most: int, pays: Callable[[Nodes], npt.NDArray[np.bool_]], now: float) -> None:
         """Begin to copy the KV to the host that will be evicted first and has no copy; it stays on the device.
 
         Args:
             most: largest number of blocks.
-            pays: whether it pays to copy KV of an adapter, given the adapter's node.
+            pays: returns whether it pays to copy KV of each adapter, given the adapters' nodes.
             now: the time.
         """
         tree, end = self._tree, self._tree.end
         top = tree.top[:end]
         idle = (tree.kind[:end] == NodeKind.KV) & tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
         nodes = np.flatnonzero(idle & ~tree.on_host[:end] & (tree.pins[:end] == 0) & tree.on_device[top])
-        paying = np.array([each for each in np.unique(top[nodes]).tolist() if pays(each)], np.int64)
-        nodes = nodes[np.isin(top[nodes], paying)]
+        nodes = nodes[pays(top[nodes])]
         if len(nodes) > most:
             nodes = nodes[np.argpartition(tree.score[nodes], most)[:most]]
         chosen: list[int] = nodes[np.lexsort((-tree.depth[nodes], tree.score[nodes]))].tolist()

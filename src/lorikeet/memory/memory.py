@@ -239,7 +239,7 @@ class Memory:
         self._insertion = PrefixInsertion(self.tiers, self._eviction, block_size)
         self._view.load_s = self.adapters.predicted_load_s
         self._view.load_kv_s = self._predicted_load_kv_s
-        self._view.kv_reuse = self._reuse.share
+        self._view.kv_reuse = self._reuse.shares
         self._leases: set[SequenceLease] = set()
         self._waiting: dict[int, set[SequenceLease]] = {}
         self.kv_migration = KvMigration(self.tiers, self.evictor, self._leases)

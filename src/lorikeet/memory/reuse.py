@@ -1,7 +1,12 @@
 """How often KV that leaves the device is asked for again."""
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lorikeet.memory.tree import Nodes, Scores
 
 _ASSUMED_LEFT, _ASSUMED_SHARE = 64.0, 0.3
 """Blocks that are assumed to have left at the start, and the share of them that was asked for again. Of an adapter the
@@ -23,8 +28,7 @@ class KvReuse:
     def __init__(self, most_keys: int) -> None:
         self._most_keys = most_keys
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
-        self._left: defaultdict[int, float] = defaultdict(float)
-        self._asked: defaultdict[int, float] = defaultdict(float)
+        self._left, self._asked = np.zeros(0), np.zeros(0)  # by node
         self._all_left = self._all_asked = 0.0
 
     def left(self, top: int, key: bytes) -> None:
@@ -32,6 +36,7 @@ class KvReuse:
         self._ghosts[key] = top
         if len(self._ghosts) > self._most_keys:
             self._ghosts.popitem(last=False)
+        self._extend(top + 1)
         self._left[top] += 1
         if self._left[top] > _REMEMBERED_LEFT:
             self._left[top] /= 2
@@ -50,13 +55,21 @@ class KvReuse:
             self._asked[top] += 1
             self._all_asked += 1
 
-    def share(self, top: int) -> float:
-        """Return the expected share of an adapter's KV that will be asked for again, between 0 and 1."""
+    def shares(self, tops: Nodes | npt.NDArray[np.int32]) -> Scores:
+        """Return the expected share of each adapter's KV that will be asked for again."""
+        if len(tops):
+            self._extend(int(tops.max()) + 1)
         of_all = (self._all_asked + _ASSUMED_LEFT * _ASSUMED_SHARE) / (self._all_left + _ASSUMED_LEFT)
-        asked, left = self._asked.get(top, 0.0), self._left.get(top, 0.0)
-        return min(1.0, (asked + _ASSUMED_LEFT * of_all) / (left + _ASSUMED_LEFT))
+        shares: Scores = (self._asked[tops] + _ASSUMED_LEFT * of_all) / (self._left[tops] + _ASSUMED_LEFT)
+        return shares
 
     def forget(self, top: int) -> None:
         """Drop the counts of an adapter that was removed from the tree."""
-        self._left.pop(top, None)
-        self._asked.pop(top, None)
+        self._extend(top + 1)
+        self._left[top] = self._asked[top] = 0.0
+
+    def _extend(self, nodes: int) -> None:
+        missing = nodes - len(self._left)
+        if missing > 0:
+            more = np.zeros(missing + len(self._left))
+            self._left, self._asked = np.concatenate([self._left, more]), np.concatenate([self._asked, more])

@@ -37,7 +37,7 @@ class MemoryView:
         load_kv_s: returns the predicted seconds until so many blocks of KV are copied from the host; 0 where not known.
         prefill_s: returns the predicted seconds by which so many blocks of KV lengthen a step if they are computed; 0
             where not known.
-        kv_reuse: returns the share of an adapter's evicted KV that is asked for again, given its node.
+        kv_reuse: returns the share of each adapter's evicted KV that is asked for again, given their nodes.
     """
 
     tree: DependencyTree
@@ -50,7 +50,7 @@ class MemoryView:
     iteration_s: float = 0.0
     load_kv_s: Callable[[int], float] = lambda blocks: 0.0
     prefill_s: Callable[[int], float] = lambda blocks: 0.0
-    kv_reuse: Callable[[int], float] = lambda top: 1.0
+    kv_reuse: Callable[[Nodes], Scores] = lambda tops: np.ones(len(tops))
 
     def loading_kv_pays(self, blocks: int) -> bool:
         """Whether loading so many blocks of KV from the host costs less than computing them, as far as is known.

@@ -2,8 +2,6 @@
 
 from typing import Final
 
-import numpy as np
-
 from lorikeet.memory.policies.base import EvictionPolicy
 from lorikeet.memory.tree import NodeKind, Nodes, Scores
 
@@ -26,8 +24,6 @@ class LruWithReuse(Lru):
     def scores(self, nodes: Nodes, now: float) -> Scores:
         """Return the times of last use, less by a constant for KV of which less than ``_LEAST_SHARE`` comes back."""
         tree, scores = self.view.tree, super().scores(nodes, now)
-        kv = np.flatnonzero(tree.kind[nodes] == NodeKind.KV)
-        tops, inverse = np.unique(tree.top[nodes[kv]], return_inverse=True)
-        lost = np.array([self.view.kv_reuse(top) < _LEAST_SHARE for top in tops.tolist()], np.bool_)
-        scores[kv] -= np.where(lost[inverse], _BEFORE_OTHERS_S, 0.0) if len(kv) else 0.0
+        lost = (self.view.kv_reuse(tree.top[nodes]) < _LEAST_SHARE) & (tree.kind[nodes] == NodeKind.KV)
+        scores[lost] -= _BEFORE_OTHERS_S
         return scores
