@@ -17,13 +17,11 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from lorikeet.kernels.reference import ReferenceKernels  # noqa: E402
-from lorikeet.models.config import ARCHITECTURES  # noqa: E402
 from lorikeet.models.transformers_attention import UnsupportedAttention  # noqa: E402
 from lorikeet.models.transformers_decoder import TransformersDecoder, load_model  # noqa: E402
-from tests.models.library_bases import decoders, make_base, model_class  # noqa: E402
+from tests.models.library_bases import NOT_TRIED, NotTried, decoders, make_base, row  # noqa: E402
 
 PAGE = Path(__file__).with_name("models.md")
-NOT_TRIED = "not tried: "
 _START, _END = "<!-- table -->", "<!-- end of table -->"
 
 
@@ -32,25 +30,13 @@ def refusal(kind: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         try:
             make_base(Path(folder), kind)
-        except (ImportError, ValueError) as error:
-            return NOT_TRIED + " ".join(str(error).split())[:100]
-        try:
             model = load_model(Path(folder), torch.float32, torch.device("cpu"))
             TransformersDecoder(model, ReferenceKernels(), 128)
-        except UnsupportedAttention as error:
+        except (NotTried, UnsupportedAttention) as error:
             return str(error)
         finally:
             gc.collect()
     return ""
-
-
-def row(kind: str, reason: str) -> str:
-    """Return the line of the table for a type of config."""
-    name = model_class(kind).__name__
-    how = "refused" if reason else "own decoder" if name in ARCHITECTURES else "transformers"
-    if reason.startswith(NOT_TRIED):
-        how, reason = "not tried", reason.removeprefix(NOT_TRIED)
-    return f"| `{kind}` | {name} | {how} | {reason.split('(')[0].strip()} |"
 
 
 def table(reasons: Mapping[str, str]) -> str:

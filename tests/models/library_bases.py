@@ -13,7 +13,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from lorikeet.models.config import ARCHITECTURES
+
 VOCABULARY = 96
+NOT_TRIED = "not tried: "
+"""Begins the reason why no tiny checkpoint can be made here."""
 
 _SMALL: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
@@ -95,6 +99,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 """Keys of some architectures whose small defaults would leave out what is particular about them."""
 
 
+class NotTried(Exception):
+    """No tiny checkpoint can be made."""
+
+
 def decoders() -> dict[str, type[PreTrainedModel]]:
     """Return the decoder-only causal models that support the attention interface, by the type of their config."""
     found = {}
@@ -138,12 +146,19 @@ def _small_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def make_base(folder: Path, kind: str, **overrides: Any) -> PreTrainedModel:
-    """Save a random fp32 checkpoint, and return transformers' model of it."""
-    config = small_config(kind)
-    for key, value in overrides.items():
-        setattr(config, key, value)
+    """Save a random fp32 checkpoint, and return transformers' model of it.
+
+    Raises:
+        NotTried: none can be made here.
+    """
     torch.manual_seed(len(kind))
-    model = model_class(kind)._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    try:
+        config = small_config(kind)
+        for key, value in overrides.items():
+            setattr(config, key, value)
+        model = model_class(kind)._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    except Exception as error:  # of many kinds, for packages that are missing and sizes that do not go together
+        raise NotTried(NOT_TRIED + " ".join(str(error).split())[:100]) from error
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter) * 0.1
@@ -157,3 +172,12 @@ def make_base(folder: Path, kind: str, **overrides: Any) -> PreTrainedModel:
 def random_ids(tokens: int, seed: int) -> list[int]:
     """Return ordinary tokens."""
     return random.Random(seed).choices(range(3, VOCABULARY), k=tokens)
+
+
+def row(kind: str, reason: str) -> str:
+    """Return the line of the table in docs/models.md for a type of config, which is refused for a reason or runs."""
+    name = model_class(kind).__name__
+    how = "refused" if reason else "own decoder" if name in ARCHITECTURES else "transformers"
+    if reason.startswith(NOT_TRIED):
+        how, reason = "not tried", reason.removeprefix(NOT_TRIED)
+    return f"| `{kind}` | {name} | {how} | {reason.split('(')[0].strip()} |"

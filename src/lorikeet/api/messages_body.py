@@ -204,7 +204,10 @@ def _text_parts(content: str | list[ContentBlock] | None, where: str) -> str | l
         return content or ""
     for at, block in enumerate(content):
         if block.type != "text":
-            raise not_supported(f"{where}.content.{at}: content of type {block.type!r} is not supported.", "messages")
+            raise bad_request(
+                f"{where}.content.{at}: this model reads text only, no content of type {block.type[:100]!r}.",
+                "messages",
+            )
         if block.text is None:
             raise bad_request(f"{where}.content.{at}: a text block has no text.", "messages")
     return [{"type": "text", "text": block.text} for block in content]

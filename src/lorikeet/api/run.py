@@ -212,6 +212,10 @@ def _check_base(settings: Settings, model: ModelFolder) -> None:
     if not wants_own_decoder(model.path, wanted):
         if engine.profile or engine.executor is not ExecutorKind.TORCH:
             raise ConfigError(f"profile: only {', '.join(ARCHITECTURES)} have profiles")
+        cluster = settings.cluster
+        if cluster.replicas > 1 or cluster.max_replicas or cluster.ray_address:
+            # The pool that carries adapters between machines knows only the own decoder's modules.
+            raise ConfigError(f"replicas: {model.names[0]!r} runs by transformers' modules, in one replica only")
         if engine.tensor_parallel > 1:
             raise ConfigError(
                 f"tensor_parallel: {model.names[0]!r} runs by transformers' modules, which are not split over ranks"
