@@ -426,6 +426,10 @@ class TimedDevice:
     def signals(self) -> None:
         """Return None: there are no host workers."""
 
+    def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
+        """Return the arena as it is: nothing reads it."""
+        return arena
+
     def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
         """Queue an eager step."""
         self.steps.take(self._called_s)

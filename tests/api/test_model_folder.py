@@ -22,7 +22,7 @@ def test_a_folder_is_served_under_its_name_and_understood_by_its_path(tmp_path: 
     (tmp_path / "llama").mkdir()
     told, model = stages(ModelSettings(model=f"{tmp_path}/llama/"))
     folder = tmp_path.resolve() / "llama"
-    assert model == (folder, "llama", ("llama",), (f"{tmp_path}/llama/", str(folder)))
+    assert model == (folder, "llama", ("llama",), (f"{tmp_path}/llama/", str(folder)), "")
     assert told == []
 
 
@@ -49,7 +49,7 @@ def test_a_gguf_file_is_served_under_its_name_with_a_tokenizer_from_a_folder(tmp
     TOKENIZER.save(str(tokenizer / "tokenizer.json"))
     told, model = stages(settings)
     path = model[0]  # type: ignore[index]
-    assert model[1:] == ("tiny", ("tiny",), (str(file), str(file)))  # type: ignore[index]
+    assert model[1:] == ("tiny", ("tiny",), (str(file), str(file)), "")  # type: ignore[index]
     assert told == []
     assert (path / "model.gguf").resolve() == file.resolve()
     assert (path / "tokenizer.json").read_text() == (tokenizer / "tokenizer.json").read_text()

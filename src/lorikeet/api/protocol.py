@@ -179,12 +179,6 @@ class CompletionRequest(GenerationBody):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     add_special_tokens: bool | None = None
 
-    @model_validator(mode="after")
-    def _has_one_kind_of_prompt(self) -> "CompletionRequest":
-        if self.prompt is None and self.prompt_embeds is None:
-            raise PydanticCustomError("prompt", "a body needs a prompt or prompt_embeds")
-        return self
-
     @property
     def choices_per_prompt(self) -> int:
         """Sequences that are generated for each prompt, of which the best ``n`` are returned."""
@@ -216,7 +210,9 @@ def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
     Raises:
         ApiError: 400, there is none.
     """
-    prompt = body.prompt or []
+    if body.prompt is None:
+        raise bad_request("A body needs a prompt or prompt_embeds.", "prompt")
+    prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

@@ -43,6 +43,10 @@ ROUTES = (
         "OpenAI's: see [Batches](#batches)",
     ),
     ApiRoutes(("GET/POST /v1/batches", "GET /v1/batches/{id}", "POST /v1/batches/{id}/cancel")),
+    ApiRoutes(
+        ("GET /v1/requests/{id}",),
+        "what a recent request waited for, what was decided for it, and what that saved",
+    ),
     ApiRoutes(("POST /v1/completions",), "prompt: string, strings, token ids, lists of token ids"),
     ApiRoutes(
         ("GET /v1/models", "GET /v1/models/{id}"),
