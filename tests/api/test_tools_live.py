@@ -62,7 +62,8 @@ async def test_an_adapter_with_its_own_chat_runs_beside_one_without(default_mode
     (folder / "own" / "chat_template.jinja").write_text(OWN_TEMPLATE)
     (folder / "own" / "lorikeet.toml").write_text(OWN_SETTINGS)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    flags = ("--adapter-dir", str(folder), "--memory", "256MiB")
+    # In bfloat16 a token that is nearly as likely may win where a step computes other numbers of tokens.
+    flags = ("--adapter-dir", str(folder), "--memory", "256MiB", "--dtype", "float32", "--max-model-len", "1024")
     async with serving(default_model_cache / NAME, tmp_path, *flags) as server:
         begun = asyncio.Event()
 
@@ -80,9 +81,9 @@ async def test_an_adapter_with_its_own_chat_runs_beside_one_without(default_mode
                             begun.set()
             return said
 
-        alone, own_alone = await ask("plain", 16, temperature=0), await ask("own", 128)
+        alone, own_alone = await ask("plain", 16, temperature=0), await ask("own", 64)
         begun.clear()
-        running = asyncio.create_task(ask("own", 128))
+        running = asyncio.create_task(ask("own", 64))
         await begun.wait()
         beside = await ask("plain", 16, temperature=0)
         assert not running.done(), "they ran in the same steps"
