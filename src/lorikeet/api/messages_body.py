@@ -198,7 +198,7 @@ def _text_parts(content: str | list[ContentBlock] | None, where: str) -> str | l
     """Return text content as a chat has it.
 
     Raises:
-        ApiError: 501, it is not text.
+        ApiError: 400, it is not text.
     """
     if content is None or isinstance(content, str):
         return content or ""
