@@ -45,7 +45,7 @@ def ttfts(fields: dict[str, Any], host_bytes: int | None) -> Scores:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40) if sampling.runs_all else (12, 29))
 def test_requests_are_as_fast_with_a_host_tier_as_without(seed: int) -> None:
-    """Of the 40, two are slower by more than 2 %, as other requests are preempted: by 2 % and by 7 %."""
+    """Some are slower by a few percent, as KV is loaded that would be computed sooner, or others are preempted."""
     fields = random_scenario(seed)
     without, default = ttfts(fields, 0), ttfts(fields, None)
     assert default.mean() <= 1.1 * without.mean()
@@ -64,5 +64,5 @@ def test_conversations_that_return_find_their_kv_on_the_host() -> None:
         "engine": {"memory_bytes": 6 * 10**9},
     }
     without, default = ttfts(fields, 0), ttfts(fields, None)
-    assert default.mean() <= 0.87 * without.mean()
+    assert default.mean() <= 0.82 * without.mean()
     assert np.percentile(default, 99) <= 0.8 * np.percentile(without, 99)

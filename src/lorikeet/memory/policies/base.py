@@ -14,6 +14,10 @@ import numpy.typing as npt
 
 from lorikeet.memory.tree import DependencyTree, Nodes, NodeTransfer, Scores
 
+_ANSWER_SHARE, _MOST_DELAYED = 1 / 16, 3.0
+"""A running request that a longer step delays counts as such a part of one that waits for its first token; and the most
+that all together, with that one, count. Chosen on the odd scenarios of benchmarks/auto and the 40 workloads of
+tests/simulator/test_host_tier."""
 LOWEST = float(np.finfo(np.float64).min)
 """Used for a score of minus infinity, which would become NaN when an infinite offset is added."""
 
@@ -55,10 +59,12 @@ class MemoryView:
     def loading_kv_pays(self, blocks: int) -> bool:
         """Whether loading so many blocks of KV from the host costs less than computing them, as far as is known.
 
-        Both are in seconds of requests: for a load one request waits, while a longer step delays all running ones, too.
+        For a load one request waits, while a longer step delays all running ones, too.
         """
         prefill_s = self.prefill_s(blocks)
-        return prefill_s == 0 or self.load_kv_s(blocks) <= prefill_s * (1 + self.running)
+        return prefill_s == 0 or self.load_kv_s(blocks) <= prefill_s * min(
+            1 + _ANSWER_SHARE * self.running, _MOST_DELAYED
+        )
 
 
 class EvictionPolicy:
