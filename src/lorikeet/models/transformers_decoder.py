@@ -20,7 +20,10 @@ from transformers.utils import logging as transformers_logging
 from lorikeet.core.geometry import KvShape, ModelGeometry, split_layer
 from lorikeet.core.messages import LOADING_WEIGHTS
 from lorikeet.kernels.base import Batch, HostMetadata, Kernels, LoraTargets, to_device
+from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.models.config import ModelConfigError, TransformersConfig, read_eos_token_ids, read_json_section
+from lorikeet.models.gguf import GGUF_FILE, GgufFile, read_gguf, transformers_names
+from lorikeet.models.gguf_weights import decode_gguf
 from lorikeet.models.loading import Progress, WeightError
 from lorikeet.models.transformers_attention import (
     PROBE,
@@ -62,6 +65,11 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
         ModelConfigError: it cannot be read, or transformers has no such architecture.
     """
     settings = read_json_section(folder / "config.json")
+    for key in ("quantization_config", "compression_config"):
+        if settings.get(key) is not None:
+            raise settings.error(
+                key, "transformers' modules take weights in 16 bits, or GGUF"
+            )
     architecture = _class_of(folder).__name__
     config = _read_config(folder)
     text = config.get_text_config(decoder=True)
@@ -141,9 +149,12 @@ def load_model(
                 torch.manual_seed(seed)
                 model = found._from_config(config, dtype=dtype, attn_implementation="eager")
             else:
+                file = folder / GGUF_FILE
+                weights = _gguf_weights(read_gguf(file), dtype) if file.is_file() else None
                 model, info = found.from_pretrained(
-                    folder,
+                    folder if weights is None else None,
                     config=config,
+                    state_dict=weights,
                     dtype=dtype,
                     attn_implementation="eager",
                     use_safetensors=True,
@@ -161,6 +172,15 @@ def load_model(
     model = model.to(device).eval().requires_grad_(False)
     report(LOADING_WEIGHTS, 1, 1)
     return model
+
+
+def _gguf_weights(file: GgufFile, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors of a GGUF file, dequantised, by their names in transformers."""
+    decoded = {name: decode_gguf(file, stored) for name, stored in transformers_names(file).items()}
+    return {
+        name: each.dequantized(dtype) if isinstance(each, QuantizedWeight) else each.to(dtype)
+        for name, each in decoded.items()
+    }
 
 
 class _Found(NamedTuple):

@@ -181,6 +181,11 @@ def _load_transformers(
     from lorikeet.models.transformers_attention import UnsupportedAttention
     from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 
+    if (wanted := settings.model.quantization) not in ("auto", "none", "gguf"):
+        raise ConfigError(
+            f"quantization: {config.architecture} runs by transformers' modules, whose weights stay in 16 bits, not "
+            f"{wanted}"
+        )
     kernels = _kernels(settings, dtype, device)
     model = load_model(folder, dtype, device, load_format=settings.model.load_format, progress=progress)
     try:
