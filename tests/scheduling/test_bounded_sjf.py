@@ -77,10 +77,10 @@ def test_the_request_that_has_waited_longest_is_not_passed() -> None:
 
 
 def test_delays_add_up_until_an_older_request_cannot_afford_more() -> None:
-    # Nothing was admitted for long, so each of the others takes three times its 60 ms, of 0.25 s and a fifth of 2 s.
+    # Nothing was admitted for long, so each of the others takes three times its 60 ms, of 0.1 s and 0.15 times 2 s.
     shorts = [(f"short-{index}", 1.0 + index / 100, 60) for index in range(5)]
     queue = queue_of(("oldest", -20.0, 10), ("long", 0.0, 400), *shorts)
-    assert admitted_at(queue, 2.0) == ["oldest", "short-0", "short-1", "short-2", "long", "short-3", "short-4"]
+    assert admitted_at(queue, 2.0) == ["oldest", "short-0", "short-1", "long", "short-2", "short-3", "short-4"]
 
 
 def test_one_that_lacks_blocks_keeps_its_turn() -> None:

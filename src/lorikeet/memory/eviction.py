@@ -567,7 +567,7 @@ class Evictor:
         top = tree.top[:end]
         idle = (tree.kind[:end] == NodeKind.KV) & tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO)
         nodes = np.flatnonzero(idle & ~tree.on_host[:end] & (tree.pins[:end] == 0) & tree.on_device[top])
-        nodes = nodes[pays(top[nodes])]
+        nodes = nodes[pays(top[nodes].astype(np.int64))]
         if len(nodes) > most:
             nodes = nodes[np.argpartition(tree.score[nodes], most)[:most]]
         chosen: list[int] = nodes[np.lexsort((-tree.depth[nodes], tree.score[nodes]))].tolist()

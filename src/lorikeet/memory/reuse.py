@@ -4,7 +4,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from lorikeet.memory.tree import Nodes, Scores
 
@@ -55,7 +54,7 @@ class KvReuse:
             self._asked[top] += 1
             self._all_asked += 1
 
-    def shares(self, tops: Nodes | npt.NDArray[np.int32]) -> Scores:
+    def shares(self, tops: Nodes) -> Scores:
         """Return the expected share of each adapter's KV that will be asked for again."""
         if len(tops):
             self._extend(int(tops.max()) + 1)

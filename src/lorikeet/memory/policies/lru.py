@@ -2,6 +2,8 @@
 
 from typing import Final
 
+import numpy as np
+
 from lorikeet.memory.policies.base import EvictionPolicy
 from lorikeet.memory.tree import NodeKind, Nodes, Scores
 
@@ -24,6 +26,6 @@ class LruWithReuse(Lru):
     def scores(self, nodes: Nodes, now: float) -> Scores:
         """Return the times of last use, less by a constant for KV of which less than ``_LEAST_SHARE`` comes back."""
         tree, scores = self.view.tree, super().scores(nodes, now)
-        lost = (self.view.kv_reuse(tree.top[nodes]) < _LEAST_SHARE) & (tree.kind[nodes] == NodeKind.KV)
+        lost = (self.view.kv_reuse(tree.top[nodes].astype(np.int64)) < _LEAST_SHARE) & (tree.kind[nodes] == NodeKind.KV)
         scores[lost] -= _BEFORE_OTHERS_S
         return scores

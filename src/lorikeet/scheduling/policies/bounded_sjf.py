@@ -15,8 +15,8 @@ from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionVi
 
 _Floats = npt.NDArray[np.float64]
 
-_DELAY_SHARE: Final = 0.2
-_DELAY_S: Final = 0.25
+_DELAY_SHARE: Final = 0.15
+_DELAY_S: Final = 0.1
 """A request may be delayed by this share of its wait under FIFO and so many seconds. Both are below what the class
 promises, since delays are estimates."""
 _WORST_HALF_LIFE_S: Final = 60.0
