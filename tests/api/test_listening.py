@@ -3,12 +3,14 @@
 import asyncio
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
+import uvloop
 
 from lorikeet.api.listening import BoundServer, bind, bind_unix
 from lorikeet.config import ConfigError
@@ -53,15 +55,19 @@ async def test_restart_binds_while_connections_linger_and_still_only_one() -> No
         bind("127.0.0.1", port)
 
 
-async def test_port_that_another_listens_on_when_ready_is_an_error() -> None:
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_port_that_another_listens_on_when_ready_is_an_error(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     with socket.socket() as other, socket.socket() as mine:
         for each in (other, mine):
             each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", 0))
         mine.bind(other.getsockname())
         other.listen()
-        with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1"):
-            await server_on(mine)._serve()
+        with (
+            asyncio.Runner(loop_factory=loop) as runner,
+            pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address already in use"),
+        ):
+            runner.run(server_on(mine)._serve())
 
 
 async def test_a_unix_socket_is_answered_removed_and_replaced_only_if_nobody_listens(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def bind(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         listener.close()
-        raise _cannot_listen(host, port, error) from error
+        raise _cannot_listen(f"{host}:{port}", error) from error
     return listener
 
 
@@ -50,7 +50,7 @@ def bind_unix(path: str) -> socket.socket:
         os.chmod(path, 0o600)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
+        raise _cannot_listen(path, error) from error
     return listener
 
 
@@ -95,11 +95,12 @@ class BoundServer(uvicorn.Server):
         """
         if self._certificate is not None:
             self.config.ssl = self._certificate.context
+        address = self._listener.getsockname()  # the event loop closes a socket that cannot listen
         try:
             await super().startup([self._listener])
         except OSError as error:
-            host, port, *_ = self._listener.getsockname()
-            raise _cannot_listen(host, port, error) from error
+            where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+            raise _cannot_listen(where, error) from error
         if self._listener.family != socket.AF_UNIX:
             # Connections inherit it, and a restart can bind while they linger.
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -112,5 +113,5 @@ class BoundServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}")
+def _cannot_listen(where: str, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen on {where}: {error.strerror or error}")

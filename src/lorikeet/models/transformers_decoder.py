@@ -67,9 +67,7 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
     settings = read_json_section(folder / "config.json")
     for key in ("quantization_config", "compression_config"):
         if settings.get(key) is not None:
-            raise settings.error(
-                key, "transformers' modules take weights in 16 bits, or GGUF"
-            )
+            raise settings.error(key, "transformers' modules take weights in 16 bits, or GGUF")
     architecture = _class_of(folder).__name__
     config = _read_config(folder)
     text = config.get_text_config(decoder=True)
