@@ -63,12 +63,12 @@ def test_wrong_flags_end_the_command_before_anything_starts(monkeypatch: pytest.
     assert runner.invoke(app, ["route", *arguments.split()]).exit_code == 2
 
 
-def test_what_a_row_lacks_ends_it_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_that_there_is_not_ends_it_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     # Logs would go on to be written to what the runner takes for stderr.
     monkeypatch.setattr("lorikeet.router.run.configure_logs", lambda level, as_json: None)
-    result = runner.invoke(app, ["route", "--backend", "http://127.0.0.1:9", "--preset", "toppings"])
-    assert result.exit_code == 1
-    assert "--profile" in result.output
+    result = runner.invoke(app, ["route", "--backend", "http://127.0.0.1:9", "--preset", "nonsense"])
+    assert result.exit_code == 2
+    assert "unknown preset" in result.output
     assert "Traceback" not in result.output
 
 

@@ -421,8 +421,6 @@ async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"preset": "toppings"}, "--profile"),
-        ({"preset": "loraserve"}, "operating points"),
         ({"preset": "nonsense"}, "unknown preset"),
         ({"backends": ("http://a", "http://a/v1")}, "twice"),
         ({"backends": ("localhost:8001",)}, "no address"),

@@ -140,7 +140,7 @@ def build_migration(
     copies: CopyCosts | None = None,
     *,
     costs: Callable[[], ReplicaCosts] = lambda: GENERIC,
-    kv_token_bytes: int = 0,
+    kv_token_bytes: int = GENERIC_TOKEN_BYTES,
 ) -> MigrationCosts | None:
     """Return the costs that co-migration needs; None if the preset has no co-migration.
 
