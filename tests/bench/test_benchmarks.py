@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from benchmarks import faults, gpu, steps
@@ -16,9 +15,6 @@ from benchmarks.papers.runs import peak
 from benchmarks.request_path import show
 from lorikeet.bench.model_shapes import MODEL_SHAPES
 from lorikeet.bench.synthetic import PAPER_RANKS
-from lorikeet.core.plan import KernelForm
-from lorikeet.core.request import Slo
-from lorikeet.costs.profile import OperatingLoads
 from tests.support import hostile_clients as hostile
 
 SMALL = MODEL_SHAPES["llama-2-7b"] | {
@@ -147,15 +143,12 @@ def test_dlora_lengths_have_the_printed_statistics() -> None:
 
 
 def test_a_short_run_of_loraserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = [
-        OperatingLoads(KernelForm.PADDED, Slo(ttft_s=10.0), 512, 128, 64, 512, {rank: 9000.0}) for rank in PAPER_RANKS
-    ]
-    points = [msgspec.json.decode(msgspec.json.encode(each)) for each in loads]
-    assert loraserve.loads_of(points).tokens_per_s == dict.fromkeys(PAPER_RANKS, 9000.0)
+    (points,) = loraserve.known(loraserve.PROFILE).operating_points
+    assert sorted(points.tokens_per_s.values(), reverse=True) == [points.tokens_per_s[rank] for rank in PAPER_RANKS]
     monkeypatch.setattr(loraserve, "WINDOW_S", 3.0)
     monkeypatch.setattr(loraserve, "WARM_S", 0.0)
     for mix in ("uniform shifting", "production 50"):
-        made = loraserve.serve(*points, loraserve.PROFILE, mix, loraserve.OURS, 8.0, 1, 1)
+        made = loraserve.serve(loraserve.PROFILE, mix, loraserve.OURS, 8.0, 1, 1)
         assert made["ttft_p95_s"] > 0
 
 
