@@ -594,7 +594,9 @@ _OTHERS = Measurement(
             share_lines,
             log_y=True,
         ),
-        Plot("ELORA's device over time, 34B, 100 adapters", "s", "% of the pool", runs(OURS, [_BUSY]), memory_lines),
+        Plot(
+            "ELORA's device over time, 34B, 100 adapters", "time, s", "% of the pool", runs(OURS, [_BUSY]), memory_lines
+        ),
     ],
 )
 
