@@ -95,12 +95,14 @@ class BoundServer(uvicorn.Server):
         """
         if self._certificate is not None:
             self.config.ssl = self._certificate.context
-        address = self._listener.getsockname()  # the event loop closes a socket that cannot listen
         try:
-            await super().startup([self._listener])
+            self._listener.listen(
+                self.config.backlog
+            )  # uvloop would close a socket that cannot listen, and not say why
         except OSError as error:
-            where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
-            raise _cannot_listen(where, error) from error
+            address = self._listener.getsockname()
+            raise _cannot_listen(address if isinstance(address, str) else "{}:{}".format(*address), error) from error
+        await super().startup([self._listener])
         if self._listener.family != socket.AF_UNIX:
             # Connections inherit it, and a restart can bind while they linger.
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
