@@ -1,7 +1,6 @@
 """The number of replicas follows the load: real engines come and go."""
 
 import socket
-from contextlib import AsyncExitStack
 from math import isnan
 from pathlib import Path
 
@@ -14,13 +13,12 @@ from lorikeet.client.supervisor import EngineProcess, LocalHost
 from lorikeet.cluster.controller.autoscaler import Autoscaler
 from lorikeet.cluster.controller.registry import ClusterRegistry
 from lorikeet.cluster.controller.registry_writer import RegistryWriter
-from lorikeet.cluster.open import open_cluster
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.scaling import ScalingPolicy
 from lorikeet.cluster.placement.service import LocalPlacementService, OrchestratorUnavailable
 from lorikeet.cluster.placement.static import FullReplication
 from lorikeet.cluster.routing.plain import FirstFit
-from lorikeet.config import ClusterSettings, ConfigError, ReplicaStart, ServerSettings, Settings
+from lorikeet.config import ClusterSettings, ReplicaStart, ServerSettings, Settings
 from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.plan import KernelForm
@@ -150,9 +148,3 @@ async def test_a_server_goes_by_its_profiles_operating_points(tmp_path: Path) ->
         await check_all(handles)
     assert (registry.replicas(), registry.copies()) == ([], set())
     registry.close()
-
-
-def test_scaling_without_operating_points_is_refused_at_once(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path / "no-model", tmp_path)
-    with pytest.raises(ConfigError, match=r"scaling by load needs operating points .*under ttft=1: run"):
-        open_cluster(settings, AsyncExitStack())

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
 from lorikeet.kernels.base import (
@@ -15,6 +16,7 @@ from lorikeet.kernels.base import (
     SamplingTensors,
     Weight,
 )
+from lorikeet.kernels.quantized import QuantizedWeight
 
 Call = tuple[object, ...]
 """Name of the kernel, then shapes of tensors and plain values, in the order of the arguments."""
@@ -44,9 +46,9 @@ class RecordingKernels:
         """Not recorded: what is computed is the same anywhere."""
         return self._inner.pin_threads(cores)
 
-    def pack(self, weight: Tensor) -> Weight:
+    def pack(self, weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> Weight:
         """Not recorded: weights are packed once, before any batch."""
-        return self._inner.pack(weight)
+        return self._inner.pack(weight, dtype)
 
     def repack(self, weight: Tensor, packed: Weight) -> None:
         """Not recorded: weights change between batches."""

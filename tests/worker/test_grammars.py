@@ -50,7 +50,7 @@ def takes(spec: GrammarSpec, text: str) -> bool:
         ("regex", "a+", "aa"),
         ("choice", '["a", "b"]', "b"),
         ("ebnf", 'root ::= "a" | "b"', "b"),
-        ("lark", '%llguidance {}\nstart: part "!"\npart[lazy]: /h(.|\\n)*/ "x"', "hmx!"),
+        ("lark", '%llguidance {}\nstart: part "!"\npart[lazy]: /[a-z]*/ "x"', "hmx!"),
     ],
 )
 def test_thoughts_may_come_before_an_answer_that_follows_a_grammar(kind: str, grammar: str, answer: str) -> None:

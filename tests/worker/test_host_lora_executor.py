@@ -244,9 +244,9 @@ def test_layers_that_arrive_while_the_prefill_runs_are_the_devices_from_then_on(
 
 
 def test_cold_and_warm_adapters_and_the_base_share_a_step(driver: ColdDriver, resident: dict[str, Tensor]) -> None:
-    warm = [driver.transfer(Tier.SOURCE, Tier.DEVICE, driver.refs[name]) for name in ("all", "other")]
+    warm = [driver.transfer(Tier.SOURCE, Tier.DEVICE, driver.refs[name]) for name in ("all", "other", "columns")]
     driver.move(*warm, wait=False)
-    driver.arrive(2)
+    driver.arrive(3)
     driver.bring("qkv", "qv")
     driver.gate.open(GROUPS - 1)  # of the first adapter, and none of the second
     driver.gate.wait_until_shut()

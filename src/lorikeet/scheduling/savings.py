@@ -61,7 +61,7 @@ class SavingsEstimator:
             return
         block_size, path = self._memory.block_size, lease.path[: lease.cached_blocks]
         away = int(np.count_nonzero(tree.moving[path] == NodeTransfer.IN))
-        ahead = sum(tree.kind[node] == NodeKind.KV for node in lease.prefetched)
+        ahead = sum(bool(tree.kind[node] == NodeKind.KV) for node in lease.prefetched)
         tokens = lease.cached_blocks * block_size
         compute_s = self._step_times.prefill_s(tokens)
         loaded_s = self._copy_s(Tier.HOST, ahead)
