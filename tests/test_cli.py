@@ -332,6 +332,11 @@ def test_no_flag_is_both_an_option_and_foreign() -> None:
     assert not own & compat.FOREIGN_FLAGS.keys()
 
 
+def test_adapters_in_a_list_need_no_model_before_them() -> None:
+    kept, _ = compat.translate(["--lora-modules", "a=x", "b=y", "model"])
+    assert kept == ["--lora-modules", "a=x", "--lora-modules", "b=y", "model"]
+
+
 def test_a_flag_without_meaning_here_is_taken_off_with_a_note() -> None:
     kept, notes = compat.translate(["m", "--max-loras", "4", "--max-cpu-loras=9", "--port", "1"])
     assert kept == ["m", "--port", "1"]

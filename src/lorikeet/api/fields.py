@@ -28,7 +28,7 @@ FIELDS = (
     BodyField(("model", "lora_path"), "[which model](#which-model)"),
     BodyField(
         ("messages",),
-        "content as a string or text parts (joined by newlines, as in vLLM); other parts are 501; other fields of a "
+        "content as a string or text parts (joined by newlines, as in vLLM); other parts are 400; other fields of a "
         "message go to the template unless they are null",
         (CHAT,),
     ),

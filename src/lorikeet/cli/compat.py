@@ -139,7 +139,7 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Translate arguments in vLLM's or SGLang's form for ``lorikeet serve``. Option names may have underscores.
 
     Several values after one option all belong to it only if the model was named first; otherwise the last of them
-    might be the model.
+    might be the model. Adapters as ``name=path`` are no model.
 
     Returns:
         The arguments to parse, and notes for the user.
@@ -166,7 +166,8 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             named_first = True
         elif word in _LISTS:
             kept += [flag, _take_value(flag, words)]
-            while named_first and words and not words[0].startswith("-"):
+            adapters = flag in ("--lora-modules", "--lora-paths")
+            while words and not words[0].startswith("-") and (named_first or (adapters and "=" in words[0])):
                 kept += [flag, words.pop(0)]
         else:
             kept.append(word)

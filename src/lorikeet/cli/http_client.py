@@ -135,6 +135,9 @@ def _reason(error: aiohttp.ClientError) -> str:
         return "Request URL is missing an 'http://' or 'https://' protocol."
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return "timed out"
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        said = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
+        return f"its certificate is not trusted ({said}): name its authority's file in SSL_CERT_FILE"
     if isinstance(error, aiohttp.ClientConnectorError):
         number = error.os_error.errno or 0
         return f"[Errno {number}] {os.strerror(number)}" if number > 0 else str(error.os_error)

@@ -27,6 +27,7 @@ from lorikeet.models.config import (
     wants_own_decoder,
 )
 from lorikeet.models.decoder import Decoder
+from lorikeet.models.gguf import GGUF_FILE
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import RankGroup
 from lorikeet.models.weights import DecoderWeights, pack_weights
@@ -193,7 +194,8 @@ def _load_transformers(
     except UnsupportedAttention as error:
         raise ModelConfigError(f"{folder / 'config.json'}: {config.architecture} cannot be served: {error}") from error
     config = msgspec.structs.replace(config, vocab_size=decoder.vocab_size)
-    return RankModel(config, decoder, kernels, dtype, device, decoder.geometry)
+    stored = "dequantised from GGUF" if (folder / GGUF_FILE).is_file() else ""
+    return RankModel(config, decoder, kernels, dtype, device, decoder.geometry, weights=stored)
 
 
 def _kernels(settings: Settings, dtype: torch.dtype, device: torch.device) -> Kernels:
