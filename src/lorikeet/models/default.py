@@ -72,18 +72,28 @@ def prepare_default_model(cache_dir: Path, progress: Callable[[str, int, int], N
     if target.is_dir():
         return target
     gguf = find_gguf()
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_dir, prefix=f".{NAME}-") as temporary:
-        folder = Path(temporary) / NAME
-        folder.mkdir()
+    with whole_folder(target) as folder:
         _convert(gguf, folder, progress or (lambda stage, done, total: None))
+    return target
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder, which becomes ``target`` by one rename in the end, or is removed after an error.
+
+    Two processes may make the same folder at the same time: the first one's stays.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+        folder = Path(temporary) / target.name
+        folder.mkdir()
+        yield folder
         try:
             folder.rename(target)
         except OSError:
             # Another process was faster, and its folder has the same content.
             if not target.is_dir():
                 raise
-    return target
 
 
 def find_gguf() -> Path:

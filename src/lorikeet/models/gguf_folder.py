@@ -7,7 +7,6 @@ import hashlib
 import json
 import multiprocessing
 import shutil
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from lorikeet.core.extras import install_command
 from lorikeet.models.config import ModelConfigError
-from lorikeet.models.default import split_digits
+from lorikeet.models.default import split_digits, whole_folder
 from lorikeet.models.gguf import GGUF_FILE, GgufFile, gguf_config, read_gguf
 
 _TOKENIZER_FILES = (
@@ -46,10 +45,7 @@ def prepare_gguf(path: Path, cache_dir: Path, tokenizer: Path | None, on_stage: 
     target = cache_dir / f"{path.stem}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
     if target.is_dir():
         return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_dir, prefix=f".{path.stem}-") as temporary:
-        folder = Path(temporary) / "folder"
-        folder.mkdir()
+    with whole_folder(target) as folder:
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if tokenizer is None:
             on_stage(f"converting the tokenizer of {path.name} (once)")
@@ -57,12 +53,6 @@ def prepare_gguf(path: Path, cache_dir: Path, tokenizer: Path | None, on_stage: 
         else:
             _copy_tokenizer(tokenizer, folder)
         (folder / GGUF_FILE).symlink_to(file.path)
-        try:
-            folder.rename(target)
-        except OSError:
-            # Another process was faster, and its folder has the same content.
-            if not target.is_dir():
-                raise
     return target
 
 
