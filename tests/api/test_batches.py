@@ -29,10 +29,11 @@ async def submitted(client: openai.AsyncOpenAI, content: bytes, endpoint: Any = 
 
 
 async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
-    async with asyncio.timeout(20):
-        while (batch := await client.batches.retrieve(batch_id)).status in ("in_progress", "cancelling"):
-            await asyncio.sleep(0.01)
-    return batch
+    async def found() -> Any:
+        batch = await client.batches.retrieve(batch_id)
+        return None if batch.status in ("in_progress", "cancelling") else batch
+
+    return await until(found, "the batch has ended")
 
 
 async def answers(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:

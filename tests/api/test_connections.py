@@ -15,6 +15,7 @@ from lorikeet.api.connections import ConnectionLimits, ConnectionStats, limited_
 from lorikeet.api.errors import ApiError
 from lorikeet.api.logs import RequestIds
 from tests.api.conftest import Running
+from tests.support.waiting import until
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -137,13 +138,11 @@ async def test_answer_that_nobody_reads_is_given_up() -> None:
 
 async def test_answer_that_nobody_reads_is_given_up_though_more_requests_wait() -> None:
     async with serving(ConnectionLimits(write_timeout_s=0.3)) as (port, stats):
-        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
         writer.write(b"GET /large HTTP/1.1\r\nhost: a\r\n\r\n")
-        await asyncio.sleep(0.1)  # the answer fills what is between
+        await reader.readexactly(1)  # the answer fills what is between
         writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 2)
-        async with asyncio.timeout(20):
-            while not stats.closed:
-                await asyncio.sleep(0.01)
+        await until(lambda: stats.closed, "the connection is closed")
         assert stats.closed == {"the answer was not read": 1}
         writer.close()
 

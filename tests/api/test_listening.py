@@ -15,6 +15,7 @@ import uvloop
 from lorikeet.api.listening import BoundServer, bind, bind_unix
 from lorikeet.config import ConfigError
 from tests.api.conftest import Start
+from tests.support.waiting import until
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -37,8 +38,7 @@ async def leave_a_lingering_connection(listener: socket.socket) -> None:
     """Serve one connection, which the server closes first: its end of it lingers for a minute."""
     server = server_on(listener)
     serving = asyncio.create_task(server._serve())
-    while not server.started:
-        await asyncio.sleep(0.005)
+    await until(lambda: server.started, "the server has started")
     reader, writer = await asyncio.open_connection(*listener.getsockname())
     writer.write(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
     assert await reader.read()
@@ -77,8 +77,7 @@ async def test_a_unix_socket_is_answered_removed_and_replaced_only_if_nobody_lis
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     server = server_on(listener)
     serving = asyncio.create_task(server._serve())
-    while not server.started:
-        await asyncio.sleep(0.005)
+    await until(lambda: server.started, "the server has started")
     transport = httpx.AsyncHTTPTransport(uds=str(path))
     async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as http:
         assert (await http.get("/")).status_code == 204

@@ -17,6 +17,7 @@ from lorikeet.api.listening import BoundServer, bind
 from lorikeet.api.tls import Certificate, open_certificate
 from lorikeet.config import ConfigError
 from tests.api.test_listening import answer
+from tests.support.waiting import until
 
 
 class Files:
@@ -47,8 +48,7 @@ async def test_a_renewed_certificate_is_used_and_a_wrong_one_is_not(tmp_path: Pa
     with bind("127.0.0.1", 0) as listener:
         server = BoundServer(uvicorn.Config(answer, lifespan="off", log_level="error"), listener, certificate)
         serving = asyncio.create_task(server._serve())
-        while not server.started:
-            await asyncio.sleep(0.005)
+        await until(lambda: server.started, "the server has started")
         url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
 
         async def is_trusted_by(authority: trustme.CA) -> bool:
