@@ -27,7 +27,9 @@ Target = Annotated[
 Model = Annotated[
     str, typer.Option(help="Model of the server to start: folder or hub id.", show_default="SmolLM2-135M-Instruct")
 ]
-ServerUrl = Annotated[str, typer.Option(help="A running server; without it, one is started.", envvar="LORIKEET_URL")]
+ServerUrl = Annotated[
+    str, typer.Option(help="A running server; without one, a server is started.", envvar="LORIKEET_URL")
+]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests at the same time.")]
 
 
