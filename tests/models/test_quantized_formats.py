@@ -157,7 +157,7 @@ def test_scales_of_a_wrong_shape_are_named(tmp_path: Path) -> None:
     ("asked", "complaint"),
     [
         ("int4", "is quantised already \\(awq\\), so it cannot be served as int4"),
-        ("gptq", "is quantised by awq, not gptq"),
+        ("gptq", "quantization: gptq is not what .* has: it is quantised by awq"),
         ("int3", "'int3' is not one of auto, none, int8"),
     ],
 )

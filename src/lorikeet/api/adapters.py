@@ -248,17 +248,22 @@ router = APIRouter()
 async def list_adapters(
     service: ServiceDep, limit: Annotated[int, Query(ge=1, le=1000)] = 100, cursor: str = ""
 ) -> dict[str, Any]:
-    """Return a page of adapters, sorted by name; pass ``next_cursor`` as ``cursor`` for the next page."""
-    records = sorted(service.catalog.list(), key=lambda record: record.name)
-    start = bisect.bisect_right(records, cursor, key=lambda record: record.name) if cursor else 0
-    page = records[start : start + limit]
-    more = start + limit < len(records)
+    """Return a page of adapters, sorted by name; pass ``next_cursor`` as ``cursor`` for the next page.
+
+    Those in the folder that is served are among them, also before a request has named them.
+    """
+    records = {record.name: record for record in service.catalog.list()}
+    names = sorted({*records, *await _unloaded(service)})
+    start = bisect.bisect_right(names, cursor) if cursor else 0
+    page = names[start : start + limit]
+    more = start + limit < len(names)
+    cards = [_card(service, records[name]) if name in records else _unloaded_card(service, name) for name in page]
     return {
         "object": "list",
-        "data": [_card(service, record) for record in page],
+        "data": cards,
         "has_more": more,
-        "next_cursor": page[-1].name if more else None,
-        "total": len(records),
+        "next_cursor": page[-1] if more else None,
+        "total": len(names),
     }
 
 
@@ -359,6 +364,8 @@ async def adapter_stats(name: str, service: ServiceDep) -> dict[str, Any]:
 @router.get("/v1/adapters/{name:path}")
 async def get_adapter(name: str, service: ServiceDep) -> dict[str, Any]:
     """Return one adapter."""
+    if service.models.missing(name) and name in await _unloaded(service):
+        return _unloaded_card(service, name)
     return _card(service, _record(service, name))
 
 
@@ -389,6 +396,20 @@ def _record(service: Service, name: str) -> AdapterRecord:
     return record
 
 
+async def _unloaded(service: Service) -> list[str]:
+    """Return the names that would be loaded from the folder that is served."""
+    if not service.loader.is_enabled:
+        return []
+    return [name for name in await in_daemon_thread(service.loader.names) if not service.models.is_base(name)]
+
+
+def _unloaded_card(service: Service, name: str) -> dict[str, Any]:
+    """Return the card of an adapter that is loaded when a request first names it; its files were not read."""
+    unknown = dict.fromkeys(("digest", "created", "rank", "weight_bytes", "level"))
+    known = {"source": name, "base": service.models.base, "loaded": False, "device_bytes": 0, "pinned": False}
+    return {"name": name, "object": "adapter", **known, **unknown}
+
+
 def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
     return {
         "name": record.name,
@@ -399,6 +420,7 @@ def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
         "created": int(record.created_at),
         "rank": record.max_rank,
         "weight_bytes": record.row.weight_bytes,
+        "loaded": True,
         **_residency(service, record),
         "pinned": record.name in service.loader.pinned,
         **({"chat": describe_chat(record.chat)} if record.row.chat else {}),

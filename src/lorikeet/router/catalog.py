@@ -74,7 +74,7 @@ class ModelCatalog:
         """Return the cards of the base model as a backend lists them; empty until one has been up."""
         backends = sorted(self._backend_router.backends.values(), key=lambda backend: not backend.is_up)
         cards = next((backend.base_cards for backend in backends if backend.base_cards), [])
-        return [card | {"root": shown_source(str(card.get("root") or card["id"]))} for card in cards]
+        return [card | {"root": _shown_root(str(card.get("root") or card["id"]))} for card in cards]
 
     def cards(self) -> list[dict[str, Any]]:
         """Return a card for every model, those of the base first."""
@@ -168,3 +168,8 @@ class ModelCatalog:
     def _place_again(self) -> None:
         if replicas := [replica for replica in self._backend_router.backends if replica in self._placed_on]:
             self._tasks.run(self._placer.set_replicas(replicas))
+
+
+def _shown_root(root: str) -> str:
+    """Return the root of a base model as clients see it: of a folder its name, a hub id as it is."""
+    return shown_source(root) if root.startswith(("/", "~", ".")) else root
