@@ -180,6 +180,8 @@ def _run(python: Path, tests: Sequence[str], answers: Mapping[str, Sequence[str]
                 stderr=output,
             )
         shutil.copy(log, FOLDER / ("replaced.log" if answers else "pytest.log"))
+        if (of_servers := Path(scratch, "server.log")).is_file():
+            shutil.copy(of_servers, FOLDER)
         lines = Path(scratch, "results.jsonl")
         notes = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
     if not notes:

@@ -34,7 +34,11 @@ def test_lists_in_the_environment_are_separated_by_commas_and_stripped() -> None
         ({"server": {"port": 70_000}}, {}, "port"),
         ({}, {"LORIKEET_ENGINE__THREADS": "-1"}, r"environment: LORIKEET_ENGINE__THREADS: Expected `int` >= 0$"),
         ({}, {"LORIKEET_ENGINE__THREADS": "two"}, r"environment: LORIKEET_ENGINE__THREADS: Expected `int`, got `str`$"),
-        ({}, {"LORIKEET_ENGINE__THREAD": "2"}, "LORIKEET_ENGINE__THREAD: unknown setting 'thread'; did you mean threads"),
+        (
+            {},
+            {"LORIKEET_ENGINE__THREAD": "2"},
+            "LORIKEET_ENGINE__THREAD: unknown setting 'thread'; did you mean threads",
+        ),
         ({}, {"LORIKEET_ENGIN__THREADS": "2"}, "LORIKEET_ENGIN__THREADS: unknown section 'engin'; did you mean engine"),
         ({"server": {"root_path": "llm"}}, {}, "root_path: 'llm' is no path such as /llm"),
         ({"server": {"api_keys": ["key", ""]}}, {}, "an API key or admin key is empty"),

@@ -178,6 +178,7 @@ async def test_a_version_can_be_named_and_another_is_not_found(start: Start) -> 
         card = (await server.http.patch("/v1/adapters/pirate", json={"pinned": True, "warm": True})).json()
         assert card["pinned"] is True
         (warmed,) = server.engine.submitted
+        assert server.engine.asked == list(server.engine.views)
         assert (warmed.digest, warmed.sampling.max_tokens) == (card["digest"], 1)
         version = f"pirate@{card['digest'][:12]}"
         assert (await server.http.post(CHAT, json=body(model=version))).json()["model"] == "pirate"

@@ -69,7 +69,10 @@ async def test_error_of_broken_adapter_names_it_and_the_cause_and_no_path(server
                 assert reply.status_code >= 400
                 text = reply.json().get("error_message") or reply.json()["error"]["message"]
                 assert "adapter 'broken'" in text
-                assert "adapter_model.safetensors" in text or "there is no folder 'nowhere' in the server's --adapter-dir" in text
+                assert (
+                    "adapter_model.safetensors" in text
+                    or "there is no folder 'nowhere' in the server's --adapter-dir" in text
+                )
                 assert str(server.sources) not in text
     assert [entry["source"] for entry in logged if entry["event"] == "adapter not loaded"][-1].endswith("nowhere")
 

@@ -148,7 +148,9 @@ def _check_cores(settings: Settings) -> None:
         gpus, replicas = len(gpu_models()), max(cluster.replicas, cluster.max_replicas)
         if gpus and engine.tensor_parallel * replicas > gpus:
             times = f" × {replicas} replicas" if replicas > 1 else ""
-            raise ConfigError(f"tensor_parallel: {engine.tensor_parallel}{times} needs more GPUs than there are: {gpus}")
+            raise ConfigError(
+                f"tensor_parallel: {engine.tensor_parallel}{times} needs more GPUs than there are: {gpus}"
+            )
     elif engine.tensor_parallel > (cores := len(os.sched_getaffinity(0))):
         raise ConfigError(f"tensor_parallel: {engine.tensor_parallel} ranks need as many cores, and there are {cores}")
 

@@ -264,8 +264,12 @@ class Engines(Protocol):
         """
         ...
 
-    def submit(self, request: Request) -> RequestHandle:
+    def submit(self, request: Request, replica: ReplicaId | None = None) -> RequestHandle:
         """Submit a request. While no engine is ready, it waits.
+
+        Args:
+            request: which.
+            replica: that is to run it, while that one takes requests; None for the router's choice.
 
         Raises:
             EngineError: the engines have failed or are closed.
@@ -384,7 +388,7 @@ class EngineClient:
         """Start the engine and wait until it is ready."""
         return await self._supervisor.start(on_progress)
 
-    def submit(self, request: Request) -> RequestHandle:
+    def submit(self, request: Request, replica: ReplicaId | None = None) -> RequestHandle:
         """Open a stream for the request and send it to the engine."""
         if self._failure is not None:
             raise self._failure
