@@ -69,6 +69,8 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "anthropic/*::test_anthropic_tool_call*": (_call("get_current_weather", '{"location": "New York"}'),),
     "anthropic/*": ("I am fine.",),
     "openai/chat_completion/*::test_function_tool_use*": (_THOUGHT + _WEATHER,),
+    "tool_parsers/*product_tool_call*": (_call("get_product_info", '{"product_id": 7355608, "inserted": true}'),),
+    "tool_parsers/*": (_call("get_current_weather", '{"location": "Boston, MA"}'),),
     "openai/chat_completion/*::test_no_args_tool_call*": (_call("get_current_time", "{}"), "It is noon."),
     "openai/chat_completion/test_include_reasoning.py*": (_THOUGHT + "4",),
     "openai/chat_completion/*::test_complex_message_content*": ("2",),
@@ -99,8 +101,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
 
 NOT_OURS = {
     "*prompt_validation.py::test_load_prompt_embeds*": "tests vllm's own code: safe_load_prompt_embeds",
-    "*with_prompt_embeds.py*": "needs torch in the tests' environment",
-    "tool_parsers/test_granite4*": "needs Granite 4",
+    "tool_parsers/*granite4*": "needs Granite 4",
     "*test_metrics*multimodal*": "needs a vision model",
 }
 

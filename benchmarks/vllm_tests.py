@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 from collections import Counter
@@ -156,6 +157,7 @@ def _run(python: Path, tests: Sequence[str], answers: Mapping[str, Sequence[str]
             "LORIKEET_SCRATCH": scratch,
             "HF_HUB_CACHE": f"{scratch}/hub",
             "HF_HUB_OFFLINE": "1",
+            "LORIKEET_TORCH": sysconfig.get_path("purelib") if any("prompt_embeds" in test for test in tests) else "",
         }
         options = [
             "-q",

@@ -341,8 +341,8 @@ def name_settings(text: str, given: Mapping[str, Any], file: Path | None, enviro
     """Return an error text in which settings are called what the user called them.
 
     ``memory_bytes`` becomes ``--memory``, or ``LORIKEET_ENGINE__MEMORY_BYTES`` or ``[engine] memory_bytes`` where it
-    was set there. Only keys of a single section are recognized; those without an underscore only at the beginning of the
-    text, before a colon.
+    was set there. Only keys of a single section are recognized; those without an underscore only at the beginning of
+    the text, before a colon.
 
     Args:
         text: names settings by their keys.
