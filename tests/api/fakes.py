@@ -65,7 +65,6 @@ class FakeEngine:
 
     Attributes:
         submitted: all requests so far.
-        asked: the replica that each was to run on.
         aborted: ids of requests that were aborted.
         known: versions that it was told of and not told to drop.
         open: while cleared, no request gets a token.
@@ -79,7 +78,6 @@ class FakeEngine:
     def __init__(self, script: Script = lambda request: [], *, max_model_len: int = 256) -> None:
         self.script = script
         self.submitted: list[Request] = []
-        self.asked: list[ReplicaId | None] = []
         self.aborted: list[RequestId] = []
         self.open = asyncio.Event()
         self.open.set()
@@ -106,9 +104,8 @@ class FakeEngine:
             "0", GEOMETRY, 100, BLOCK_TOKENS, 4096, max_model_len, 50, "scripted", "boot", 0.0
         )
 
-    def submit(self, request: Request, replica: ReplicaId | None = None) -> "FakeHandle":
+    def submit(self, request: Request) -> "FakeHandle":
         self.submitted.append(request)
-        self.asked.append(replica)
         return FakeHandle(self, request)
 
     def register_adapters(self, refs: Iterable[AdapterRef]) -> None:

@@ -285,17 +285,6 @@ def test_a_request_that_is_to_move_to_a_replica_that_has_left_goes_to_another() 
     assert dispatcher.fleet.loads.requests.tolist() == [1]
 
 
-def test_a_request_may_name_its_replica_which_counts_while_that_one_is_open() -> None:
-    dispatcher = dispatcher_of(S1, S2, A=[S1])
-    provision = only_provision(dispatcher.arrive(asked("r1"), 0.0, S1))
-    assert dispatcher.arrive(asked("r2"), 0.0, S2) == Actions()
-    actions = dispatcher.provided(provision)
-    assert actions.sends == (Send(RequestId("r1"), S1),)
-    assert dispatcher.fetched(only_fetch(actions)).sends == (Send(RequestId("r2"), S2),)
-    dispatcher.drain(S2)
-    assert dispatcher.arrive(asked("r3"), 0.0, S2).sends == (Send(RequestId("r3"), S1),)
-
-
 def test_a_retired_adapter_is_deleted_when_its_last_request_ends() -> None:
     dispatcher = dispatcher_of(S1, A=[S1])
     dispatcher.provided(only_provision(dispatcher.arrive(asked("r1"), 0.0)))

@@ -8,7 +8,7 @@ from lorikeet.api.errors import ApiError, engine_unavailable, hide_paths, unexpe
 from lorikeet.api.logs import log
 from lorikeet.api.observer import RequestObserver, RequestWatch
 from lorikeet.api.text_processor import StopScanner, TextProcessor
-from lorikeet.client.client import RequestHandle, RequestOutput
+from lorikeet.client.client import Engines, RequestHandle, RequestOutput
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.plan import Token
@@ -150,7 +150,7 @@ class Generation:
     The caller must call :meth:`close` in the end, which aborts unfinished choices.
 
     Args:
-        submit: runs a request.
+        client: runs the requests.
         requests: one for each choice.
         text_processor: of the model.
         options: how tokens become text.
@@ -166,7 +166,7 @@ class Generation:
 
     def __init__(
         self,
-        submit: Callable[[Request], RequestHandle],
+        client: Engines,
         requests: Sequence[Request],
         text_processor: TextProcessor,
         options: TextOptions,
@@ -179,7 +179,7 @@ class Generation:
         self._deltas: asyncio.Queue[OutputDelta | ApiError] = asyncio.Queue()
         self.choices = [
             ActiveChoice(index, handle, observer.watch(handle), text_processor, options)
-            for index, handle in enumerate(map(submit, requests))
+            for index, handle in enumerate(map(client.submit, requests))
         ]
         self._tasks = [asyncio.create_task(self._pump(choice)) for choice in self.choices]
         loop = asyncio.get_running_loop()

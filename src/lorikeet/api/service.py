@@ -55,7 +55,7 @@ from lorikeet.client.client import Engines
 from lorikeet.client.supervisor import EngineError
 from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
+from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.request import PromptEmbeds, Request, Slo
 
 _WARM_TOLD_S, _LOOK_S = 2.0, 0.02
@@ -79,7 +79,6 @@ class GenerationSpec:
         grammar: that the answers follow; None for none.
         embeds: of each prompt, whose tokens then mean nothing; empty if the prompts are tokens.
         thoughts: returns what may come before such an answer to a prompt.
-        replica: that is to run it; None for the router's choice.
     """
 
     prompts: int
@@ -93,7 +92,6 @@ class GenerationSpec:
     grammar: GrammarSpec | None = None
     embeds: Sequence[PromptEmbeds] = ()
     thoughts: Callable[[list[int]], Thoughts | None] = lambda prompt: None
-    replica: ReplicaId | None = None
 
 
 class Sender(NamedTuple):
@@ -193,37 +191,33 @@ class Service:
         return target
 
     async def warm(self, target: ResolvedModel, sender: Sender) -> None:
-        """Bring an adapter onto the device of every replica that runs, by a request of one token each.
+        """Bring an adapter onto the device of the replica that the router chooses, by a request of one token.
 
-        Returns when the replicas have told that it is there, or after two seconds.
+        Returns when that replica has told that it is there, or after two seconds.
 
         Raises:
-            ApiError: an engine cannot serve it.
+            ApiError: the engine cannot serve it.
         """
-        up = [] if target.adapter is None else [name for name, view in self.client.views.items() if view.alive]
-        await asyncio.gather(*(self._warm_replica(target, sender, replica) for replica in up or [None]))
-        until_s = time.monotonic() + _WARM_TOLD_S
-        while not self._is_told_warm(target) and time.monotonic() < until_s:
-            await asyncio.sleep(_LOOK_S)
-
-    def _is_told_warm(self, target: ResolvedModel) -> bool:
-        """Whether the gauges of all replicas, which come now and then, show an adapter on the device."""
-        stats = [view.stats for view in self.client.views.values() if view.alive and view.stats is not None]
-        return target.adapter is None or all(target.adapter.digest in each.resident_adapters for each in stats)
-
-    async def _warm_replica(self, target: ResolvedModel, sender: Sender, replica: ReplicaId | None) -> None:
         body = CompletionRequest(model=target.name, prompt=[0], max_tokens=1)
 
         async def encode() -> list[list[int]]:
             return [[0]]
 
-        spec = GenerationSpec(1, encode, "prompt", 1, None, replica=replica)
-        generation = await self.start(body, target, spec, sender)
+        generation = await self.start(body, target, GenerationSpec(1, encode, "prompt", 1, None), sender)
         try:
             async for _ in generation.deltas():
                 pass
         finally:
             generation.close()
+        until_s = time.monotonic() + _WARM_TOLD_S
+        while not self._is_told_warm(target) and time.monotonic() < until_s:
+            await asyncio.sleep(_LOOK_S)
+
+    def _is_told_warm(self, target: ResolvedModel) -> bool:
+        """Whether the gauges, which come now and then, show an adapter on a device; True if there are none."""
+        stats = [view.stats for view in self.client.views.values() if view.stats is not None]
+        wanted = None if target.adapter is None or not stats else target.adapter.digest
+        return wanted is None or any(wanted in each.resident_adapters for each in stats)
 
     async def chat_of(self, target: ResolvedModel) -> ChatSettings:
         """Return the chat settings of a model."""
@@ -300,7 +294,7 @@ class Service:
                     self.catalog.acquire(adapter.digest)
                 try:
                     generation = Generation(
-                        partial(self.client.submit, replica=spec.replica),
+                        self.client,
                         requests,
                         chat.text_processor,
                         self._text_options(body, chat.limits, spec),

@@ -264,12 +264,8 @@ class Engines(Protocol):
         """
         ...
 
-    def submit(self, request: Request, replica: ReplicaId | None = None) -> RequestHandle:
+    def submit(self, request: Request) -> RequestHandle:
         """Submit a request. While no engine is ready, it waits.
-
-        Args:
-            request: which.
-            replica: that is to run it, while that one takes requests; None for the router's choice.
 
         Raises:
             EngineError: the engines have failed or are closed.
@@ -388,7 +384,7 @@ class EngineClient:
         """Start the engine and wait until it is ready."""
         return await self._supervisor.start(on_progress)
 
-    def submit(self, request: Request, replica: ReplicaId | None = None) -> RequestHandle:
+    def submit(self, request: Request) -> RequestHandle:
         """Open a stream for the request and send it to the engine."""
         if self._failure is not None:
             raise self._failure

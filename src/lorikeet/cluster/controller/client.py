@@ -140,13 +140,13 @@ class ClusterClient:
             self._tasks.run(work())
         return self.engine_info
 
-    def submit(self, request: Request, replica: ReplicaId | None = None) -> RequestHandle:
+    def submit(self, request: Request) -> RequestHandle:
         """Route a request and return its handle. See ``Engines``."""
         if self._failure is not None:
             raise self._failure
         handle = self._streams.open(request, self._abort)
         self._placement.arrived(request.digest, len(request.prompt_token_ids))
-        self._apply(self._arrive(handle, replica))
+        self._apply(self._arrive(handle))
         return handle
 
     def register_adapters(self, refs: Iterable[AdapterRef]) -> None:
@@ -392,16 +392,16 @@ class ClusterClient:
     def _redispatch(self, handle: RequestHandle, target: ReplicaId) -> None:
         self._apply(self._dispatcher.move(self._routing_request(handle), target, time.monotonic()))
 
-    def _arrive(self, handle: RequestHandle, replica: ReplicaId | None = None) -> Actions:
-        """Route a request that has no replica, to ``replica`` if it can. It may be the first that names its adapter."""
+    def _arrive(self, handle: RequestHandle) -> Actions:
+        """Route a request that has no replica. It may be the first one that names its adapter."""
         if handle.request.adapter is not None:
             self._files.accept(handle.request.adapter)
         now, request_id, router = time.monotonic(), handle.request.request_id, self._dispatcher.router
         router.saved_s = 0.0
-        actions = self._dispatcher.arrive(self._routing_request(handle), now, replica)
-        chosen = self._dispatcher.fleet.where(request_id)
-        if router.saved_s and chosen is not None:
-            why = f"{chosen} has least to do for it and for the requests there"
+        actions = self._dispatcher.arrive(self._routing_request(handle), now)
+        replica = self._dispatcher.fleet.where(request_id)
+        if router.saved_s and replica is not None:
+            why = f"{replica} has least to do for it and for the requests there"
             handle.timings.apply(Decided(request_id, now, Mechanism.PLACEMENT, router.saved_s, why))
         return actions
 

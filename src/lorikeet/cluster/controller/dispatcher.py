@@ -254,26 +254,17 @@ class Dispatcher:
 
     # --- requests ------------------------------------------------------------------------------------
 
-    def arrive(self, request: RoutingRequest, now: float, replica: ReplicaId | None = None) -> Actions:
+    def arrive(self, request: RoutingRequest, now: float) -> Actions:
         """Route a request that is new, or that continues after its replica has left.
-
-        Args:
-            request: which.
-            now: current time, seconds.
-            replica: where it is to run, if that one is open; None for the router's choice.
 
         Raises:
             ValueError: the request is known already.
         """
         if request.request_id in self._requests:
             raise ValueError(f"Request {request.request_id} is known already")
-        known = self._requests[request.request_id] = _RequestState(request)
+        self._requests[request.request_id] = _RequestState(request)
         self._requests_by_adapter[request.adapter] += 1
         collected = ActionsBuilder()
-        if replica is not None and replica in self.fleet.open_index:
-            self.fleet.dispatched(request, replica)
-            self._begin(known, replica, collected)
-            return collected.actions()
         self._waiting[request.request_id] = None
         self._try_waiting(collected, now)
         return collected.actions()
