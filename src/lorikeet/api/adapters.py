@@ -252,7 +252,7 @@ async def list_adapters(
 
     Those in the folder that is served are among them, also before a request has named them.
     """
-    records = {record.name: record for record in service.catalog.list()}
+    records: dict[str, AdapterRecord] = {record.name: record for record in service.catalog.list()}
     names = sorted({*records, *await _unloaded(service)})
     start = bisect.bisect_right(names, cursor) if cursor else 0
     page = names[start : start + limit]
