@@ -34,6 +34,7 @@ class ScriptedEngine(FakeEngine):
         self.engine_info = msgspec.structs.replace(
             self.engine_info,
             geometry=config.geometry(2),
+            block_bytes=config.geometry(2).block_bytes(self.engine_info.block_size),
             max_adapter_blocks=10**6,
             base=BaseInfo(
                 config.architecture, "a script", config.vocab_size, config.eos_token_ids, "bfloat16", config.hidden_size
