@@ -71,6 +71,9 @@ LLAMA_LIKE: dict[str, Callable[[], Any]] = {
     "IA3 on all": lambda: ia3(target_modules=LINEAR, feedforward_modules=["o_proj"], modules_to_save=["norm"]),
 }
 """Over bases with Llama's names."""
+SAMPLE = ("LoRA", "DoRA with biases", "LoRA with biases", "whole norms", "whole linear layers", "trained tokens",
+          "LoRA on the vocabulary", "IA3")  # fmt: skip
+"""Some of them."""
 
 GPT2_LINEAR = ["c_attn", "c_proj", "c_fc"]
 GPT2_LIKE: dict[str, Callable[[], Any]] = {

@@ -459,6 +459,9 @@ def _check_coverage(
     for name, place in names.items():
         if any((place.layer, module) not in present for module in place.modules) and matcher.covers(name):
             raise AdapterError(f"{CONFIG_FILE} targets {name}, but {WEIGHTS_FILE} has no tensors for it")
+    for name in resolver.vocabulary_names(resolver.prefix_of(pairs[0].name)):
+        if isinstance(config.target_modules, list) and matcher.covers(name) and name not in others:
+            raise AdapterError(f"{CONFIG_FILE} targets {name}, but {WEIGHTS_FILE} has no tensors for it")
     targets = config.target_modules
     endings = {name[start:] for name in (*names, *others) for start in _starts(name)}
     missing = [target for target in targets if target not in endings] if isinstance(targets, list) else []

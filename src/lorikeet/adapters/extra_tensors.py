@@ -315,10 +315,10 @@ def _check_complete(
                 f"{WEIGHTS_FILE}: a whole weight of {name} belongs to a module that modules_to_save of "
                 f"{CONFIG_FILE} does not name"
             )
-    lacking = [each for each in saved if not any(_is_below(name, each) for kind in names.values() for name in kind)]
-    if lacking:
+    unsaved = [each for each in saved if not any(_is_below(name, each) for kind in names.values() for name in kind)]
+    if unsaved:
         raise AdapterError(
-            f"{CONFIG_FILE}: modules_to_save names {lacking[0]!r}, but {WEIGHTS_FILE} has no weights of it"
+            f"{CONFIG_FILE}: modules_to_save names {unsaved[0]!r}, but {WEIGHTS_FILE} has no weights of it"
         )
     if config.peft_type == "IA3" and not names["ia3"]:
         raise AdapterError(f"{WEIGHTS_FILE}: it has no ia3_l")
