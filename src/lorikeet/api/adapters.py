@@ -28,6 +28,7 @@ from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.api.uploads import check_config, receive_weights, write_config
 from lorikeet.client.supervisor import EngineError
+from lorikeet.costs.model import adapter_elements
 
 DRAIN_S = 30.0
 """Seconds that an unload waits for running requests of the adapter before it answers; the unload itself goes on."""
@@ -154,10 +155,7 @@ def _records(service: Service, names: Set[str]) -> list[AdapterRecord]:
 def _blocks(service: Service, record: AdapterRecord) -> int:
     """Return the blocks of an adapter on the device of one rank, nearly."""
     info = service.client.engine_info
-    elements = sum(
-        sum(record.ref.ranks.get(module, ())) * (shape.in_features + shape.out_features)
-        for module, shape in info.geometry.modules.items()
-    )
+    elements = adapter_elements(record.ref.ranks, info.geometry, record.ref.extras)
     return -(-elements * info.geometry.dtype_bytes // (service.ranks * info.block_bytes))
 
 

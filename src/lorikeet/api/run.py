@@ -56,6 +56,7 @@ from lorikeet.models.config import (
     read_model_config,
     wants_own_decoder,
 )
+from lorikeet.presets import MERGING_MODES, resolve_preset
 
 _KEEP_ALIVE_S = 75
 
@@ -359,7 +360,7 @@ def _open_catalog(
     assert base is not None, "an engine that serves has a model"
 
     def accept(adapter: AdapterRef) -> None:
-        blocks = pack(adapter.ranks, share, engine_info.block_bytes // dtype_bytes).blocks
+        blocks = pack(adapter.ranks, share, engine_info.block_bytes // dtype_bytes, adapter.extras).blocks
         if blocks > engine_info.max_adapter_blocks:
             raise AdapterError(
                 f"adapter {adapter.name!r} takes {blocks} blocks of device memory; one adapter gets at most "
@@ -381,7 +382,18 @@ def _open_catalog(
             model.revision,
             sources.strict_base,
         ),
+        only_low_rank=_why_only_low_rank(settings),
     )
+
+
+def _why_only_low_rank(settings: Settings) -> str:
+    """Return why adapters with more than low-rank matrices on linear modules cannot be served; "" if they can."""
+    if settings.engine.tensor_parallel > 1:
+        return "tensor parallelism serves low-rank matrices on linear modules only"
+    name, preset = resolve_preset(settings.engine.preset)
+    if preset.batching_mode in MERGING_MODES:
+        return f"preset {name} merges adapters, and can merge low-rank matrices on linear modules only"
+    return ""
 
 
 def _open_request_log(settings: Settings) -> RequestLog | None:
