@@ -17,6 +17,11 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 """The fused linear weights of a layer of the own decoder, and the modules of each, in row order."""
 
 
+SCORE = "score"
+"""The score head of a classification adapter, packed as a module of the last layer behind all others: its rows are a
+matrix ``[labels, hidden]``, and its "rank" is the number of labels. It is no part of ``ModelGeometry.modules``."""
+
+
 class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
     """Input and output features of one linear module."""
 
@@ -107,6 +112,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
             ``head_dim`` counts, and there may be fewer of them than layers. Empty: ``kv_heads`` and ``head_dim``.
         module_layers: the layers that have a module, for modules that not all layers have.
         names: how adapters name the modules; None: :data:`DECODER_NAMES`.
+        hidden: numbers of a hidden state; 0 if it is not known, and adapters then have no score heads.
     """
 
     layers: int
@@ -117,6 +123,11 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_layers: tuple[KvShape, ...] = ()
     module_layers: dict[str, tuple[int, ...]] = {}
     names: ModuleNames | None = None
+    hidden: int = 0
+
+    def shape_of(self, module: str) -> ModuleShape:
+        """Return the shape of a module, or of :data:`SCORE`."""
+        return ModuleShape(self.hidden, 0) if module == SCORE else self.modules[module]
 
     @property
     def module_slots(self) -> int:

@@ -172,7 +172,7 @@ class CostModel:
 
 def adapter_elements(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry) -> int:
     """Return the number of elements of an adapter's A and B; ``ranks`` has the rank of each layer by module."""
-    shapes = geometry.modules
+    shapes = {module: geometry.shape_of(module) for module in ranks}
     return sum(
         sum(by_layer) * (shapes[module].in_features + shapes[module].out_features) for module, by_layer in ranks.items()
     )

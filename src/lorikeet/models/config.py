@@ -418,7 +418,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
             inputs, outputs = self.module_shard(module, 0, tensor_parallel)
             modules[module] = ModuleShape(inputs.stop - inputs.start, outputs.stop - outputs.start)
         kv_heads = max(1, self.kv_heads // tensor_parallel)
-        return ModelGeometry(self.layers, kv_heads, self.head_dim, modules, dtype_bytes)
+        return ModelGeometry(self.layers, kv_heads, self.head_dim, modules, dtype_bytes, hidden=self.hidden_size)
 
 
 class TransformersConfig(msgspec.Struct, frozen=True):

@@ -187,11 +187,12 @@ class _Found(NamedTuple):
     Attributes:
         calls: the attention calls of a pass.
         rows: by linear module, the numbers of rows that it saw.
-        position_ids: whether the decoder takes them.
+        hidden: numbers of a hidden state.
     """
 
     calls: list[AttentionCall]
     rows: dict[nn.Module, set[int]]
+    hidden: int
 
 
 class _Hidden(nn.Module):
@@ -270,7 +271,7 @@ class TransformersDecoder:
             ]
             modules = self._take_linears(found)
             self._step = modules.step
-            self.geometry = self._geometry(modules.lora)
+            self.geometry = self._geometry(modules.lora, found.hidden)
             self._cut_output_layer()
             self._shapes = self.geometry.kv_shapes()
             self._views: tuple[Tensor, int, list[LayerKv]] | None = None
@@ -354,7 +355,7 @@ class TransformersDecoder:
                     for inner, child in module.named_children():
                         hooks.callback(child.register_forward_hook(see_layer(f"{name}.{inner}")).remove)
             try:
-                self._run(ids, torch.arange(len(ids), device=ids.device))
+                hidden = self._run(ids, torch.arange(len(ids), device=ids.device)).shape[-1]
             except UnsupportedAttention:
                 raise
             except Exception as error:  # of modules that expect what we do not give them, such as masks
@@ -363,7 +364,7 @@ class TransformersDecoder:
                 raise UnsupportedAttention(why) from error
         self._model.set_attn_implementation(STEP)
         self._check_layers(probe.calls, ran)
-        return _Found(probe.calls, rows)
+        return _Found(probe.calls, rows, hidden)
 
     def _check_layers(self, calls: Sequence[AttentionCall], ran: set[str]) -> None:
         """Check that every layer that ran has called the attention function."""
@@ -412,7 +413,7 @@ class TransformersDecoder:
                 module.forward = norm
         return _Taken(lora, step)
 
-    def _geometry(self, lora: LoraModules) -> ModelGeometry:
+    def _geometry(self, lora: LoraModules, hidden: int) -> ModelGeometry:
         stored = [call.shape for call in self._calls if call.stores]
         first = stored[0]
         is_plain = set(stored) == {KvShape(first.heads, first.key_dim, first.key_dim)} and len(stored) == lora.layers
@@ -425,6 +426,7 @@ class TransformersDecoder:
             kv_layers=() if is_plain else tuple(stored),
             module_layers=lora.module_layers,
             names=lora.names,
+            hidden=hidden,
         )
 
     def _cut_output_layer(self) -> None:

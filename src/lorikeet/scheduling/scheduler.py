@@ -297,7 +297,7 @@ class Scheduler:
         """Preempt a sequence: release its blocks, and queue it again; if it restarts, without its KV and output."""
         assert sequence.lease is not None
         keys = sequence.lease.keys
-        if restarts:
+        if restarts or sequence.request.pools_all_tokens:
             keys, sequence.computed_tokens = [], 0
         self.preemptions += 1
         self._outputs.events.append(Preempted(sequence.request_id, now))
@@ -426,6 +426,8 @@ class Scheduler:
                 self._outputs.events += self._savings.cold_ended(sequence, now)
             # A plan of several steps may have run past a stop token; KV beyond that is not counted as computed.
             sequence.computed_tokens = min(step.start + step.tokens + more, len(sequence.token_ids))
+            if sequence.request.pooling is not None and not sequence.remaining_tokens:
+                finish = FinishReason.STOP, None
             is_new = self._memory.has_uncommitted_blocks(sequence.lease, sequence.computed_tokens)
             if is_new and sequence.lease.is_ready:
                 computed.append(ComputedTokens(sequence.lease, sequence.token_ids, sequence.computed_tokens))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
-from lorikeet.core.request import PromptEmbeds, SamplingParams
+from lorikeet.core.request import Pooling, PromptEmbeds, SamplingParams
 from lorikeet.kernels.base import Batch, HostMetadata, LoraBatch, LoraSegment, LoraWeights, to_device, torch_dtype
 
 Ints = npt.NDArray[np.int64]
@@ -65,6 +65,8 @@ class SequenceState:
         embeds: of the prompt's tokens, ``[tokens, hidden]``; None for those of the ids.
         scores_prompt: whether the log probabilities of its prompt are wanted. Those of a sequence with outputs of
             earlier attempts have been reported.
+        pooling: how one vector is made of its prompt, None if tokens are sampled.
+        pooled_sum: of the hidden states that are averaged, with their weights, so far: fp32 ``[hidden]``.
     """
 
     def __init__(self, start: SequenceStart) -> None:
@@ -76,6 +78,8 @@ class SequenceState:
         self.blocks = GrowingInts()
         self.embeds = None if start.prompt_embeds is None else _rows_of(start.prompt_embeds, start.prompt_tokens)
         self.scores_prompt = start.sampling.prompt_logprobs is not None and len(start.token_ids) == start.prompt_tokens
+        self.pooling: Pooling | None = start.pooling
+        self.pooled_sum: Tensor | None = None
 
     @property
     def embedded_tokens(self) -> int:
@@ -85,6 +89,12 @@ class SequenceState:
     def scored_tokens(self, start: int, tokens: int) -> int:
         """Return how many of the ``tokens`` from ``start`` on are followed by a prompt token that is to be scored."""
         return max(0, min(tokens, self.prompt_tokens - 1 - start)) if self.scores_prompt else 0
+
+    def pooled_tokens(self, start: int, tokens: int) -> int:
+        """Return how many of the ``tokens`` from ``start`` on have hidden states that are pooled; they are the last."""
+        if self.pooling is None:
+            return 0
+        return tokens if self.pooling.needs_all_tokens else int(start + tokens == self.prompt_tokens)
 
     def add_blocks(self, blocks: Iterable[BlockId]) -> None:
         """Append to the block table."""
@@ -109,6 +119,7 @@ class BatchRow(NamedTuple):
         tokens: how many tokens are computed.
         samples: whether the last token's logits are sampled.
         scored: how many of the tokens, from the first on, have logits that score the prompt.
+        pooled: how many of the tokens, the last ones, have hidden states that are pooled; then nothing is sampled.
     """
 
     sequence: SequenceState
@@ -116,6 +127,7 @@ class BatchRow(NamedTuple):
     tokens: int
     samples: bool
     scored: int = 0
+    pooled: int = 0
 
 
 class AdapterRows(NamedTuple):
@@ -221,12 +233,16 @@ def _embeds(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> tup
 
 
 def _sample_rows(rows: Sequence[BatchRow], firsts: Ints, stops: Ints) -> Ints:
-    """Return the rows of a batch that need logits: of each sequence those that score its prompt, and its last."""
+    """Return the rows of a batch whose hidden states are needed.
+
+    Of each sequence these are those that score its prompt, its last if it samples, and those that are pooled.
+    """
     last = stops[np.array([row.samples for row in rows], dtype=bool)] - 1
-    if not any(row.scored for row in rows):
+    if not any(row.scored or row.pooled for row in rows):
         return last
     scored = [first + np.arange(row.scored) for row, first in zip(rows, firsts, strict=True)]
-    return np.sort(np.concatenate([last, *scored]))
+    pooled = [stop - row.pooled + np.arange(row.pooled) for row, stop in zip(rows, stops, strict=True)]
+    return np.sort(np.concatenate([last, *scored, *pooled]))
 
 
 def lora_batch(
