@@ -26,8 +26,9 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.module_names import BaseModules
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
 from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, LoraConfig, ModuleMatcher, read_config, read_json
+from lorikeet.adapters.task_files import split_score
 from lorikeet.adapters.tensors import EXPONENTS, MAX_TENSORS, largest_bits, merged, merged_data, read_entries
-from lorikeet.core.geometry import DECODER_NAMES, ModelGeometry
+from lorikeet.core.geometry import DECODER_NAMES, SCORE, ModelGeometry
 
 _CHUNK_BYTES = 2**20
 _MAX_SHARDS = 1000
@@ -132,15 +133,16 @@ def describe_folder(
     config, base_model, revision, warnings = read_config(folder / CONFIG_FILE)
     if options.base is not None:
         warnings += _check_base(base_model, revision, options.base)
-    chat = AdapterChat()
-    if options.read_chat:
-        on_stage("the chat template and the tokenizer's settings")
-        chat = read_chat(folder, options.overrides)
     on_stage(f"the header of {WEIGHTS_FILE}")
     weights = _Weights(folder)
     if options.max_bytes and weights.size > options.max_bytes:
         raise AdapterError(f"{WEIGHTS_FILE}: {weights.size} bytes, at most {options.max_bytes} are allowed")
-    pairs = _pair_up(weights.entries)
+    entries, score = split_score(weights.entries, options.geometry)
+    chat = AdapterChat()
+    if options.read_chat:
+        on_stage("the chat template and the tokenizer's settings")
+        chat = read_chat(folder, options.overrides, sum(head.rank for head in score))
+    pairs = _pair_up(entries)
     on_stage(f"the patterns of {CONFIG_FILE}")
     matcher = ModuleMatcher(config)
     resolver = BaseModules(options.geometry)
@@ -151,6 +153,7 @@ def describe_folder(
         for each in modules:
             _check_fit(each, options.geometry, options.max_rank)
         warnings += _check_coverage(config, matcher, served, modules, resolver)
+    modules += score
     digest, largest = "", 0.0
     if options.read_weights:
         on_stage(WEIGHTS_FILE)
@@ -279,6 +282,8 @@ def _check_weights(
     largest = 0.0
     for each in modules:
         a, b = (_magnitude(entry, bits[entry.name]) for entry in (each.a, each.b))
+        if each.module == SCORE:
+            b = 0.0
         scaled = b * abs(each.scaling)
         most = min(max(a, scaled, a * scaled * each.rank), sys.float_info.max)  # the last bounds the elements of B·A
         largest = max(largest, most)

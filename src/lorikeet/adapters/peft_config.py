@@ -15,6 +15,7 @@ import msgspec
 
 from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.task import is_score_only
 from lorikeet.adapters.tensors import LFS_POINTER_TEXT, is_lfs_pointer
 
 T = TypeVar("T")
@@ -262,6 +263,8 @@ def _check_supported(raw: dict[str, Any]) -> list[str]:
         raise AdapterError(f"peft_type is {raw.get('peft_type')!r}; only 'LORA' is supported")
     known = _HARMLESS | _IGNORED | {*_REFUSED, *LoraConfig.__struct_fields__}
     for key, value in raw.items():
+        if key == "modules_to_save" and is_score_only(value):
+            continue
         if key in _REFUSED and value:
             raise AdapterError(f"{key} is set: {_REFUSED[key]}")
         if value and key not in known:

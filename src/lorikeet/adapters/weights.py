@@ -13,7 +13,7 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.manifest import modules_of
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, from_float32, to_float32
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import SCORE, ModelGeometry
 
 _ROW_PARALLEL = ("o", "down")
 """Modules whose input features are split over the ranks; of all others the output features are."""
@@ -58,7 +58,7 @@ def load_weights(
                 where = f"adapter {ref.name!r}: {module} of layer {layer}"
                 columns, rows = _share(module, each.b.shape[0], geometry, rank, size)
                 a, b = _read(stream, each.a)[:, columns], _read(stream, each.b)[rows]
-                shape = geometry.modules[module]
+                shape = geometry.shape_of(module)
                 if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
                     raise AdapterError(
                         f"{where}: has {(a.shape[1], b.shape[0])} features, "
@@ -73,6 +73,8 @@ def load_weights(
 
 def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, size: int) -> tuple[slice, slice]:
     """Return the columns of A and the rows of B that belong to ``rank``."""
+    if module == SCORE:
+        return slice(None), slice(None)
     local = geometry.modules[module]
     if module in _ROW_PARALLEL:
         return slice(rank * local.in_features, (rank + 1) * local.in_features), slice(None)
@@ -94,6 +96,8 @@ def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:
 
 
 def _convert(values: NDArray[Any], was: str, scaling: float, dtype: str, where: str) -> NDArray[Any]:
+    if not values.size:  # a score head has no B
+        return from_float32(to_float32(values, was), dtype)
     exact = to_float32(values, was)
     if scaling != 1.0:
         exact = exact * np.float32(scaling)

@@ -88,9 +88,7 @@ def _vector(hidden: Tensor, rows: PooledRows) -> Tensor | None:
     return total / weight if rows.is_last else None
 
 
-def _results(
-    head: AdapterDigest | None, vectors: Tensor, weights: Callable[[AdapterDigest], LoraWeights]
-) -> Tensor:
+def _results(head: AdapterDigest | None, vectors: Tensor, weights: Callable[[AdapterDigest], LoraWeights]) -> Tensor:
     """Return vectors, or the logits of an adapter's score head for them: fp32 ``[vectors, numbers]``."""
     if head is None:
         return vectors

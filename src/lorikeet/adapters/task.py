@@ -1,0 +1,31 @@
+"""What an adapter is for besides text: vectors, as its pooling says, and labels, as its score head and config say."""
+
+from typing import Any
+
+import msgspec
+
+from lorikeet.core.request import PoolingKind
+
+SCORE_MODULES = frozenset({"score", "classifier"})
+"""What PEFT adds to ``modules_to_save`` for sequence classification. Decoders have only the first."""
+
+
+class AdapterTask(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How vectors and labels are made; by default as with the base model.
+
+    Attributes:
+        labels: names of the score head's labels, in order; empty if it has no head, or nothing names them.
+        is_multi_label: whether a text can have several labels, so that each has a probability of its own.
+        pooling: of embeddings; None if nothing says so.
+        normalizes: whether embeddings have length 1; None if nothing says so.
+    """
+
+    labels: tuple[str, ...] = ()
+    is_multi_label: bool = False
+    pooling: PoolingKind | None = None
+    normalizes: bool | None = None
+
+
+def is_score_only(modules_to_save: Any) -> bool:
+    """Return whether the fully trained modules of a config are only the score head."""
+    return isinstance(modules_to_save, list) and SCORE_MODULES.issuperset(map(str, modules_to_save))
