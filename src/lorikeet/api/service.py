@@ -21,6 +21,7 @@ from fastapi import Request as HttpRequest
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.chat import AdapterChat
+from lorikeet.adapters.task import AdapterTask
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.batches.batches import Batches
@@ -56,7 +57,7 @@ from lorikeet.client.supervisor import EngineError
 from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.request import PromptEmbeds, Request, Slo
+from lorikeet.core.request import Pooling, PromptEmbeds, Request, Slo
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class GenerationSpec:
         grammar: that the answers follow; None for none.
         embeds: of each prompt, whose tokens then mean nothing; empty if the prompts are tokens.
         thoughts: returns what may come before such an answer to a prompt.
+        pooling: that a vector of each prompt is wanted instead of an answer.
     """
 
     prompts: int
@@ -89,6 +91,7 @@ class GenerationSpec:
     grammar: GrammarSpec | None = None
     embeds: Sequence[PromptEmbeds] = ()
     thoughts: Callable[[list[int]], Thoughts | None] = lambda prompt: None
+    pooling: Pooling | None = None
 
 
 class Sender(NamedTuple):
@@ -133,6 +136,8 @@ class Service:
     loader: AdapterLoader
     responses: StoredResponses
     batches: Batches
+    base_task: AdapterTask = field(default_factory=AdapterTask)
+    """How the base model makes vectors."""
     ranks: int = 1
     """Tensor-parallel ranks of a replica."""
     unpaused: asyncio.Event = field(default_factory=_set_event)
@@ -244,7 +249,8 @@ class Service:
         sequences = spec.prompts * body.choices_per_prompt
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
         background = sender.is_batch or body.service_tier == "flex"
-        slo = None if background else self.targets.of(None if target.adapter is None else target.adapter.name)
+        has_target = not background and spec.pooling is None  # targets are of tokens
+        slo = None if not has_target else self.targets.of(None if target.adapter is None else target.adapter.name)
         try:
             ticket = self.gate_of(is_batch=sender.is_batch).enter(sequences)
         except ApiError as error:
@@ -259,7 +265,9 @@ class Service:
                 if spec.grammar is not None:
                     answer = msgspec.structs.replace(spec.grammar, thoughts=spec.thoughts(prompts[0]))
                     grammar = await self.grammars.check(answer, sequences)
-                predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
+                predicted: list[int | None] = [None] * len(prompts)
+                if spec.pooling is None:
+                    predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
                 chat = await self.chat_of(target)
                 requests = self._requests(
                     body,
@@ -375,6 +383,7 @@ class Service:
                         predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
                         background=background,
                         prompt_embeds=embeds,
+                        pooling=spec.pooling,
                     )
                 )
         return requests
