@@ -81,7 +81,7 @@ async def test_an_adapters_own_pooling_counts_before_the_defaults_and_the_body_b
             assert request.pooling is not None
             assert request.pooling.kind == kind
             norm = np.linalg.norm(reply.json()["data"][0]["embedding"])
-            assert (abs(norm - 1) < 1e-6) is is_unit
+            assert bool(abs(norm - 1) < 1e-6) is is_unit
         # ``old`` and ``mean`` have the same weights, so one version: the pooling belongs to the name.
         assert len(server.service.catalog.versions()) == 1
 

@@ -420,5 +420,6 @@ def check_name(name: str, reserved: set[str]) -> None:
 
 def base_identity(base_name: str, geometry: ModelGeometry) -> str:
     """Return the identity of a base model in the registry: its name and a hash of its sizes, without the dtype."""
-    sizes = msgspec.json.encode(msgspec.structs.replace(geometry, dtype_bytes=0), order="deterministic")
+    # Without what later versions have added, so that an identity stays what it was.
+    sizes = msgspec.json.encode(msgspec.structs.replace(geometry, dtype_bytes=0, hidden=0), order="deterministic")
     return f"{base_name} {hashlib.sha256(sizes).hexdigest()[:16]}"

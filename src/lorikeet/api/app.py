@@ -32,6 +32,7 @@ from lorikeet.api.metrics import (
     load_of,
 )
 from lorikeet.api.middleware import AdmissionGate, RootPath, add_middleware
+from lorikeet.api.mixtures import Mixtures
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.pooled import MAX_POOLED_BYTES, POOLED_PATHS
 from lorikeet.api.prompt_process import PATHS
@@ -96,6 +97,7 @@ def create_service(
         base_task=_base_task(chats),
         ranks=settings.engine.tensor_parallel,
         loader=AdapterLoader(settings.adapters, load, unload),
+        mixtures=Mixtures(lambda name, parts: adapters.make_mixture(service, name, parts), unload),
         models=models,
         targets=read_targets(settings.server, settings.cluster),
         gate=AdmissionGate(settings.server.max_queued),

@@ -9,6 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -27,13 +28,14 @@ from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.batches.batches import Batches
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionStats
-from lorikeet.api.errors import ApiError, engine_unavailable
+from lorikeet.api.errors import ApiError, bad_request, engine_unavailable
 from lorikeet.api.generation import Generation, TextOptions
 from lorikeet.api.grammar_process import GrammarSpec, Thoughts
 from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_type, unpacked
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
+from lorikeet.api.mixtures import PREFIX, Mixtures
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.prompt_process import CHAT_PATH, BodyNeeds, BodyRead, WhichModel
 from lorikeet.api.protocol import (
@@ -56,8 +58,11 @@ from lorikeet.client.client import Engines
 from lorikeet.client.supervisor import EngineError
 from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.ids import AdapterDigest, RequestId
+from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
 from lorikeet.core.request import Pooling, PromptEmbeds, Request, Slo
+
+_ATTEMPTS = 3
+"""To find a mixture before another request's takes its place."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,7 @@ class Service:
     observer: RequestObserver
     versions: HeldVersions
     loader: AdapterLoader
+    mixtures: Mixtures
     responses: StoredResponses
     batches: Batches
     base_task: AdapterTask = field(default_factory=AdapterTask)
@@ -181,6 +187,11 @@ class Service:
         """
         if generates:
             await self.unpaused.wait()
+        mixture = self.models.mixture(model)
+        if mixture is not None:
+            if lora_path:
+                raise bad_request("model names a mixture, so lora_path cannot name an adapter.", "lora_path")
+            return await self._mixed(model or "", mixture)
         if self.loader.is_enabled:
             for name in self.models.missing(model, lora_path):
                 await self.loader.load(name)
@@ -191,6 +202,33 @@ class Service:
         if target.adapter is not None:
             self.loader.use(target.name)
         return target
+
+    async def _mixed(self, spelling: str, mixture: Sequence[tuple[str, float]]) -> ResolvedModel:
+        """Return a mixture, which is made if it is not there.
+
+        Its conversations are those of its adapters if they are the same for all of them, else the base model's.
+        """
+        if not mixture:
+            return ResolvedModel(self.models.base, None)
+        targets = [await self.resolve(name, generates=False) for name, _ in mixture]
+        parts = []
+        for (name, weight), target in zip(mixture, targets, strict=True):
+            if target.adapter is None or target.name.startswith(PREFIX):
+                raise bad_request(f"{name!r} is no adapter that can be mixed.", "model")
+            parts.append((target.adapter, weight))
+        chat = targets[0].chat if all(target.chat == targets[0].chat for target in targets) else AdapterChat()
+        for _ in range(_ATTEMPTS):
+            with ExitStack() as held:
+                for adapter, _ in parts:
+                    held.enter_context(self.versions.hold(adapter))
+                name = await self.mixtures.get(parts)
+            record = self.models.record(name)
+            if record is None:  # somebody has removed it
+                self.mixtures.lost(name)
+            elif self.versions.hold_for_now(record.ref):
+                named = msgspec.structs.replace(record.ref, name=AdapterName(spelling))
+                return ResolvedModel(spelling, named, msgspec.structs.replace(chat, task=AdapterTask()))
+        raise ApiError(409, f"The mixture `{spelling}` has just changed; send the request again.")
 
     async def warm(self, target: ResolvedModel, sender: Sender) -> None:
         """Bring an adapter onto the device, by a request of one token.
