@@ -1,8 +1,8 @@
 """Weighted mixtures of adapters: one adapter whose rank rows are those of all of them.
 
-That is PEFT's ``add_weighted_adapter`` with ``combination_type="cat"``: the sum of ``weight * scaling * B·A``. Nothing is
-added up: the A of a module are stacked, and the B, each multiplied by weight and scaling, stand side by side. So it is
-exact, and costs what the ranks cost together.
+That is PEFT's ``add_weighted_adapter`` with ``combination_type="cat"``: the sum of ``weight * scaling * B·A``. Nothing
+is added up: the A of a module are stacked, and the B, each multiplied by weight and scaling, stand side by side. So it
+is exact, and costs what the ranks cost together.
 """
 
 import json

@@ -35,7 +35,6 @@ _REFUSED = {
     "modules_to_save": "fully trained modules are not supported",
     "lora_bias": "biases of LoRA modules are not supported",
     "trainable_token_indices": "trained token embeddings are not supported",
-    "alora_invocation_tokens": "aLoRA is not supported",
     "use_qalora": "QALoRA is not supported",
     "use_bdlora": "block-diagonal LoRA is not supported",
     "arrow_config": "Arrow routing is not supported",
@@ -77,6 +76,7 @@ class LoraConfig(msgspec.Struct, frozen=True):
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
+    alora_invocation_tokens: list[int] | None = None
 
     @property
     def patterns_of_layers(self) -> list[str]:

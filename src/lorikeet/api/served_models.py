@@ -204,6 +204,9 @@ def describe_chat(chat: AdapterChat) -> dict[str, Any]:
         "system_prompt": chat.system_prompt,
         "tool_call_parser": chat.tool_call_parser,
         "reasoning_parser": chat.reasoning_parser,
+        "labels": chat.task.labels,
+        "pooling": chat.task.pooling,
+        "invocation_token_ids": chat.task.invocation_token_ids,
     }
     return {key: value for key, value in said.items() if value}
 

@@ -213,7 +213,8 @@ class Service:
         targets = [await self.resolve(name, generates=False) for name, _ in mixture]
         parts = []
         for (name, weight), target in zip(mixture, targets, strict=True):
-            if target.adapter is None or target.name.startswith(PREFIX):
+            is_mixture = target.name.startswith(PREFIX)
+            if target.adapter is None or is_mixture or target.chat.task.invocation_token_ids:
                 raise bad_request(f"{name!r} is no adapter that can be mixed.", "model")
             parts.append((target.adapter, weight))
         chat = targets[0].chat if all(target.chat == targets[0].chat for target in targets) else AdapterChat()
@@ -311,6 +312,7 @@ class Service:
                     body,
                     adapter,
                     chat,
+                    target.chat.task,
                     spec,
                     prompts,
                     predicted,
@@ -376,6 +378,7 @@ class Service:
         body: GenerationBody,
         adapter: AdapterRef | None,
         chat: ChatSettings,
+        task: AdapterTask,
         spec: GenerationSpec,
         prompts: list[list[int]],
         predicted: list[int | None],
@@ -393,6 +396,7 @@ class Service:
         bad_words = chat.text_processor.bad_words(body.bad_words or ())
         for at, (token_ids, tokens) in enumerate(zip(prompts, predicted, strict=True)):
             embeds = spec.embeds[at] if spec.embeds else None
+            start = task.start(token_ids) if embeds is None or not task.invocation_token_ids else None
             check_prompt(token_ids, limits, spec.prompt_param)
             params = sampling_params(
                 body,
@@ -413,7 +417,8 @@ class Service:
                         prompt_token_ids=token_ids,
                         sampling=params_for_choice(params, choice),
                         arrival_s=arrival_s,
-                        adapter=adapter,
+                        adapter=None if start is None else adapter,
+                        adapter_start=start or 0,
                         priority=body.priority or 0,
                         tenant=sender.tenant,
                         cache_salt=cache_salt if embeds is None else f"{cache_salt}\0{_digest(embeds)}",

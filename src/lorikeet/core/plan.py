@@ -36,6 +36,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
         adapter: adapter version, None for the base model.
         prompt_embeds: embeddings of the prompt's tokens, None for those of their ids.
         pooling: how one vector is made of its prompt, None if tokens are sampled.
+        adapter_start: position of the first token on which the adapter acts.
     """
 
     request_id: RequestId
@@ -45,6 +46,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     adapter: AdapterDigest | None
     prompt_embeds: PromptEmbeds | None = None
     pooling: Pooling | None = None
+    adapter_start: int = 0
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -157,6 +157,8 @@ class Request(msgspec.Struct, frozen=True):
         prompt_embeds: embeddings of all tokens of the prompt, whose ids then mean nothing; ``cache_salt`` tells KV of
             other embeddings apart.
         pooling: that one vector is wanted instead of tokens; None for tokens.
+        adapter_start: position of the first token on which the adapter acts (aLoRA). The KV before it is the base
+            model's.
     """
 
     request_id: RequestId
@@ -175,6 +177,7 @@ class Request(msgspec.Struct, frozen=True):
     background: bool = False
     prompt_embeds: PromptEmbeds | None = None
     pooling: Pooling | None = None
+    adapter_start: int = 0
 
     @property
     def digest(self) -> AdapterDigest | None:

@@ -338,7 +338,8 @@ class PendingExports:
         memory = self._memory
         adapter = BASE if request.adapter is None else memory.register(request.adapter)
         token_ids = request.prompt_token_ids + request.output_token_ids
-        keys = memory.keys_of(request.digest, token_ids, salt=request.kv_salt)
+        # KV of two owners is not sent: it is computed again where the request goes on.
+        keys = [] if request.adapter_start else memory.keys_of(request.digest, token_ids, salt=request.kv_salt)
         self._leases[request.request_id] = memory.kv_migration.begin_export(adapter, keys, now)
 
     def adapters(self) -> set[AdapterDigest | None]:

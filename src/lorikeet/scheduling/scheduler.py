@@ -306,7 +306,9 @@ class Scheduler:
     def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = (), *, restarts: bool = False) -> Sequence:
         longest = len(request.prompt_token_ids) + request.sampling.max_tokens
         sequence = Sequence(request, now, min(longest, self._limits.max_model_len), restarts=restarts)
-        sequence.keys = self._memory.keys_of(request.digest, sequence.token_ids, list(keys), salt=request.kv_salt)
+        sequence.keys = self._memory.keys_of(
+            request.digest, sequence.token_ids, list(keys), salt=request.kv_salt, start=request.adapter_start
+        )
         self._sequences[request.request_id] = sequence
         if request.background and not isinstance(self.queue, BackgroundLast):
             self.queue = BackgroundLast(self.queue, self._view)  # engines that never have any do without
@@ -348,7 +350,13 @@ class Scheduler:
         self.selector.note_tried()
         if builder.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
             return WaitReason.SLOT
-        admit = partial(self._memory.try_admit, request.adapter, sequence.keys, salt=request.kv_salt)
+        admit = partial(
+            self._memory.try_admit,
+            request.adapter,
+            sequence.keys,
+            salt=request.kv_salt,
+            start=request.adapter_start,
+        )
         lease = admit(len(sequence.token_ids), now)
         while lease in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS) and not self._memory.blocks_are_being_freed:
             victim = self.selector.last_not_allowed(self._running)

@@ -283,6 +283,7 @@ class Sequence:
             self.digest,
             request.prompt_embeds,
             request.pooling,
+            request.adapter_start,
         )
 
     def step(self, tokens: int) -> SequenceStep:

@@ -59,6 +59,7 @@ class SequenceState:
         request_id: the sequence's request.
         sampling: how its tokens are chosen.
         adapter: adapter version it runs with, None for the base model.
+        adapter_start: position of the first token on which the adapter acts.
         prompt_tokens: how many of ``token_ids`` are prompt.
         token_ids: prompt and outputs, including those of earlier attempts.
         blocks: its block table.
@@ -78,6 +79,7 @@ class SequenceState:
         self.blocks = GrowingInts()
         self.embeds = None if start.prompt_embeds is None else _rows_of(start.prompt_embeds, start.prompt_tokens)
         self.scores_prompt = start.sampling.prompt_logprobs is not None and len(start.token_ids) == start.prompt_tokens
+        self.adapter_start = start.adapter_start
         self.pooling: Pooling | None = start.pooling
         self.pooled_sum: Tensor | None = None
 
@@ -252,8 +254,14 @@ def lora_batch(
     merged: AdapterDigest | None = None,
 ) -> LoraBatch | None:
     """Return the LoRA part of a batch, None if no row needs any; arguments as of :func:`build_batch`."""
-    added = [None if row.sequence.adapter == merged else row.sequence.adapter for row in rows]
-    ranges = adapter_rows(added, [row.tokens for row in rows])
+    added, counts = list[AdapterDigest | None](), list[int]()
+    for row in rows:
+        plain = min(max(row.sequence.adapter_start - row.start, 0), row.tokens)
+        adapter = None if row.sequence.adapter == merged else row.sequence.adapter
+        parts = [(None, plain), (adapter, row.tokens - plain)] if plain else [(adapter, row.tokens)]
+        added += [each for each, count in parts if count]
+        counts += [count for _, count in parts if count]
+    ranges = adapter_rows(added, counts)
     return LoraBatch([LoraSegment(r.start, r.stop, weights[r.adapter]) for r in ranges], form) if ranges else None
 
 
