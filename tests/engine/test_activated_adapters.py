@@ -105,7 +105,7 @@ def test_tokens_are_those_of_peft_from_every_start_and_beside_others(model: Path
                 adapter = two if request.request_id.endswith("1") else one
                 assert tokens == by_peft(model, adapter, request.prompt_token_ids, 6), request.request_id
             engine._memory.check_integrity()
-        assert found[-2:] == found[len(requests) - 4 : len(requests) : 2][-2:] or found[-1] == found[len(requests) - 1]
+        assert found[len(requests) - 1] == found[-1]  # without an invocation it is the base
     finally:
         engine.close()
 
