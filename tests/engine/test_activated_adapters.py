@@ -19,7 +19,7 @@ from lorikeet.core.request import Request
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.loop import Engine
 from lorikeet.models.config import read_model_config
-from tests.support.live import greedy, live_settings, make_model, prompt, run
+from tests.support.live import VOCAB, greedy, live_settings, make_model, prompt, run
 
 INVOCATION = [7, 11]
 BLOCK = 4
@@ -54,9 +54,9 @@ def invoked(name: str, tokens: list[int], max_tokens: int, adapter: AdapterRef) 
 def by_peft(model: Path, adapter: AdapterRef, tokens: list[int], count: int) -> list[int]:
     peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter.folder).eval()
     with torch.inference_mode():
-        found = peft.generate(
-            input_ids=torch.tensor([tokens]), max_new_tokens=count, min_new_tokens=count, do_sample=False
-        )
+        # No token ends it, as with the request.
+        inputs = torch.tensor([tokens])
+        found = peft.generate(input_ids=inputs, max_new_tokens=count, do_sample=False, eos_token_id=VOCAB)
     return found[0, len(tokens) :].tolist()
 
 
