@@ -31,7 +31,7 @@ from lorikeet.adapters.registry import (
 )
 from lorikeet.adapters.store import AdapterStore, StagedVersion, default_store_dir
 from lorikeet.config import AdapterSettings
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.adapter import AdapterRef, largest_rank
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest
 
@@ -322,7 +322,7 @@ class AdapterCatalog:
     def _register_staged(
         self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool
     ) -> RegisteredAdapter:
-        max_rank = max((max(by_layer) for by_layer in staged.ranks.values()), default=0)
+        max_rank = largest_rank(staged.ranks)
         row = RegistryRow(
             name=name,
             digest=staged.digest,

@@ -19,6 +19,7 @@ from lorikeet.adapters.errors import (
     AdapterStoreError,
     UnknownAdapter,
 )
+from lorikeet.adapters.mixture import Part, write_mixture
 from lorikeet.adapters.sources import MAX_SOURCE_CHARS
 from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.logs import log
@@ -82,6 +83,27 @@ async def load_adapter(
             lambda: service.catalog.register(name, source, replace=replace, persistent=persistent, overrides=overrides),
             replaced_by,
         )
+
+
+async def make_mixture(service: Service, name: str, parts: Sequence[Part]) -> None:
+    """Register a mixture of adapters, which are kept meanwhile; it is not there at the next start.
+
+    Raises:
+        ApiError: 400, an adapter cannot be mixed, or the mixture is too large; 500 if the store cannot be written.
+    """
+    catalog, geometry = service.catalog, service.client.engine_info.geometry
+
+    def register() -> RegisteredAdapter:
+        with catalog.receiving() as folder:
+            try:
+                write_mixture(folder, parts, geometry)
+            except OSError as error:
+                raise AdapterStoreError(f"the mixture cannot be written: {error}") from error
+            return catalog.register(
+                name, str(folder), replace=True, trusted=True, persistent=False, shown_source="a mixture"
+            )
+
+    await _register(service, name, "a mixture", register, "replace")
 
 
 async def _register(

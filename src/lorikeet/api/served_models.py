@@ -12,6 +12,7 @@ from lorikeet.adapters.catalog import AdapterCatalog, AdapterRecord
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterNotServed
 from lorikeet.api.errors import bad_request, hide_paths, model_not_found
+from lorikeet.api.mixtures import PREFIX, spelled
 from lorikeet.core.adapter import AdapterRef
 
 _VERSIONED = re.compile(r"(.+)@([0-9a-f]{8,64})")
@@ -87,6 +88,27 @@ class ServedModels:
             raise bad_request(f"model asks for adapter {target.name!r}, lora_path for {lora_path!r}.", "lora_path")
         return self._adapter(lora_path, lora_path)
 
+    def mixture(self, model: str | None) -> list[tuple[str, float]] | None:
+        """Return names and weights if a request names a mixture, as in ``a*0.7+b*0.3`` or ``base:a*0.7+b*0.3``.
+
+        Adapters without a weight, which change nothing, are left out. A number that is no adapter's name is llama.cpp's
+        index of one.
+
+        Raises:
+            ApiError: 400, the mixture is not valid.
+        """
+        if not model or model in self._base:
+            return None
+        name = next((model[len(base) + 1 :] for base in self._base if model.startswith(f"{base}:")), model)
+        parts = spelled(name)
+        return None if parts is None else [(self._by_index(part), weight) for part, weight in parts if weight]
+
+    def _by_index(self, name: str) -> str:
+        if not name.isdecimal() or name in self._catalog:
+            return name
+        names = [each for each in self._catalog.names() if not each.startswith(PREFIX)]
+        return names[int(name)] if int(name) < len(names) else name
+
     def missing(self, model: str | None, lora_path: str | None = None) -> list[str]:
         """Return the adapters that a request names and that are not registered."""
         names = [lora_path] if lora_path else []
@@ -134,7 +156,8 @@ class ServedModels:
             unloaded: names of adapters that would be loaded if a request named them.
         """
         cards = [self._card(name, self._created, self._root, None) for name in self.base_names]
-        cards += [self.adapter_card(record) for record in self._catalog.list()]
+        # Mixtures are made by requests, and go again.
+        cards += [self.adapter_card(each) for each in self._catalog.list() if not each.name.startswith(PREFIX)]
         names = (name for name in unloaded if name not in self._catalog and name not in self._base)
         return cards + [self.unloaded_card(name) for name in names]
 
@@ -181,6 +204,9 @@ def describe_chat(chat: AdapterChat) -> dict[str, Any]:
         "system_prompt": chat.system_prompt,
         "tool_call_parser": chat.tool_call_parser,
         "reasoning_parser": chat.reasoning_parser,
+        "labels": chat.task.labels,
+        "pooling": chat.task.pooling,
+        "invocation_token_ids": chat.task.invocation_token_ids,
     }
     return {key: value for key, value in said.items() if value}
 

@@ -298,7 +298,7 @@ def surroundings_of(model: nn.Module, decoder: nn.Module, prefix: str, norms: Ma
         norms: the norms that see all rows of a step.
     """
     names = {module: name for name, module in model.named_modules()}
-    vectors = {}
+    vectors: dict[str, int] = {}
     for module in norms:
         path = split_layer(names[module].removeprefix(prefix))[0]
         vectors |= {f"{path}.{name}": value.numel() for name, value in module.named_parameters(recurse=False)}
