@@ -52,9 +52,7 @@ def note_change(
 ) -> None:
     """Add an entry, in the transaction of the change."""
     text = msgspec.json.encode(detail).decode()
-    connection.execute(
-        insert(_AUDIT).values(unix_s=now(), actor=actor, action=action, subject=subject, detail=text)
-    )
+    connection.execute(insert(_AUDIT).values(unix_s=now(), actor=actor, action=action, subject=subject, detail=text))
 
 
 def read_changes(connection: Connection, subject: str, before: int, limit: int) -> list[AuditEntry]:

@@ -23,6 +23,7 @@ from lorikeet.adapters.errors import (
     UnknownAdapter,
 )
 from lorikeet.adapters.registry import (
+    NOBODY,
     AdapterRecord,
     Author,
     RegisteredAdapter,
@@ -40,7 +41,7 @@ from lorikeet.core.ids import AdapterDigest
 
 _LOG = logging.getLogger(__name__)
 
-__all__ = ["AdapterCatalog", "AdapterRecord", "RegisteredAdapter"]
+__all__ = ["AdapterCatalog", "AdapterRecord", "Author", "RegisteredAdapter"]
 
 
 def registry_url(settings: AdapterSettings) -> str:
@@ -122,7 +123,7 @@ class AdapterCatalog:
         persistent: bool | None = None,
         overrides: ChatOverrides = NO_OVERRIDES,
         shown_source: str = "",
-        author: Author = Author(),
+        author: Author = NOBODY,
     ) -> RegisteredAdapter:
         """Fetch an adapter from ``source``, check it, and register it under ``name``.
 
@@ -160,9 +161,7 @@ class AdapterCatalog:
         """Return a context with an empty folder for files that arrive."""
         return self._store.receiving()
 
-    def alias(
-        self, name: str, of: str, *, replace: bool = False, author: Author = Author()
-    ) -> RegisteredAdapter:
+    def alias(self, name: str, of: str, *, replace: bool = False, author: Author = NOBODY) -> RegisteredAdapter:
         """Register the version of another name under ``name``, too; it costs no memory of its own.
 
         Raises:
@@ -211,6 +210,11 @@ class AdapterCatalog:
                 f"adapter {name!r} is registered, but {why}; register it again with replace, or unload it"
             )
         return record
+
+    def owner(self, name: str) -> str | None:
+        """Return the id of the tenant's key that owns a name, empty for the operator's; None without such a name."""
+        record = self._records.get(name)
+        return None if record is None else record.row.owner
 
     def names(self) -> list[str]:
         """Return all names, oldest first."""

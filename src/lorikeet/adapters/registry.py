@@ -179,6 +179,10 @@ class Author(NamedTuple):
     max_bytes: int = 0
 
 
+NOBODY = Author()
+"""The command line."""
+
+
 class RegistryRow(NamedTuple):
     """A name joined with its version.
 
@@ -261,7 +265,7 @@ class Registry:
         with self._reading() as connection:
             return list(connection.scalars(query))
 
-    def add(self, row: RegistryRow, replace: bool, author: Author = Author()) -> None:
+    def add(self, row: RegistryRow, replace: bool, author: Author = NOBODY) -> None:
         """Insert a row; with ``replace`` it replaces the present row of the name. The audit log has it.
 
         Raises:
@@ -276,9 +280,7 @@ class Registry:
         insert_version = self._insert(VersionRow).values(_version(row)).on_conflict_do_nothing()
         with self._writing(row.name) as connection:
             old = connection.scalar(
-                select(AdapterNameRow.digest).where(
-                    AdapterNameRow.base == self._base, AdapterNameRow.name == row.name
-                )
+                select(AdapterNameRow.digest).where(AdapterNameRow.base == self._base, AdapterNameRow.name == row.name)
             )
             connection.execute(insert_version)
             connection.execute(insert_name)

@@ -439,4 +439,6 @@ def never_fits(key: ApiKey, sequences: int, tokens: int, *, is_running: bool) ->
         (limits.tokens_per_day, tokens, "tokens per day, its prompt and max_tokens counted"),
         (limits.concurrent_requests, sequences * is_running, "concurrent requests"),
     )
-    return next((f"it asks for {wanted} of at most {most} {unit}" for most, wanted, unit in checks if 0 < most < wanted), "")
+    return next(
+        (f"it asks for {wanted} of at most {most} {unit}" for most, wanted, unit in checks if 0 < most < wanted), ""
+    )

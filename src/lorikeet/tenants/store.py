@@ -189,9 +189,7 @@ class TenantStore:
         """
         return self._change(key_id, {"revoked_at": self._now()}, actor, "key revoked", {})
 
-    def _change(
-        self, key_id: str, values: dict[str, Any], actor: str, action: str, detail: dict[str, Any]
-    ) -> ApiKey:
+    def _change(self, key_id: str, values: dict[str, Any], actor: str, action: str, detail: dict[str, Any]) -> ApiKey:
         found: list[ApiKey] = []
         statement = (
             update(_KEYS)
