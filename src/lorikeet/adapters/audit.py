@@ -69,4 +69,7 @@ def read_changes(connection: Connection, subject: str, before: int, limit: int) 
         query = query.where(_AUDIT.c.subject == subject)
     if before:
         query = query.where(_AUDIT.c.number < before)
-    return [AuditEntry(*row[:5], msgspec.json.decode(row[5])) for row in connection.execute(query)]
+    return [
+        AuditEntry(number, unix_s, actor, action, of, msgspec.json.decode(detail))
+        for number, unix_s, actor, action, of, detail in connection.execute(query)
+    ]

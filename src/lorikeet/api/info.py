@@ -92,7 +92,10 @@ async def request(request_id: str, service: ServiceDep, sender: SenderDep) -> di
 
 @router.get("/v1/models")
 async def models(service: ServiceDep, sender: SenderDep) -> Response:
-    """Return the models that the sender may see, the base first. FastAPI's own encoder would block the event loop for thousands of cards."""
+    """Return the models that the sender may see, the base first.
+
+    FastAPI's own encoder would block the event loop for thousands of cards.
+    """
     unloaded = await in_daemon_thread(service.loader.names) if service.loader.is_enabled else []
     body = {"object": "list", "data": service.models.cards(unloaded, sender.access)}
     return Response(msgspec.json.encode(body), media_type="application/json")
