@@ -13,6 +13,7 @@ from lorikeet.cli.batch import batch, run_batch
 from lorikeet.cli.chat import chat
 from lorikeet.cli.console import fail, note
 from lorikeet.cli.generate import generate
+from lorikeet.cli.plan import plan
 from lorikeet.cli.presets import presets
 from lorikeet.cli.profile import profile
 from lorikeet.cli.replay import replay
@@ -40,6 +41,7 @@ app.command(context_settings={"allow_extra_args": True})(batch)
 app.command("run-batch", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     run_batch
 )
+app.command()(plan)
 app.command()(presets)
 app.command()(profile)
 app.command()(simulate)

@@ -76,7 +76,7 @@ def simulate(
     if plot is not None and not plot.parent.is_dir():
         fail(f"there is no folder {str(plot.parent)!r}", code=2)
     flags = {name: value for name, value in context.params.items() if name not in _NOT_OF_THE_SCENARIO}
-    flags["engine"] = _engine_settings(engine) if engine else None
+    flags["engine"] = engine_settings(engine) if engine else None
     peak = None
     try:
         asked = make_scenario(scenario, flags)
@@ -112,7 +112,8 @@ def _first_rate(text: str) -> float:
         fail(f"--rate {text!r} is not a number", code=2)
 
 
-def _engine_settings(pairs: list[str]) -> dict[str, str]:
+def engine_settings(pairs: list[str]) -> dict[str, str]:
+    """Return the settings in values of ``--engine``; another form ends the command."""
     given = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
