@@ -331,9 +331,9 @@ class Tenant:
     def __init__(self, random: random.Random, number: int) -> None:
         team = f"team{number % 12}"
         limits = {
-            "requests_per_minute": random.choice([0, 0, 2, 5]),
-            "tokens_per_minute": random.choice([0, 0, 30, 60]),
-            "tokens_per_day": random.choice([0, 0, 0, 100]),
+            "requests_per_minute": random.choice([0, 2, 4]),
+            "tokens_per_minute": random.choice([0, 22, 45]),
+            "tokens_per_day": random.choice([0, 0, 60]),
         }
         use = random.choice([("*",), (f"{team}/*",), (f"{team}/*", "shared"), ("base",)])
         self.settings = KeySettings(use=use, see=random.choice([(), ("shared",)]), **limits)
@@ -404,6 +404,7 @@ async def test_sixty_tenants_get_what_they_may_across_a_restart_and_are_billed_a
         opened.close()
         log.close()
     assert min(statuses[each] for each in (200, 400, 404, 429)) > 5, statuses
+    print(statuses)
     by_id = {tenant.key_id: tenant for tenant in tenants}
     logged, billed = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
     for line in map(json.loads, log_path.read_text().splitlines()):
@@ -427,7 +428,8 @@ async def test_two_servers_that_share_postgresql_keep_limits_exactly(
     start: Start, open_tenants: Callable[..., Tenants], postgres_url: str
 ) -> None:
     one, two = open_tenants(postgres_url), open_tenants(postgres_url)
-    limits = {"requests_per_minute": 40, "tokens_per_minute": 40 * 7 - 1, "concurrent_requests": 25}
+    used = 3 + min(4, ANSWER_TOKENS)
+    limits = {"requests_per_minute": 40, "tokens_per_minute": 39 * used + 6, "concurrent_requests": 25}
     made = [make(one, f"tenant {number}", **limits) for number in range(4)]
     two.refresh()
     async with start(tenants=one, **ADMIN) as first, start(tenants=two, **ADMIN) as second:
@@ -449,7 +451,7 @@ async def test_two_servers_that_share_postgresql_keep_limits_exactly(
         one.ledger.flush().result()
         rows = (await second.http.get("/v1/usage", headers=bearer("boss"))).json()["data"]
     assert [row["requests"] for row in rows] == [39] * 4
-    assert {row["prompt_tokens"] + row["completion_tokens"] for row in rows} == {39 * 7}
+    assert {row["prompt_tokens"] + row["completion_tokens"] for row in rows} == {39 * used}
 
 
 def test_a_server_that_dies_frees_its_places_after_a_while(open_tenants: Callable[..., Tenants], clock: Clock) -> None:

@@ -31,9 +31,7 @@ def plan(
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=PRICE", help="Device or profile with its price of an hour, such as h100=4; repeatable."
-        ),
+        typer.Option(metavar="NAME=PRICE", help="Device or profile, and its price of an hour: h100=4; repeatable."),
     ] = None,
     model: Annotated[str, typer.Option(help="Base model of the profiles.")] = "llama-2-7b",
     tensor_parallel: Annotated[
@@ -133,7 +131,6 @@ def _hardware(devices: Sequence[str], model: str, degrees: Sequence[int] | None)
     from lorikeet.simulator.planner import PricedProfile
 
     known, found = set(profile_names()), list[PricedProfile]()
-    by_name = {each.name for each in DEVICES}
     for text in devices:
         name, _, price_text = text.rpartition("=")
         try:
@@ -142,7 +139,7 @@ def _hardware(devices: Sequence[str], model: str, degrees: Sequence[int] | None)
             price = -1.0
         if not name or not price > 0:
             raise ValueError(f"--device {text!r} is not NAME=PRICE, such as a100-80=2")
-        if name not in by_name:
+        if name not in DEVICES:
             profile = load_profile(name)
             found.append(PricedProfile(name, profile.tensor_parallel, price))
             continue
@@ -243,9 +240,9 @@ def _margin_words(found: "Plan", limits: "Slo") -> list[str]:
     """Return how much more load the choice would bear, and what would miss first."""
     if not found.loads:
         return ["margin in load: not known, since these arrivals cannot be made denser"]
-    said = [
-        f"margin: still met with {found.margin:g} times the load" if found.margin > 1 else "margin: none that was tried"
-    ]
+    said = [f"margin: still met with {found.margin:g} times the load"]
+    if found.margin == 1:
+        said = [f"margin: none, {found.loads[0].factor:g} times the load misses already"]
     broken = found.breaks
     if broken is None:
         return [f"{said[0]}, the most that was tried"]

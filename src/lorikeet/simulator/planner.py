@@ -176,8 +176,8 @@ def _short(scenario: Scenario) -> Scenario:
 class Planner:
     """Judges candidates from the cheapest on, until one meets the SLO with every seed.
 
-    A candidate gets a short simulation first; one that misses clearly gets no more. Workers that are free begin with the
-    next candidates.
+    A candidate gets a short simulation first; one that misses clearly gets no more. Workers that are free begin with
+    the next candidates.
 
     Args:
         scenario: the load; its profile, preset, replicas and seed are those of the candidates.
@@ -221,7 +221,7 @@ class Planner:
     def _search(self) -> Judged | None:
         while True:
             best = self._best()
-            open_ones = [each for each in self._open(best)]
+            open_ones = list(self._open(best))
             if not open_ones and not self._waiting:
                 return best
             for number in open_ones:

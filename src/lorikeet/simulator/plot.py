@@ -13,6 +13,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 260, 180, 50, 40, 60
 
 _POINTS = 200
 _COLOUR, _LIMIT_COLOUR, _MISSED_COLOUR = "#2a9d5c", "#c0392b", "#8a94a6"
+_LIMIT_LINE = f'stroke="{_LIMIT_COLOUR}" stroke-dasharray="4 3"'
 _TICKS = (1, 2, 5)
 
 
@@ -83,9 +84,7 @@ def _panel(left: int, panel: Panel, values: np.ndarray) -> list[str]:
     said = f"P99 {p99:.3g} s"
     if panel.limit_s:
         x, met = across(panel.limit_s), float((values <= panel.limit_s).mean())
-        shapes.append(
-            f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" stroke="{_LIMIT_COLOUR}" stroke-dasharray="4 3"/>'
-        )
+        shapes.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" {_LIMIT_LINE}/>')
         said += f", limit {panel.limit_s:g} s: {met:.1%} within"
     shapes.append(f'<text x="{left + _WIDTH / 2}" y="{bottom + 50}" text-anchor="middle">{said}</text>')
     return shapes
@@ -98,6 +97,53 @@ def _ticks(low: float, high: float) -> list[float]:
     return [
         step * 10.0**power for power in range(first, last + 1) for step in steps if low <= step * 10.0**power <= high
     ]
+
+
+class Bar(NamedTuple):
+    """One system in a comparison.
+
+    Attributes:
+        name: of the system.
+        values: one for each seed; the bar is their mean, a line goes from the least to the most.
+        is_best: whether it is the best.
+    """
+
+    name: str
+    values: Sequence[float]
+    is_best: bool
+
+
+_BAR_HEIGHT, _BAR_GAP, _NAMES = 18, 10, 150
+
+
+def bar_panels(title: str, panels: Sequence[tuple[str, float | None, Sequence[Bar]]]) -> str:
+    """Return one panel for each (name, limit or None, bars): horizontal bars, and the limit as a dashed line."""
+    rows = max((len(bars) for _, _, bars in panels), default=0)
+    bottom = _TOP + rows * (_BAR_HEIGHT + _BAR_GAP) + _BAR_GAP
+    shapes = [f'<text x="20" y="20" font-weight="bold">{escape(title)}</text>']
+    for number, (name, limit, bars) in enumerate(panels):
+        left = _NAMES + number * (_WIDTH + _GAP)
+        most = 1.15 * max([*(value for bar in bars for value in bar.values), limit or 0.0, 1e-9])
+        shapes += [
+            f'<rect x="{left}" y="{_TOP}" width="{_WIDTH}" height="{bottom - _TOP}" fill="none" stroke="#8a94a6"/>',
+            f'<text x="{left + _WIDTH / 2}" y="{bottom + 18}" text-anchor="middle">{escape(name)}</text>',
+        ]
+        for row, bar in enumerate(bars):
+            y = _TOP + _BAR_GAP + row * (_BAR_HEIGHT + _BAR_GAP)
+            mean = sum(bar.values) / len(bar.values)
+            width, least, largest = (value / most * _WIDTH for value in (mean, min(bar.values), max(bar.values)))
+            colour, middle = _COLOUR if bar.is_best else _MISSED_COLOUR, y + _BAR_HEIGHT / 2
+            shapes.append(
+                f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{_BAR_HEIGHT}" fill="{colour}"/>'
+                f'<line x1="{left + least:.1f}" y1="{middle}" x2="{left + largest:.1f}" y2="{middle}" stroke="black"/>'
+            )
+            shapes.append(f'<text x="{left + 4}" y="{y + 13}">{mean:.3g}</text>')
+            if not number:
+                shapes.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end">{escape(bar.name)}</text>')
+        if limit:
+            x = left + limit / most * _WIDTH
+            shapes.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" {_LIMIT_LINE}/>')
+    return svg_document(_NAMES + len(panels) * (_WIDTH + _GAP), bottom + 40, shapes)
 
 
 class CostPoint(NamedTuple):
@@ -127,7 +173,8 @@ def cost_plot(title: str, points: Sequence[CostPoint], target: float) -> str:
     most = max((point.cost for point in points), default=1.0) * 1.1 or 1.0
     shapes = [
         f'<text x="{left}" y="22" font-weight="bold">{escape(title)}</text>',
-        f'<rect x="{left}" y="{_PLAN_TOP}" width="{_PLAN_WIDTH}" height="{_PLAN_HEIGHT}" fill="none" stroke="#8a94a6"/>',
+        f'<rect x="{left}" y="{_PLAN_TOP}" width="{_PLAN_WIDTH}" height="{_PLAN_HEIGHT}" '
+        'fill="none" stroke="#8a94a6"/>',
         f'<text x="{left + _PLAN_WIDTH / 2}" y="{bottom + 36}" text-anchor="middle">price of an hour</text>',
         f'<text x="16" y="{_PLAN_TOP + _PLAN_HEIGHT / 2}" text-anchor="middle" '
         f'transform="rotate(-90 16 {_PLAN_TOP + _PLAN_HEIGHT / 2})">requests within the SLO</text>',
@@ -140,7 +187,7 @@ def cost_plot(title: str, points: Sequence[CostPoint], target: float) -> str:
             f'<text x="{left + share * _PLAN_WIDTH}" y="{bottom + 18}" text-anchor="middle">{cost:.3g}</text>'
         )
     y = bottom - target * _PLAN_HEIGHT
-    shapes.append(f'<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" stroke="{_LIMIT_COLOUR}" stroke-dasharray="4 3"/>')
+    shapes.append(f'<line x1="{left}" y1="{y}" x2="{right}" y2="{y}" {_LIMIT_LINE}/>')
     # The choice is drawn last, above the others.
     for number, point in sorted(enumerate(points, 1), key=lambda item: item[1].is_choice):
         x, y = left + point.cost / most * _PLAN_WIDTH, bottom - point.attainment * _PLAN_HEIGHT
