@@ -404,7 +404,6 @@ async def test_sixty_tenants_get_what_they_may_across_a_restart_and_are_billed_a
         opened.close()
         log.close()
     assert min(statuses[each] for each in (200, 400, 404, 429)) > 5, statuses
-    print(statuses)
     by_id = {tenant.key_id: tenant for tenant in tenants}
     logged, billed = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
     for line in map(json.loads, log_path.read_text().splitlines()):
