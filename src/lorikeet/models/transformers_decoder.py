@@ -453,7 +453,7 @@ class TransformersDecoder:
         embedding = self._model.get_input_embeddings()
         assert isinstance(embedding, nn.Embedding)
         self._embedding = embedding
-        embedding.forward = AdaptedEmbedding(embedding, self._step)
+        embedding.forward = AdaptedEmbedding(embedding, self._step)  # type: ignore[method-assign, assignment]
 
     def _geometry(self, lora: LoraModules, found: _Found) -> ModelGeometry:
         assert lora.names is not None
