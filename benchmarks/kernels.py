@@ -250,7 +250,9 @@ def kinds(rounds: int) -> None:
         [kind, f"{1e3 * statistics.median(added_s):.2f}", with_interval(ratios(added_s, plain))]
         for kind, added_s in found.items()
     ]
-    print_table("What eight adapters of rank 16 add to a decode step of eight rows", ["kind", "added, ms", "ratio"], table)
+    print_table(
+        "What eight adapters of rank 16 add to a decode step of eight rows", ["kind", "added, ms", "ratio"], table
+    )
 
 
 KINDS = ("LoRA", "DoRA", "norms", "output layer")
@@ -274,7 +276,9 @@ def _add_kind(folder: Path, kind: str, geometry: ModelGeometry) -> None:
                 tensors[f"{prefix}layers.{layer}.{name}.weight"] = torch.ones(around.hidden_size)
     elif kind == "output layer":
         config["modules_to_save"] = ["lm_head"]
-        tensors["base_model.model.lm_head.weight"] = torch.randn(around.vocab_size, around.hidden_size).bfloat16() * 0.02
+        tensors["base_model.model.lm_head.weight"] = (
+            torch.randn(around.vocab_size, around.hidden_size).bfloat16() * 0.02
+        )
     save_file(tensors, file)
     config_file.write_text(json.dumps(config))
 

@@ -73,7 +73,7 @@ def test_names_with_and_without_peft_prefix_and_adapter_name_are_understood(
         ({"init_lora_weights": "loftq"}, "'loftq'"),
         ({"use_qalora": True}, "QALoRA"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
-        ({"alora_invocation_tokens": [5]}, "aLoRA"),
+        ({"alora_invocation_tokens": "x"}, "alora_invocation_tokens"),
         ({"megatron_config": {"x": 1}}, "megatron_config"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"init_lora_weights": "lora_ga"}, "'lora_ga', which changes the base weights"),

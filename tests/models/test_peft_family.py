@@ -100,12 +100,12 @@ def test_every_kind_answers_as_peft_over_the_own_decoder(tmp_path: Path) -> None
     check(serve(tmp_path, base, read_model_config(base).geometry(4), kinds, "auto"), kinds)
 
 
-@pytest.mark.parametrize(("kind", "every"), [("gemma3_text", LLAMA_LIKE), ("gpt2", GPT2_LIKE)])
+@pytest.mark.parametrize(
+    ("kind", "every"), [("gpt2", GPT2_LIKE), *([("gemma3_text", LLAMA_LIKE)] if sampling.runs_all else [])]
+)
 def test_every_kind_answers_as_peft_over_the_modules_of_transformers(
     kind: str, every: dict[str, Any], tmp_path: Path
 ) -> None:
-    if not sampling.runs_all and kind != "gpt2":
-        pytest.skip("with --all")
     base = tmp_path / "base"
     make_base(base, kind)
     kernels = choose_kernels("auto", torch.float32, torch.device("cpu"))
@@ -118,9 +118,11 @@ def test_every_kind_answers_as_peft_over_the_modules_of_transformers(
         gc.collect()
 
 
-@pytest.mark.skipif(not sampling.runs_all, reason="with --all")
-def test_every_kind_answers_as_peft_over_the_default_base(tmp_path: Path, default_model_cache: Path) -> None:
+@pytest.mark.parametrize("sample", [SAMPLE] if sampling.runs_all else [SAMPLE[:2]])
+def test_every_kind_answers_as_peft_over_the_default_base(
+    tmp_path: Path, default_model_cache: Path, sample: Sequence[str]
+) -> None:
     base = default_model_cache / "SmolLM2-135M-Instruct"
     geometry = read_model_config(base).geometry(4)
-    kinds = {name: LLAMA_LIKE[name] for name in SAMPLE}
+    kinds = {name: LLAMA_LIKE[name] for name in sample}
     check(serve(tmp_path, base, geometry, kinds, "auto", memory_bytes=2**31), kinds)

@@ -27,8 +27,9 @@ from lorikeet.adapters.extra_tensors import LowRank, Named, find_extras, is_of_v
 from lorikeet.adapters.module_names import BaseModules
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
 from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, LoraConfig, ModuleMatcher, read_config, read_json
+from lorikeet.adapters.task_files import split_score
 from lorikeet.adapters.tensors import EXPONENTS, MAX_TENSORS, largest_bits, merged, merged_data, read_entries
-from lorikeet.core.geometry import DECODER_NAMES, ModelGeometry
+from lorikeet.core.geometry import DECODER_NAMES, SCORE, ModelGeometry
 
 _CHUNK_BYTES = 2**20
 _MAX_SHARDS = 1000
@@ -124,15 +125,18 @@ def describe_folder(
     config, base_model, revision, warnings = read_config(folder / CONFIG_FILE)
     if options.base is not None:
         warnings += _check_base(base_model, revision, options.base)
-    chat = AdapterChat()
-    if options.read_chat:
-        on_stage("the chat template and the tokenizer's settings")
-        chat = read_chat(folder, options.overrides)
     on_stage(f"the header of {WEIGHTS_FILE}")
     weights = _Weights(folder)
     if options.max_bytes and weights.size > options.max_bytes:
         raise AdapterError(f"{WEIGHTS_FILE}: {weights.size} bytes, at most {options.max_bytes} are allowed")
-    pairs, others = _pair_up(weights.entries)
+    entries, score = split_score(weights.entries, options.geometry)
+    chat = AdapterChat()
+    if options.read_chat:
+        on_stage("the chat template and the tokenizer's settings")
+        chat = read_chat(folder, options.overrides, sum(head.rank for head in score))
+        invocation = tuple(config.alora_invocation_tokens or ())
+        chat = msgspec.structs.replace(chat, task=msgspec.structs.replace(chat.task, invocation_token_ids=invocation))
+    pairs, others = _pair_up(entries)
     on_stage(f"the patterns of {CONFIG_FILE}")
     matcher = ModuleMatcher(config)
     resolver = BaseModules(options.geometry)
@@ -140,6 +144,10 @@ def describe_folder(
     warnings += warnings_of_parts
     extras, warnings_of_extras = find_extras(others, served, config, matcher, resolver, options.geometry)
     warnings += warnings_of_extras
+    if extras and config.alora_invocation_tokens:
+        raise AdapterError(
+            f"{WEIGHTS_FILE}: {summary(extras)}: an adapter that acts from its invocation on can only be low rank"
+        )
     if extras and options.only_low_rank:
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: {options.only_low_rank}")
     of_head = [pair for pair in served if is_of_vocabulary(pair.name, resolver, options.geometry)]
@@ -156,6 +164,7 @@ def describe_folder(
             warnings += _check_coverage(
                 config, matcher, served, modules, resolver, {each.name for each in of_head + others}
             )
+    modules += score
     digest, largest = "", 0.0
     if options.read_weights:
         on_stage(WEIGHTS_FILE)
@@ -290,6 +299,8 @@ def _check_weights(
     largest = 0.0
     for each in modules:
         a, b = (_magnitude(entry, bits[entry.name]) for entry in (each.a, each.b))
+        if each.module == SCORE:
+            b = 0.0
         scaled = b * abs(each.scaling)
         most = min(max(a, scaled, a * scaled * each.rank), sys.float_info.max)  # the last bounds the elements of B·A
         largest = max(largest, most)

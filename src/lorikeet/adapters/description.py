@@ -4,7 +4,7 @@ import msgspec
 
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.core.adapter import AdapterExtra
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import SCORE, ModelGeometry
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -38,7 +38,8 @@ class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
     """The LoRA of one module.
 
     Attributes:
-        layer, module: the module; one of the geometry's.
+        layer, module: the module; one of the geometry's, or ``geometry.SCORE``, whose A is the matrix of the head and
+            whose B has no rows.
         rank: its rank.
         scaling: the factor of B·A, with rsLoRA and patterns applied.
         a: A, ``[rank, in_features]``.
@@ -125,4 +126,4 @@ class AdapterDescription(msgspec.Struct, frozen=True):
         found: dict[str, list[int]] = {}
         for each in self.modules:
             found.setdefault(each.module, [0] * geometry.layers)[each.layer] = each.rank
-        return {module: tuple(found[module]) for module in geometry.modules if module in found}
+        return {module: tuple(found[module]) for module in (*geometry.modules, SCORE) if module in found}

@@ -9,6 +9,7 @@ from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE, ExtraTensor
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.module_names import BaseModules, ModulePlace
 from lorikeet.adapters.peft_config import CONVERT, LoraConfig, ModuleMatcher
+from lorikeet.adapters.task import SCORE_MODULES
 from lorikeet.core.adapter import EMBEDDING, HEAD
 from lorikeet.core.geometry import ModelGeometry, Surroundings, split_layer
 
@@ -306,7 +307,7 @@ def _check_complete(
             )
     if names["a"] != names["b"]:
         raise AdapterError(f"{WEIGHTS_FILE}: {min(names['a'] ^ names['b'])} has only one of lora_embedding_A and _B")
-    saved = config.modules_to_save or []
+    saved = [each for each in config.modules_to_save or [] if each not in SCORE_MODULES]
     for name in sorted(names["weight"] | (names["bias"] if config.bias == "none" else set())):
         is_vocabulary = name.rpartition(".")[2] in ("embed_tokens", "lm_head")  # saved when they were resized
         if not is_vocabulary and not any(_is_below(name, each) for each in saved):

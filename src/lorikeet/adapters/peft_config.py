@@ -30,7 +30,6 @@ _NAME = re.compile(r"(\w+\.)*layers\.\d+\.\w+\.\w+")
 """Patterns of this form are plain module names: although a dot matches any character, they match only that name."""
 
 _REFUSED = {
-    "alora_invocation_tokens": "aLoRA is not supported",
     "use_qalora": "QALoRA is not supported",
     "use_bdlora": "block-diagonal LoRA is not supported",
     "arrow_config": "Arrow routing is not supported",
@@ -86,6 +85,7 @@ class LoraConfig(msgspec.Struct, frozen=True):
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
+    alora_invocation_tokens: list[int] | None = None
 
     @property
     def patterns_of_layers(self) -> list[str]:

@@ -13,7 +13,7 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.manifest import tensors_of
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, from_float32, to_float32
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import SCORE, ModelGeometry
 
 _ROW_PARALLEL = ("o", "down")
 """Modules whose input features are split over the ranks; of all others the output features are."""
@@ -58,7 +58,7 @@ def load_weights(
                 where = f"adapter {ref.name!r}: {module} of layer {layer}"
                 columns, rows = _share(module, each.b.shape[0], geometry, rank, size)
                 a, b = _read(stream, each.a)[:, columns], _read(stream, each.b)[rows]
-                shape = geometry.modules[module]
+                shape = geometry.shape_of(module)
                 if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
                     raise AdapterError(
                         f"{where}: has {(a.shape[1], b.shape[0])} features, "
@@ -117,6 +117,8 @@ def _rows_of(stream: FileIO, extra: ExtraTensor, dtype: str, where: str) -> Call
 
 def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, size: int) -> tuple[slice, slice]:
     """Return the columns of A and the rows of B that belong to ``rank``."""
+    if module == SCORE:
+        return slice(None), slice(None)
     local = geometry.modules[module]
     if module in _ROW_PARALLEL:
         return slice(rank * local.in_features, (rank + 1) * local.in_features), slice(None)
@@ -126,6 +128,15 @@ def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, s
     else:
         start = rank * local.out_features
     return slice(None), slice(start, start + local.out_features)
+
+
+def read_float32(stream: FileIO, entry: TensorEntry) -> NDArray[np.float32]:
+    """Return a tensor of an open weights file in fp32.
+
+    Raises:
+        OSError: it cannot be read, or the file was truncated.
+    """
+    return to_float32(_read(stream, entry), DTYPES[entry.dtype])
 
 
 def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:
@@ -138,6 +149,8 @@ def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:
 
 
 def _convert(values: NDArray[Any], was: str, scaling: float, dtype: str, where: str) -> NDArray[Any]:
+    if not values.size:  # a score head has no B
+        return from_float32(to_float32(values, was), dtype)
     exact = to_float32(values, was)
     if scaling != 1.0:
         exact = exact * np.float32(scaling)

@@ -16,7 +16,7 @@ import uvicorn
 import uvloop
 from anyio import to_thread
 
-from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.adapters.catalog import AdapterCatalog, registry_url
 from lorikeet.adapters.checkpoint import ServedBase
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.adapter_chat import AdapterChats
@@ -57,6 +57,7 @@ from lorikeet.models.config import (
     wants_own_decoder,
 )
 from lorikeet.presets import MERGING_MODES, resolve_preset
+from lorikeet.tenants.tenants import Tenants
 
 _KEEP_ALIVE_S = 75
 
@@ -112,6 +113,10 @@ async def _serve(settings: Settings) -> None:
         lengths, lengths_note = open_length_predictor(settings.server, model.path / "tokenizer.json")
         stack.push_async_callback(lengths.close)
 
+        tenants = await to_thread.run_sync(_open_tenants, settings, model.identity)
+        if tenants is not None:
+            stack.callback(tenants.close)
+
         client = _open_engines(_with_folder(settings, model.path), stack)
         stack.push_async_callback(client.close)
         engine_info = await client.start(progress.on_engine_progress)
@@ -140,6 +145,7 @@ async def _serve(settings: Settings) -> None:
             names,
             request_log,
             lengths,
+            tenants,
         )
         stack.push_async_callback(service.prompt_processes.close)
         stack.push_async_callback(service.loader.close)
@@ -148,7 +154,7 @@ async def _serve(settings: Settings) -> None:
         await service.batches.resume()
         for note in (*catalog.notes, lengths_note):
             log.info(note)
-        needs_key = bool(settings.server.api_keys)
+        needs_key = bool(settings.server.api_keys) or tenants is not None
         if not needs_key and not uds and not is_loopback(settings.server.host):
             log.warning("anyone who can reach this address may use the server: no --api-key is set")
         url = (
@@ -259,6 +265,10 @@ def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
     except ImportError as error:
         raise ConfigError(f"several replicas need more: {install_command('cluster')} ({error})") from error
     return open_cluster(settings, stack)
+
+
+def _open_tenants(settings: Settings, base: str) -> Tenants | None:
+    return Tenants(registry_url(settings.adapters), base) if settings.server.tenants else None
 
 
 class _Server(BoundServer):

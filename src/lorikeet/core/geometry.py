@@ -17,6 +17,11 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 """The fused linear weights of a layer of the own decoder, and the modules of each, in row order."""
 
 
+SCORE = "score"
+"""The score head of a classification adapter, packed as a module of the last layer behind all others: its rows are a
+matrix ``[labels, hidden]``, and its "rank" is the number of labels. It is no part of ``ModelGeometry.modules``."""
+
+
 class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
     """Input and output features of one linear module."""
 
@@ -126,6 +131,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         module_layers: the layers that have a module, for modules that not all layers have.
         names: how adapters name the modules; None: :data:`DECODER_NAMES`.
         surroundings: what else adapters may replace; None: nothing.
+        hidden: numbers of a hidden state; 0 if it is not known, and adapters then have no score heads.
     """
 
     layers: int
@@ -137,6 +143,11 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     module_layers: dict[str, tuple[int, ...]] = {}
     names: ModuleNames | None = None
     surroundings: Surroundings | None = None
+    hidden: int = 0
+
+    def shape_of(self, module: str) -> ModuleShape:
+        """Return the shape of a module, or of :data:`SCORE`."""
+        return ModuleShape(self.hidden, 0) if module == SCORE else self.modules[module]
 
     @property
     def module_slots(self) -> int:
@@ -148,8 +159,8 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def sizes(self) -> "ModelGeometry":
-        """The geometry without its surroundings, by which models are compared."""
-        return msgspec.structs.replace(self, surroundings=None)
+        """The geometry as models are compared by it: without what is told by the rest."""
+        return msgspec.structs.replace(self, surroundings=None, hidden=0)
 
     def has_module(self, layer: int, module: str) -> bool:
         """Return whether a layer has a module."""

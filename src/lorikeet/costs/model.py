@@ -180,7 +180,7 @@ def adapter_elements(
         geometry: sizes of the model.
         extras: what it has beside A and B.
     """
-    shapes = geometry.modules
+    shapes = {module: geometry.shape_of(module) for module in ranks}
     return sum(
         sum(by_layer) * (shapes[module].in_features + shapes[module].out_features) for module, by_layer in ranks.items()
     ) + sum(extra.columns * sum(extra.rows) for extra in extras)

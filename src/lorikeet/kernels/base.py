@@ -226,7 +226,10 @@ class LoraWeights:
         table: int64 ``[pieces, 3]``: address of the A rows, address of the Bᵀ rows, number of rows. Ordered by layer,
             then module as in the geometry; here as in ``LORA_MODULES``.
         index: int64 ``[layers * slots + 1]``, the first piece of each (layer, module); slots as of ``LoraTargets``.
+        score: rows of the score head, ``[labels, hidden]`` together; empty if the adapter has none.
     """
+
+    score: tuple[Tensor, ...] = ()
 
     def __init__(self, pieces: LoraPieces, layers: int) -> None:
         rows: list[tuple[int, int, int]] = []

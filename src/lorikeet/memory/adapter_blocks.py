@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.adapter import AdapterExtra, AdapterRef, Shape
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import SCORE, ModelGeometry
 from lorikeet.kernels.base import LoraPieces, LoraWeights
 from lorikeet.kernels.extras import ExtraMatrix, ExtraWeights
 from lorikeet.memory.packing import AdapterPacking, PackedRows, module_of, pack
@@ -34,13 +34,15 @@ class AdapterLayout:
         self.packing, self.geometry = packing, geometry
         self._extras = tuple(extras)
         numbers, slots = {module: number for number, module in enumerate(geometry.modules)}, geometry.module_slots
-        places = [(p.layer * slots + numbers[p.module], p.block, p.offset, p.rows) for p in packing.pieces]
+        pieces = [piece for piece in packing.pieces if piece.module != SCORE]
+        self._score = packing.pieces[len(pieces) :]
+        places = [(p.layer * slots + numbers[p.module], p.block, p.offset, p.rows) for p in pieces]
         which, self._block, self._offset, self._rows = np.array(places, dtype=np.int64).reshape(-1, 4).T
-        inputs = np.array([geometry.modules[p.module].in_features for p in packing.pieces], dtype=np.int64)
+        inputs = np.array([geometry.modules[p.module].in_features for p in pieces], dtype=np.int64)
         self._a_elements = self._rows * inputs
         self._index = torch.from_numpy(np.searchsorted(which, np.arange(geometry.layers * slots + 1)))
         self._rank = int(np.bincount(which, self._rows).max(initial=0))
-        self._modules = frozenset(piece.module for piece in packing.pieces)
+        self._modules = frozenset(piece.module for piece in pieces)
 
     def weights(self, blocks: Sequence[int], arena: Tensor) -> LoraWeights:
         """Return the weights of an adapter as views of the arena; nothing is copied.
@@ -59,12 +61,14 @@ class AdapterLayout:
             return {
                 module: tuple(_views(piece, blocks, arena, self.geometry) for piece in pieces)
                 for module, pieces in groupby(self.packing.pieces, key=module_of)
+                if module[1] != SCORE
             }
 
         block = np.asarray(blocks, dtype=np.int64)[self._block]
         a = arena.data_ptr() + (block * arena.stride(0) + self._offset) * arena.itemsize
         table = np.stack((a, a + self._a_elements * arena.itemsize, self._rows), axis=1)
         weights = LoraWeights.from_table(self._rank, self._modules, torch.from_numpy(table), self._index, make_pieces)
+        weights.score = tuple(_views(piece, blocks, arena, self.geometry)[0] for piece in self._score)
         if self._extras:
             weights.extras = self._extra_weights(blocks, arena)
         return weights
@@ -107,7 +111,7 @@ class AdapterLayouts:
 
 
 def _views(piece: PackedRows, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> tuple[Tensor, Tensor]:
-    shape = geometry.modules[piece.module]
+    shape = geometry.shape_of(piece.module)
     block = arena[blocks[piece.block]]
     middle = piece.offset + piece.rows * shape.in_features
     end = middle + piece.rows * shape.out_features

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from lorikeet.core.adapter import AdapterExtra, AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import SCORE, ModelGeometry
 from lorikeet.core.plan import Groups
 
 
@@ -21,7 +21,7 @@ class PackedRows(NamedTuple):
 
     Attributes:
         layer: decoder layer.
-        module: one of the geometry's.
+        module: one of the geometry's, or ``geometry.SCORE``.
         block: index in the adapter's list of blocks.
         offset: first element inside the block.
         first_row: index of its first rank row in the module.
@@ -89,9 +89,10 @@ def pack(
     pieces: list[PackedRows] = []
     block, offset, used = 0, 0, 0
     for layer in range(geometry.layers):
-        for module, shape in geometry.modules.items():
+        for module in (*geometry.modules, SCORE):
             if module not in ranks:
                 continue
+            shape = geometry.shape_of(module)
             row_elements = shape.in_features + shape.out_features
             if row_elements > block_elements:
                 raise ValueError(f"a rank row of {module} has {row_elements} elements, a block only {block_elements}")

@@ -419,7 +419,13 @@ class ModelConfig(msgspec.Struct, frozen=True):
             modules[module] = ModuleShape(inputs.stop - inputs.start, outputs.stop - outputs.start)
         kv_heads = max(1, self.kv_heads // tensor_parallel)
         return ModelGeometry(
-            self.layers, kv_heads, self.head_dim, modules, dtype_bytes, surroundings=self.surroundings()
+            self.layers,
+            kv_heads,
+            self.head_dim,
+            modules,
+            dtype_bytes,
+            surroundings=self.surroundings(),
+            hidden=self.hidden_size,
         )
 
     def surroundings(self) -> Surroundings:

@@ -193,11 +193,13 @@ class _Found(NamedTuple):
         calls: the attention calls of a pass.
         rows: by linear module, the numbers of rows that it saw.
         norms: the norms that see every row, and the dimension of their input that has the rows.
+        hidden: numbers of a hidden state.
     """
 
     calls: list[AttentionCall]
     rows: dict[nn.Module, set[int]]
     norms: dict[nn.Module, int]
+    hidden: int
 
 
 class _Hidden(nn.Module):
@@ -383,7 +385,7 @@ class TransformersDecoder:
                     for inner, child in module.named_children():
                         hooks.callback(child.register_forward_hook(see_layer(f"{name}.{inner}")).remove)
             try:
-                self._run(ids, torch.arange(len(ids), device=ids.device))
+                hidden = self._run(ids, torch.arange(len(ids), device=ids.device)).shape[-1]
             except UnsupportedAttention:
                 raise
             except Exception as error:  # of modules that expect what we do not give them, such as masks
@@ -392,7 +394,7 @@ class TransformersDecoder:
                 raise UnsupportedAttention(why) from error
         self._model.set_attn_implementation(STEP)
         self._check_layers(probe.calls, ran)
-        return _Found(probe.calls, rows, {module: at for module, at in norms.items() if at >= 0})
+        return _Found(probe.calls, rows, {module: at for module, at in norms.items() if at >= 0}, hidden)
 
     def _check_layers(self, calls: Sequence[AttentionCall], ran: set[str]) -> None:
         """Check that every layer that ran has called the attention function."""
@@ -471,6 +473,7 @@ class TransformersDecoder:
             module_layers=lora.module_layers,
             names=lora.names,
             surroundings=around,
+            hidden=found.hidden,
         )
 
     def _cut_output_layer(self) -> None:
