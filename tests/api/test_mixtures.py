@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from lorikeet.api.mixtures import MAX_MIXTURES, PREFIX, spelled
 from lorikeet.config import AdapterDirMode
-from tests.api.conftest import Running
+from tests.api.conftest import Running, Start
 from tests.api.fakes import write_adapter, write_classifier
 
 PATH = "/v1/completions"
