@@ -277,6 +277,24 @@ class BackendRouter:
 
     # --- backends ------------------------------------------------------------------------------------
 
+    def add_backend(self, backend: Backend) -> None:
+        """Take in a backend that is not up yet."""
+        self.backends[backend.replica] = backend
+        self._copies[backend.replica] = set()
+
+    def has_requests(self, backend: Backend) -> bool:
+        """Whether a request is at a backend."""
+        return any(request.backend is backend and request.is_dispatched for request in self._requests.values())
+
+    async def remove_backend(self, backend: Backend) -> None:
+        """Forget a backend for good."""
+        self.on_backend_down(backend, "it is not found any more")
+        log.info("backend removed", backend=backend.url)
+        del self.backends[backend.replica]
+        self._copies.pop(backend.replica)
+        self.on_change()
+        await backend.close()
+
     def backend_errors(self) -> str:
         """Return why backends are not there, to follow a sentence that says so; empty where that is not known."""
         known = [f"{backend.replica}: {backend.last_error}" for backend in self.backends.values() if backend.last_error]
