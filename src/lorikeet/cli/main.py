@@ -16,6 +16,7 @@ from lorikeet.cli.generate import generate
 from lorikeet.cli.presets import presets
 from lorikeet.cli.profile import profile
 from lorikeet.cli.replay import replay
+from lorikeet.cli.roll import roll
 from lorikeet.cli.router import router
 from lorikeet.cli.serve import serve
 from lorikeet.cli.simulate import simulate
@@ -46,6 +47,7 @@ app.command()(replay)
 app.command("router")(router)
 app.command("route", hidden=True)(router)
 app.command()(status)
+app.command()(roll)
 app.command()(train_predictor)
 app.command()(why)
 app.command()(workload)
