@@ -23,7 +23,7 @@ import zmq.asyncio
 from lorikeet.adapters.manifest import MANIFEST_FILE, check_unchanged
 from lorikeet.adapters.registry import sqlite_url
 from lorikeet.adapters.store import reference
-from lorikeet.client.supervisor import connect
+from lorikeet.client.supervisor import EngineError, connect
 from lorikeet.cluster.adapters.peer import PeerAddress
 from lorikeet.cluster.adapters.transport import DestinationLost, Traffic, TransportError
 from lorikeet.cluster.placement.operating_points import OperatingPoints
@@ -227,6 +227,14 @@ async def test_an_engine_beside_an_actor_answers_and_its_death_is_noticed(
     again.send(Shutdown())
     assert await again.process.wait() == 0
     again.close()
+
+
+async def test_a_machine_without_the_model_is_named_with_what_to_do(
+    make_host: Callable[[ReplicaId], RayHost], tmp_path: Path, zmq_context: zmq.asyncio.Context
+) -> None:
+    settings = live_settings(tmp_path / "nowhere")
+    with pytest.raises(EngineError, match=r"machine .*127\.0\.0\.1.* has no model at .*nowhere: put it there"):
+        await connect(make_host(R0), zmq_context, msgspec.json.encode(settings), lambda progress: None)
 
 
 async def test_kill_does_not_wait_and_a_second_one_does_nothing(make_host: Callable[[ReplicaId], RayHost]) -> None:

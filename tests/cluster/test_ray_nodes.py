@@ -76,13 +76,11 @@ async def test_no_stream_notices_that_a_node_is_lost_and_another_comes(
     assert copies.provisions >= ADAPTERS
     provided = copies.provisions
 
-    there = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    assert len(there) == 3
+    assert sum(node["Alive"] for node in ray.nodes()) == 3
     handles = [client.submit(request) for request in second]
     await until(lambda: sum(bool(each.token_ids) for each in handles) > len(handles) // 3, "a third has begun")
     await asyncio.to_thread(nodes.remove_node, nodes.list_all_nodes()[-1], allow_graceful=False)
-    orchestrator = next(each for each in ray.util.list_named_actors(all_namespaces=True)) if False else None
-    assert orchestrator is None
+    ray.kill(client._placement._service.actor, no_restart=False)
     await asyncio.to_thread(nodes.add_node, **NODE)
     await check(client, handles, model)
 

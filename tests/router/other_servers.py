@@ -81,6 +81,8 @@ class OtherServer:
 
 class Sglang(OtherServer):
     owner = "sglang"
+    most = 100
+    """Adapters that it takes."""
 
     def routes(self) -> list[Route]:
         load, unload = "/load_lora_adapter", "/unload_lora_adapter"
@@ -91,6 +93,8 @@ class Sglang(OtherServer):
         body = await http.json()
         if body["lora_path"].endswith("bad"):
             return JSONResponse({"success": False, "error_message": "rank 64 exceeds max_lora_rank"}, 400)
+        if len(self.loaded) >= self.most:
+            return JSONResponse({"success": False, "error_message": "max_loaded_loras"}, 400)
         self.loaded[body["lora_name"]] = body["lora_path"]
         return JSONResponse({"success": True, "loaded_adapters": self.loaded})
 

@@ -92,6 +92,27 @@ async def test_refusals_name_the_adapter_and_what_to_do(tmp_path: Path) -> None:
         assert "--lora other.gguf" in reply.text
 
 
+async def test_a_backend_has_no_more_adapters_and_no_larger_ranks_than_it_can(tmp_path: Path) -> None:
+    server = Sglang()
+    server.most = 2
+    named = known(tmp_path, "a", "b", "c")  # of rank 12
+    async with server.serving() as url, routing([f"{url},max_loras=2"], adapters=named) as running:
+        await running.up(1)
+        for name in ("a", "b", "a", "c", "b", "a"):
+            assert await text(running, name) == f"base+{name}"
+            assert len(server.loaded) <= 2
+    async with (
+        server.serving() as url,
+        Sglang().serving() as other,
+        routing([f"{url},max_rank=8", other], adapters=named) as running,
+    ):
+        await running.up(2)
+        server.bodies.clear()
+        for _ in range(4):
+            assert await text(running, "a") == "base+a"
+        assert not server.bodies
+
+
 async def test_servers_of_several_kinds_stand_behind_one_router(tmp_path: Path) -> None:
     vllm, servers = ScriptedBackend(), [Sglang(), LlamaCpp(), Tgi()]
     await vllm.start()
@@ -132,7 +153,8 @@ async def test_requests_of_others_are_counted_by_the_metrics_of_each_kind(page: 
 
 def test_a_backend_is_named_with_its_kind_and_base() -> None:
     assert parse_backend("http://a:1/v1,api=ollama,base=llama3.2") == BackendSpec("http://a:1", "ollama", "llama3.2")
-    for wrong in ("http://a:1,api=other", "http://a:1,speed=3", "http://a:1,base="):
+    assert parse_backend("http://a:1,max_rank=64,max_loras=8") == BackendSpec("http://a:1", "", "", 8, 64)
+    for wrong in ("http://a:1,api=other", "http://a:1,speed=3", "http://a:1,base=", "http://a:1,max_rank=x"):
         with pytest.raises(ValueError, match="http://a:1"):
             parse_backend(wrong)
     for wrong in ("dns://name", "kubernetes://ns/service", "kubernetes:///service:80"):

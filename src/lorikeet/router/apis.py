@@ -310,17 +310,21 @@ def api_of(cards: list[Any]) -> str:
 
 
 class BackendSpec(NamedTuple):
-    """A backend as the user names it: ``URL[,api=NAME][,base=MODEL]``.
+    """A backend as the user names it: ``URL[,api=NAME][,base=MODEL][,max_loras=N][,max_rank=N]``.
 
     Attributes:
         url: its address, without ``/v1``.
         api: of ``APIS``; empty to find it out.
         base: name of its base model; empty for what it lists.
+        max_loras: most adapters that it is to have loaded; 0 for no limit.
+        max_rank: largest rank that it takes; 0 for no limit.
     """
 
     url: str
     api: str = ""
     base: str = ""
+    max_loras: int = 0
+    max_rank: int = 0
 
 
 def parse_backend(text: str) -> BackendSpec:
@@ -333,13 +337,16 @@ def parse_backend(text: str) -> BackendSpec:
     given: dict[str, str] = {}
     for option in options:
         name, _, value = option.partition("=")
-        if name not in ("api", "base") or not value:
-            raise ValueError(f"{text}: {option!r} is no option of a backend; there are api=NAME and base=MODEL")
+        if name not in BackendSpec._fields[1:] or not value or (name.startswith("max_") and not value.isdigit()):
+            raise ValueError(
+                f"{text}: {option!r} is no option of a backend; there are api=NAME, base=MODEL, max_loras=N, max_rank=N"
+            )
         given[name] = value
     api = given.get("api", "")
     if api and api not in APIS:
         raise ValueError(f"{text}: unknown api {api!r}; choose one of: {', '.join(APIS)}")
-    return BackendSpec(server_root(url), api, given.get("base", ""))
+    max_loras, max_rank = int(given.get("max_loras", 0)), int(given.get("max_rank", 0))
+    return BackendSpec(server_root(url), api, given.get("base", ""), max_loras, max_rank)
 
 
 def _refused(why: str) -> Reply:

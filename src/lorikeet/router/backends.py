@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -84,7 +85,10 @@ class Backend:
         is_open: it takes new requests.
         is_leaving: it is not found any more, and gets no new requests.
         last_error: why it was not there when it was last asked; empty since it has come.
-        adapters: by name, the versions that it has loaded for this router, as far as is known.
+        adapters: by name, the versions that it has loaded for this router, as far as is known; the one that was used
+            last comes last.
+        uses: says whether a request there needs the adapter of a name.
+        on_evicted: called with a version that was unloaded to make room for another.
         base_cards: its base models, as it lists them.
         loads, unloads, refusals: calls so far.
         failures: by reason, so far.
@@ -103,6 +107,8 @@ class Backend:
         self.is_leaving = False
         self.last_error = ""
         self.adapters: dict[str, AdapterDigest] = {}
+        self.uses: Callable[[str], bool] = lambda name: False
+        self.on_evicted: Callable[[AdapterDigest], object] = lambda digest: None
         self.base_cards: list[dict[str, Any]] = []
         self.loads = self.unloads = self.refusals = 0
         self._listed: dict[str, str] = {}
@@ -285,6 +291,20 @@ class Backend:
     def _set_loaded(self, adapter: RoutedAdapter) -> None:
         self.adapters[adapter.name] = self._last_versions[adapter.name] = adapter.digest
 
+    def note_use(self, adapter: RoutedAdapter) -> None:
+        """A request for an adapter is sent there."""
+        if self.holds(adapter):
+            self.adapters[adapter.name] = self.adapters.pop(adapter.name)
+
+    async def _make_room(self) -> None:
+        """Unload the adapter that was unused for longest, if there is one and no more can be loaded."""
+        if not self._spec.max_loras or len(self.adapters) < self._spec.max_loras:
+            return
+        if (name := next((name for name in self.adapters if not self.uses(name)), None)) is not None:
+            digest = self.adapters[name]
+            await self._unload(name)
+            self.on_evicted(digest)
+
     def forget(self, adapter: RoutedAdapter) -> None:
         """It has answered that it does not know an adapter."""
         self.adapters.pop(adapter.name, None)
@@ -305,8 +325,11 @@ class Backend:
         async with self._lock(adapter.name):
             if self.holds(adapter) or self.adopt_listed(adapter):
                 return
+            if 0 < self._spec.max_rank < adapter.rank:
+                raise self._not_loaded(400, adapter, f"its rank {adapter.rank} is above {self._spec.max_rank}")
             if adapter.name in self.adapters or adapter.name in self._listed:
                 await self._unload(adapter.name)
+            await self._make_room()
             try:
                 async with asyncio.timeout(LOAD_S):
                     status, text = await self._load(adapter)

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import ray
 import ray.util
 
@@ -38,6 +40,20 @@ class ActorLocation(NamedTuple):
 class _Engine(NamedTuple):
     process: "subprocess.Popen[bytes]"
     ended: "asyncio.Future[int]"
+
+
+class _Model(msgspec.Struct):
+    model: str = ""
+
+
+class _Settings(msgspec.Struct):
+    model: _Model = msgspec.field(default_factory=_Model)
+
+
+class _Input(msgspec.Struct):
+    """Of an ``EngineInput`` only where the model is."""
+
+    settings: _Settings = msgspec.field(default_factory=_Settings)
 
 
 class ReplicaActor:
@@ -81,8 +97,9 @@ class ReplicaActor:
             Its process id.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: it cannot be started, or the model is not on this machine.
         """
+        self._check_model(settings, working_dir)
         if self._engine is not None:
             self._engine.process.kill()
             self._replaced = self._engine.process.pid, await asyncio.shield(self._engine.ended)
@@ -97,6 +114,14 @@ class ReplicaActor:
         threading.Thread(target=_watch, args=(self._engine, asyncio.get_running_loop()), daemon=True).start()
         await asyncio.to_thread(_send_settings, process, settings)
         return process.pid
+
+    def _check_model(self, settings: bytes, working_dir: str) -> None:
+        model = msgspec.json.decode(settings, type=_Input).settings.model.model
+        if model and not (Path(working_dir) / model).exists():
+            raise FileNotFoundError(
+                f"machine {socket.gethostname()} ({self._node_ip}) has no model at {model}: put it there, or on a file "
+                f"system that all machines of the cluster have at this path"
+            )
 
     async def wait(self, pid: int) -> int | None:
         """Wait until an engine has ended and return its exit code; None if there is no such engine."""
