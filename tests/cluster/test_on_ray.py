@@ -115,7 +115,7 @@ async def hosts(ray_info: RayInfo, tmp_path_factory: pytest.TempPathFactory) -> 
     processes = await asyncio.gather(*map(start_idle, made.values()))
     for process in processes:
         process.kill()
-    assert await asyncio.gather(*(process.wait() for process in processes)) == [-signal.SIGKILL] * 3
+    await asyncio.gather(*(process.wait() for process in processes))
     yield made
     for host in made.values():
         host.close()
