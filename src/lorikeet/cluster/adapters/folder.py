@@ -223,6 +223,28 @@ class PoolFolder:
 
         return self._add(digest, fill)
 
+    def link(self, digest: AdapterDigest, source: Path) -> Path:
+        """Share the files of an intact version in another folder of this machine, or copy them where that cannot be.
+
+        Returns:
+            The version's folder, which a loader can read.
+
+        Raises:
+            PoolFolderError: it is gone meanwhile.
+            PoolFolderUnwritableError: the folder cannot be written.
+        """
+
+        def fill(staged: Path) -> None:
+            for name in (CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE):
+                try:
+                    os.link(source / name, staged / name)
+                except FileNotFoundError as error:
+                    raise PoolFolderError(f"adapter {digest}: there is no {error.filename}") from error
+                except OSError:  # another file system
+                    shutil.copy2(source / name, staged / name)  # with its time, which the manifest has
+
+        return self._add(digest, fill)
+
     def receive(self, digest: AdapterDigest, arriving: Arriving) -> Path:
         """Receive an adapter from a peer, and check it on the way. An intact version that is present already is kept.
 

@@ -82,7 +82,7 @@ class PeerServer:
 
     Args:
         host: address to listen on, with a port that is free.
-        find: returns the folder of an adapter; raises ``OSError`` or ``RuntimeError`` if it is not there or not intact.
+        find: returns the folder of an adapter; raises ``OSError``, ``RuntimeError`` or ``KeyError`` if it has none.
         key: that clients must have.
 
     Raises:
@@ -139,7 +139,7 @@ class PeerServer:
             manifest = folder / MANIFEST_FILE
             about = manifest.read_bytes() if manifest.exists() else b""
             weights = (folder / WEIGHTS_FILE).open("rb")
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, KeyError) as error:
             _send_signed(connection, self._key, purpose, msgspec.msgpack.encode(Offer(error=str(error))))
             return
         with weights:

@@ -27,7 +27,7 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.machine import free_memory_bytes, memory_limit_bytes
 
 MEMORY_FOLDER = Path("/dev/shm")
-_FREE_SHARE = 0.1
+_FREE_SHARE = 0.25
 """Part of the machine's memory that copies leave free."""
 
 
@@ -37,9 +37,15 @@ def is_in_memory(folder: str | Path) -> bool:
 
 
 def memory_pool(pool_dir: Path) -> Path | None:
-    """Return the folder in memory that belongs to a pool; None if the pool is to be on disk only."""
-    is_temporary = pool_dir.name.startswith(TEMPORARY_PREFIX)
-    return MEMORY_FOLDER / pool_dir.name if is_temporary and os.access(MEMORY_FOLDER, os.W_OK | os.X_OK) else None
+    """Make the folder in memory that belongs to a pool, and return it; None if the pool is to be on disk only."""
+    if not pool_dir.name.startswith(TEMPORARY_PREFIX):
+        return None
+    pool = MEMORY_FOLDER / pool_dir.name
+    try:
+        pool.mkdir(mode=0o700, exist_ok=True)  # nobody else reads adapters
+        return pool if pool.lstat().st_uid == os.getuid() else None
+    except OSError:
+        return None  # there is no such file system
 
 
 class ReplicaPool:
@@ -114,6 +120,15 @@ class ReplicaPool:
             with suppress(PoolFolderUnwritableError):  # others took the room meanwhile
                 return self._memory.store(digest, files)
         return self._disk.store(digest, files)
+
+    def link(self, digest: AdapterDigest, source: Path) -> Path:
+        """Share an intact copy of another replica on this machine, and return the folder.
+
+        Raises:
+            PoolFolderUnwritableError: there is no room.
+        """
+        beside = self._memory if is_in_memory(source) else self._disk
+        return (beside or self._disk).link(digest, source)
 
     def fetch(self, digest: AdapterDigest, peer: PeerAddress, key: bytes) -> Path:
         """Receive an adapter from a peer, and return its folder. A copy that is here already is kept.

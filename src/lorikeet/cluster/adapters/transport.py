@@ -1,6 +1,6 @@
 """Moves the files of adapters to replicas: the interface, and the transport for replicas on one machine.
 
-On one machine each replica has a folder, and adapters are copied as plain files.
+On one machine each replica has a folder, and replicas share files.
 """
 
 import asyncio
@@ -122,12 +122,13 @@ class LocalTransport:
         self._pools: dict[ReplicaId, ReplicaPool] = {}
 
     async def copy(self, adapter: AdapterRef, source: ReplicaId, destination: ReplicaId) -> AdapterRef:
-        """Copy the files from one folder to the other."""
+        """Let the destination share the files of the source."""
         try:
-            files = await asyncio.to_thread(self._of(source).read, adapter.digest)
-            return await self._store(adapter, destination, files)
+            source_folder = await asyncio.to_thread(self._of(source).intact, adapter.digest)
+            place = await asyncio.to_thread(self._of(destination).link, adapter.digest, source_folder)
         except PoolFolderError as error:
             raise copy_error(f"adapter {adapter.name!r} from {source} to {destination}", error) from error
+        return msgspec.structs.replace(adapter, folder=str(place))
 
     async def provide(self, adapter: AdapterRef, destination: ReplicaId) -> AdapterRef:
         """Copy the source files to the folder."""
