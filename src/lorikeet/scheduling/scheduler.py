@@ -89,9 +89,8 @@ class Scheduler:
         )
         self._view = SchedulerView(memory, limits, self._running, self.selector, self._step_times)
         self.queue: AdmissionQueue = admission(self._view)
-        self._savings = SavingsEstimator(
-            memory, self._step_times, self.selector.meter, assist, record or AssistRecord()
-        )
+        self._assist_record = record or AssistRecord()
+        self._savings = SavingsEstimator(memory, self._step_times, self.selector.meter, assist, self._assist_record)
         self._drops: list[RequestId] = []
         self._steps = 0
         self._last_end_s, self.held_until_s = 0.0, math.inf
@@ -348,6 +347,7 @@ class Scheduler:
         self.selector.note_tried()
         if builder.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
             return WaitReason.SLOT
+        self._assist_record.others = max(0, len(self.queue) - 1) + len(self._running)
         admit = partial(self._memory.try_admit, request.adapter, sequence.keys, salt=request.kv_salt)
         lease = admit(len(sequence.token_ids), now)
         while lease in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS) and not self._memory.blocks_are_being_freed:
