@@ -149,7 +149,8 @@ class GenerationBody(Body):
         try:
             mixture = of_fields(self.lora, self.merged_adapters or self.adapter_parameters)
         except ValueError as error:
-            raise PydanticCustomError("mixture", "{why}", {"why": str(error)}) from error
+            field = "lora" if self.lora else "merged_adapters"
+            raise PydanticCustomError("mixture", "{why}", {"why": str(error), "field": field}) from error
         if mixture:
             self.model = f"{self.model}:{mixture}" if self.model else mixture  # as base:adapter
             self.lora = self.merged_adapters = self.adapter_parameters = None
