@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.manifest import modules_of
+from lorikeet.adapters.manifest import tensors_of
 from lorikeet.adapters.weights import read_float32
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import DECODER_NAMES, SCORE, ModelGeometry
@@ -41,7 +41,9 @@ def write_mixture(folder: Path, parts: Sequence[Part], geometry: ModelGeometry) 
     """
     found: dict[tuple[int, str], _Matrices] = {}
     for ref, weight in parts:
-        modules = modules_of(ref, geometry)
+        modules, extras = tensors_of(ref, geometry)
+        if extras:
+            raise AdapterError(f"adapter {ref.name!r} has {extras[0].kind} beside A and B, which cannot be mixed")
         file = Path(ref.folder) / WEIGHTS_FILE
         try:
             with FileIO(file) as stream:

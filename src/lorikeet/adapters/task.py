@@ -1,7 +1,6 @@
 """What an adapter is for besides text: vectors, as its pooling says, and labels, as its score head and config say."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -37,8 +36,3 @@ class AdapterTask(msgspec.Struct, frozen=True, omit_defaults=True):
             if prompt[at] == wanted[0] and tuple(prompt[at : at + len(wanted)]) == wanted:
                 return at
         return None
-
-
-def is_score_only(modules_to_save: Any) -> bool:
-    """Return whether the fully trained modules of a config are only the score head."""
-    return isinstance(modules_to_save, list) and SCORE_MODULES.issuperset(map(str, modules_to_save))

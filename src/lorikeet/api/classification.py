@@ -106,9 +106,11 @@ def probabilities(target: ResolvedModel, logits: Vector) -> Vector:
     It is by softmax; but each for itself if there is only one, or if a text can have several.
     """
     if target.chat.task.is_multi_label or len(logits) == 1:
-        return 1 / (1 + np.exp(-logits.clip(-80, 80)))
+        each: Vector = 1 / (1 + np.exp(-logits.clip(-80, 80)))
+        return each
     grown: Vector = np.exp(logits - logits.max())
-    return grown / grown.sum()
+    shares: Vector = grown / grown.sum()
+    return shares
 
 
 def _answer(run: PooledRun, make: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
@@ -132,7 +134,7 @@ def _head(http: Request, prefix: str, target: ResolvedModel) -> dict[str, Any]:
 @router.post("/v1/classify")
 async def classify(http: Request, body: ClassificationRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return the probability of each label, and the likeliest."""
-    target = await service.resolve(body.model, body.lora_path)
+    target = await service.resolve(body.model, body.lora_path, access=sender.access)
     labels = labels_of(target)
     run = PooledRun(service, body, target, sender)
 
@@ -189,7 +191,7 @@ def _check_one_label(target: ResolvedModel) -> None:
 @router.post("/v1/score")
 async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return how well two texts go together: one with each of others, or the first with the first and so on."""
-    target = await service.resolve(body.model, body.lora_path)
+    target = await service.resolve(body.model, body.lora_path, access=sender.access)
     _check_one_label(target)
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(first) == 1:
@@ -212,7 +214,7 @@ async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: 
 @router.post("/v2/rerank")
 async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return the documents that go best with a query, best first."""
-    target = await service.resolve(body.model, body.lora_path)
+    target = await service.resolve(body.model, body.lora_path, access=sender.access)
     _check_one_label(target)
     documents = _texts(body.documents, "documents")
     if not documents:
@@ -240,7 +242,7 @@ async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender
 @router.post("/v1/moderations")
 async def moderations(http: Request, body: ModerationRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return which labels of a classification adapter apply, and whether one of them flags the text."""
-    target = await service.resolve(body.model, body.lora_path)
+    target = await service.resolve(body.model, body.lora_path, access=sender.access)
     labels = labels_of(target)
     texts = [body.input] if isinstance(body.input, str) else _texts(body.input, "input")
     run = PooledRun(service, body, target, sender)

@@ -54,7 +54,7 @@ def normalized(vectors: Sequence[Vector]) -> list[Vector]:
 @router.post("/v1/embeddings")
 async def embeddings(http: Request, body: EmbeddingRequest, service: ServiceDep, sender: SenderDep) -> Response:
     """Return a vector for each text."""
-    target = await service.resolve(body.model, body.lora_path)
+    target = await service.resolve(body.model, body.lora_path, access=sender.access)
     task = task_of(service, target)
     named = {"last": PoolingKind.LAST, **{kind.value: kind for kind in PoolingKind}}
     kind = task.pooling if body.pooling is None else named[body.pooling]

@@ -77,6 +77,12 @@ ROUTES = (
     ApiRoutes(("GET /v1/adapters/{name}/stats",), "traffic, TTFT, waits for transfers, whether it is on the device"),
     ApiRoutes(("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"), "vLLM's"),
     ApiRoutes(("POST /load_lora_adapter", "POST /unload_lora_adapter"), "SGLang's"),
+    ApiRoutes(
+        ("GET/POST /v1/keys", "GET/PATCH/DELETE /v1/keys/{id}", "POST /v1/keys/{id}/rotate"),
+        "keys of tenants, with an admin key: see [Tenants](tenants.md)",
+    ),
+    ApiRoutes(("GET /v1/usage",), "what was used by day, key and model; of a tenant its own"),
+    ApiRoutes(("GET /v1/audit",), "who changed which adapter and key, with an admin key"),
     ApiRoutes(("GET/POST /v1/loras", "DELETE /v1/loras/{name}"), "Dynamo's"),
     ApiRoutes(
         ("GET /v1/cluster", "POST /v1/cluster/replicas", "DELETE /v1/cluster/replicas/{id}"),

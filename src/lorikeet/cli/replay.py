@@ -84,7 +84,6 @@ def _show(console: Console, difference: "Difference") -> None:
 def _compare(recording: "Recording", name: str, json_file: str | None) -> None:
     from statistics import median
 
-    import msgspec
     import numpy as np
 
     from lorikeet.costs.catalog import load_profile
@@ -93,8 +92,7 @@ def _compare(recording: "Recording", name: str, json_file: str | None) -> None:
     from lorikeet.worker.modelled import transfer_model
 
     profile = load_profile(name)
-    geometry = msgspec.structs.replace(recording.header.sizes.geometry, hidden=profile.geometry.hidden)
-    if profile.geometry != geometry:
+    if profile.geometry.sizes != recording.header.sizes.geometry.sizes:
         fail(f"profile {profile.name} is of {profile.model}; the recording is of another model")
     _, preset = resolve_preset(recording.header.engine.preset)
     figures: dict[str, dict[str, float]] = {}

@@ -8,6 +8,30 @@ from lorikeet.core.geometry import SCORE
 from lorikeet.core.ids import AdapterDigest, AdapterName
 
 
+class AdapterExtra(msgspec.Struct, frozen=True, array_like=True):
+    """What an adapter has of one kind for one module, beside LoRA's A and B: a matrix on each of some layers.
+
+    ``docs/decisions/adapter-extras.md`` lists the kinds.
+
+    Attributes:
+        kind: what it is, such as ``magnitude``.
+        module: a module of the geometry, the path of a vector of the base, ``embedding`` or ``head``.
+        columns: of the matrices.
+        rows: of the matrix on each layer; 0: there is none.
+        tokens: of rows of the vocabulary, which tokens they are.
+    """
+
+    kind: str
+    module: str
+    columns: int
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+
+
+Shape = tuple[tuple[tuple[str, tuple[int, ...]], ...], tuple[AdapterExtra, ...]]
+"""What decides where an adapter's weights are in its blocks: its ranks and its extras."""
+
+
 class AdapterRef(msgspec.Struct, frozen=True):
     """One version of an adapter, as requests carry it.
 
@@ -18,6 +42,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
         ranks: for each module of the geometry that it changes, the rank on every layer (0: unchanged); for its score
             head, if it has one (``geometry.SCORE``), the number of labels on the last layer, and 0 on the others.
         weight_bytes: size of the weights file.
+        extras: what it has beside low-rank matrices on linear modules.
     """
 
     name: AdapterName
@@ -25,6 +50,12 @@ class AdapterRef(msgspec.Struct, frozen=True):
     folder: str
     ranks: dict[str, tuple[int, ...]]
     weight_bytes: int
+    extras: tuple[AdapterExtra, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        """Its ranks and extras, hashable."""
+        return tuple(self.ranks.items()), self.extras
 
     @property
     def max_rank(self) -> int:

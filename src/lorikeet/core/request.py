@@ -147,6 +147,7 @@ class Request(msgspec.Struct, frozen=True):
         adapter: the adapter version it runs under; None for the base model.
         priority: lower runs earlier, for policies that look at it.
         tenant: its owner, for policies that share between tenants; empty if not given.
+        tenant_weight: of its owner's share.
         slo: its latency limits, None for none.
         predicted_tokens: predicted length of its answer, in tokens; None without a prediction.
         attempt: how often it was sent to an engine before; raised by the sender.
@@ -178,6 +179,7 @@ class Request(msgspec.Struct, frozen=True):
     prompt_embeds: PromptEmbeds | None = None
     pooling: Pooling | None = None
     adapter_start: int = 0
+    tenant_weight: float = 1.0
 
     @property
     def digest(self) -> AdapterDigest | None:

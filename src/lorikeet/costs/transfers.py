@@ -117,7 +117,7 @@ class TransferModel:
             else need(known.source_to_device, "transfers.source_to_device")
         )
         geometry = self.profile.geometry
-        return link.seconds(adapter_elements(ref.ranks, geometry) * geometry.dtype_bytes)
+        return link.seconds(adapter_elements(ref.ranks, geometry, ref.extras) * geometry.dtype_bytes)
 
     def copy_s(self, direction: LinkDirection, blocks: int) -> float:
         """Return the time to copy so many blocks between the tiers.

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.adapter import AdapterExtra, AdapterRef, Shape
 from lorikeet.core.geometry import SCORE, ModelGeometry
 from lorikeet.kernels.base import LoraPieces, LoraWeights
+from lorikeet.kernels.extras import ExtraMatrix, ExtraWeights
 from lorikeet.memory.packing import AdapterPacking, PackedRows, module_of, pack
 
 _MAX_LAYOUTS = 128
@@ -23,13 +24,15 @@ class AdapterLayout:
     Args:
         packing: where each row is.
         geometry: sizes that the packing was computed for.
+        extras: as of ``AdapterRef``.
 
     Attributes:
         packing, geometry: as above.
     """
 
-    def __init__(self, packing: AdapterPacking, geometry: ModelGeometry) -> None:
+    def __init__(self, packing: AdapterPacking, geometry: ModelGeometry, extras: Sequence[AdapterExtra] = ()) -> None:
         self.packing, self.geometry = packing, geometry
+        self._extras = tuple(extras)
         numbers, slots = {module: number for number, module in enumerate(geometry.modules)}, geometry.module_slots
         pieces = [piece for piece in packing.pieces if piece.module != SCORE]
         self._score = packing.pieces[len(pieces) :]
@@ -66,7 +69,20 @@ class AdapterLayout:
         table = np.stack((a, a + self._a_elements * arena.itemsize, self._rows), axis=1)
         weights = LoraWeights.from_table(self._rank, self._modules, torch.from_numpy(table), self._index, make_pieces)
         weights.score = tuple(_views(piece, blocks, arena, self.geometry)[0] for piece in self._score)
+        if self._extras:
+            weights.extras = self._extra_weights(blocks, arena)
         return weights
+
+    def _extra_weights(self, blocks: Sequence[int], arena: Tensor) -> ExtraWeights:
+        found = {}
+        for (number, layer), pieces in groupby(self.packing.extras, key=lambda piece: (piece.number, piece.layer)):
+            extra = self._extras[number]
+            views = [
+                arena[blocks[each.block]][each.offset : each.offset + each.rows * extra.columns].view(each.rows, -1)
+                for each in pieces
+            ]
+            found[extra.kind, layer, extra.module] = ExtraMatrix(tuple(views), extra.tokens)
+        return ExtraWeights(found)
 
 
 class AdapterLayouts:
@@ -79,8 +95,9 @@ class AdapterLayouts:
 
     def __init__(self, geometry: ModelGeometry, block_elements: int) -> None:
         @lru_cache(_MAX_LAYOUTS)
-        def layout(ranks: tuple[tuple[str, tuple[int, ...]], ...]) -> AdapterLayout:
-            return AdapterLayout(pack(dict(ranks), geometry, block_elements), geometry)
+        def layout(shape: Shape) -> AdapterLayout:
+            ranks, extras = shape
+            return AdapterLayout(pack(dict(ranks), geometry, block_elements, extras), geometry, extras)
 
         self._layout = layout
 
@@ -90,7 +107,7 @@ class AdapterLayouts:
         Raises:
             ValueError: one rank row is larger than a block.
         """
-        return self._layout(tuple(ref.ranks.items()))
+        return self._layout(ref.shape)
 
 
 def _views(piece: PackedRows, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,7 @@ class Rank:
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
         if not partial:
-            return self._outputs(self._decoder.hidden(batch, self._kv), rows, samples=samples)
+            return self._outputs(self._decoder.hidden(batch, self._kv), rows, batch.head_lora, samples=samples)
         if self._host_lora is None or batch.lora is None:
             raise ExecutorError(f"step {plan.step} has assisted prefills, but there are no host workers")
         with self._host_lora.assisting(batch.lora, partial) as assist:
@@ -152,6 +152,11 @@ class Rank:
         weights, _ = self._adapters(rows, plan)
         return rows, lora_batch(rows, weights, plan.kernel_form, plan.merged)
 
+    def has_extras(self, plan: StepPlan) -> bool:
+        """Whether an adapter of a plan, all of which are loaded, has more than A and B."""
+        digests = {self.sequence(step.request_id).adapter for step in plan.sequences}
+        return any(digest is not None and self._transfers.adapters.has_extras(digest) for digest in digests)
+
     def append(self, steps: Seq[SequenceStep], token_ids: Seq[int]) -> None:
         """Append one sampled token to the sequence of each of ``steps``, which are the steps that sample."""
         for step, token_id in zip(steps, token_ids, strict=True):
@@ -179,8 +184,13 @@ class Rank:
         scored, pooled = (of(start, step.tokens) for of in (sequence.scored_tokens, sequence.pooled_tokens))
         return BatchRow(sequence, start, step.tokens, step.samples, scored, pooled)
 
-    def _outputs(self, hidden: Tensor, rows: Seq[BatchRow], *, samples: bool) -> StepOutput:
-        """Return what a step yields, from the hidden states of the rows that need them."""
+    def _outputs(
+        self, hidden: Tensor, rows: Seq[BatchRow], lora: LoraBatch | None = None, *, samples: bool
+    ) -> StepOutput:
+        """Return what a step yields, from the hidden states of the rows that need them.
+
+        ``lora`` has the adapters of these rows, if any has more than A and B.
+        """
         if not samples:
             return StepOutput(self._decoder.head(hidden[:0]))
         sampled: list[int] = []
@@ -198,11 +208,14 @@ class Rank:
                 pooled.append(PooledRows(row.sequence, at, row.start + row.tokens - row.pooled, row.pooled))
             at += row.pooled
         if not (scored or pooled):
-            return StepOutput(self._decoder.head(hidden))
-        prompts = score_prompts(self._decoder.head, hidden, scored)
+            return StepOutput(self._decoder.head(hidden, lora))
+
+        def head(chosen: Seq[int]) -> Tensor:
+            at = to_device(torch.tensor(chosen, dtype=torch.int64), hidden.device)
+            return self._decoder.head(hidden[at], None if lora is None else lora.select_rows(chosen))
+
         vectors = pool(hidden, pooled, self._transfers.adapters.weights)
-        chosen = hidden[to_device(torch.tensor(sampled, dtype=torch.int64), hidden.device)]
-        return StepOutput(self._decoder.head(chosen), prompts, vectors)
+        return StepOutput(head(sampled), score_prompts(head, scored), vectors)
 
     def _adapters(
         self, rows: Seq[BatchRow], plan: StepPlan
@@ -215,7 +228,11 @@ class Rank:
             arriving = self._transfers.partial_adapter(digest) if digest in plan.assisted else None
             if arriving is not None:
                 partial.append(arriving)
-            weights[digest] = self._transfers.adapters.weights(digest) if arriving is None else arriving.weights
+            found = self._transfers.adapters.weights(digest) if arriving is None else arriving.weights
+            if found.extras is not None and not found.extras.is_prepared:
+                self._decoder.prepare(found)
+                found.extras.is_prepared = True
+            weights[digest] = found
         return weights, partial
 
     def _switch_merged(self, plan: StepPlan) -> float:
@@ -228,6 +245,8 @@ class Rank:
             return 0.0
         started_s = time.monotonic()
         adapter = None if plan.merged is None else self._transfers.adapters.weights(plan.merged)
+        if adapter is not None and adapter.extras is not None:
+            raise ExecutorError(f"step {plan.step}: adapter {plan.merged} has more than A and B, and cannot be merged")
         self._merger.switch(plan.merged, adapter)
         return time.monotonic() - started_s
 

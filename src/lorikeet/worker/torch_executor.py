@@ -386,7 +386,11 @@ class TorchExecutor:
             self._running.keep(sequences)
             return self._running, 1
         self._discard_running()
-        if self._graphs is not None and plan.fits_graphs and not self._has_embeds(plan):
+        if (
+            self._graphs is not None
+            and plan.fits_graphs
+            and not (self._has_embeds(plan) or self._rank.has_extras(plan))
+        ):
             return GraphRunner(self._graphs, self._rank, self._sampler, plan, sequences), 0
         return EagerRunner(self._rank, self._sampler, plan, sequences), 0
 
