@@ -108,9 +108,9 @@ def probabilities(target: ResolvedModel, logits: Vector) -> Vector:
     if target.chat.task.is_multi_label or len(logits) == 1:
         each: Vector = 1 / (1 + np.exp(-logits.clip(-80, 80)))
         return each
-    grown = np.exp(logits - logits.max())
-    together: Vector = grown / grown.sum()
-    return together
+    grown: Vector = np.exp(logits - logits.max())
+    shares: Vector = grown / grown.sum()
+    return shares
 
 
 def _answer(run: PooledRun, make: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
