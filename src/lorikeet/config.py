@@ -378,6 +378,11 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_replicas: Count = 0
     max_replicas: Count = 0
 
+    @property
+    def is_one_engine(self) -> bool:
+        """Whether there is, and always will be, one engine, on this machine."""
+        return self.replicas == 1 and not self.max_replicas and not self.ray_address
+
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of one server."""
