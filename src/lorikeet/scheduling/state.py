@@ -144,6 +144,12 @@ class StepTimeEstimator:
         base_s, prefill_s, decode_s = self._fit.parts().tolist()
         return float(base_s + prefill_s * prefill_tokens + decode_s * decodes)
 
+    def row_cost(self, rows: int) -> float:
+        """Return what one more decoded row adds to a step, as a share of the step's time for each of its ``rows``."""
+        base_s, _, decode_s = self._fit.parts().tolist()
+        of_row_s = float(base_s) / max(1, rows) + float(decode_s)
+        return float(decode_s) / of_row_s if of_row_s else 0.0
+
     def prefill_s(self, tokens: float) -> float:
         """Return the expected seconds by which so many prompt tokens lengthen a step."""
         return float(self._fit.parts().tolist()[1]) * tokens
@@ -162,6 +168,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
         max_model_len: most tokens of a sequence.
         num_scheduler_steps: most identical decode steps in one plan.
         multi_step_limit_s: time after which a plan of several steps ends, in seconds.
+        max_draft_tokens: most tokens of a sequence that are drafted for a step; 0: none are.
         async_scheduling: whether the executor returns each step of such a plan while the next one is running. The two
             limits above then apply only while requests wait; otherwise plans are longer, unless ``num_scheduler_steps``
             is 1.
@@ -173,6 +180,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
     num_scheduler_steps: int = 1
     multi_step_limit_s: float = 0.05
     async_scheduling: bool = False
+    max_draft_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -284,11 +292,12 @@ class Sequence:
             request.prompt_embeds,
         )
 
-    def step(self, tokens: int) -> SequenceStep:
+    def step(self, tokens: int, draft: tuple[int, ...] = ()) -> SequenceStep:
         """Return its part of a plan, which sends all its new blocks to the executor.
 
         Args:
-            tokens: number of tokens to compute.
+            tokens: number of tokens to compute, without the draft.
+            draft: as of ``SequenceStep``.
         """
         assert self.lease is not None
         blocks, known = self.lease.blocks, self.sent_blocks
@@ -296,7 +305,9 @@ class Sequence:
         if known < len(blocks):
             new_blocks, self.sent_blocks = tuple(blocks[known:]), len(blocks)
         samples = tokens == len(self.token_ids) - self.computed_tokens
-        return SequenceStep(self.request.request_id, self.computed_tokens, tokens, new_blocks, samples)
+        return SequenceStep(
+            self.request.request_id, self.computed_tokens, tokens + len(draft), new_blocks, samples, draft
+        )
 
     def export(self) -> Request:
         """Return a request that resumes it, in this or another engine."""

@@ -94,7 +94,8 @@ class Rank:
 
         Returns:
             Logits ``[S, vocab]`` of the sequences that sample, in the dtype of ``Kernels.logits``, and the log
-            probabilities of prompts. ``S`` is 0 without ``samples``.
+            probabilities of prompts. ``S`` is 0 without ``samples``; a sequence with a draft has one row more for each
+            drafted token.
 
         Raises:
             ExecutorError: an adapter, tokens or blocks that the plan needs are missing.
@@ -161,7 +162,8 @@ class Rank:
 
     def _row(self, step: SequenceStep, ran: int) -> BatchRow:
         sequence, start = self.sequence(step.request_id), step.start + ran
-        return BatchRow(sequence, start, step.tokens, step.samples, sequence.scored_tokens(start, step.tokens))
+        scored = sequence.scored_tokens(start, step.tokens)
+        return BatchRow(sequence, start, step.tokens, step.samples, scored, step.draft)
 
     def _outputs(
         self, hidden: Tensor, rows: Seq[BatchRow], *, samples: bool
@@ -177,8 +179,8 @@ class Rank:
                 scored.append(ScoredRows(row.sequence, at, row.start + 1, row.scored))
             at += row.scored
             if row.samples:
-                sampled.append(at)
-                at += 1
+                sampled += range(at, at + 1 + len(row.draft))
+                at += 1 + len(row.draft)
         if not scored:
             return self._decoder.head(hidden), ()
         prompts = score_prompts(self._decoder.head, hidden, scored)
