@@ -423,8 +423,8 @@ class Scheduler:
             self._last_end_s = now
             step_s = (result.duration_s - result.switch_s) / result.steps_run
             self._memory.note_step(step_s)
-            prefill = [step.tokens for step in plan.sequences if step.known_tokens > 1]
-            drafted = sum([len(step.draft) for step in plan.sequences])
+            prefill = [step.tokens for step in plan.sequences if step.tokens > 1 and step.known_tokens > 1]
+            drafted = sum([len(step.draft) for step in plan.sequences]) if self._limits.max_draft_tokens else 0
             self._decode_steps = 0 if prefill else self._decode_steps + result.steps_run
             if not plan.assisted:
                 self._step_times.note(sum(prefill), len(plan.sequences) - len(prefill) + drafted, step_s)
