@@ -5,9 +5,9 @@ A step computes a draft behind a sequence's newest token, and the tokens that it
 any draft. See docs/decisions/speculation.md.
 """
 
-import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.scheduling.state import Sequence
@@ -15,18 +15,20 @@ from lorikeet.scheduling.state import Sequence
 Drafts = Mapping[RequestId, tuple[int, ...]]
 """The drafted tokens of some sequences."""
 
-_NGRAM = 3
-"""Tokens that must agree with an earlier place for what follows there to be a draft."""
+_ORDERS = (3, 1)
+"""So many tokens must agree with an earlier place for what follows there to be a draft."""
 _LONGEST_MATCH = 12
 """More agreeing tokens say no more."""
 _KEPT_TOKENS = 4096
 """Of the latest answers of an adapter."""
-_KEPT_ADAPTERS = 64
-"""Adapters whose answers are kept, those that ended last: some hundred kilobytes each."""
-_LEAST_SHARE = 0.5
-"""A token is drafted if it comes with at least this probability, given what drafts of its kind did before."""
-_FADING = 0.95
-"""Weight of what is known of a kind of draft, whenever there is a new one of that kind."""
+_KEPT_ADAPTERS, _KNOWN_ADAPTERS = 64, 4096
+"""Adapters whose answers are kept, some hundred kilobytes each, and of which anything is known: those used last."""
+_LEAST_CHANCE = 0.5
+"""The last token of a draft comes with at least this probability, going by earlier drafts of the same kinds."""
+_PRIOR = 2.0
+"""Drafts of a kind that count beside those that there were, at the rate that is guessed before."""
+_FADING, _FADING_BY_ANSWER = 0.95, 0.9
+"""Weights of what is known of a kind of draft, at each new one of that kind and after each answer."""
 _MOST_COST = 0.9
 """So much at most a drafted token is taken to cost, so that a wrong measure does not end drafts for ever."""
 _START, _MOST = 2.0, 16.0
@@ -39,6 +41,31 @@ _PAYS = 4.0
 """From this balance on an adapter's drafts are right so often that plans of several steps would lose by having none."""
 
 
+class Guess(NamedTuple):
+    """What may come next.
+
+    Attributes:
+        agreeing: how many of the last tokens are before the earlier place, too, at most ``_LONGEST_MATCH``.
+        repeated: how often in a row the token has come after the tokens that were looked up.
+        token_id: the token.
+    """
+
+    agreeing: int
+    repeated: int
+    token_id: int
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """Guesses of the same kind are about equally often right."""
+        return min(self.agreeing.bit_length(), 4), min(self.repeated, 3)
+
+    @property
+    def prior(self) -> float:
+        """How often such guesses are taken to be right before there have been any."""
+        agreeing, repeated = self.kind
+        return 1 - 0.7 * 0.75 ** (agreeing - 1) * 0.6**repeated
+
+
 class NgramIndex:
     """Finds the latest earlier place of the last tokens of a text.
 
@@ -48,33 +75,44 @@ class NgramIndex:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}
+        self._after: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens. Places that the last of them ends are found once another follows."""
-        known = self.tokens
+        known, after = self.tokens, self._after
         for token in tokens:
-            if len(known) >= _NGRAM:
-                self._after[tuple(known[-_NGRAM:])] = len(known)
+            at = len(known)
+            for order in _ORDERS:
+                if at >= order:
+                    key = tuple(known[at - order :])
+                    place, repeated = after.get(key, (-1, 0))
+                    after[key] = at, repeated + 1 if place >= 0 and known[place] == token else 0
             known.append(token)
 
-    def find(self, tail: list[int], most: int) -> tuple[int, list[int]]:
-        """Return how many of the last tokens of ``tail`` are before the latest place, and what follows there."""
-        at = self._after.get(tuple(tail[-_NGRAM:]))
-        if at is None:
-            return 0, []
-        known, agreeing = self.tokens, _NGRAM
-        limit = min(_LONGEST_MATCH, len(tail), at)
-        while agreeing < limit and known[at - 1 - agreeing] == tail[-1 - agreeing]:
-            agreeing += 1
-        return agreeing, known[at : at + most]
+    def guess(self, tail: list[int]) -> Guess | None:
+        """Return what followed at the latest place that agrees with the end of ``tail``; None if there is none.
+
+        If only one token agrees, what followed there must have followed it before.
+        """
+        for order in _ORDERS:
+            at, repeated = self._after.get(tuple(tail[-order:]), (0, 0))
+            if not at or len(tail) < order:
+                continue
+            if order == 1 and not repeated:
+                return None
+            known, agreeing = self.tokens, order
+            limit = min(_LONGEST_MATCH, len(tail), at)
+            while agreeing < limit and known[at - 1 - agreeing] == tail[-1 - agreeing]:
+                agreeing += 1
+            return Guess(agreeing, repeated, known[at])
+        return None
 
 
 class _Adapter:
     """What is known of an adapter, or the base model.
 
     Attributes:
-        answers: the latest ones.
+        answers: the latest ones, each with the end of its prompt.
         balance: how many drafted tokens may fail.
     """
 
@@ -82,40 +120,43 @@ class _Adapter:
         self.answers = NgramIndex()
         self.balance = _START
         self._latest: deque[list[int]] = deque()
-        self._right = [0.0] * (_LONGEST_MATCH + 1)
-        self._wrong = [0.0] * (_LONGEST_MATCH + 1)
+        self._rates: dict[tuple[int, int], tuple[float, float]] = {}
 
     def add(self, answer: list[int]) -> None:
         """Add an answer, and forget the oldest ones."""
-        answer = answer[:_KEPT_TOKENS]
-        self._latest.append(answer)
-        if len(self.answers.tokens) + len(answer) > _KEPT_TOKENS:
-            total = 0
-            kept = deque[list[int]]()
-            while self._latest and total + len(self._latest[-1]) <= _KEPT_TOKENS // 2:
-                total += len(self._latest[-1])
-                kept.appendleft(self._latest.pop())
-            self._latest, self.answers = kept or deque([answer]), NgramIndex()
-            for each in self._latest:
-                self.answers.extend(each)
-        else:
-            self.answers.extend(answer)
+        self._rates = {
+            kind: (right * _FADING_BY_ANSWER, tried * _FADING_BY_ANSWER) for kind, (right, tried) in self._rates.items()
+        }
+        self._latest.append(answer[:_KEPT_TOKENS])
+        if len(self.answers.tokens) + len(self._latest[-1]) <= _KEPT_TOKENS:
+            self.answers.extend(self._latest[-1])
+            return
+        while len(self._latest) > 1 and sum(map(len, self._latest)) > _KEPT_TOKENS // 2:
+            self._latest.popleft()
+        self.answers = NgramIndex()
+        for each in self._latest:
+            self.answers.extend(each)
 
-    def note(self, agreeing: int, drafted: int, kept: int) -> None:
+    def forget_answers(self) -> None:
+        """Forget all answers, but not how well drafts did."""
+        self._latest.clear()
+        self.answers = NgramIndex()
+
+    def may_try(self, guess: Guess) -> bool:
+        """Whether to draft what is unlikely, since little is known of guesses like this one, and little has failed."""
+        return self.balance >= _START and self._rates.get(guess.kind, (0.0, 0.0))[1] < 1
+
+    def rate(self, guess: Guess) -> float:
+        """Return how often guesses like this one have been right."""
+        right, tried = self._rates.get(guess.kind, (0.0, 0.0))
+        return (right + _PRIOR * guess.prior) / (tried + _PRIOR)
+
+    def note(self, draft: list[Guess], drafted: int, kept: int) -> None:
         """Note how far a draft was right."""
-        self._right[agreeing] = self._right[agreeing] * _FADING + kept
-        self._wrong[agreeing] = self._wrong[agreeing] * _FADING + (kept < drafted)
+        for at, guess in enumerate(draft[: min(kept + 1, drafted)]):
+            right, tried = self._rates.get(guess.kind, (0.0, 0.0))
+            self._rates[guess.kind] = right * _FADING + (at < kept), tried * _FADING + 1
         self.balance = min(_MOST, self.balance + _PER_KEPT * kept - (drafted - kept))
-
-    def length(self, agreeing: int, cost: float) -> int:
-        """Return how many tokens to draft where so many tokens agree.
-
-        Where that has not paid, one is tried if nothing has failed lately.
-        """
-        right, wrong = self._right[agreeing] + agreeing / 4, self._wrong[agreeing] + 1.0
-        each = right / (right + wrong)
-        length = int(math.log(min(max(_LEAST_SHARE, cost), _MOST_COST)) / math.log(each))
-        return min(max(length, self.balance >= _START), int(self.balance))
 
     def rest(self, tokens: int) -> None:
         """Note tokens that came without a draft."""
@@ -139,12 +180,13 @@ class Drafter:
     def __init__(self, most: int) -> None:
         self._most = most
         self._adapters: OrderedDict[tuple[AdapterDigest | None, str], _Adapter] = OrderedDict()
+        self._answered: OrderedDict[tuple[AdapterDigest | None, str], None] = OrderedDict()
         self._texts: dict[RequestId, NgramIndex] = {}
-        self._agreeing: dict[RequestId, int] = {}
+        self._guesses: dict[RequestId, list[Guess]] = {}
         self.drafted_tokens = self.kept_tokens = 0
 
     def draft(self, sequences: Iterable[Sequence], budget_tokens: int, cost: float) -> dict[RequestId, tuple[int, ...]]:
-        """Return drafts for sequences that decode.
+        """Return drafts for sequences that yield a token.
 
         Args:
             sequences: which.
@@ -153,24 +195,36 @@ class Drafter:
                 token is drafted only if it is more likely to come.
         """
         drafts: dict[RequestId, tuple[int, ...]] = {}
-        self._agreeing.clear()
+        self._guesses.clear()
         for sequence in sequences:
             adapter = self._adapter(sequence)
-            most = min(self._most, budget_tokens, sequence.tokens_left - 1)
-            if most < 1 or adapter.balance < 1 or sequence.request.prompt_embeds is not None:
+            most = min(self._most, budget_tokens, sequence.tokens_left - 1, int(adapter.balance))
+            if most < 1 or sequence.request.prompt_embeds is not None:
                 continue
-            text = self._texts.setdefault(sequence.request_id, NgramIndex())
-            text.extend(sequence.token_ids[len(text.tokens) :])
-            tail = sequence.token_ids[-_LONGEST_MATCH:]
-            agreeing, found = text.find(tail, most)
-            if agreeing < _LONGEST_MATCH:
-                agreeing, found = max((agreeing, found), adapter.answers.find(tail, most), key=lambda each: each[0])
-            tokens = _before_stop(found[: adapter.length(agreeing, cost)] if found else [], sequence)
-            if tokens:
-                drafts[sequence.request_id] = tokens
-                self._agreeing[sequence.request_id] = agreeing
-                budget_tokens -= len(tokens)
+            if guesses := self._guess(sequence, adapter, most, min(max(_LEAST_CHANCE, cost), _MOST_COST)):
+                drafts[sequence.request_id] = tuple(guess.token_id for guess in guesses)
+                self._guesses[sequence.request_id] = guesses
+                budget_tokens -= len(guesses)
         return drafts
+
+    def _guess(self, sequence: Sequence, adapter: _Adapter, most: int, least_chance: float) -> list[Guess]:
+        """Return what is likely to follow the newest token; one token, to try, if little is known."""
+        text = self._texts.setdefault(sequence.request_id, NgramIndex())
+        text.extend(sequence.token_ids[len(text.tokens) :])
+        tail, stops = sequence.token_ids[-_LONGEST_MATCH:], sequence.request.sampling.stop_token_ids
+        guesses: list[Guess] = []
+        chance = 1.0
+        while len(guesses) < most:
+            found = [guess for guess in (text.guess(tail), adapter.answers.guess(tail)) if guess is not None]
+            guess = max(found, default=None)
+            if guess is None or guess.token_id in stops:  # nothing follows a stop token
+                break
+            chance *= adapter.rate(guess)
+            if chance < least_chance:
+                return guesses or ([guess] if adapter.may_try(guess) else [])
+            guesses.append(guess)
+            tail.append(guess.token_id)
+        return guesses
 
     def pays(self, sequences: Iterable[Sequence]) -> bool:
         """Whether any of these adapters' drafts are right so often that every step should have some."""
@@ -180,7 +234,7 @@ class Drafter:
         """Note how many drafted tokens were right, and how many tokens a step has yielded in all."""
         adapter = self._adapter(sequence)
         if drafted:
-            adapter.note(self._agreeing[sequence.request_id], drafted, kept)
+            adapter.note(self._guesses[sequence.request_id], drafted, kept)
             self.drafted_tokens += drafted
             self.kept_tokens += kept
         else:
@@ -189,15 +243,24 @@ class Drafter:
     def ended(self, sequence: Sequence, *, will_resume: bool) -> None:
         """Forget a sequence; its answer is kept for others of its adapter unless it resumes."""
         self._texts.pop(sequence.request_id, None)
-        if self._most and not will_resume and sequence.output_tokens > _NGRAM:
-            self._adapter(sequence).add(sequence.token_ids[sequence.prompt_tokens :])
-            self._adapters.move_to_end(_owner(sequence))
+        if not self._most or will_resume or sequence.output_tokens < 2:
+            return
+        owner, prompt_tokens = _owner(sequence), sequence.prompt_tokens
+        begin = prompt_tokens if sequence.request.prompt_embeds is not None else max(0, prompt_tokens - _LONGEST_MATCH)
+        self._adapter(sequence).add(sequence.token_ids[begin:])
+        self._adapters.move_to_end(owner)
+        self._answered[owner] = None
+        self._answered.move_to_end(owner)
+        if len(self._answered) > _KEPT_ADAPTERS:
+            oldest, _ = self._answered.popitem(last=False)
+            if oldest in self._adapters:
+                self._adapters[oldest].forget_answers()
 
     def _adapter(self, sequence: Sequence) -> _Adapter:
         found = self._adapters.get(_owner(sequence))
         if found is None:
             found = self._adapters[_owner(sequence)] = _Adapter()
-            if len(self._adapters) > _KEPT_ADAPTERS:
+            if len(self._adapters) > _KNOWN_ADAPTERS:
                 self._adapters.popitem(last=False)
         return found
 
@@ -205,9 +268,3 @@ class Drafter:
 def _owner(sequence: Sequence) -> tuple[AdapterDigest | None, str]:
     """Return whose answers may be drafts for a sequence: as with KV, those of its adapter under the same salt."""
     return sequence.digest, sequence.request.cache_salt
-
-
-def _before_stop(tokens: list[int], sequence: Sequence) -> tuple[int, ...]:
-    """Return the tokens up to one that would end the sequence: nothing follows it."""
-    stops = sequence.request.sampling.stop_token_ids
-    return tuple(tokens[: next((at for at, token in enumerate(tokens) if token in stops), len(tokens))])

@@ -49,9 +49,9 @@ class PlanBuilder:
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence with as many of its remaining tokens as the budget allows."""
-        tokens = min(sequence.remaining_tokens, self.budget_tokens)
+        tokens, lease = min(sequence.remaining_tokens, self.budget_tokens), sequence.lease
         if tokens:
-            is_cold = sequence.lease is not None and sequence.lease.assisted and sequence.is_cold
+            is_cold = lease is not None and lease.assisted and sequence.is_cold
             (self.assisted if is_cold else self.tokens)[sequence] = tokens
             self.budget_tokens -= tokens
 
@@ -310,18 +310,20 @@ class BatchSelector:
         prefills, decodes, prefill_tokens = 0, 0, 0
         prefill_rows, decode_rows = Counter[AdapterDigest](), Counter[AdapterDigest]()
         types = set[AdapterDigest | None]()
+        sequences, is_merged = self._sequences, plan.merged is not None
         for step in plan.sequences:
-            sequence = self._sequences[step.request_id]
+            sequence, tokens = sequences[step.request_id], step.tokens
             if is_decode := sequence.is_decoding:
-                decodes += step.tokens
+                decodes += tokens
             else:
-                prefills, prefill_tokens = prefills + 1, prefill_tokens + step.tokens
+                prefills, prefill_tokens = prefills + 1, prefill_tokens + tokens
             digest = sequence.digest
-            types.add(digest)
-            if digest is not None and plan.merged is None:
-                assert sequence.request.adapter is not None
-                self._refs.setdefault(digest, sequence.request.adapter)
-                (decode_rows if is_decode else prefill_rows)[digest] += step.tokens
+            if digest not in types:
+                types.add(digest)
+                if sequence.request.adapter is not None:
+                    self._refs.setdefault(sequence.request.adapter.digest, sequence.request.adapter)
+            if digest is not None and not is_merged:
+                (decode_rows if is_decode else prefill_rows)[digest] += tokens
         is_assisted = bool(plan.assisted)
         if not is_assisted:
             self.meter.note(result.steps_run, step_s, prefill_tokens, decodes, prefill_rows, decode_rows)

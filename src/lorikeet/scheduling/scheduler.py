@@ -404,7 +404,8 @@ class Scheduler:
         """Return tokens to verify in the step, and lease blocks for them; none if they do not fit beside the others."""
         if not self._limits.max_draft_tokens or builder.preempted:
             return {}
-        sequences = [sequence for sequence in builder.tokens if sequence.is_decoding]
+        # A prefill that ends in the step has a draft, too: answers of an adapter often begin alike.
+        sequences = [s for s, tokens in builder.tokens.items() if tokens == s.remaining_tokens and not s.is_cold]
         cost = self._step_times.row_cost(len(builder.tokens))
         drafts = self.drafter.draft(sequences, builder.budget_tokens, cost)
         ahead = [

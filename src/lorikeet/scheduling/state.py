@@ -278,7 +278,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether one more token is to be computed, after the first output token."""
-        return self.remaining_tokens == 1 and self.output_tokens > 0
+        known = len(self.token_ids)  # asked several times a step for every sequence
+        return known - self.computed_tokens == 1 and known > self.prompt_tokens
 
     def start(self) -> SequenceStart:
         """Return the data that the executor needs to start it."""
@@ -393,10 +394,11 @@ class OutputCollector:
         most = sequence.max_total_tokens - sequence.prompt_tokens
         finish: tuple[FinishReason, int | None] | None = None
         for token in tokens:
-            token_ids.append(token.token_id)
+            token_id = token.token_id
+            token_ids.append(token_id)
             made += 1
-            if token.token_id in stops and made > min_tokens:
-                finish = FinishReason.STOP, token.token_id
+            if stops and token_id in stops and made > min_tokens:
+                finish = FinishReason.STOP, token_id
                 break
             if made >= most:
                 finish = FinishReason.LENGTH, None
@@ -406,6 +408,6 @@ class OutputCollector:
             self.events.append(FirstToken(request.request_id, now))
         if made > sent:
             begin = max(index, sent)
-            new = tokens[begin - index : made - index]
+            new = tokens if begin == index and made - index == len(tokens) else tokens[begin - index : made - index]
             self._tokens.append(TokenOutput(request.request_id, request.attempt, begin, new))
         return finish
