@@ -199,7 +199,7 @@ class Drafter:
         for sequence in sequences:
             adapter = self._adapter(sequence)
             most = min(self._most, budget_tokens, sequence.tokens_left - 1, int(adapter.balance))
-            if most < 1 or sequence.request.prompt_embeds is not None:
+            if most < 1 or sequence.request.prompt_embeds is not None or sequence.request.pooling is not None:
                 continue
             if guesses := self._guess(sequence, adapter, most, min(max(_LEAST_CHANCE, cost), _MOST_COST)):
                 drafts[sequence.request_id] = tuple(guess.token_id for guess in guesses)

@@ -90,9 +90,8 @@ class Scheduler:
         )
         self._view = SchedulerView(memory, limits, self._running, self.selector, self._step_times)
         self.queue: AdmissionQueue = admission(self._view)
-        self._savings = SavingsEstimator(
-            memory, self._step_times, self.selector.meter, assist, record or AssistRecord()
-        )
+        self._assist_record = record or AssistRecord()
+        self._savings = SavingsEstimator(memory, self._step_times, self.selector.meter, assist, self._assist_record)
         self.drafter = Drafter(limits.max_draft_tokens)
         self._drops: list[RequestId] = []
         self._steps = 0
@@ -301,7 +300,7 @@ class Scheduler:
         """Preempt a sequence: release its blocks, and queue it again; if it restarts, without its KV and output."""
         assert sequence.lease is not None
         keys = sequence.lease.keys
-        if restarts:
+        if restarts or sequence.request.pools_all_tokens:
             keys, sequence.computed_tokens = [], 0
         self.preemptions += 1
         self._outputs.events.append(Preempted(sequence.request_id, now))
@@ -310,7 +309,9 @@ class Scheduler:
     def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = (), *, restarts: bool = False) -> Sequence:
         longest = len(request.prompt_token_ids) + request.sampling.max_tokens
         sequence = Sequence(request, now, min(longest, self._limits.max_model_len), restarts=restarts)
-        sequence.keys = self._memory.keys_of(request.digest, sequence.token_ids, list(keys), salt=request.kv_salt)
+        sequence.keys = self._memory.keys_of(
+            request.digest, sequence.token_ids, list(keys), salt=request.kv_salt, start=request.adapter_start
+        )
         self._sequences[request.request_id] = sequence
         if request.background and not isinstance(self.queue, BackgroundLast):
             self.queue = BackgroundLast(self.queue, self._view)  # engines that never have any do without
@@ -352,7 +353,14 @@ class Scheduler:
         self.selector.note_tried()
         if builder.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
             return WaitReason.SLOT
-        admit = partial(self._memory.try_admit, request.adapter, sequence.keys, salt=request.kv_salt)
+        self._assist_record.others = max(0, len(self.queue) - 1) + len(self._running)
+        admit = partial(
+            self._memory.try_admit,
+            request.adapter,
+            sequence.keys,
+            salt=request.kv_salt,
+            start=request.adapter_start,
+        )
         lease = admit(len(sequence.token_ids), now)
         while lease in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS) and not self._memory.blocks_are_being_freed:
             victim = self.selector.last_not_allowed(self._running)
@@ -450,6 +458,8 @@ class Scheduler:
             if self._limits.max_draft_tokens:
                 self.drafter.note(sequence, len(step.draft), kept, len(tokens))
             sequence.computed_tokens = min(step.start + step.known_tokens + kept + more, len(sequence.token_ids))
+            if sequence.request.pooling is not None and not sequence.remaining_tokens:
+                finish = FinishReason.STOP, None
             is_new = self._memory.has_uncommitted_blocks(sequence.lease, sequence.computed_tokens)
             if is_new and sequence.lease.is_ready:
                 computed.append(ComputedTokens(sequence.lease, sequence.token_ids, sequence.computed_tokens))
