@@ -147,7 +147,11 @@ def ratios(some: Sequence[float], others: Sequence[float]) -> list[float]:
 
 @contextmanager
 def replica(model: Path, dtype: str = "bfloat16", quantization: str = "auto", **engine: object) -> Iterator[Replica]:
-    """Build an engine in this process and close it at the end; ``engine`` are engine settings."""
+    """Build an engine in this process and close it at the end; ``engine`` are engine settings.
+
+    It has no drafts unless these say so: a decode step has one row for each sequence.
+    """
+    engine.setdefault("draft_tokens", 0)
     of_model = ModelSettings(model=str(model), dtype=dtype, quantization=quantization)
     settings = Settings(of_model, EngineSettings(**engine))  # type: ignore[arg-type]
     built = build_replica(settings)
