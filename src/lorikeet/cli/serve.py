@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lorikeet.api.launch import launch
 from lorikeet.api.reasoning import REASONING_FORMATS
 from lorikeet.api.slo_targets import read_targets
 from lorikeet.api.tool_parsers import TOOL_FORMATS
@@ -49,9 +50,7 @@ def serve(model: Model = None, config: ConfigFile = None, prefix_caching: Prefix
             note(f"--{flag} is not used: the server listens on --uds", as_json=settings.server.log_json)
     for name in SECRET_VARIABLES:
         os.environ.pop(name, None)
-    from lorikeet.api.run import serve as run_server
-
-    run_server(settings, name_settings)
+    launch(settings, name_settings)
 
 
 def _with_table(function: Any) -> None:
