@@ -98,6 +98,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "openai/responses/*::test_previous_response_id*": (_THOUGHT + "Mark",),
     "openai/responses/*::test_two_responses_with_same_prev_id*": (_THOUGHT + "John",),
     "openai/completion/*::test_completion_streaming*": (_LONG,),
+    "openai/completion/*with_prompt_embeds*": (_LONG,),
     "openai/test_return_token_ids.py::*tool_use*": (
         '<tool_call>\n{"name": "get_weather", "arguments": {"location": "Paris"}}\n</tool_call>',
     ),
@@ -130,6 +131,7 @@ DIFFERENCES = {
     "*::test_more_than_one_prompt_logprobs*": "passes only if the prompt's third token is the model's likeliest",
     "openai/chat_completion/*with_prompt_embeds*": "prompt_embeds are for completions, not for parts of messages",
     "*::test_long_seed*": _TEXT_OF_ERROR,
+    "*::test_prompt_logprobs_raises_error*": _TEXT_OF_ERROR,
     "*::test_chat_logit_bias_multiple_non_integer_keys*": "the error names the first wrong key only",
     "*::test_chat_completion_n_parameter_non_streaming*": "depends on what is drawn for three choices",
     "*::test_empty_prompt*": _TEXT_OF_ERROR,

@@ -70,7 +70,9 @@ def free_port() -> int:
 
 
 def _local(flag):
-    """Return ``name=org/repo`` of --lora-modules with the folder of that adapter."""
+    """Return a part of the command line as Lorikeet takes it: ``name=org/repo`` with the folder of that adapter."""
+    if flag == "--lora-module":  # vLLM's parser takes the beginning of a flag for it
+        return "--lora-modules"
     name, _, source = flag.partition("=")
     return f"{name}={adapter_folder(source)}" if re.fullmatch(r"[\w.-]+/[\w.-]+=[\w.-]+/[\w.-]+", flag) else flag
 
