@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.api import adapters, cluster, completions, info, messages, responses, training
+from lorikeet.api import adapters, cluster, completions, info, messages, responses, stats, training, web
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.batches import routes as batches
@@ -17,6 +17,7 @@ from lorikeet.api.dialects import generate, sagemaker, sglang, tgi, vllm
 from lorikeet.api.errors import ApiError, install_handlers
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate, PromptProcesses
 from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
+from lorikeet.api.live_stats import LiveStats
 from lorikeet.api.load_reports import LoadReports
 from lorikeet.api.logs import log
 from lorikeet.api.metrics import (
@@ -42,6 +43,7 @@ from lorikeet.api.versions import HeldVersions
 from lorikeet.client.client import Engines
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
+from lorikeet.core.ids import AdapterDigest
 from lorikeet.presets import resolve_preset
 
 
@@ -73,6 +75,8 @@ def create_service(
     lengths = lengths or AnswerLengthPredictor()
     forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
 
+    live = LiveStats(lambda: client.views)
+
     async def load(name: str, source: str) -> None:
         await adapters.load_adapter(service, name, source, replace=False, persistent=False)
 
@@ -99,7 +103,7 @@ def create_service(
         body_gate=BodyGate(settings.server.max_body_bytes),
         prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
         grammars=GrammarChecks(chats.base.text_processor, chats.base.limits),
-        observer=RequestObserver(metrics, usage, request_log, lengths, forecast),
+        observer=RequestObserver(metrics, usage, request_log, lengths, forecast, live),
         responses=StoredResponses(
             settings.server.stored_responses,
             settings.server.stored_responses_bytes,
@@ -117,7 +121,11 @@ def create_service(
     metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": models.base}))
     metrics.add_collector(LengthCollector(lengths, metrics.labels))
 
+    def names(digest: AdapterDigest) -> list[str]:
+        return [ref.name for ref in service.adapters_by_digest({digest}).get(digest, ())]
+
     def on_adapter_event(event: AdapterEvent) -> None:
+        live.on_adapter_event(event, names)
         if isinstance(event, AdapterLoaded):
             if event.error is not None:
                 log.warning("adapter could not be loaded", digest=event.digest, error=event.error)
@@ -130,10 +138,10 @@ def create_service(
 
 def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves ``service``."""
-    app = FastAPI(title="Lorikeet", version=__version__)
+    app = FastAPI(title="Lorikeet", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     # A request is matched with each route before its own.
-    for routes in (completions, responses, messages, batches, info, adapters, cluster, training):
+    for routes in (completions, responses, messages, batches, info, adapters, stats, cluster, training, web):
         app.include_router(routes.router)
     for dialect in (generate, tgi, sglang, sagemaker, vllm):
         app.include_router(dialect.router)
@@ -154,6 +162,7 @@ def create_app(service: Service) -> FastAPI:
     )
     app.add_middleware(messages.AnthropicErrors)
     app.add_middleware(LoadReports, load=partial(load_of, service.client))
+    app.add_middleware(web.SecurityHeaders)
     if root_path := service.settings.root_path.rstrip("/"):
         app.add_middleware(RootPath, prefix=root_path)
     return app

@@ -177,6 +177,16 @@ class AdapterUsage:
         """The base model's counts."""
         return self._base.total
 
+    @property
+    def base_traffic(self) -> AdapterTraffic:
+        """The base model's usage."""
+        return self._base
+
+    @property
+    def all_adapters(self) -> RequestCounts:
+        """The sum over all adapters, without the base model."""
+        return self._all_adapters
+
     def peek(self, adapter: str) -> AdapterTraffic:
         """Return the usage of an adapter, read only; one without traffic gets neither a record nor a label."""
         return self._adapters.get(adapter) or AdapterTraffic(self._clock, self._all_adapters)

@@ -216,6 +216,8 @@ def _foreign_host(host: str) -> ASGIApp:
 
 
 _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"})
+_PAGES = frozenset({"ui", "docs"})
+"""First part of the paths of pages and their files, which hold nothing of this server and ask for a key themselves."""
 _ADMIN_POSTS = frozenset(
     {
         "/v1/load_lora_adapter",
@@ -228,6 +230,8 @@ _ADMIN_POSTS = frozenset(
         "/resume",
     }
 )
+_ADMIN_GETS = frozenset({"/v1/cluster", "/v1/stats", "/v1/stats/stream"})
+"""What names machines, processes and digests, and the requests of all tenants."""
 _ADMIN_PREFIXES = ("/v1/adapters", "/v1/loras", "/v1/cluster", "/adapters")
 _MAX_TENANT_CHARACTERS = 128
 
@@ -259,6 +263,8 @@ class KeyRing:
 class Auth:
     """Middleware that checks API keys and sets the tenant of a request (``state.tenant``).
 
+    ``state.is_admin`` says whether it has an admin key.
+
     Args:
         app: the wrapped application.
         api_keys: keys for all routes but health, version and metrics; empty for open access.
@@ -279,7 +285,8 @@ class Auth:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if scope["type"] == "http" and refusal is None:
             tenant = self._tenant(Headers(scope=scope))
-            scope.setdefault("state", {})["tenant"] = tenant
+            state = scope.setdefault("state", {})
+            state["tenant"], state["is_admin"] = tenant, self._admin.holds(_key(Headers(scope=scope)))
             if len(tenant) > _MAX_TENANT_CHARACTERS:
                 refusal = bad_request(
                     f"{self._tenant_header} is longer than {_MAX_TENANT_CHARACTERS} characters."
@@ -294,7 +301,7 @@ class Auth:
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         path = scope["path"].rstrip("/")
-        if path in _OPEN_PATHS or scope["method"] == "OPTIONS":
+        if path in _OPEN_PATHS or scope["method"] == "OPTIONS" or _is_page(scope["method"], path):
             return None
         key = _key(Headers(scope=scope))
         is_api, is_admin = self._api.holds(key), self._admin.holds(key)
@@ -312,8 +319,12 @@ def key_name(key: str) -> str:
     return f"key-{_digest(key).hex()[:12]}"
 
 
+def _is_page(method: str, path: str) -> bool:
+    return method in ("GET", "HEAD") and path.removeprefix("/").partition("/")[0] in _PAGES
+
+
 def _is_for_admins(method: str, path: str) -> bool:
-    if path in _ADMIN_POSTS or path == "/v1/cluster":  # which names machines, processes and digests
+    if path in _ADMIN_POSTS or path in _ADMIN_GETS:
         return True
     return method not in ("GET", "HEAD") and any(
         path == prefix or path.startswith(f"{prefix}/") for prefix in _ADMIN_PREFIXES

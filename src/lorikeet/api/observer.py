@@ -6,6 +6,7 @@ All of them derive from the same timings.
 import time
 
 from lorikeet.api.length_prediction import AnswerLengthPredictor
+from lorikeet.api.live_stats import LiveStats
 from lorikeet.api.metrics import AdapterUsage, RequestCounts, RequestMetrics, nanoseconds
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.request_records import RequestRecords
@@ -26,6 +27,7 @@ class RequestObserver:
         request_log: None if there is none.
         lengths: learns from the lengths of answers.
         forecast: learns how fast requests are admitted; None without shedding.
+        live: keeps the latest requests of each adapter.
 
     Attributes:
         records: of the latest requests.
@@ -38,12 +40,14 @@ class RequestObserver:
         request_log: RequestLog | None,
         lengths: AnswerLengthPredictor,
         forecast: TtftForecast | None,
+        live: LiveStats,
     ) -> None:
         self.metrics = metrics
         self.usage = usage
         self.request_log = request_log
         self.lengths = lengths
         self.forecast = forecast
+        self.live = live
         self.records = RequestRecords()
 
     def watch(self, handle: RequestHandle) -> "RequestWatch":
@@ -53,6 +57,7 @@ class RequestObserver:
     def refused(self, adapter: AdapterRef | None, slo: Slo | None, requests: int, *, shed: bool) -> None:
         """Count ``requests`` that were refused because too many are running, or ``shed`` by the forecast."""
         self.metrics.count_refused(requests, shed=shed)
+        self.live.refused(adapter, requests)
         counts = missed(slo, requests)
         counts.shed = requests if shed else 0
         self.usage.of(None if adapter is None else adapter.name).add(counts)
@@ -66,6 +71,7 @@ class RequestWatch:
         self._handle = handle
         self._last_output_s: float | None = None
         self._record = observer.records.begin(handle.request, handle.timings)
+        self._live = observer.live.begin(handle.request, handle.timings)
         self._is_background = handle.request.background
         self._forecast = None if self._is_background else observer.forecast
         if self._forecast is not None:
@@ -86,16 +92,19 @@ class RequestWatch:
         now_s = time.monotonic()
         if self._last_output_s is None and self._forecast is not None:
             self._forecast.on_first_token(self._handle.timings)
-        if self._last_output_s is not None and not self._is_background:
-            self._observer.metrics.inter_token.observe(now_s - self._last_output_s)
+        gap_s = None if self._last_output_s is None or self._is_background else now_s - self._last_output_s
+        if gap_s is not None:
+            self._observer.metrics.inter_token.observe(gap_s)
+        self._observer.live.output(self._live, tokens, gap_s)
         self._last_output_s = now_s
 
-    def finished(self, completion_tokens: int, reason: str) -> None:
+    def finished(self, completion_tokens: int, reason: str, error: str = "") -> None:
         """Record the end.
 
         Args:
             completion_tokens: generated in all.
             reason: the finish reason; ``abort`` if the client disconnected, ``error`` if the request failed.
+            error: what the client was told then.
         """
         request, timings = self._handle.request, self._handle.timings
         ended_s = timings.finished_s if timings.finished_s is not None else time.monotonic()
@@ -113,7 +122,8 @@ class RequestWatch:
             adapter_wait_ns=nanoseconds(timings.adapter_wait_s),
             kv_wait_ns=nanoseconds(timings.kv_wait_s),
         )
-        self._record.finished(completion_tokens, reason, ended_s)
+        self._record.finished(completion_tokens, reason, ended_s, error)
+        self._observer.live.end(self._live, request, completion_tokens, reason, error, ended_s)
         counts.add(attainment(request.slo, timings, completion_tokens, reason, ended_s))
         self._usage.add(counts)
         self._usage.running -= 1

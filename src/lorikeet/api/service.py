@@ -98,11 +98,17 @@ class Sender(NamedTuple):
         request_id: the client's ``X-Request-Id``, or a generated one.
         tenant: that the request counts for; empty if it is not known.
         is_batch: whether it is a line of a batch: no client waits for it.
+        is_admin: whether it has an admin key, with which requests of all tenants are shown.
     """
 
     request_id: str
     tenant: str
     is_batch: bool = False
+    is_admin: bool = False
+
+    def may_see(self, tenant: str) -> bool:
+        """Return whether requests of a tenant are shown to it."""
+        return self.is_admin or tenant == self.tenant
 
 
 def _set_event() -> asyncio.Event:
@@ -142,6 +148,8 @@ class Service:
     """Versions that requests used, so that metrics can name those whose name was removed."""
     generations: set[Generation] = field(default_factory=set)
     """Running requests."""
+    stats_streams: int = 0
+    """Open streams of ``/v1/stats/stream``."""
     cache_epoch: str = ""
     """Changes when the prefix cache is reset, and tells KV from before and after apart."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
@@ -441,7 +449,8 @@ async def _is_json(request: HttpRequest) -> None:
 
 
 async def _sender(request: HttpRequest) -> Sender:
-    return Sender(request.state.request_id, request.state.tenant, request.scope["state"].get("is_batch", False))
+    state = request.scope["state"]
+    return Sender(state["request_id"], state["tenant"], state.get("is_batch", False), state.get("is_admin", False))
 
 
 ServiceDep = Annotated[Service, Depends(_service)]

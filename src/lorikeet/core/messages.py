@@ -338,6 +338,9 @@ class EngineStats(msgspec.Struct, frozen=True):
         queue: of the admission queue, None if it has no classes.
         assist: of host workers, None if there are none.
         costs: of steps, as measured; those of loads are in ``memory.transfers``. None before enough is known.
+        hosted_adapters: digests of the adapters in the host tier.
+        queued: requests without blocks by what they wait for, in the lower-case names of ``WaitReason``; ``order``
+            for those that were not refused, but are behind others.
     """
 
     at_s: float
@@ -367,6 +370,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     queue: QueueStats | None = None
     assist: AssistCounters | None = None
     costs: ReplicaCosts | None = None
+    hosted_adapters: tuple[AdapterDigest, ...] = ()
+    queued: dict[str, int] = {}
 
 
 class ExportedKv(msgspec.Struct, frozen=True):

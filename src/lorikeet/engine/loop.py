@@ -289,6 +289,8 @@ class Engine:
             queue=self._scheduler.queue.stats(),
             assist=self._executor.assist_counters(),
             costs=self._scheduler.selector.meter.costs(),
+            hosted_adapters=self._memory.hosted(),
+            queued=self._scheduler.queued(),
         )
 
     def memory_stats(self) -> MemoryStats:

@@ -7,6 +7,7 @@ kernels, and it touches blocks only through ``Memory``.
 
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
@@ -157,6 +158,11 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return the numbers of requests by state."""
         return SchedulerStats.of(self._running, len(self._sequences))
+
+    def queued(self) -> dict[str, int]:
+        """Return the number of requests without blocks by what they wait for; see ``EngineStats.queued``."""
+        without = (each for each in self._sequences.values() if each.lease is None)
+        return dict(Counter("order" if each.refused is None else each.refused.name.lower() for each in without))
 
     def take_outputs(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
         """Return the tokens and events since the last call."""
