@@ -25,7 +25,9 @@ export function adapter(name: string): Page {
       pin.textContent = found.pinned ? "Unpin" : "Pin";
       set(body, ...content(found));
     } catch (error) {
-      set(body, h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
+      if (error instanceof ApiError && error.status === 404) {
+        set(body, h("p", {}, `${error.message} If it is in the adapter folder, the first request that names it loads it, or “Load onto the device” does.`));
+      } else set(body, h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
     }
   }
 

@@ -60,6 +60,7 @@ function group(path: string): string {
 }
 
 async function show(): Promise<void> {
+  set(main, h("h1", {}, "HTTP API"), h("p", { class: "dim" }, "Loading …"));
   try {
     const described = await get<Described>("openapi.json");
     schemas = described.components?.schemas ?? {};

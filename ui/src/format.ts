@@ -34,7 +34,7 @@ export function percent(share: number): string {
   return `${share > 0 && share < 0.01 ? "<1" : Math.round(share * 100)} %`;
 }
 
-/** Three digits at most. */
+/** Three digits at most, and no zeros at the end. */
 function digits(value: number): string {
-  return value === 0 ? "0" : value >= 100 ? value.toFixed(0) : value >= 10 ? value.toFixed(1) : value.toFixed(2);
+  return String(Number(value.toFixed(value >= 100 ? 0 : value >= 10 ? 1 : 2)));
 }

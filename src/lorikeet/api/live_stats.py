@@ -1,13 +1,13 @@
 """What the latest requests waited for, adapter by adapter, in memory of a fixed size: for ``/v1/stats``.
 
-Counters since the start are in ``metrics.py``. Here are the requests of the last minutes one by one, so that percentiles
-and the parts of TTFT are those of now, and errors have their messages.
+Counters since the start are in ``metrics.py``. Here are the requests of the last minutes one by one, so that
+percentiles and the parts of TTFT are those of now, and errors have their messages.
 """
 
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from lorikeet.api.errors import hide_paths
@@ -241,6 +241,7 @@ class LiveStats:
         loads: by version.
         history: samples of load and memory, the oldest first.
         prompt_tokens, completion_tokens, finished: per second.
+        unloaded: names of adapters that a request would load, as listed at ``unloaded_at_s``.
     """
 
     def __init__(
@@ -254,7 +255,8 @@ class LiveStats:
         self._ended: deque[EndedRequest] = deque(maxlen=_MOST_REQUESTS)
         self._gaps: deque[tuple[float, float]] = deque(maxlen=_MOST_GAPS)
         self.history: deque[dict[str, Any]] = deque(maxlen=MOST_HISTORY)
-        self._sampled_s = -math.inf
+        self._sampled_s = self.unloaded_at_s = -math.inf
+        self.unloaded: list[str] = []
         self.prompt_tokens, self.completion_tokens, self.finished = (Rate(clock) for _ in range(3))
 
     def begin(self, request: Request, timings: RequestTimings) -> OpenRequest:
@@ -320,10 +322,6 @@ class LiveStats:
     def peek(self, adapter: str) -> AdapterHistory:
         """Return what is kept of an adapter, read only."""
         return self._adapters.get(adapter) or AdapterHistory(self._clock)
-
-    def adapters(self) -> Iterator[tuple[str, AdapterHistory]]:
-        """Yield every adapter of which something is kept, and the base model under ``BASE``."""
-        yield from self._adapters.items()
 
     def now_s(self) -> float:
         """Return the time on the clock of requests."""

@@ -32,13 +32,14 @@ from lorikeet.api.live_stats import (
 from lorikeet.api.metrics import AdapterTraffic
 from lorikeet.api.service import Sender, Service, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
+from lorikeet.api.threads import in_daemon_thread
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import EngineStats
 from lorikeet.scheduling.savings import WAITS_FOR
 
 MOST_STREAMS = 32
 """Streams that may be open at once."""
-_WAITS = {reason.name.lower(): text for reason, text in WAITS_FOR.items()} | {"order": "its turn behind other requests"}
+_WAITS = {reason.name.lower(): text for reason, text in WAITS_FOR.items()} | {"order": "their turn behind others"}
 
 
 class SortBy(StrEnum):
@@ -57,7 +58,17 @@ class SortBy(StrEnum):
 
 @dataclass
 class AdapterFigures:
-    """What is known of one adapter, or of the base model without ``record``."""
+    """What is known of one adapter, or of the base model.
+
+    Attributes:
+        name: of the adapter.
+        traffic, history: its requests.
+        load: how it was loaded last.
+        record: None of the base model, and of an adapter that is only named so far.
+        device_bytes, on_host: where it is.
+        now_s: on the clock of requests.
+        is_base: whether it is the base model.
+    """
 
     name: str
     traffic: AdapterTraffic
@@ -67,6 +78,7 @@ class AdapterFigures:
     device_bytes: int
     on_host: bool
     now_s: float
+    is_base: bool = False
 
     def __post_init__(self) -> None:
         self.recent = self.history.recent(self.now_s)
@@ -81,7 +93,7 @@ class AdapterFigures:
     @property
     def tier(self) -> str:
         """Where its weights are: ``device``, ``host`` or ``files``."""
-        return "device" if self.device_bytes or self.record is None else "host" if self.on_host else "files"
+        return "device" if self.device_bytes or self.is_base else "host" if self.on_host else "files"
 
     @property
     def oldest_s(self) -> float:
@@ -116,11 +128,11 @@ class AdapterFigures:
         if self.parts_s is None or not (total_s := sum(self.parts_s)):
             return ""
         part = max(range(len(PARTS)), key=lambda at: self.parts_s[at] if self.parts_s else 0.0)
-        share = f"{self.parts_s[part] / total_s:.0%} of the time to the first token is"
+        share = f"{100 * self.parts_s[part] / total_s:.0f} % of the time to the first token is"
         match PARTS[part]:
             case "queue":
                 cause = max(self.history.queue_s, key=lambda each: self.history.queue_s[each], default="order")
-                return f"{share} the queue: most wait for {_WAITS.get(cause, cause)}."
+                return f"{share} the queue, mostly for {_WAITS.get(cause, cause)}."
             case "adapter":
                 took = f"; the latest load took {self.load.seconds:.3g} s" if self.load.loads else ""
                 return f"{share} the transfer of its adapter to the device{took}."
@@ -134,7 +146,7 @@ class AdapterFigures:
         gaps = percentiles(each.itl_s for each in self.recent if each.itl_s is not None)
         return {
             "name": self.name,
-            "is_base": self.record is None,
+            "is_base": self.is_base,
             "digest": None if self.record is None else self.record.digest,
             "rank": None if self.record is None else self.record.max_rank,
             "tier": self.tier,
@@ -205,6 +217,7 @@ _ORDERS: Mapping[SortBy, Callable[[AdapterFigures], Any]] = {
     SortBy.HITS: lambda each: -1.0 if each.hit_share is None else each.hit_share,
     SortBy.ERRORS: lambda each: (each.traffic.total.failed + (each.load.error is not None), each.history.refused),
     SortBy.SAVED: lambda each: each.saved_s,
+    SortBy.NAME: lambda each: each.name,
 }
 
 
@@ -224,25 +237,54 @@ def _residency(service: Service) -> _Residency:
     return _Residency(service.observer.live.engine_stats(), service.client.engine_info.block_bytes)
 
 
-def figures_of(service: Service, record: AdapterRecord | None, where: _Residency | None = None) -> AdapterFigures:
-    """Return what is known of an adapter, or of the base model for None; ``where`` is read if it is not given."""
-    usage, live, where = service.observer.usage, service.observer.live, where or _residency(service)
-    now_s = live.now_s()
-    if record is None:
-        traffic = usage.base_traffic
-        return AdapterFigures(
-            service.models.base, traffic, live.peek(BASE), LoadHistory(), None, 0, on_host=False, now_s=now_s
-        )
+def figures_of(service: Service, record: AdapterRecord, where: _Residency | None = None) -> AdapterFigures:
+    """Return what is known of an adapter; ``where`` is read if it is not given."""
+    live, where = service.observer.live, where or _residency(service)
     return AdapterFigures(
         record.name,
-        usage.peek(record.name),
+        service.observer.usage.peek(record.name),
         live.peek(record.name),
         live.loads.get(record.digest, LoadHistory()),
         record,
         where.device_bytes.get(record.digest, 0),
         record.digest in where.on_host,
-        now_s,
+        live.now_s(),
     )
+
+
+def _all_figures(service: Service, part: str) -> tuple[list[AdapterFigures], int]:
+    """Return the figures of the models that have ``part`` in their names, and the number of all adapters.
+
+    They are the base model, the registered adapters, and those that a request would load.
+    """
+    live, usage, base = service.observer.live, service.observer.usage, service.models.base
+    where, now_s = _residency(service), live.now_s()
+    records, found = service.catalog.list(), []
+    if part in base.lower():
+        history = live.peek(BASE)
+        found.append(
+            AdapterFigures(base, usage.base_traffic, history, LoadHistory(), None, 0, False, now_s, is_base=True)
+        )
+    found += [figures_of(service, each, where) for each in records if part in each.name.lower()]
+    registered = {each.name for each in records}
+    unloaded = [name for name in live.unloaded if name not in registered]
+    found += [
+        AdapterFigures(name, usage.peek(name), live.peek(name), LoadHistory(), None, 0, False, now_s)
+        for name in unloaded
+        if part in name.lower()
+    ]
+    return found, len(records) + len(unloaded)
+
+
+_LIST_EVERY_S = 10.0
+
+
+async def _list_unloaded(service: Service) -> None:
+    """List the adapters that a request would load, unless that was done lately: it reads a folder."""
+    live = service.observer.live
+    if service.loader.is_enabled and live.now_s() - live.unloaded_at_s > _LIST_EVERY_S:
+        live.unloaded_at_s = live.now_s()
+        live.unloaded = await in_daemon_thread(service.loader.names)
 
 
 class StatsQuery(msgspec.Struct, frozen=True):
@@ -326,26 +368,13 @@ def _waiting(stats: Iterable[EngineStats]) -> dict[str, int]:
 
 
 def _rows(service: Service, query: StatsQuery) -> tuple[list[dict[str, Any]], int, int]:
-    """Return the adapters to show, the number of all, and of those that match."""
-    records: list[AdapterRecord | None] = [None, *service.catalog.list()]
-    part = query.match.lower()
-    matching = [
-        each for each in records if part in (service.models.base if each is None else each.name).lower()
-    ]
-    if query.sort is SortBy.NAME:
-        names = sorted(
-            matching,
-            key=lambda each: "" if each is None else each.name,
-            reverse=not query.ascending,
-        )
-        shown = [figures_of(service, each) for each in names[: query.adapters]]
-    else:
-        where, key = _residency(service), _ORDERS[query.sort]
-        figures = (figures_of(service, each, where) for each in matching)
-        pick = heapq.nsmallest if query.ascending else heapq.nlargest
-        shown = pick(query.adapters, figures, key=key)
+    """Return the adapters to show, the number of all, and of the models that match."""
+    matching, total = _all_figures(service, query.match.lower())
+    key = _ORDERS[query.sort]
+    pick = heapq.nsmallest if query.ascending else heapq.nlargest
+    shown = pick(query.adapters, matching, key=key)
     pinned = service.loader.pinned
-    return [{**each.as_json(), "pinned": each.name in pinned} for each in shown], len(records) - 1, len(matching)
+    return [{**each.as_json(), "pinned": each.name in pinned} for each in shown], total, len(matching)
 
 
 async def _query(
@@ -365,6 +394,7 @@ QueryDep = Annotated[StatsQuery, Depends(_query)]
 @router.get("/v1/stats")
 async def stats(service: ServiceDep, query: QueryDep) -> Response:
     """Return load, latencies, memory and adapters as they are now."""
+    await _list_unloaded(service)
     content = msgspec.json.encode(snapshot(service, query))
     return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
 
@@ -380,6 +410,7 @@ async def stream(
     async def events() -> AsyncIterator[bytes]:
         shown = query
         while not service.gate.draining:
+            await _list_unloaded(service)
             yield b"data: " + msgspec.json.encode(snapshot(service, shown)) + b"\n\n"
             shown = msgspec.structs.replace(query, history=False)
             await asyncio.sleep(interval_s)
