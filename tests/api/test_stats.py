@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from lorikeet.api.live_stats import MOST_ADAPTERS, REQUESTS_PER_ADAPTER, LiveSta
 from lorikeet.api.stats import MOST_STREAMS, SortBy
 from lorikeet.cli.main import app
 from lorikeet.cli.top import SORTS
+from lorikeet.config import AdapterDirMode
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import (
     AdapterArrived,
@@ -51,7 +53,9 @@ def test_the_parts_of_ttft_add_up_also_while_a_request_waits() -> None:
     waiting = RequestTimings(10.0)
     assert parts_of(waiting, 13.0) == (3.0, 0.0, 0.0, 0.0)
     waiting.apply(Admitted(RequestId("r"), 11.0, 0, waits_for_adapter=True))
-    assert parts_of(waiting, 16.0) == (1.0, 5.0, 0.0, 0.0), "its adapter has not arrived, and nothing else is waited for"
+    assert parts_of(waiting, 16.0) == (1.0, 5.0, 0.0, 0.0), (
+        "its adapter has not arrived, and nothing else is waited for"
+    )
 
 
 def test_percentiles_are_values_that_were_there() -> None:
@@ -155,7 +159,7 @@ async def test_adapters_are_sorted_matched_and_counted(server: Running) -> None:
         stats = await figures(server, sort=sort, adapters=2)
         assert len(stats["adapters"]) == 2
         assert (stats["adapters_total"], stats["adapters_matching"]) == (2, 3)
-    assert SORTS == tuple(SortBy)
+    assert tuple(SortBy) == SORTS
     names = [each["name"] for each in (await figures(server, sort="name", ascending="true"))["adapters"]]
     assert names == ["aaa", "base", "formal"]
     assert [each["name"] for each in (await figures(server, match="FOR"))["adapters"]] == ["formal"]
@@ -163,7 +167,7 @@ async def test_adapters_are_sorted_matched_and_counted(server: Running) -> None:
 
 
 async def test_adapters_that_a_request_would_load_are_listed(start: Start) -> None:
-    async with start(adapters={"adapter_dir_mode": "serve"}) as server:
+    async with start(adapters={"adapter_dir_mode": AdapterDirMode.SERVE}) as server:
         stats = await figures(server, sort="name", ascending="true")
         assert {each["name"]: each["tier"] for each in stats["adapters"]} == {
             "base": "device",
@@ -239,7 +243,9 @@ async def test_seconds_saved_are_summed_by_mechanism(server: Running) -> None:
     assert formal["saved_s"] == {"prefix_reuse": 0.5}
 
 
-async def test_top_shows_the_same_in_the_terminal(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_top_shows_the_same_in_the_terminal(
+    server: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     await server.http.post(CHAT, json=body(model="formal"))
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -250,6 +256,7 @@ async def test_top_shows_the_same_in_the_terminal(server: Running, monkeypatch: 
     assert said.exit_code == 0, said.output
     for part in ("base: ready, 0 running, 0 waiting", "1 finished, 0 failed", "TTFT P50", "formal", "of the time to"):
         assert part in said.output
-    as_json = json.loads((await asyncio.to_thread(run, "--json", "-", "--match", "formal")).output)
-    assert [each["name"] for each in as_json["adapters"]] == ["formal"]
+    await asyncio.to_thread(run, "--json", str(tmp_path / "stats.json"), "--match", "formal")
+    written = json.loads((tmp_path / "stats.json").read_text())
+    assert [each["name"] for each in written["adapters"]] == ["formal"]
     assert "is none of slowness" in (await asyncio.to_thread(run, "--sort", "luck")).output

@@ -1,4 +1,4 @@
-"""The pages that the server has for browsers: offline, under a strict policy, and open only as far as they show nothing."""
+"""The pages that the server has for browsers: offline, under a strict policy, open as far as they show nothing."""
 
 import re
 

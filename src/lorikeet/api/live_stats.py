@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from lorikeet.api.causes import cause_of
 from lorikeet.api.errors import hide_paths
 from lorikeet.client.state import ReplicaView
 from lorikeet.core.adapter import AdapterRef
@@ -17,7 +18,6 @@ from lorikeet.core.events import AdapterEvent, AdapterLoaded, Mechanism, Request
 from lorikeet.core.ids import AdapterDigest, ReplicaId, RequestId
 from lorikeet.core.messages import EngineStats
 from lorikeet.core.request import Request
-from lorikeet.scheduling.savings import WAITS_FOR
 
 RECENT_S = 300.0
 """Requests that ended longer ago are left out of percentiles and means."""
@@ -34,9 +34,6 @@ MOST_HISTORY = 300
 
 PARTS = ("queue", "adapter", "kv", "prefill")
 """Parts of TTFT, in the order in which they follow each other."""
-ORDER = "order"
-"""Cause of a wait in the queue behind other requests: a step has its tokens, or the order says so."""
-_CAUSES = {text: reason.name.lower() for reason, text in WAITS_FOR.items()}
 BASE = ""
 """Key of the base model, as in the label of metrics."""
 
@@ -140,11 +137,6 @@ def parts_of(timings: RequestTimings, now_s: float) -> tuple[float, float, float
         return queue_s, since_s, 0.0, 0.0  # it still waits
     waits_s = timings.adapter_wait_s, timings.kv_wait_s
     return queue_s, *waits_s, max(0.0, since_s - sum(waits_s))
-
-
-def cause_of(timings: RequestTimings) -> str:
-    """Return why a request was in the queue, as ``EngineStats.queued`` names it."""
-    return _CAUSES.get(timings.waited_for, ORDER)
 
 
 def _is_hit(request: Request, timings: RequestTimings) -> bool | None:

@@ -7,7 +7,7 @@ import time
 
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.live_stats import LiveStats
-from lorikeet.api.metrics import AdapterUsage, RequestCounts, RequestMetrics, nanoseconds
+from lorikeet.api.metrics import AdapterUsage, RequestCounts, RequestMetrics, nanoseconds, ttft_bucket
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.request_records import RequestRecords
 from lorikeet.api.shedding import TtftForecast
@@ -16,6 +16,9 @@ from lorikeet.client.client import RequestHandle
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Slo
+
+_MOST_EXEMPLAR = 64
+"""Characters of an id in an exemplar. OpenMetrics allows 128 for all its labels."""
 
 
 class RequestObserver:
@@ -118,6 +121,7 @@ class RequestWatch:
             completion_tokens=completion_tokens,
             ttft_count=ttft_s is not None,
             ttft_ns=nanoseconds(ttft_s or 0.0),
+            ttft_buckets=ttft_bucket(ttft_s),
             e2e_ns=nanoseconds(ended_s - timings.arrival_s),
             adapter_wait_ns=nanoseconds(timings.adapter_wait_s),
             kv_wait_ns=nanoseconds(timings.kv_wait_s),
@@ -137,6 +141,7 @@ class RequestWatch:
             reason,
             ended_s,
             latencies=not self._is_background,
+            exemplar={"request_id": request.request_id[:_MOST_EXEMPLAR]},
         )
         if self._observer.request_log is not None:
             text = None if self._text is None else "".join(self._text)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterRecord
+from lorikeet.api.causes import CAUSES, ORDER
 from lorikeet.api.errors import ApiError
 from lorikeet.api.live_stats import (
     BASE,
@@ -35,11 +36,9 @@ from lorikeet.api.streaming import CancelOnDisconnect, EventStream
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import EngineStats
-from lorikeet.scheduling.savings import WAITS_FOR
 
 MOST_STREAMS = 32
 """Streams that may be open at once."""
-_WAITS = {reason.name.lower(): text for reason, text in WAITS_FOR.items()} | {"order": "their turn behind others"}
 
 
 class SortBy(StrEnum):
@@ -131,8 +130,8 @@ class AdapterFigures:
         share = f"{100 * self.parts_s[part] / total_s:.0f} % of the time to the first token is"
         match PARTS[part]:
             case "queue":
-                cause = max(self.history.queue_s, key=lambda each: self.history.queue_s[each], default="order")
-                return f"{share} the queue, mostly for {_WAITS.get(cause, cause)}."
+                cause = max(self.history.queue_s, key=lambda each: self.history.queue_s[each], default=ORDER)
+                return f"{share} the queue, mostly for {CAUSES.get(cause, cause)}."
             case "adapter":
                 took = f"; the latest load took {self.load.seconds:.3g} s" if self.load.loads else ""
                 return f"{share} the transfer of its adapter to the device{took}."
@@ -358,7 +357,7 @@ def snapshot(service: Service, query: StatsQuery) -> dict[str, Any]:
 
 def _waiting(stats: Iterable[EngineStats]) -> dict[str, int]:
     """Return waiting requests by cause: those of the queue, and transfers to requests that have their blocks."""
-    waiting = dict.fromkeys((*_WAITS, "adapter", "kv"), 0)
+    waiting = dict.fromkeys((*CAUSES, "adapter", "kv"), 0)
     for each in stats:
         waiting["adapter"] += each.waiting_for_adapter
         waiting["kv"] += each.waiting_for_kv
