@@ -146,7 +146,8 @@ class Rig:
 
     def __init__(self, folder: Path, shape: str = SHAPE, **engine: object) -> None:
         self._folder = folder
-        self._engine: dict[str, Any] = {"device": "cuda"} | engine
+        # Steps with drafts are no plain decodes.
+        self._engine: dict[str, Any] = {"device": "cuda", "draft_tokens": 0} | engine
         self.model = write_model_shape(folder / shape, shape)
         self.config: ModelConfig = read_model_config(self.model)
 

@@ -273,6 +273,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
         tenants: take keys of the registry's database, too, each with scopes and limits (`lorikeet keys`). Every request
             then needs a key; needs ``admin_keys``.
+        otlp_traces_endpoint: URL that gets OpenTelemetry traces by OTLP over HTTP, such as
+            ``http://collector:4318/v1/traces``; empty for none.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
             it: the API key of the request names the tenant.
         shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
@@ -321,6 +323,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
     tenants: bool = False
+    otlp_traces_endpoint: str = ""
     tenant_header: str = ""
     shared_prefix_cache: bool = False
     stored_responses: Count = 4096

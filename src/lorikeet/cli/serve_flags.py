@@ -266,6 +266,7 @@ FLAGS = (
         bool,
         "Take keys made by `lorikeet keys`, with scopes and limits; every request needs a key then.",
     ),
+    Flag("--otlp-traces-endpoint", "server.otlp_traces_endpoint", str, "Where OpenTelemetry traces are sent, a URL."),
     Flag("--tenant-header", "server.tenant_header", str, "Header that names a request's tenant; else its key does."),
     Flag("--shared-prefix-cache", "server.shared_prefix_cache", bool, "Let API keys reuse each other's KV."),
     Flag(

@@ -339,6 +339,9 @@ class EngineStats(msgspec.Struct, frozen=True):
         assist: of host workers, None if there are none.
         costs: of steps, as measured; those of loads are in ``memory.transfers``. None before enough is known.
         drafted_tokens, kept_tokens: tokens that were drafted since the start, and those of them that came.
+        hosted_adapters: digests of the adapters in the host tier.
+        queued: requests without blocks by what they wait for, in the lower-case names of ``WaitReason``; ``order``
+            for those that were not refused, but are behind others.
     """
 
     at_s: float
@@ -370,6 +373,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     costs: ReplicaCosts | None = None
     drafted_tokens: int = 0
     kept_tokens: int = 0
+    hosted_adapters: tuple[AdapterDigest, ...] = ()
+    queued: dict[str, int] = {}
 
 
 class ExportedKv(msgspec.Struct, frozen=True):

@@ -296,6 +296,8 @@ class Engine:
             costs=self._scheduler.selector.meter.costs(),
             drafted_tokens=self._scheduler.drafter.drafted_tokens,
             kept_tokens=self._scheduler.drafter.kept_tokens,
+            hosted_adapters=self._memory.hosted(),
+            queued=self._scheduler.queued(),
         )
 
     def memory_stats(self) -> MemoryStats:

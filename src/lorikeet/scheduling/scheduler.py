@@ -7,6 +7,7 @@ kernels, and it touches blocks only through ``Memory``.
 
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
@@ -29,7 +30,7 @@ from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import TokenOutput
 from lorikeet.core.plan import StepPlan, StepResult, Tier, TransferDone
 from lorikeet.core.request import Request
-from lorikeet.memory.blocks import SequenceLease, WaitReason
+from lorikeet.memory.blocks import WAITS_FOR, SequenceLease, WaitReason
 from lorikeet.memory.memory import ComputedTokens, Memory
 from lorikeet.memory.tree import NodeKind, NodeTransfer
 from lorikeet.presets import ColdStart, PreemptedKv, Preset
@@ -38,7 +39,7 @@ from lorikeet.scheduling.background import BackgroundLast
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.drafts import Drafter, Drafts
 from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_plan, continue_plan
-from lorikeet.scheduling.savings import WAITS_FOR, SavingsEstimator
+from lorikeet.scheduling.savings import SavingsEstimator
 from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence, StepTimeEstimator
 
 MAX_UNINTERRUPTED_STEPS = 32
@@ -158,6 +159,11 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return the numbers of requests by state."""
         return SchedulerStats.of(self._running, len(self._sequences))
+
+    def queued(self) -> dict[str, int]:
+        """Return the number of requests without blocks by what they wait for; see ``EngineStats.queued``."""
+        without = (each for each in self._sequences.values() if each.lease is None)
+        return dict(Counter("order" if each.refused is None else each.refused.name.lower() for each in without))
 
     def take_outputs(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
         """Return the tokens and events since the last call."""
