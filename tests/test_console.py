@@ -68,7 +68,8 @@ async def ask(server: Server, model: str) -> None:
 @asynccontextmanager
 async def server_with_adapters(folder: Path) -> AsyncIterator[Server]:
     model = make_model(folder / "tiny")
-    flags = ["--preset", "lorikeet:plain"]  # without prefetches, so that an adapter is loaded when it is asked for
+    # Nothing is read ahead, so that an adapter is read when it is asked for.
+    flags = ["--preset", "lorikeet:plain", "--host-memory", "0"]
     for seed, name in enumerate(NAMES):
         flags += ["--lora-modules", f"{name}={write_adapter(folder / 'adapters' / name, model, seed)}"]
     async with serving(model, folder / "home", *flags) as server:
