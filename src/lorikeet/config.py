@@ -267,6 +267,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         request_timeout_s: time after which a request ends with an error; 0 for never.
         drain_timeout_s: time for which accepted requests may continue after SIGTERM.
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
+        otlp_traces_endpoint: URL that gets OpenTelemetry traces by OTLP over HTTP, such as
+            ``http://collector:4318/v1/traces``; empty for none.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
             it: the API key of the request names the tenant.
         shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
@@ -314,6 +316,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: Seconds = 600.0
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
+    otlp_traces_endpoint: str = ""
     tenant_header: str = ""
     shared_prefix_cache: bool = False
     stored_responses: Count = 4096

@@ -1,6 +1,7 @@
 """Builds the service from its parts, and the ASGI application with its middleware, routes and error handlers."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -46,6 +47,9 @@ from lorikeet.core.events import AdapterEvent, AdapterLoaded
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.presets import resolve_preset
 
+if TYPE_CHECKING:
+    from lorikeet.api.tracing import RequestTraces
+
 
 def create_service(
     settings: Settings,
@@ -55,6 +59,7 @@ def create_service(
     models: ServedModels,
     request_log: RequestLog | None = None,
     lengths: AnswerLengthPredictor | None = None,
+    traces: "RequestTraces | None" = None,
 ) -> Service:
     """Put the parts of a server together.
 
@@ -66,6 +71,7 @@ def create_service(
         models: names of the base model and the adapters.
         request_log: None for none.
         lengths: predicts the lengths of answers; None for no predictions.
+        traces: makes spans of requests; None for none.
 
     Raises:
         ConfigError: the SLO targets in the settings cannot be read.
@@ -103,7 +109,7 @@ def create_service(
         body_gate=BodyGate(settings.server.max_body_bytes),
         prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
         grammars=GrammarChecks(chats.base.text_processor, chats.base.limits),
-        observer=RequestObserver(metrics, usage, request_log, lengths, forecast, live),
+        observer=RequestObserver(metrics, usage, request_log, lengths, forecast, live, traces),
         responses=StoredResponses(
             settings.server.stored_responses,
             settings.server.stored_responses_bytes,

@@ -4,6 +4,7 @@ All of them derive from the same timings.
 """
 
 import time
+from typing import TYPE_CHECKING
 
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.live_stats import LiveStats
@@ -12,10 +13,14 @@ from lorikeet.api.request_log import RequestLog
 from lorikeet.api.request_records import RequestRecords
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import attainment, missed
+from lorikeet.api.trace_context import trace_headers
 from lorikeet.client.client import RequestHandle
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Slo
+
+if TYPE_CHECKING:
+    from lorikeet.api.tracing import RequestTraces
 
 _MOST_EXEMPLAR = 64
 """Characters of an id in an exemplar. OpenMetrics allows 128 for all its labels."""
@@ -31,6 +36,7 @@ class RequestObserver:
         lengths: learns from the lengths of answers.
         forecast: learns how fast requests are admitted; None without shedding.
         live: keeps the latest requests of each adapter.
+        traces: makes their spans; None for none.
 
     Attributes:
         records: of the latest requests.
@@ -44,6 +50,7 @@ class RequestObserver:
         lengths: AnswerLengthPredictor,
         forecast: TtftForecast | None,
         live: LiveStats,
+        traces: "RequestTraces | None" = None,
     ) -> None:
         self.metrics = metrics
         self.usage = usage
@@ -51,6 +58,7 @@ class RequestObserver:
         self.lengths = lengths
         self.forecast = forecast
         self.live = live
+        self.traces = traces
         self.records = RequestRecords()
 
     def watch(self, handle: RequestHandle) -> "RequestWatch":
@@ -73,6 +81,7 @@ class RequestWatch:
         self._observer = observer
         self._handle = handle
         self._last_output_s: float | None = None
+        self._trace_headers = trace_headers.get()
         self._record = observer.records.begin(handle.request, handle.timings)
         self._live = observer.live.begin(handle.request, handle.timings)
         self._is_background = handle.request.background
@@ -134,6 +143,10 @@ class RequestWatch:
         if self._forecast is not None:
             self._forecast.on_ended(request)
         self._observer.lengths.on_ended(request, completion_tokens, reason)
+        exemplar = {"request_id": request.request_id[:_MOST_EXEMPLAR]}
+        if (traces := self._observer.traces) is not None:
+            trace_id = traces.ended(self._trace_headers, request, timings, completion_tokens, reason, error, ended_s)
+            exemplar |= {"trace_id": trace_id} if trace_id else {}
         self._observer.metrics.observe_request(
             timings,
             len(request.prompt_token_ids),
@@ -141,7 +154,7 @@ class RequestWatch:
             reason,
             ended_s,
             latencies=not self._is_background,
-            exemplar={"request_id": request.request_id[:_MOST_EXEMPLAR]},
+            exemplar=exemplar,
         )
         if self._observer.request_log is not None:
             text = None if self._text is None else "".join(self._text)

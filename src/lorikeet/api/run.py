@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
@@ -56,6 +57,9 @@ from lorikeet.models.config import (
     read_model_config,
     wants_own_decoder,
 )
+
+if TYPE_CHECKING:
+    from lorikeet.api.tracing import RequestTraces
 
 _KEEP_ALIVE_S = 75
 
@@ -139,6 +143,7 @@ async def _serve(settings: Settings) -> None:
             names,
             request_log,
             lengths,
+            _open_traces(server_settings.otlp_traces_endpoint, names.base, stack),
         )
         stack.push_async_callback(service.prompt_processes.close)
         stack.push_async_callback(service.loader.close)
@@ -169,6 +174,23 @@ async def _serve(settings: Settings) -> None:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         with frozen_gc():
             await server.serve()
+
+
+def _open_traces(endpoint: str, model_name: str, stack: AsyncExitStack) -> "RequestTraces | None":
+    """Return what makes spans, and have it closed with ``stack``; None without an address.
+
+    Raises:
+        ConfigError: its library is not installed.
+    """
+    if not endpoint:
+        return None
+    try:
+        from lorikeet.api.tracing import RequestTraces, open_exporter
+    except ImportError as error:
+        raise ConfigError(f"server.otlp_traces_endpoint: run `{install_command('tracing')}` ({error})") from error
+    traces = RequestTraces(model_name, open_exporter(endpoint))
+    stack.push_async_callback(in_daemon_thread, traces.close)  # it sends what is left, for seconds if nobody listens
+    return traces
 
 
 class _StartProgress:
