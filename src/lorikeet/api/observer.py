@@ -13,11 +13,13 @@ from lorikeet.api.request_log import RequestLog
 from lorikeet.api.request_records import RequestRecords
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import attainment, missed
+from lorikeet.api.tenancy import record_usage
 from lorikeet.api.trace_context import trace_headers
 from lorikeet.client.client import RequestHandle
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Slo
+from lorikeet.tenants.ledger import Ledger
 
 if TYPE_CHECKING:
     from lorikeet.api.tracing import RequestTraces
@@ -37,6 +39,7 @@ class RequestObserver:
         forecast: learns how fast requests are admitted; None without shedding.
         live: keeps the latest requests of each adapter.
         traces: makes their spans; None for none.
+        ledger: adds up what tenants use; None without tenants.
 
     Attributes:
         records: of the latest requests.
@@ -51,6 +54,7 @@ class RequestObserver:
         forecast: TtftForecast | None,
         live: LiveStats,
         traces: "RequestTraces | None" = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.metrics = metrics
         self.usage = usage
@@ -59,6 +63,7 @@ class RequestObserver:
         self.forecast = forecast
         self.live = live
         self.traces = traces
+        self.ledger = ledger
         self.records = RequestRecords()
 
     def watch(self, handle: RequestHandle) -> "RequestWatch":
@@ -142,7 +147,8 @@ class RequestWatch:
         self._usage.running -= 1
         if self._forecast is not None:
             self._forecast.on_ended(request)
-        self._observer.lengths.on_ended(request, completion_tokens, reason)
+        if request.pooling is None:
+            self._observer.lengths.on_ended(request, completion_tokens, reason)
         exemplar = {"request_id": request.request_id[:_MOST_EXEMPLAR]}
         if (traces := self._observer.traces) is not None:
             trace_id = traces.ended(self._trace_headers, request, timings, completion_tokens, reason, error, ended_s)
@@ -156,6 +162,8 @@ class RequestWatch:
             latencies=not self._is_background,
             exemplar=exemplar,
         )
+        if self._observer.ledger is not None:
+            record_usage(self._observer.ledger, request, timings, completion_tokens, reason)
         if self._observer.request_log is not None:
             text = None if self._text is None else "".join(self._text)
             self._observer.request_log.write(request, timings, completion_tokens, reason, ended_s, text)

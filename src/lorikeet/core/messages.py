@@ -11,7 +11,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, RequestEvent
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import PromptLogprobs, Token
+from lorikeet.core.plan import Pooled, PromptLogprobs, Token
 from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.core.request import Request
 
@@ -341,6 +341,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         hosted_adapters: digests of the adapters in the host tier.
         queued: requests without blocks by what they wait for, in the lower-case names of ``WaitReason``; ``order``
             for those that were not refused, but are behind others.
+        drafted_tokens, kept_tokens: tokens that were drafted since the start, and those of them that came.
     """
 
     at_s: float
@@ -372,6 +373,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     costs: ReplicaCosts | None = None
     hosted_adapters: tuple[AdapterDigest, ...] = ()
     queued: dict[str, int] = {}
+    drafted_tokens: int = 0
+    kept_tokens: int = 0
 
 
 class ExportedKv(msgspec.Struct, frozen=True):
@@ -391,7 +394,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     """The outputs of one turn of the engine loop.
 
     The tokens of a request are in one item. They are handled before its ``Finished`` event and its ``ExportedKv``, and
-    after its prompt log probabilities, which a resumed request may repeat.
+    after its prompt log probabilities and its vector, which a resumed request may repeat.
     """
 
     tokens: tuple[TokenOutput, ...]
@@ -400,6 +403,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats | None = None
     exported_kv: tuple[ExportedKv, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[Pooled, ...] = ()
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
