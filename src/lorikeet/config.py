@@ -271,6 +271,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         request_timeout_s: time after which a request ends with an error; 0 for never.
         drain_timeout_s: time for which accepted requests may continue after SIGTERM.
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
+        otlp_traces_endpoint: URL that gets OpenTelemetry traces by OTLP over HTTP, such as
+            ``http://collector:4318/v1/traces``; empty for none.
         tenants: take keys of the registry's database, too, each with scopes and limits (`lorikeet keys`). Every request
             then needs a key; needs ``admin_keys``.
         otlp_traces_endpoint: URL that gets OpenTelemetry traces by OTLP over HTTP, such as
@@ -322,6 +324,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: Seconds = 600.0
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
+    otlp_traces_endpoint: str = ""
     tenants: bool = False
     otlp_traces_endpoint: str = ""
     tenant_header: str = ""

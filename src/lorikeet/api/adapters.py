@@ -444,10 +444,7 @@ def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
 
 @router.get("/v1/adapters/{name:path}/stats")
 async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Return the traffic of one adapter since the server started, and its latest requests and errors.
-
-    A tenant sees only its own ones.
-    """
+    """Return the traffic of one adapter, and its latest requests and errors; to a tenant only of its own ones."""
     record = _record(service, name, sender.access)
     _check_owner(service, sender.access, name)
     total = service.observer.usage.peek(name).total
@@ -463,16 +460,15 @@ async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> di
 
 @router.get("/v1/adapters/{name:path}")
 async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Return one adapter with its figures, its latest requests and errors, and its other names."""
+    """Return one adapter; to its owner and the operator also its figures, latest requests and errors."""
     record = _record(service, name, sender.access)
-    others = sorted(
-        each.name
-        for each in service.catalog.list()
-        if each.digest == record.digest and each.name != record.name and sender.access.may_see(each.name)
-    )
+    card = _card(service, record)
+    if not sender.access.owns(service.catalog.owner(name) or ""):
+        return card
+    names = {each.name for each in service.catalog.list() if each.digest == record.digest} - {record.name}
     return {
-        **_card(service, record),
-        "also_named": others,
+        **card,
+        "also_named": sorted(filter(sender.access.may_see, names)),
         "replicas": [str(replica) for replica, view in service.client.views.items() if _holds(view.stats, record)],
         "stats": figures_of(service, record).details(sender),
     }

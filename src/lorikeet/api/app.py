@@ -79,8 +79,8 @@ def create_service(
     models: ServedModels,
     request_log: RequestLog | None = None,
     lengths: AnswerLengthPredictor | None = None,
-    tenants: Tenants | None = None,
     traces: "RequestTraces | None" = None,
+    tenants: Tenants | None = None,
 ) -> Service:
     """Put the parts of a server together.
 
@@ -92,8 +92,8 @@ def create_service(
         models: names of the base model and the adapters.
         request_log: None for none.
         lengths: predicts the lengths of answers; None for no predictions.
-        tenants: keys of the registry's database; None for none.
         traces: makes spans of requests; None for none.
+        tenants: keys of the registry's database; None for none.
 
     Raises:
         ConfigError: the SLO targets in the settings cannot be read.

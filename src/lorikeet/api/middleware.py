@@ -359,7 +359,8 @@ class Auth:
         refusal = self._refusal(scope)
         if refusal is None:
             tenant = self._tenant(headers)
-            state |= {"tenant": tenant, "access": Access(actor=tenant), "is_admin": self._admin.holds(_key(headers))}
+            is_admin = self._admin.holds(_key(headers))
+            state |= {"tenant": tenant, "access": Access(actor=tenant), "is_admin": is_admin}
             if len(tenant) > _MAX_TENANT_CHARACTERS:
                 refusal = bad_request(
                     f"{self._tenant_header} is longer than {_MAX_TENANT_CHARACTERS} characters."

@@ -151,8 +151,8 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
             names,
             request_log,
             lengths,
-            tenants,
-            _open_traces(server_settings.otlp_traces_endpoint, names.base, stack),
+            traces=_open_traces(server_settings.otlp_traces_endpoint, names.base, stack),
+            tenants=tenants,
         )
         stack.push_async_callback(service.prompt_processes.close)
         stack.push_async_callback(service.loader.close)

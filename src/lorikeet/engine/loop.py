@@ -294,10 +294,10 @@ class Engine:
             queue=self._scheduler.queue.stats(),
             assist=self._executor.assist_counters(),
             costs=self._scheduler.selector.meter.costs(),
-            drafted_tokens=self._scheduler.drafter.drafted_tokens,
-            kept_tokens=self._scheduler.drafter.kept_tokens,
             hosted_adapters=self._memory.hosted(),
             queued=self._scheduler.queued(),
+            drafted_tokens=self._scheduler.drafter.drafted_tokens,
+            kept_tokens=self._scheduler.drafter.kept_tokens,
         )
 
     def memory_stats(self) -> MemoryStats:
