@@ -19,7 +19,7 @@ from lorikeet.cli.main import main
 from lorikeet.client.client import Engines
 from lorikeet.client.supervisor import LocalHost
 from lorikeet.config import Settings
-from lorikeet.core.messages import EngineReady, Progress
+from lorikeet.core.messages import BaseInfo, EngineReady, Progress
 from lorikeet.core.request import Request
 from lorikeet.models.config import read_model_config
 from tests.api.fakes import FakeEngine
@@ -33,7 +33,13 @@ class ScriptedEngine(FakeEngine):
         config = read_model_config(folder)
         super().__init__(self._next, max_model_len=settings.model.max_model_len or config.context_tokens)
         self.engine_info = msgspec.structs.replace(
-            self.engine_info, geometry=config.geometry(2), max_adapter_blocks=10**6
+            self.engine_info,
+            geometry=config.geometry(2),
+            block_bytes=config.geometry(2).block_bytes(self.engine_info.block_size),
+            max_adapter_blocks=10**6,
+            base=BaseInfo(
+                config.architecture, "a script", config.vocab_size, config.eos_token_ids, "bfloat16", config.hidden_size
+            ),
         )
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self._end = config.eos_token_ids[0]

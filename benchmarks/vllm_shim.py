@@ -34,12 +34,12 @@ _START_S = 300
 # --- the server ---------------------------------------------------------------------------------------
 
 
-def in_hub_cache(repo_id: str, source: Path) -> Path:
+def in_hub_cache(repo_id: str, source: Path, copy=os.symlink) -> Path:
     """Put a folder into the hub's cache, where the server and the tests find it by its name without a network."""
     revision, entry = "0" * 40, HERE / "hub" / f"models--{repo_id.replace('/', '--')}"
     snapshot = entry / "snapshots" / revision
     if not snapshot.exists():
-        shutil.copytree(source, snapshot, copy_function=os.symlink)
+        shutil.copytree(source, snapshot, copy_function=copy)
         (entry / "refs").mkdir()
         (entry / "refs" / "main").write_text(revision)
     return snapshot
@@ -53,13 +53,26 @@ def model_folder(name: str) -> Path:
 def adapter_folder(repo_id: str) -> str:
     """Return the folder of a sample adapter: the same one for the same name."""
     samples = sorted(file.parent for file in Path(os.environ["LORIKEET_ADAPTERS"]).glob("*/adapter_config.json"))
-    return str(in_hub_cache(repo_id, samples[sum(repo_id.encode()) % len(samples)]))
+    # The server follows no links that lead outside its folder of adapters.
+    return str(in_hub_cache(repo_id, samples[sum(repo_id.encode()) % len(samples)], shutil.copy))
+
+
+def fetched(repo_id: str) -> str:
+    """Return the folder of a model or an adapter that a test downloads."""
+    is_model = repo_id.startswith(("meta-llama/", "ibm-granite/"))
+    return str(model_folder(repo_id)) if is_model else adapter_folder(repo_id)
 
 
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def _local(flag):
+    """Return ``name=org/repo`` of --lora-modules with the folder of that adapter."""
+    name, _, source = flag.partition("=")
+    return f"{name}={adapter_folder(source)}" if re.fullmatch(r"[\w.-]+/[\w.-]+=[\w.-]+/[\w.-]+", flag) else flag
 
 
 class RemoteOpenAIServer:
@@ -70,7 +83,7 @@ class RemoteOpenAIServer:
     def __init__(self, model, vllm_serve_args, *, env_dict=None, seed=0, auto_port=True, **others):
         if others.get("override_hf_configs"):
             pytest.skip("needs another model")
-        flags = [str(flag) for flag in vllm_serve_args]
+        flags = [_local(str(flag)) for flag in vllm_serve_args]
         self.uds = flags[flags.index("--uds") + 1] if "--uds" in flags else None
         self.host, self.port = "127.0.0.1", free_port()
         self.show_hidden_metrics = any(flag.startswith("--show-hidden-metrics") for flag in flags)
@@ -197,10 +210,38 @@ class StandIn(ModuleType):
     __ror__ = __or__
 
 
+TORCH = os.environ.get("LORIKEET_TORCH", "")
+"""Folder with a real torch, for tests that send tensors; empty: there is a stand-in."""
+if TORCH:
+    sys.path.append(TORCH)
+    model_folder("facebook/opt-125m")  # is asked for while tests are collected
+
+
+class HfRunner:
+    """vLLM's helper, as far as tests use it: embeddings of prompts by the served model's own weights."""
+
+    def __init__(self, model):
+        self._folder = model_folder(model)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        pass
+
+    def get_prompt_embeddings(self, prompts):
+        from safetensors import safe_open
+
+        with safe_open(self._folder / "model.safetensors", "pt") as weights:
+            table = weights.get_tensor("model.embed_tokens.weight")
+        tokenizer = get_tokenizer(self._folder)
+        return [table[tokenizer(prompt).input_ids] for prompt in prompts]
+
+
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds ``vllm``, ``torch`` and what is below them."""
 
-    names = ("vllm", "torch", "model_hosting_container_standards", "lm_eval", "PIL")
+    names = ("vllm", "model_hosting_container_standards", "lm_eval", "PIL", *(() if TORCH else ("torch",)))
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname.partition(".")[0] in self.names:
@@ -247,7 +288,7 @@ KNOWN = {
     "vllm.platforms": {"current_platform": _Platform()},
     "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
     "vllm.transformers_utils.repo_utils": {
-        "hf_api": lambda: SimpleNamespace(snapshot_download=lambda repo_id, **others: adapter_folder(repo_id))
+        "hf_api": lambda: SimpleNamespace(snapshot_download=lambda repo_id, **others: fetched(repo_id))
     },
     "vllm.utils.network_utils": {"get_open_port": free_port},
     "vllm.version": {"__version__": "0.33.0", "_prev_minor_version": lambda: "0.32"},
@@ -259,6 +300,16 @@ utils.RemoteOpenAIServer, utils.VLLM_PATH, utils.ROCM_EXTRA_ARGS = RemoteOpenAIS
 utils.multi_gpu_only = lambda **how: pytest.mark.skip("needs several GPUs")
 utils.requires_fp8 = utils.large_gpu_mark = lambda *given, **how: pytest.mark.skip("needs a GPU")
 LocalAssetServer = StandIn("tests.conftest.LocalAssetServer")
+
+
+@pytest.fixture(scope="session")
+def hf_runner():
+    return HfRunner
+
+
+@pytest.fixture(scope="session")
+def opt125_lora_files():
+    return adapter_folder("peft-internal-testing/opt-125m-dummy-lora")
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 from collections import Counter
@@ -156,6 +157,7 @@ def _run(python: Path, tests: Sequence[str], answers: Mapping[str, Sequence[str]
             "LORIKEET_SCRATCH": scratch,
             "HF_HUB_CACHE": f"{scratch}/hub",
             "HF_HUB_OFFLINE": "1",
+            "LORIKEET_TORCH": sysconfig.get_path("purelib") if any("prompt_embeds" in test for test in tests) else "",
         }
         options = [
             "-q",
@@ -180,6 +182,8 @@ def _run(python: Path, tests: Sequence[str], answers: Mapping[str, Sequence[str]
                 stderr=output,
             )
         shutil.copy(log, FOLDER / ("replaced.log" if answers else "pytest.log"))
+        if (of_servers := Path(scratch, "server.log")).is_file():
+            shutil.copy(of_servers, FOLDER)
         lines = Path(scratch, "results.jsonl")
         notes = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
     if not notes:

@@ -1,10 +1,14 @@
 import json
 import os
 import re
+import shlex
+import socket
+import socketserver
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from lorikeet.api.terminal import show_ready
 from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.cli import compat, serve_flags
 from lorikeet.cli.chat import Conversation
@@ -528,6 +533,56 @@ def test_errors_name_settings_as_the_user_gave_them(
     assert shown == f"{named} is too small; raise --host-memory or lower --max-model-len"
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("tokenizer: is for GGUF files", "--tokenizer: is for GGUF files"),
+        ("replicas: 'x' runs in one only", "--replicas: 'x' runs in one only"),
+        ("dir: '/x' cannot be used", "--batch-dir: '/x' cannot be used"),
+        ("request_log: '/a/request_log/x': No such file", "--request-log: '/a/request_log/x': No such file"),
+        ("environment: LORIKEET_SERVER__PORT: not root_path", "environment: LORIKEET_SERVER__PORT: not root_path"),
+    ],
+)
+def test_an_error_that_begins_with_a_setting_begins_with_its_flag(text: str, shown: str) -> None:
+    assert name_settings(text, NO_FLAGS, None, {}) == shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--preset", "dlora", "--quantization", "int8"], "--quantization: int8 weights cannot be changed, and preset"),
+        (["--tensor-parallel-size", "1000"], "--tensor-parallel-size: 1000 ranks need as many cores, and there are"),
+        (["--batch-dir", "{file}/batches"], "--batch-dir: '{file}/batches' cannot be used: Not a directory"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_model_is_looked_for(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.api.run.serve", lambda *_: pytest.fail("the server is started"))
+    file = tmp_path / "file"
+    file.touch()
+    result = runner.invoke(app, ["serve", *(flag.format(file=file) for flag in flags)], env={"COLUMNS": "1000"})
+    assert result.exit_code == 2
+    assert said.format(file=file) in result.output
+
+
+def test_a_port_beside_a_socket_is_not_used_and_that_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("lorikeet.api.run.serve", lambda *_: None)
+    result = runner.invoke(app, ["serve", "--uds", str(tmp_path / "socket"), "--port", "1"])
+    assert "--port is not used: the server listens on --uds" in result.output
+    assert "--host" not in result.output
+
+
+@pytest.mark.parametrize(("chats", "route"), [(True, "/v1/chat/completions"), (False, "/v1/completions")])
+def test_the_command_that_is_printed_at_start_is_one_that_the_model_answers(
+    chats: bool, route: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_ready("http://127.0.0.1:1", "base", [], needs_key=False, as_json=False, chats=chats)
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert command[:2] == ["curl", f"http://127.0.0.1:1{route}"]
+    assert json.loads(command[-1]).keys() >= {"model", "messages" if chats else "prompt"}
+
+
 def test_json_goes_to_a_file_or_alone_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert write_json(None, {"a": 1})
     assert write_json(str(tmp_path / "r.json"), {"a": 1})
@@ -571,9 +626,9 @@ def sse(*chunks: dict[str, Any]) -> bytes:
 class FakeServer(ThreadingHTTPServer):
     """Answers like a server with one adapter, and remembers what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: Any = ("127.0.0.1", 0)) -> None:
         self.bodies: list[dict[str, Any]] = []
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(address, Answers)
 
     @property
     def url(self) -> str:
@@ -606,14 +661,32 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer() as server:
+class FakeSocketServer(FakeServer):
+    """The same on a Unix socket."""
+
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        return self.socket.accept()[0], ("here", 0)
+
+
+@contextmanager
+def answering(server: FakeServer) -> Iterator[FakeServer]:
+    with server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield server
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with answering(FakeServer()) as server:
+        yield server
 
 
 def conversation(server: FakeServer) -> tuple[Conversation, list[str]]:
@@ -679,6 +752,17 @@ def test_a_chat_goes_on_after_an_answer_that_failed_and_one_that_was_broken_off(
 def test_a_server_may_be_named_by_its_base_url_too(server: FakeServer, end: str) -> None:
     api = ServerClient(server.url + end)
     assert [card["id"] for card in api.get("/v1/models")["data"]] == ["base", "formal"]
+
+
+def test_a_server_on_a_socket_is_reached_by_the_address_that_it_prints(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    with answering(FakeSocketServer(path)) as server:
+        chat, written = Conversation(ServerClient(f"unix:{path}")), []
+        assert chat.take("hello", written.append)
+        assert (written, len(server.bodies)) == (["Good", "bye", "\n"], 1)
+    result = runner.invoke(app, ["adapters", "list", "--url", f"unix:{path}x"])
+    assert result.exit_code == 1
+    assert f"unix:{path}x: [Errno 2] No such file or directory; is a server running there?" in result.output
 
 
 def test_an_error_in_another_form_than_openais_is_shown_as_it_is(

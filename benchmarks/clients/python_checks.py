@@ -620,8 +620,10 @@ def trl_sequence_logprobs() -> None:
 @check("trl")
 def trl_training_loop() -> None:
     """What asynchronous GRPO asks: it loads each new policy under a new name while generation is paused."""
+    from accelerate import PartialState
     from trl.experimental.async_grpo.vllm_client import VLLMClient
 
+    PartialState()  # the trainer's, which TRL's log asks for
     client = VLLMClient(URL)
     client.wait_for_server_ready()
     assert client.get_max_model_len() > 0 and client.get_world_size() == 1 and client.get_dtype() == "torch.float32"

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from lorikeet.core.suggestions import unknown_name
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -275,8 +277,6 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ``http://collector:4318/v1/traces``; empty for none.
         tenants: take keys of the registry's database, too, each with scopes and limits (`lorikeet keys`). Every request
             then needs a key; needs ``admin_keys``.
-        otlp_traces_endpoint: URL that gets OpenTelemetry traces by OTLP over HTTP, such as
-            ``http://collector:4318/v1/traces``; empty for none.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
             it: the API key of the request names the tenant.
         shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
@@ -308,7 +308,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     uds: str = ""
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
-    root_path: Annotated[str, msgspec.Meta(pattern=r"^/?$|^(/[A-Za-z0-9._~-]+)+/?$")] = ""
+    root_path: str = ""
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -326,7 +326,6 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics_adapters: Count = 20
     otlp_traces_endpoint: str = ""
     tenants: bool = False
-    otlp_traces_endpoint: str = ""
     tenant_header: str = ""
     shared_prefix_cache: bool = False
     stored_responses: Count = 4096
@@ -434,6 +433,7 @@ SECRET_VARIABLES = (
 """Variables with keys and passwords; once read they are removed, so that no engine or reader process has them."""
 _KEYS = ("api_keys", "admin_keys")
 _URL_PREFIX = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+.*")
+_ROOT_PATH = re.compile(r"/?|(/[A-Za-z0-9._~-]+)+/?")
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#@\sA-Z]+")
 
 
@@ -473,9 +473,15 @@ def load_settings(
     if settings.server.tenants and not settings.server.admin_keys:
         raise ConfigError("settings: [server]: tenants: their keys are made with an admin key, and admin_keys has none")
     check_origins(settings.server.allowed_origins)
+    _check_root_path(settings.server.root_path)
     for key in ("resolvers", "allowed_sources"):
         _check_prefixes(key, getattr(settings.adapters, key))
     return settings
+
+
+def _check_root_path(path: str) -> None:
+    if not _ROOT_PATH.fullmatch(path):
+        raise ConfigError(f"root_path: {path!r} is no path such as /llm: it begins with / and has plain names only")
 
 
 def _check_prefixes(key: str, prefixes: Iterable[str]) -> None:
@@ -580,8 +586,28 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, dict[str, Any
             value = tuple(filter(None, map(str.strip, text.split(","))))
             if not value and key in _KEYS:  # an empty list would remove the protection that was intended
                 raise ConfigError(f"environment: {variable} is set, but contains no key")
+        _check_variable(variable, section, key, value)
         tables.setdefault(section, {})[key] = value
     return tables
+
+
+def _check_variable(variable: str, section: str, key: str, value: str | tuple[str, ...]) -> None:
+    """Check the value of one variable, so that an error names the variable.
+
+    Raises:
+        ConfigError: it is no setting, or has a wrong value.
+    """
+    sections = {field.name: field.type for field in msgspec.structs.fields(Settings)}
+    where = f"environment: {variable}"
+    if section not in sections:
+        raise ConfigError(f"{where}: {unknown_name('section', section, list(sections))}")
+    keys = [field.name for field in msgspec.structs.fields(sections[section])]
+    if key not in keys:
+        raise ConfigError(f"{where}: {unknown_name('setting', key, keys)}")
+    try:
+        convert({key: value}, sections[section], where)
+    except ConfigError as error:
+        raise ConfigError(str(error).partition(" - at `$.")[0]) from None
 
 
 def convert(values: Any, to: Any, where: str) -> Any:

@@ -4,7 +4,8 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,7 +14,9 @@ from lorikeet.adapters import sources as adapter_sources
 from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.errors import ApiError, model_not_found
 from lorikeet.config import AdapterDirMode, AdapterSettings
-from tests.api.conftest import TOKENIZER, Running, Start
+from lorikeet.core.messages import EngineStats
+from lorikeet.core.request import Request
+from tests.api.conftest import END, TOKENIZER, Running, Start
 from tests.api.fakes import write_adapter
 from tests.api.test_adapter_chat import OWN_TEMPLATE
 from tests.api.test_chat import CHAT, body
@@ -185,6 +188,20 @@ async def test_a_version_can_be_named_and_another_is_not_found(start: Start) -> 
         await add(server, "pirate", source="pirate", replace=True)
         assert (await server.http.post(CHAT, json=body(model=version))).status_code == 404
         assert (await server.http.post(CHAT, json=body(model="pirate"))).status_code == 200
+
+
+async def test_an_adapter_that_is_warmed_is_answered_with_its_place_whose_gauges_come_later(start: Start) -> None:
+    async with start(adapters=SERVED) as server:
+        resident: dict[str | None, int] = {}
+        server.engine.stats = cast(EngineStats, SimpleNamespace(resident_adapters=resident))
+
+        def answer(request: Request) -> list[int]:
+            asyncio.get_running_loop().call_later(0.05, resident.setdefault, request.digest, 3)
+            return [END]
+
+        server.engine.script = answer
+        card = (await server.http.patch("/v1/adapters/pirate", json={"warm": True})).json()
+        assert (card["level"], card["device_bytes"]) == ("gpu", 3 * 4096)
 
 
 async def test_no_answer_mixes_versions_while_an_adapter_is_replaced(start: Start) -> None:

@@ -15,6 +15,7 @@ from anyio import to_thread
 
 from lorikeet.adapters.catalog import RegisteredAdapter
 from lorikeet.api.load_places import LOADS_AT_ONCE
+from lorikeet.config import AdapterDirMode
 from lorikeet.core.ids import AdapterDigest
 from tests.api.conftest import Running, Start
 from tests.api.fakes import write_adapter
@@ -68,7 +69,10 @@ async def test_error_of_broken_adapter_names_it_and_the_cause_and_no_path(server
                 assert reply.status_code >= 400
                 text = reply.json().get("error_message") or reply.json()["error"]["message"]
                 assert "adapter 'broken'" in text
-                assert "adapter_model.safetensors" in text or "there is no such folder" in text
+                assert (
+                    "adapter_model.safetensors" in text
+                    or "there is no folder 'nowhere' in the server's --adapter-dir" in text
+                )
                 assert str(server.sources) not in text
     assert [entry["source"] for entry in logged if entry["event"] == "adapter not loaded"][-1].endswith("nowhere")
 
@@ -287,6 +291,21 @@ async def test_pages_follow_the_cursor_and_survive_changes(server: Running) -> N
     assert [entry["name"] for entry in rest["data"]] == ["twin-2", "twin-3", "twin-4"]
     assert rest["has_more"] is False
     assert (await server.http.get("/v1/adapters", params={"limit": 0})).status_code == 400
+
+
+async def test_the_folder_that_is_served_is_listed_before_anything_of_it_is_loaded(start: Start) -> None:
+    async with start(adapters={"adapter_dir_mode": AdapterDirMode.SERVE}) as server:
+        listed = (await server.http.get("/v1/adapters", params={"limit": 2})).json()
+        assert [(card["name"], card["loaded"]) for card in listed["data"]] == [("formal", False), ("json", False)]
+        assert (listed["has_more"], listed["next_cursor"], listed["total"]) == (True, "json", 3)
+        card = (await server.http.get("/v1/adapters/pirate")).json()
+        assert (card["digest"], card["source"], card["loaded"]) == (None, "pirate", False)
+        warmed = (await server.http.patch("/v1/adapters/pirate", json={"warm": True})).json()
+        assert warmed["loaded"]
+        assert warmed.keys() == card.keys()
+        names = [(each["name"], each["loaded"]) for each in (await server.http.get("/v1/adapters")).json()["data"]]
+        assert names == [("formal", False), ("json", False), ("pirate", True)]
+        assert (await server.http.get("/v1/adapters/nobody")).status_code == 404
 
 
 async def test_a_query_that_will_not_do_is_named(server: Running) -> None:

@@ -6,7 +6,7 @@ import pytest
 import structlog
 
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.api.preload import names_to_show, preload_adapters
+from lorikeet.api.preload import log_restored, names_to_show, preload_adapters
 from lorikeet.config import AdapterSettings, ConfigError
 from tests.api.fakes import GEOMETRY
 
@@ -55,4 +55,17 @@ async def test_the_adapters_of_the_settings_are_shown_before_older_ones(sources:
     pairs = [f"{name}={sources / 'formal'}" for name in ("x", "a")]
     await preload_adapters(catalog, pairs, lambda *_: None)
     assert names_to_show(catalog, pairs) == ["x", "a", "older"]
+    catalog.close()
+
+
+async def test_adapters_loaded_at_run_time_before_are_logged_at_the_next_start(sources: Path, tmp_path: Path) -> None:
+    settings = AdapterSettings(adapter_dir=str(sources), store_dir=str(tmp_path / "store"))
+    catalog = AdapterCatalog(settings, "base", GEOMETRY)
+    catalog.register("older", "pirate")
+    catalog.close()
+    catalog = AdapterCatalog(settings, "base", GEOMETRY)
+    await preload_adapters(catalog, [f"x={sources / 'formal'}"], lambda *_: None)
+    with structlog.testing.capture_logs() as logs:
+        log_restored(catalog)
+    assert [(line["number"], line["adapters"]) for line in logs] == [(1, "older")]
     catalog.close()

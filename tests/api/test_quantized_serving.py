@@ -1,7 +1,5 @@
 """Quantised bases over real HTTP, with two adapters beside each: greedy answers of the 16-bit base they stand for."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from lorikeet.models import default
 from lorikeet.models.default import prepare_default_model
 from tests.api.conftest import TOKENIZER
 from tests.api.fakes import write_adapter
-from tests.api.test_serve import COMMAND, Server, make_model, serving
+from tests.api.test_serve import Server, make_model, serving
 from tests.models.checkpoints import make_checkpoint
 from tests.models.gguf_files import MIXED, write_model
 
@@ -84,12 +82,3 @@ async def test_a_gguf_file_is_served_with_another_tokenizer_and_over_two_ranks(t
         async with serving(file, tmp_path / ranks, *flags, "--tensor-parallel-size", ranks) as server:
             found.append(await answers(server, ("mixed", "a"), "hello world"))
     assert [each["text"] for each in found[0]] == [each["text"] for each in found[1]]
-
-
-def test_a_preset_that_merges_is_refused_on_a_quantised_base(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "tiny")
-    flags = ["--port", "0", "--quantization", "int4", "--preset", "dlora"]
-    command = [sys.executable, "-c", COMMAND, "serve", str(model), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 1
-    assert "preset dlora: merges adapters into the weights, and these are quantised (int4 in " in done.stderr

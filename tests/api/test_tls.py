@@ -81,9 +81,10 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     others.cert.parent.mkdir()
     for each in (files, others):
         each.issue(trustme.CA())
-    with pytest.raises(ConfigError, match=re.escape(f"{tmp_path / 'none'}: No such file")):
+    with pytest.raises(ConfigError, match=re.escape(f"--ssl-certfile {tmp_path / 'none'}: No such file")):
         Certificate(str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match=f"{re.escape(f'{files.cert} and {others.key}')}: .*MISMATCH"):
+    pair = re.escape(f"--ssl-certfile {files.cert} and --ssl-keyfile {others.key}")
+    with pytest.raises(ConfigError, match=f"{pair}: .*MISMATCH"):
         Certificate(str(files.cert), str(others.key))
     with pytest.raises(ConfigError, match=re.escape(str(files.cert))):
         Certificate(str(files.cert))  # without a key

@@ -232,14 +232,18 @@ def set_reasoning(server: Running, parser: str) -> None:
 async def test_thoughts_are_reported_apart(start: Start) -> None:
     async with start(max_model_len=LONG, answer=f"<think>\nhm\n</think>\n\n{TWO_CALLS}") as server:
         set_reasoning(server, "qwen3")
-        message = (await server.http.post(CHAT, json=body(tools=TOOLS))).json()["choices"][0]["message"]
+        answer = (await server.http.post(CHAT, json=body(tools=TOOLS))).json()
+        message = answer["choices"][0]["message"]
         assert (message["reasoning"], message["reasoning_content"]) == ("hm", "hm")
+        thought = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert 2 <= thought < answer["usage"]["completion_tokens"] / 2
         assert message["content"] == "Let me see."
         assert len(message["tool_calls"]) == 2
         stream = merged(await events(server.http, CHAT, body(tools=TOOLS)))
         assert (stream["reasoning"], stream["content"], len(stream["tool_calls"])) == ("hm", "Let me see.", 2)
-        hidden = (await server.http.post(CHAT, json=body(include_reasoning=False))).json()["choices"][0]["message"]
-        assert hidden == {"role": "assistant", "content": TWO_CALLS}
+        hidden = (await server.http.post(CHAT, json=body(include_reasoning=False))).json()
+        assert hidden["choices"][0]["message"] == {"role": "assistant", "content": TWO_CALLS}
+        assert hidden["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
 
 
 async def test_a_grammar_leaves_room_for_thoughts(start: Start) -> None:

@@ -12,14 +12,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lorikeet.config import ConfigError
 from lorikeet.kernels.quantized import QuantizedWeight, quantize
 from lorikeet.models.config import ModelConfigError, read_model_config
 from lorikeet.models.default import prepare_default_model
 from lorikeet.models.loading import WeightError, load_weights
+from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.models.weights import DecoderWeights
+from lorikeet.worker.rank_setup import load_rank
 from tests.models import quantized_checkpoints as writers
 from tests.models.checkpoints import make_checkpoint
 from tests.models.quantized_checkpoints import Tensors, Writer, write_quantized
+from tests.support.driver import fp32_settings
 
 SAMPLES = Path(__file__).parents[2] / "examples/adapters"
 COMPRESSED: dict[str, Any] = {"quant_method": "compressed-tensors"}
@@ -157,7 +161,7 @@ def test_scales_of_a_wrong_shape_are_named(tmp_path: Path) -> None:
     ("asked", "complaint"),
     [
         ("int4", "is quantised already \\(awq\\), so it cannot be served as int4"),
-        ("gptq", "is quantised by awq, not gptq"),
+        ("gptq", "quantization: gptq is not what .* has: it is quantised by awq"),
         ("int3", "'int3' is not one of auto, none, int8"),
     ],
 )
@@ -166,6 +170,13 @@ def test_what_does_not_fit_the_checkpoint_is_refused(asked: str, complaint: str,
     with pytest.raises(WeightError, match=complaint):
         load(tmp_path, quantization=asked)
     assert_means(load(tmp_path, quantization="awq_marlin"), make_quantized(tmp_path, "awq"))
+
+
+def test_a_preset_that_merges_is_refused_on_a_quantised_checkpoint(tmp_path: Path) -> None:
+    make_quantized(tmp_path, "awq")
+    said = r"preset dlora: merges adapters into the weights, and these are quantised \(awq"
+    with pytest.raises(ConfigError, match=said):
+        load_rank(fp32_settings(kernels="reference", preset="dlora"), tmp_path, SingleRankGroup())
 
 
 @pytest.mark.parametrize(

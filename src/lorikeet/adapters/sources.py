@@ -134,8 +134,7 @@ def host_of(source: str) -> str | None:
 
 def shown_source(source: str) -> str:
     """Return a source as clients see it: where folders lie on the server is nothing for them, only their names are."""
-    is_absolute = host_of(source) is None and ("://" in source or source.startswith(("/", "~")))
-    return source.rstrip("/").rpartition("/")[2] if is_absolute else source
+    return source.rstrip("/").rpartition("/")[2] if host_of(source) is None else source
 
 
 def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
@@ -176,7 +175,7 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError as error:
         if not os.path.isdir(folder):
-            raise AdapterNotFound(f"{folder}: there is no such folder (on the Hub it is hf://org/repo)") from error
+            raise AdapterNotFound(_no_folder(folder, allowed)) from error
         raise AdapterNotFound(f"{folder}: {name} is not there{other_formats(os.listdir(folder))}") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: circular links
         raise AdapterError(f"{folder / name}: cannot be read: {error}") from error
@@ -190,6 +189,16 @@ def _open_local(folder: Path, name: str, allowed: Path | None) -> Iterator[Binar
             yield stream
     finally:
         os.close(descriptor)
+
+
+def _no_folder(folder: Path, allowed: Path | None) -> str:
+    """Return the error for a folder that is not there; inside ``allowed`` it was named relative to that, perhaps."""
+    if allowed is None:
+        return f"{folder}: there is no such folder (on the Hub it is hf://org/repo)"
+    return (
+        f"there is no folder {str(folder.relative_to(allowed))!r} in the server's --adapter-dir, to which names of "
+        "folders are relative (on the Hub it is hf://org/repo)"
+    )
 
 
 def _fetch_url(read: UrlRead, until_s: float, limit_s: float) -> None:

@@ -344,17 +344,22 @@ router = APIRouter()
 async def list_adapters(
     service: ServiceDep, sender: SenderDep, limit: Annotated[int, Query(ge=1, le=1000)] = 100, cursor: str = ""
 ) -> dict[str, Any]:
-    """Return a page of adapters, sorted by name; pass ``next_cursor`` as ``cursor`` for the next page."""
-    records = sorted(_visible(service, sender.access), key=lambda record: record.name)
-    start = bisect.bisect_right(records, cursor, key=lambda record: record.name) if cursor else 0
-    page = records[start : start + limit]
-    more = start + limit < len(records)
+    """Return a page of adapters, sorted by name; pass ``next_cursor`` as ``cursor`` for the next page.
+
+    Those in the folder that is served are among them, also before a request has named them.
+    """
+    records: dict[str, AdapterRecord] = {record.name: record for record in _visible(service, sender.access)}
+    names = sorted({*records, *await _unloaded(service, sender.access)})
+    start = bisect.bisect_right(names, cursor) if cursor else 0
+    page = names[start : start + limit]
+    more = start + limit < len(names)
+    cards = [_card(service, records[name]) if name in records else _unloaded_card(service, name) for name in page]
     return {
         "object": "list",
-        "data": [_card(service, record) for record in page],
+        "data": cards,
         "has_more": more,
-        "next_cursor": page[-1].name if more else None,
-        "total": len(records),
+        "next_cursor": page[-1] if more else None,
+        "total": len(names),
     }
 
 
@@ -461,6 +466,8 @@ async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> di
 @router.get("/v1/adapters/{name:path}")
 async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return one adapter; to its owner and the operator also its figures, latest requests and errors."""
+    if service.models.missing(name) and name in await _unloaded(service, sender.access):
+        return _unloaded_card(service, name)
     record = _record(service, name, sender.access)
     card = _card(service, record)
     if not sender.access.owns(service.catalog.owner(name) or ""):
@@ -509,6 +516,21 @@ def _record(service: Service, name: str, access: Access) -> AdapterRecord:
     return record
 
 
+async def _unloaded(service: Service, access: Access) -> list[str]:
+    """Return the names that would be loaded from the folder that is served, and that may be seen."""
+    if not service.loader.is_enabled:
+        return []
+    names = await in_daemon_thread(service.loader.names)
+    return [name for name in names if access.may_see(name) and not service.models.is_base(name)]
+
+
+def _unloaded_card(service: Service, name: str) -> dict[str, Any]:
+    """Return the card of an adapter that is loaded when a request first names it; its files were not read."""
+    unknown = dict.fromkeys(("digest", "created", "rank", "weight_bytes", "level"))
+    known = {"source": name, "base": service.models.base, "loaded": False, "device_bytes": 0, "pinned": False}
+    return {"name": name, "object": "adapter", **known, **unknown}
+
+
 def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
     return {
         "name": record.name,
@@ -519,6 +541,7 @@ def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
         "created": int(record.created_at),
         "rank": record.max_rank,
         "weight_bytes": record.row.weight_bytes,
+        "loaded": True,
         **_residency(service, record),
         "pinned": record.name in service.loader.pinned,
         **({"owner": record.row.owner} if record.row.owner else {}),

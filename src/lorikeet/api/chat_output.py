@@ -107,6 +107,7 @@ class AnswerReader:
 
     Attributes:
         has_calls: whether it has called a function.
+        reasoning_tokens: tokens of thoughts so far; None if they are not told apart.
     """
 
     def __init__(
@@ -124,10 +125,13 @@ class AnswerReader:
         self._tools: Parser | None = None if use is None or tool_format is None else tool_format.parser(use.functions)
         self._reasoning: ReasoningParser | None = None if reasoning is None else reasoning.parser(prompt_end)
         self._include_reasoning = include_reasoning
+        self.reasoning_tokens = None if reasoning is None else 0
 
-    def push(self, text: str) -> AnswerPart:
-        """Add text; return what it completes."""
+    def push(self, text: str, tokens: int = 0) -> AnswerPart:
+        """Add the text of so many tokens; return what it completes."""
         thoughts, text = ("", text) if self._reasoning is None else self._reasoning.push(text)
+        if self._reasoning is not None and self._reasoning.is_thinking:
+            self.reasoning_tokens = (self.reasoning_tokens or 0) + tokens
         return self._part(thoughts, [Content(text)] if self._tools is None else self._tools.push(text))
 
     def finish(self) -> AnswerPart:

@@ -5,7 +5,7 @@ differ only in how prompts are encoded and how choices are written.
 """
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -81,8 +81,12 @@ class AnswerFormat(Protocol):
         """Return whether the choice of a chunk adds anything to the answer."""
         ...
 
-    def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
-        """Return a complete choice; ``last`` says how it ended."""
+    def complete(self, index: int, deltas: list[OutputDelta]) -> dict[str, Any]:
+        """Return a complete choice."""
+        ...
+
+    def usage(self) -> dict[str, Any]:
+        """Return what the usage has beside the counts of all routes."""
         ...
 
 
@@ -121,26 +125,24 @@ async def respond(
 async def _collect(
     generation: Generation, answer: AnswerFormat, body: GenerationBody, envelope: dict[str, Any]
 ) -> bytes:
-    texts: dict[int, list[str]] = {choice.index: [] for choice in generation.choices}
-    tokens: dict[int, list[Token]] = {choice.index: [] for choice in generation.choices}
-    last: dict[int, OutputDelta] = {}
+    deltas: dict[int, list[OutputDelta]] = {choice.index: [] for choice in generation.choices}
     async for delta in generation.deltas():
-        texts[delta.index].append(delta.text)
-        tokens[delta.index].extend(delta.tokens)
-        last[delta.index] = delta
+        deltas[delta.index].append(delta)
+    tokens = {index: _tokens(each) for index, each in deltas.items()}
 
     def write() -> bytes:
         kept = _best(tokens, body.choices_per_prompt, body.n or 1)
-        choices = [
-            answer.complete(index, "".join(texts[index]), tokens[index], last[index]) | {"index": number}
-            for number, index in enumerate(kept)
-        ]
+        choices = [answer.complete(index, deltas[index]) | {"index": number} for number, index in enumerate(kept)]
         whole = envelope | answer.envelope(0) | {"system_fingerprint": None, "kv_transfer_params": None}
-        return msgspec.json.encode(whole | {"choices": choices, "usage": usage_of(generation)})
+        return msgspec.json.encode(whole | {"choices": choices, "usage": usage_of(generation) | answer.usage()})
 
     listed = tokens.values() if answer.needs_every_token else ()
     scored = sum(len(choice.handle.prompt_logprobs) for choice in generation.choices)
     return await off_the_loop(write, scored + sum(1 + len(token.top) for each in listed for token in each))
+
+
+def _tokens(deltas: Iterable[OutputDelta]) -> list[Token]:
+    return [token for delta in deltas for token in delta.tokens]
 
 
 def _best(tokens: Mapping[int, Sequence[Token]], choices: int, wanted: int) -> list[int]:
@@ -189,7 +191,7 @@ async def _events(
         yield _event(error.body()) + _DONE
         return
     if body.wants_usage:
-        yield _event(envelope | {"choices": [], "usage": usage_of(generation)})
+        yield _event(envelope | {"choices": [], "usage": usage_of(generation) | answer.usage()})
     yield _DONE
 
 
@@ -301,9 +303,14 @@ class CompletionFormat:
         """Return whether a chunk adds text."""
         return bool(choice["text"])
 
-    def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
-        """Return a complete choice; ``last`` says how it ended."""
-        text = self._echo(index) + text
+    def usage(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def complete(self, index: int, deltas: list[OutputDelta]) -> dict[str, Any]:
+        """Return a complete choice."""
+        tokens, last = _tokens(deltas), deltas[-1]
+        text = self._echo(index) + "".join(delta.text for delta in deltas)
         choice = _choice(index, text, self._logprobs(index, tokens), last.finish_reason, last.stop_reason)
         return choice | self._report.of_prompt(self._handles[index]) | {"token_ids": self._report.ids(tokens)}
 
@@ -497,7 +504,7 @@ class ChatFormat:
     def chunk(self, delta: OutputDelta) -> dict[str, Any]:
         """Return the choice of one chunk of a stream."""
         content: dict[str, Any] = {}
-        for part in self._parts(delta.index, delta.text, is_last=delta.finish_reason is not None):
+        for part in self._parts(delta):
             content = _added(content, part)
         choice = self._choice(delta.index, "delta", content, delta.finish_reason, delta.stop_reason)
         choice |= {"logprobs": self._logprobs(delta.tokens)}
@@ -507,9 +514,14 @@ class ChatFormat:
         """Return whether a chunk adds content, thoughts or calls."""
         return bool(choice["delta"])
 
-    def complete(self, index: int, text: str, tokens: list[Token], last: OutputDelta) -> dict[str, Any]:
-        """Return a complete choice; ``last`` says how it ended."""
-        parts = self._parts(index, text, is_last=True)
+    def usage(self) -> dict[str, Any]:
+        """Return the tokens of thoughts, if they are told apart."""
+        counts = [each.reasoning_tokens for each in self._readers if each.reasoning_tokens is not None]
+        return {"completion_tokens_details": {"reasoning_tokens": sum(counts)}} if counts else {}
+
+    def complete(self, index: int, deltas: list[OutputDelta]) -> dict[str, Any]:
+        """Return a complete choice."""
+        last, parts = deltas[-1], [part for delta in deltas for part in self._parts(delta)]
         content = self._echo + "".join(part.content for part in parts)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if thoughts := "".join(part.reasoning for part in parts):
@@ -518,13 +530,15 @@ class ChatFormat:
             message |= {"content": content or None, "tool_calls": whole_calls(calls)}
         choice = self._choice(index, "message", message, last.finish_reason, last.stop_reason)
         self._is_complete = True
+        tokens = _tokens(deltas)
         return choice | {"logprobs": self._logprobs(tokens), "token_ids": self._report.ids(tokens)}
 
-    def _parts(self, index: int, text: str, *, is_last: bool) -> list[AnswerPart]:
+    def _parts(self, delta: OutputDelta) -> list[AnswerPart]:
         if not self._readers:
-            return [AnswerPart(text)]
-        reader = self._readers[index]
-        return [reader.push(text), *([reader.finish()] if is_last else [])]
+            return [AnswerPart(delta.text)]
+        reader = self._readers[delta.index]
+        parts = [reader.push(delta.text, len(delta.tokens))]
+        return parts if delta.finish_reason is None else [*parts, reader.finish()]
 
     def _choice(
         self,

@@ -47,3 +47,11 @@ def names_to_show(catalog: AdapterCatalog, pairs: Sequence[str]) -> list[str]:
     """Return the names of all adapters: first those of the settings' ``name=source``, then the others, oldest first."""
     named = (pair.partition("=")[0] for pair in pairs)
     return list(dict.fromkeys([*named, *catalog.names()]))
+
+
+def log_restored(catalog: AdapterCatalog) -> None:
+    """Log which adapters are served because they were loaded at run time before this start."""
+    names = [record.name for record in catalog.list() if record.persistent]
+    if names:
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        log.info("adapters loaded at run time before this start are served again", number=len(names), adapters=shown)

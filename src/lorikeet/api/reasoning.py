@@ -69,6 +69,11 @@ class ReasoningParser:
         self._is_fresh = True
         """Whether only spaces came since the thoughts or the answer behind them began."""
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether thoughts have begun and not ended."""
+        return self._read == self._read_thoughts
+
     def push(self, text: str) -> tuple[str, str]:
         """Add text; return new thoughts and new text of the answer."""
         self._held += text

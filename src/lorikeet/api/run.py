@@ -28,7 +28,7 @@ from lorikeet.api.length_prediction import open_length_predictor
 from lorikeet.api.listening import BoundServer, bind, bind_unix, is_loopback
 from lorikeet.api.logs import log
 from lorikeet.api.model_folder import ModelFolder, prepare_model
-from lorikeet.api.preload import names_to_show, preload_adapters
+from lorikeet.api.preload import log_restored, names_to_show, preload_adapters
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.sampling import ModelLimits, SamplingDefaults
 from lorikeet.api.served_models import ServedModels
@@ -108,14 +108,14 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
     async with AsyncExitStack() as stack:
         stack.callback(listener.close)
+        request_log = _open_request_log(settings)
+        if request_log is not None:
+            stack.callback(request_log.close)
         progress = _StartProgress(stack.enter_context(ProgressDisplay(bars=not as_json, lines=False)))
         model = await in_daemon_thread(partial(prepare_model, settings.model, progress.stage))
         log.info("model found", model=model.names[0], folder=str(model.path))
         _check_base(settings, model)
         text_processor = TextProcessor.read(model.path, settings.model.chat_template)
-        request_log = _open_request_log(settings)
-        if request_log is not None:
-            stack.callback(request_log.close)
         lengths, lengths_note = open_length_predictor(settings.server, model.path / "tokenizer.json")
         stack.push_async_callback(lengths.close)
 
@@ -139,6 +139,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         catalog = await to_thread.run_sync(_open_catalog, settings, engine_info, model, chats)
         stack.callback(catalog.close)
         await preload_adapters(catalog, settings.adapters.preload, partial(progress.display.show, "adapters"))
+        log_restored(catalog)
         client.register_adapters(await to_thread.run_sync(catalog.versions))
         log.info("adapters registered", adapters=len(catalog.names()))
 
@@ -173,7 +174,9 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         def on_ready() -> None:
             progress.display.stop()
             shown = list(dict.fromkeys([*names_to_show(catalog, settings.adapters.preload), *service.loader.names()]))
-            show_ready(url, names.base, shown, needs_key=needs_key, as_json=as_json)
+            own = any(record.name == shown[0] and record.chat.chat_template for record in catalog.list())
+            chats_too = text_processor.template is not None or own
+            show_ready(url, names.base, shown, needs_key=needs_key, as_json=as_json, chats=chats_too)
 
         limits = _connection_limits(settings.server)
         server = _Server(service, listener, certificate, limits, settings.server.drain_timeout_s, on_ready)
@@ -433,9 +436,12 @@ def _open_request_log(settings: Settings) -> RequestLog | None:
     server = settings.server
     if not server.request_log:
         return None
-    return RequestLog(
-        Path(server.request_log),
-        max_bytes=server.request_log_max_bytes,
-        keep=server.request_log_keep,
-        text=server.request_log_text,
-    )
+    try:
+        return RequestLog(
+            Path(server.request_log),
+            max_bytes=server.request_log_max_bytes,
+            keep=server.request_log_keep,
+            text=server.request_log_text,
+        )
+    except OSError as error:
+        raise ConfigError(f"request_log: {server.request_log!r}: {error.strerror or error}") from error

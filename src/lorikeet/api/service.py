@@ -68,6 +68,9 @@ from lorikeet.tenants.tenants import Tenants
 _ATTEMPTS = 3
 """To find a mixture before another request's takes its place."""
 
+_WARM_TOLD_S, _LOOK_S = 2.0, 0.02
+"""Most seconds to wait for gauges that show a warmed adapter, and between two looks."""
+
 
 @dataclass(frozen=True)
 class GenerationSpec:
@@ -253,7 +256,9 @@ class Service:
         raise ApiError(409, f"The mixture `{spelling}` has just changed; send the request again.")
 
     async def warm(self, target: ResolvedModel, sender: Sender) -> None:
-        """Bring an adapter onto the device, by a request of one token.
+        """Bring an adapter onto the device of the replica that the router chooses, by a request of one token.
+
+        Returns when that replica has told that it is there, or after two seconds.
 
         Raises:
             ApiError: the engine cannot serve it.
@@ -269,6 +274,15 @@ class Service:
                 pass
         finally:
             generation.close()
+        until_s = time.monotonic() + _WARM_TOLD_S
+        while not self._is_told_warm(target) and time.monotonic() < until_s:
+            await asyncio.sleep(_LOOK_S)
+
+    def _is_told_warm(self, target: ResolvedModel) -> bool:
+        """Whether the gauges, which come now and then, show an adapter on a device; True if there are none."""
+        stats = [view.stats for view in self.client.views.values() if view.stats is not None]
+        wanted = None if target.adapter is None or not stats else target.adapter.digest
+        return wanted is None or any(wanted in each.resident_adapters for each in stats)
 
     async def chat_of(self, target: ResolvedModel) -> ChatSettings:
         """Return the chat settings of a model."""

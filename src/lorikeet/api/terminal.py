@@ -65,7 +65,9 @@ class ProgressDisplay:
         self._bars.update(self._tasks[stage], completed=done, total=total or None, description=described)
 
 
-def show_ready(url: str, base: str, adapters: Sequence[str], *, needs_key: bool, as_json: bool) -> None:
+def show_ready(
+    url: str, base: str, adapters: Sequence[str], *, needs_key: bool, as_json: bool, chats: bool = True
+) -> None:
     """Say that the server is ready: on stdout its URL, its models and a command to paste, or one JSON line in the log.
 
     Args:
@@ -74,6 +76,7 @@ def show_ready(url: str, base: str, adapters: Sequence[str], *, needs_key: bool,
         adapters: names of all adapters; the first 20 are shown.
         needs_key: the command to paste sends an API key.
         as_json: only log it.
+        chats: the model of the command has a chat template.
     """
     if as_json:
         log.info("ready", url=url, base_model=base, adapters=len(adapters))
@@ -89,9 +92,11 @@ def show_ready(url: str, base: str, adapters: Sequence[str], *, needs_key: bool,
     key = '-H "Authorization: Bearer $LORIKEET_API_KEY" ' if needs_key else ""
     if url.startswith("unix:"):
         url = f"--unix-socket {url.removeprefix('unix:')} http://localhost"
+    route, prompt = "completions", '"prompt": "A lorikeet is", "max_tokens": 32'
+    if chats:
+        route, prompt = "chat/completions", '"messages": [{"role": "user", "content": "What is a lorikeet?"}]'
     console.print(
-        f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' "
-        f'-d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a lorikeet?"}}]}}\'',
+        f"curl {url}/v1/{route} {key}-H 'Content-Type: application/json' -d '{{\"model\": \"{model}\", {prompt}}}'",
         soft_wrap=True,
         markup=False,
     )

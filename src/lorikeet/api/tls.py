@@ -34,7 +34,7 @@ class Certificate:
             self._stamp = self._look()
             self.context = _new_context(*self._files)
         except OSError as error:  # as is ssl.SSLError
-            raise ConfigError(f"TLS cannot be served: {self._describe(error)}") from error
+            raise ConfigError(self._describe(error)) from error
 
     def renew(self) -> None:
         """Read the files again if they have changed. A pair that cannot be used is logged; the last good one stays."""
@@ -71,10 +71,12 @@ class Certificate:
         return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in found)
 
     def _describe(self, error: OSError) -> str:
+        """Return what is wrong, with the flags of the files."""
+        flags = {self._files[1]: "--ssl-keyfile", self._files[0]: "--ssl-certfile"}
         if isinstance(error, ssl.SSLError):
-            files = " and ".join(dict.fromkeys(self._files))
+            files = " and ".join(f"{flag} {file}" for file, flag in reversed(flags.items()))
             return f"{files}: {error.reason or 'no certificate and key in PEM without a password'}"
-        return f"{error.filename}: {error.strerror}"
+        return f"{flags.get(error.filename, '--ssl-certfile')} {error.filename}: {error.strerror}"
 
 
 def open_certificate(cert_file: str, key_file: str) -> Certificate | None:

@@ -32,6 +32,9 @@ def list_adapters(url: Url = DEFAULT_URL, api_key: ApiKey = None, json_file: Jso
         return
     table = Table("name", "rank", "size", "on device", "version", "source")
     for card in cards:
+        if not card["loaded"]:
+            table.add_row(card["name"], "-", "-", "-", "not loaded yet", card["source"])
+            continue
         loaded = format_size(card["device_bytes"]) if card["device_bytes"] else "-"
         size = format_size(card["weight_bytes"])
         table.add_row(card["name"], str(card["rank"]), size, loaded, card["digest"][:12], card["source"])

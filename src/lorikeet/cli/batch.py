@@ -106,10 +106,10 @@ def _run(
             await send_batch(files, url, api_key, concurrency, show)
             return
         display.stage("starting the server")
-        async with _started(model, flags) as uds:
+        async with _started(model, flags) as started:
             began_s = time.monotonic()
             show(counts)
-            await send_batch(files, "http://localhost", api_key, concurrency, show, uds)
+            await send_batch(files, started, api_key, concurrency, show)
 
     try:
         with ProgressDisplay() as display:
@@ -134,7 +134,7 @@ def _so_far(counts: tuple[int, int, int]) -> str:
 
 @asynccontextmanager
 async def _started(model: str, flags: Sequence[str]) -> AsyncIterator[str]:
-    """Start a server on a socket in a temporary folder, and yield its path when it is ready.
+    """Start a server on a socket in a temporary folder, and yield its URL when it is ready.
 
     Raises:
         BatchError: it ended before that; it has printed why.
@@ -158,7 +158,7 @@ async def _started(model: str, flags: Sequence[str]) -> AsyncIterator[str]:
                     if process.returncode is not None:
                         raise BatchError(f"the server ended with {process.returncode}")
                     await asyncio.sleep(_LOOK_S)
-            yield uds
+            yield f"unix:{uds}"
         finally:
             if process.returncode is None:
                 process.terminate()

@@ -20,8 +20,9 @@ from lorikeet.api.batches.lines import (
     numbered_lines,
     read_request,
 )
+from lorikeet.cli.http_client import connector_to
 from lorikeet.core.json_lines import drop_partial_line
-from lorikeet.core.urls import server_root
+from lorikeet.core.urls import unix_socket
 
 MAX_LINE_BYTES = 2**28
 """Longer lines are refused, since each is read whole."""
@@ -116,35 +117,33 @@ async def send_batch(
     api_key: str | None,
     concurrency: int,
     show: Callable[[BatchCounts], None],
-    uds: str = "",
 ) -> BatchCounts:
     """Send what has no answer, until all of it has one.
 
     Args:
         files: requests and answers.
-        url: of the server.
+        url: of the server; ``unix:PATH`` for a Unix socket.
         api_key: sent as a bearer token.
         concurrency: requests at the same time.
         show: gets every step.
-        uds: path of a Unix socket to reach the server by.
 
     Raises:
         BatchError: the server is gone, or refuses the key.
         OSError: an answer cannot be written.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    connector = aiohttp.UnixConnector(uds, limit=0) if uds else aiohttp.TCPConnector(limit=0)
+    root, connector = connector_to(url)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     counts = files.counts
     waiting = iter(files.unanswered())
     async with aiohttp.ClientSession(
-        headers=headers, timeout=timeout, connector=connector, trust_env=not uds, auto_decompress=True
+        headers=headers, timeout=timeout, connector=connector, trust_env=not unix_socket(url), auto_decompress=True
     ) as session:
 
         async def work() -> None:
             nonlocal counts
             for request in waiting:  # shared: each takes the next
-                line, has_failed = await _answer(session, server_root(url), request)
+                line, has_failed = await _answer(session, root, request)
                 files.append(line)
                 counts = counts._replace(done=counts.done + 1, failed=counts.failed + has_failed)
                 show(counts)

@@ -11,12 +11,12 @@ from urllib.parse import quote
 import typer
 
 from lorikeet.cli.console import fail
-from lorikeet.core.urls import server_root
+from lorikeet.core.urls import server_root, unix_socket
 
 if TYPE_CHECKING:  # it takes a third of the time in which all commands are imported, and ``serve`` needs none of it
     import aiohttp
 
-Url = Annotated[str, typer.Option(help="Address of the server.", envvar="LORIKEET_URL")]
+Url = Annotated[str, typer.Option(help="Address of the server; unix:PATH for one with --uds.", envvar="LORIKEET_URL")]
 ApiKey = Annotated[str | None, typer.Option(help="Key for the server.", envvar="LORIKEET_API_KEY", show_default=False)]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -25,6 +25,18 @@ _CONNECT_S = 5.0
 
 class AnswerError(Exception):
     """The server answered with an error, or its answer ended with one."""
+
+
+def connector_to(url: str) -> "tuple[str, aiohttp.BaseConnector]":
+    """Return the root of a server's routes, and what connects to it: over a Unix socket for ``unix:PATH``.
+
+    Call it where an event loop runs.
+    """
+    import aiohttp
+
+    if path := unix_socket(url):
+        return "http://localhost", aiohttp.UnixConnector(path, limit=0)
+    return server_root(url), aiohttp.TCPConnector(limit=0)
 
 
 class ServerClient:
@@ -38,7 +50,7 @@ class ServerClient:
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self._url = server_root(url)
+        self._url = url
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def get(self, path: str, **parameters: Any) -> dict[str, Any]:
@@ -112,9 +124,13 @@ class ServerClient:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        root, connector = connector_to(self._url)
+        uses_proxy = not unix_socket(self._url)
         async with (
-            aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=True) as session,
-            session.request(method, self._url + path, allow_redirects=False, **arguments) as response,
+            aiohttp.ClientSession(
+                headers=self._headers, timeout=timeout, connector=connector, trust_env=uses_proxy
+            ) as session,
+            session.request(method, root + path, allow_redirects=False, **arguments) as response,
         ):
             yield response
 

@@ -14,7 +14,7 @@ from lorikeet.api.reasoning import REASONING_FORMATS
 from lorikeet.api.slo_targets import read_targets
 from lorikeet.api.tool_parsers import TOOL_FORMATS
 from lorikeet.cli import serve_flags
-from lorikeet.cli.console import fail
+from lorikeet.cli.console import fail, note
 from lorikeet.cli.serve_checks import check_settings
 from lorikeet.config import SECRET_VARIABLES, ConfigError, EngineSettings, Settings, load_settings
 
@@ -45,6 +45,9 @@ def serve(model: Model = None, config: ConfigFile = None, prefix_caching: Prefix
         check_settings(settings)
     except ConfigError as error:
         fail(name_settings(str(error)), code=2, as_json=bool(flags.get("server_log_json")))
+    if settings.server.uds:
+        for flag in (name for name in ("host", "port") if flags.get(f"server_{name}") is not None):
+            note(f"--{flag} is not used: the server listens on --uds", as_json=settings.server.log_json)
     for name in SECRET_VARIABLES:
         os.environ.pop(name, None)
     launch(settings, name_settings)

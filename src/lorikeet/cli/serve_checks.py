@@ -2,17 +2,18 @@
 
 import importlib.metadata
 import os
+import tempfile
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
 from lorikeet.adapters.description import CONFIG_FILE
 from lorikeet.config import DEVICES, DTYPES, KERNELS, LOAD_FORMATS, MODEL_IMPLS, ConfigError, ExecutorKind, Settings
-from lorikeet.core.machine import memory_limit_bytes
+from lorikeet.core.machine import gpu_models, memory_limit_bytes
 from lorikeet.core.sizes import format_size
 from lorikeet.core.suggestions import unknown_name
-from lorikeet.models.quantization_config import ALIASES, QUANTIZATIONS
-from lorikeet.presets import resolve_preset
+from lorikeet.models.quantization_config import ALIASES, ON_LOAD, QUANTIZATIONS
+from lorikeet.presets import MERGING_MODES, resolve_preset
 
 _GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia/version", "/sys/module/nvgpu")
 """One of them is there where CUDA works: on Linux, in WSL and on Jetson."""
@@ -30,6 +31,10 @@ def check_settings(settings: Settings) -> None:
     _check_device(settings)
     _check_template(settings.model.chat_template)
     _check_folders(settings.adapters.preload)
+    _check_merging(settings)
+    _check_cores(settings)
+    if settings.batches.dir:
+        _check_writable("dir", settings.batches.dir)
     if settings.engine.executor is ExecutorKind.TORCH and not settings.cluster.ray_address:
         _check_memory(settings, memory_limit_bytes())
 
@@ -117,6 +122,48 @@ def _torch_version() -> str:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def _check_merging(settings: Settings) -> None:
+    """Check that a preset that merges adapters into the weights is not to do so with weights that are quantised."""
+    name, preset = resolve_preset(settings.engine.preset)
+    wanted = settings.model.quantization
+    if preset.batching_mode in MERGING_MODES and wanted in ON_LOAD:
+        raise ConfigError(
+            f"quantization: {wanted} weights cannot be changed, and preset {name} merges adapters into them: choose "
+            "another preset, or leave the weights as they are"
+        )
+
+
+def _check_cores(settings: Settings) -> None:
+    """Check that this machine has a core or a GPU for each rank; those of a Ray cluster are not known here.
+
+    Replicas may share cores. The ranks of one wait for each other at every layer, so that more of them than there are
+    cores would hardly get anywhere.
+    """
+    engine, cluster = settings.engine, settings.cluster
+    if engine.executor is not ExecutorKind.TORCH or cluster.ray_address:
+        return
+    if engine.device == "cuda":
+        gpus, replicas = len(gpu_models()), max(cluster.replicas, cluster.max_replicas)
+        if gpus and engine.tensor_parallel * replicas > gpus:
+            times = f" × {replicas} replicas" if replicas > 1 else ""
+            raise ConfigError(
+                f"tensor_parallel: {engine.tensor_parallel}{times} needs more GPUs than there are: {gpus}"
+            )
+    elif engine.tensor_parallel > (cores := len(os.sched_getaffinity(0))):
+        raise ConfigError(f"tensor_parallel: {engine.tensor_parallel} ranks need as many cores, and there are {cores}")
+
+
+def _check_writable(setting: str, name: str) -> None:
+    """Check that a folder is there, or can be made, and takes files."""
+    folder = Path(name).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{setting}: {name!r} cannot be used: {error.strerror or error}") from error
 
 
 def _check_template(file: str) -> None:

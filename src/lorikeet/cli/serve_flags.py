@@ -267,7 +267,6 @@ FLAGS = (
         bool,
         "Take keys made by `lorikeet keys`, with scopes and limits; every request needs a key then.",
     ),
-    Flag("--otlp-traces-endpoint", "server.otlp_traces_endpoint", str, "Where OpenTelemetry traces are sent, a URL."),
     Flag("--tenant-header", "server.tenant_header", str, "Header that names a request's tenant; else its key does."),
     Flag("--shared-prefix-cache", "server.shared_prefix_cache", bool, "Let API keys reuse each other's KV."),
     Flag(
@@ -349,7 +348,8 @@ def name_settings(text: str, given: Mapping[str, Any], file: Path | None, enviro
     """Return an error text in which settings are called what the user called them.
 
     ``memory_bytes`` becomes ``--memory``, or ``LORIKEET_ENGINE__MEMORY_BYTES`` or ``[engine] memory_bytes`` where it
-    was set there. Only keys with an underscore are recognized, and of those only the ones of a single section.
+    was set there. Only keys of a single section are recognized; those without an underscore only at the beginning of
+    the text, before a colon.
 
     Args:
         text: names settings by their keys.
@@ -357,6 +357,8 @@ def name_settings(text: str, given: Mapping[str, Any], file: Path | None, enviro
         file: the TOML file, if there is one.
         environment: of the process.
     """
+    if text.startswith("environment: "):  # names its variable
+        return text
     in_file = _keys_of(file)
 
     def name(section: str, key: str) -> str:
@@ -372,6 +374,7 @@ def name_settings(text: str, given: Mapping[str, Any], file: Path | None, enviro
         return f"{name(found[1], found[3])}: {found[2]}"
 
     text = _WRONG_FLAG.sub(wrong_flag, text)
+    text = _HEAD.sub(lambda found: name(_SECTIONS_OF[found[1]][0], found[1]) + ": ", text)
     return _KEY.sub(lambda found: name(_SECTION_OF[found[0]], found[0]), text)
 
 
@@ -390,7 +393,8 @@ for _section in msgspec.structs.fields(Settings):
     for _field in msgspec.structs.fields(_section.type):
         _SECTIONS_OF.setdefault(_field.name, []).append(_section.name)
 _SECTION_OF = {key: sections[0] for key, sections in _SECTIONS_OF.items() if "_" in key and len(sections) == 1}
-_KEY = re.compile(rf"(?<![\w.-])(?:{'|'.join(sorted(_SECTION_OF, key=len, reverse=True))})(?![\w.=])")
+_KEY = re.compile(rf"(?<![\w./-])(?:{'|'.join(sorted(_SECTION_OF, key=len, reverse=True))})(?![\w.=/])")
+_HEAD = re.compile(rf"^({'|'.join(key for key, sections in _SECTIONS_OF.items() if len(sections) == 1)}): ")
 _WRONG_FLAG = re.compile(r"^flags: \[(\w+)\]: (.*) - at `\$\.(\w+)(?:\[\d+\])?`$")
 """A value that does not fit its setting, as ``load_settings`` reports it for flags."""
 

@@ -301,9 +301,12 @@ def load_weights(
     checkpoint = _open(folder) if load_format == "auto" else None
     method, bits = checkpoint.method if checkpoint else "", ON_LOAD.get(quantization, 0)
     if bits and method:
-        raise WeightError(f"{folder}: is quantised already ({method}), so it cannot be served as {quantization}")
+        raise WeightError(
+            f"quantization: {folder} is quantised already ({method}), so it cannot be served as {quantization}"
+        )
     if not bits and quantization not in ("auto", "none", method):
-        raise WeightError(f"{folder}: is {f'quantised by {method}' if method else 'not quantised'}, not {quantization}")
+        stored = f"quantised by {method}" if method else f"not quantised; {' and '.join(ON_LOAD)} quantise it"
+        raise WeightError(f"quantization: {quantization} is not what {folder} has: it is {stored}")
     # Quantised weights are put together on the host: a device may not have room for those in 16 bits.
     place = torch.device("cpu" if bits or method else device)
     layout = WeightLayout(config, dtype, place, rank, tensor_parallel)

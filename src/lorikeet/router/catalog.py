@@ -75,7 +75,7 @@ class ModelCatalog:
         backends = sorted(self._backend_router.backends.values(), key=lambda backend: not backend.is_up)
         cards = next((backend.base_cards for backend in backends if backend.base_cards), [])
         own = [card for card in cards if card["id"] not in self.adapters]
-        return [card | {"root": shown_source(str(card.get("root") or card["id"]))} for card in own]
+        return [card | {"root": _shown_root(str(card.get("root") or card["id"]))} for card in own]
 
     def cards(self) -> list[dict[str, Any]]:
         """Return a card for every model, those of the base first."""
@@ -174,3 +174,8 @@ class ModelCatalog:
     def _place_again(self) -> None:
         if replicas := [replica for replica in self._backend_router.backends if replica in self._placed_on]:
             self._tasks.run(self._placer.set_replicas(replicas))
+
+
+def _shown_root(root: str) -> str:
+    """Return the root of a base model as clients see it: of a folder its name, a hub id as it is."""
+    return shown_source(root) if root.startswith(("/", "~", ".")) else root
