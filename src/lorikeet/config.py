@@ -140,6 +140,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             an arriving request ends the plan; there, plans have up to 32 steps while no request waits, unless this
             is 1.
         multi_step_limit_s: time in seconds after which a plan of several steps ends; on a GPU only if requests wait.
+        draft_tokens: most tokens of a sequence that a step verifies beside its newest one, guessed from its prompt and
+            its adapter's latest answers; 0 for none. Answers do not depend on it. With CUDA graphs, and with several
+            ranks, there are none.
         tensor_parallel: number of tensor-parallel ranks.
         device: ``cpu`` or ``cuda``.
         kernels: ``native``, ``triton``, ``reference`` or ``auto``. ``auto`` takes native on a CPU and Triton on a GPU
@@ -175,6 +178,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Positive = 512
     num_scheduler_steps: Positive = 8
     multi_step_limit_s: Seconds = 0.05
+    draft_tokens: Count = 8
     tensor_parallel: Positive = 1
     device: str = "cpu"
     kernels: str = "auto"
@@ -267,6 +271,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         request_timeout_s: time after which a request ends with an error; 0 for never.
         drain_timeout_s: time for which accepted requests may continue after SIGTERM.
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
+        tenants: take keys of the registry's database, too, each with scopes and limits (`lorikeet keys`). Every request
+            then needs a key; needs ``admin_keys``.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
             it: the API key of the request names the tenant.
         shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
@@ -314,6 +320,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: Seconds = 600.0
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
+    tenants: bool = False
     tenant_header: str = ""
     shared_prefix_cache: bool = False
     stored_responses: Count = 4096
@@ -377,6 +384,11 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     registry_url: str = ""
     min_replicas: Count = 0
     max_replicas: Count = 0
+
+    @property
+    def is_one_engine(self) -> bool:
+        """Whether there is, and always will be, one engine, on this machine."""
+        return self.replicas == 1 and not self.max_replicas and not self.ray_address
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -452,6 +464,8 @@ def load_settings(
         )
     _check_names(settings.adapters.preload)
     check_keys((*settings.server.api_keys, *settings.server.admin_keys))
+    if settings.server.tenants and not settings.server.admin_keys:
+        raise ConfigError("settings: [server]: tenants: their keys are made with an admin key, and admin_keys has none")
     check_origins(settings.server.allowed_origins)
     for key in ("resolvers", "allowed_sources"):
         _check_prefixes(key, getattr(settings.adapters, key))

@@ -493,6 +493,8 @@ class EngineCollector(Collector):
         yield make.count("vllm:num_preemptions", "Requests that gave their blocks back.", stats.preemptions)
         yield make.count("vllm:prefix_cache_queries", "Tokens looked up in cached KV.", stats.prefix_queries_tokens)
         yield make.count("vllm:prefix_cache_hits", "Tokens found in cached KV.", stats.prefix_hits_tokens)
+        yield make.count("vllm:spec_decode_num_draft_tokens", "Tokens drafted for a step.", stats.drafted_tokens)
+        yield make.count("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that came.", stats.kept_tokens)
         yield make.count("lorikeet:steps", "Steps of the engine.", stats.steps)
         steps = dict(zip((*STEP_TOKENS_BOUNDS, math.inf), accumulate(stats.steps_by_tokens), strict=True))
         text = "Tokens computed by a step."
