@@ -150,6 +150,8 @@ def describe_folder(
         )
     if extras and options.only_low_rank:
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: {options.only_low_rank}")
+    if extras and config.alora_invocation_tokens:  # they would change the KV before the invocation
+        raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: not supported with alora_invocation_tokens")
     of_head = [pair for pair in served if is_of_vocabulary(pair.name, resolver, options.geometry)]
     served = [pair for pair in served if pair not in of_head]
     if config.bias != "none" and not any(each.kind == "bias" for each in others):
