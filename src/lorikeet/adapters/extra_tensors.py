@@ -252,7 +252,7 @@ class _Finder:
         if around is None or rows <= around.vocab_size:
             return entry
         self.warnings.append(
-            f"{WEIGHTS_FILE}: tensor {entry.name} has {rows} rows; those from {around.vocab_size} on are not used, since "
+            f"{WEIGHTS_FILE}: tensor {entry.name} has {rows} rows; those from {around.vocab_size} on are not used: "
             f"the base model has tokens below {around.vocab_size} only"
         )
         row_bytes = (entry.stop - entry.start) // rows
