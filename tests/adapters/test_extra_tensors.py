@@ -48,7 +48,7 @@ def test_a_dora_has_magnitudes_factors_and_summands(tmp_path: Path) -> None:
         ({**MAGNITUDES, next(iter(MAGNITUDES)): (7,)}, {"use_dora": True}, r"has shape \[7\]; the base model needs"),
         ({"base_model.model.model.norm.weight": (HIDDEN,)}, {}, "a whole weight of model.norm"),
         ({"base_model.model.model.norm.weight": (9,)}, {"modules_to_save": ["norm"]}, r"norm.weight has shape \[9\]"),
-        ({"base_model.model.score.weight": (2, HIDDEN)}, {"modules_to_save": ["score"]}, "score.weight belongs to"),
+        ({"base_model.model.v_head.weight": (2, HIDDEN)}, {"modules_to_save": ["v_head"]}, "v_head.weight belongs to"),
         ({}, {"modules_to_save": ["norm"]}, "modules_to_save names 'norm'"),
         ({}, {"target_modules": ["q_proj", "v_proj", "lm_head"]}, "targets lm_head, but"),
         ({}, {"trainable_token_indices": [3]}, "has no trained tokens"),
