@@ -63,5 +63,5 @@ def open_engines(settings: Settings, host: LocalHost, stack: AsyncExitStack) -> 
 
 if __name__ == "__main__":
     run._open_engines = open_engines
-    LocalHost.start_early = lambda host: None  # type: ignore[method-assign]
+    LocalHost.start_early = lambda host: None  # type: ignore[method-assign, assignment]
     main()

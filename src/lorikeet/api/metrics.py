@@ -816,6 +816,8 @@ class ClusterCollector(Collector):
         made_bytes = [(("replica",), copies.fetched_bytes), (("files",), copies.provided_bytes)]
         yield make.counts("lorikeet:cluster_copies", "Copies of adapters to replicas.", ("source",), made)
         yield make.counts("lorikeet:cluster_copied_bytes", "Their bytes.", ("source",), made_bytes)
+        ways = [(("peer",), copies.peer_bytes), (("disk",), copies.disk_bytes)]
+        yield make.counts("lorikeet:cluster_copies_moved_bytes", "Those by their way.", ("way",), ways)
         yield make.count("lorikeet:cluster_copies_failed", "Copies that failed.", copies.failed)
         yield make.count("lorikeet:cluster_copies_deleted", "Copies deleted.", copies.deletes)
         yield make.gauge("lorikeet:cluster_copies_under_way", "Copies in progress.", copies.under_way)

@@ -20,7 +20,7 @@ from lorikeet.core.geometry import (
     split_layer,
 )
 from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraTarget, LoraTargets, LoraWeights, Weight
-from lorikeet.kernels.extras import adjust, adjust_logits, embed, prepare_product, scaled_inputs
+from lorikeet.kernels.extras import adjust_logits, embed, prepare_product, replace_products, scaled_inputs
 
 _EXPERT = re.compile(r"expert.*\.\d+(\.|$)")
 """A path of one of several experts, which see some of the rows only."""
@@ -217,7 +217,8 @@ class AdaptedLinear:
         out = self._kernels.linear(flat, self._weight, self._bias, delta)
         if extras is not None and targets is not None:
             assert len(flat) == self._step.rows, "a module with extras sees other rows than those of the step"
-            adjust(out, flat, self._bias, extras, self._layer, targets)
+            replace_products(out, flat, self._bias, extras, self._layer, targets)
+            self._kernels.scale_and_shift(out, extras, self._layer, targets)
         return out.view(*x.shape[:-1], -1)
 
 
