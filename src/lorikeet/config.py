@@ -143,8 +143,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             is 1.
         multi_step_limit_s: time in seconds after which a plan of several steps ends; on a GPU only if requests wait.
         draft_tokens: most tokens of a sequence that a step verifies beside its newest one, guessed from its prompt and
-            its adapter's latest answers; 0 for none. Answers do not depend on it. With CUDA graphs, and with several
-            ranks, there are none.
+            its adapter's latest answers; 0 for none. Answers do not depend on it. On a GPU, and with several ranks,
+            there are none.
         tensor_parallel: number of tensor-parallel ranks.
         device: ``cpu`` or ``cuda``.
         kernels: ``native``, ``triton``, ``reference`` or ``auto``. ``auto`` takes native on a CPU and Triton on a GPU

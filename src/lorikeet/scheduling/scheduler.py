@@ -421,7 +421,9 @@ class Scheduler:
         # A prefill that ends in the step has a draft, too: answers of an adapter often begin alike.
         sequences = [s for s, tokens in builder.tokens.items() if tokens == s.remaining_tokens and not s.is_cold]
         cost = self._step_times.row_cost(len(builder.tokens))
-        drafts = self.drafter.draft(sequences, builder.budget_tokens, cost)
+        # Twice as many rows of logits as without drafts at most, for which there is memory.
+        most = min(builder.budget_tokens, max(self._limits.max_num_seqs, self._limits.max_draft_tokens))
+        drafts = self.drafter.draft(sequences, most, cost)
         ahead = [
             (s.lease, len(s.token_ids) + len(drafts[s.request_id]))
             for s in sequences
