@@ -163,6 +163,10 @@ async def test_foreign_names_do_not_exist(start: Start, open_tenants: Callable[.
         assert record is not None
         digest = record.digest
         names = ("globex/b", "base:globex/b", f"globex/b@{digest[:12]}")
+        assert (await complete(server, secret, "acme/a*0.5+globex/b*0.5")).status_code == 404, "a mixture"
+        for path in ("/v1/embeddings", "/v1/classify"):
+            content = {"model": "globex/b", "input": "x"}
+            assert (await server.http.post(path, json=content, headers=bearer(secret))).status_code == 404, path
         for name in names:
             foreign, missing = await complete(server, secret, name), await complete(server, secret, f"{name}x")
             assert foreign.status_code == missing.status_code == 404

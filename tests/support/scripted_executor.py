@@ -189,9 +189,11 @@ class _Sequence:
     _keys: list[int] = field(default_factory=list)
 
     def key(self, position: int) -> int:
-        """Stand for the KV of a token: it depends on the adapter and on every token up to it."""
+        """Stand for the KV of a token: it depends on every token up to it, and from its start on on the adapter."""
         while len(self._keys) <= position:
-            before = self._keys[-1] if self._keys else self.start.adapter
+            before: object = self._keys[-1] if self._keys else None
+            if len(self._keys) == self.start.adapter_start and self.start.adapter is not None:
+                before = before, self.start.adapter
             self._keys.append(hash((before, self.token_ids[len(self._keys)])))
         return self._keys[position]
 
@@ -358,7 +360,8 @@ class ScriptedExecutor:
         for step in plan.sequences:
             sequence = self._sequences[step.request_id]
             prefills = step.start < len(sequence.start.token_ids)
-            require(prefills or sequence.start.adapter not in plan.assisted, f"{step.request_id} decodes, assisted")
+            assisted = sequence.start.adapter in plan.assisted
+            require(prefills or not assisted, f"{step.request_id} decodes, assisted")
 
     def _switch(self, plan: StepPlan) -> float:
         """Take the plan's merged adapter in; return how long that takes."""
@@ -366,7 +369,8 @@ class ScriptedExecutor:
             require(plan.merged == self._merged, f"step {plan.step} runs nobody, and changes the merged adapter")
             return 0.0
         for step in plan.sequences:
-            own = plan.merged in (None, self._sequences[step.request_id].start.adapter)
+            start = self._sequences[step.request_id].start
+            own = plan.merged is None or (plan.merged == start.adapter and not start.adapter_start)
             require(own, f"{step.request_id} runs while adapter {plan.merged} is merged")
         if plan.merged == self._merged:
             return 0.0
@@ -393,13 +397,26 @@ class ScriptedExecutor:
             require(own, f"{step.request_id}: block {block} holds other KV than token {position}'s")
         tokens = []
         for ran in range(steps_run):
-            for position in range(step.start + ran, step.start + ran + step.tokens):
+            for position in range(step.start + ran, step.start + ran + step.known_tokens):
                 self._arenas.write_kv(*self._place(sequence, position), sequence.key(position))
             if step.samples and step.request_id not in self._sick:
-                token = Token(self._script(sequence.start, step.start + step.tokens + ran))
-                sequence.token_ids.append(token.token_id)
-                tokens.append(token)
+                tokens += self._sample(sequence, step, step.start + step.known_tokens + ran)
         return tuple(tokens)
+
+    def _sample(self, sequence: _Sequence, step: SequenceStep, position: int) -> list[Token]:
+        """Return the token at a position, and those after it as far as the draft is right; it writes KV of all."""
+        require(position == len(sequence.token_ids) or not step.draft, f"{step.request_id} drafts, but does not decode")
+        for at in range(len(step.draft)):
+            self._arenas.write_kv(*self._place(sequence, position + at), -1)
+        tokens = []
+        for at in range(len(step.draft) + 1):
+            token = Token(self._script(sequence.start, position + at))
+            sequence.token_ids.append(token.token_id)
+            tokens.append(token)
+            if at == len(step.draft) or step.draft[at] != token.token_id:
+                break
+            self._arenas.write_kv(*self._place(sequence, position + at), sequence.key(position + at))
+        return tokens
 
     def _place(self, sequence: _Sequence, position: int) -> tuple[BlockId, int]:
         return sequence.blocks[position // self._block_tokens], position % self._block_tokens

@@ -10,8 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import msgspec
-
 from lorikeet.adapters.chat import NO_OVERRIDES, AdapterChat, ChatOverrides, as_text
 from lorikeet.adapters.checkpoint import ServedBase
 from lorikeet.adapters.errors import (
@@ -31,11 +29,12 @@ from lorikeet.adapters.registry import (
     RegistryRow,
     base_identity,
     check_name,
+    encode_shape,
     sqlite_url,
 )
 from lorikeet.adapters.store import AdapterStore, StagedVersion, default_store_dir
 from lorikeet.config import AdapterSettings
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.adapter import AdapterRef, largest_rank
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest
 
@@ -74,6 +73,7 @@ class AdapterCatalog:
         fit_chat: called with what a new adapter's folder says about conversations; returns what differs from the base
             model, or raises AdapterError.
         now: returns Unix seconds.
+        only_low_rank: as of ``AdapterStore``.
         base: the base model, compared with the one that an adapter names; None: it is not compared.
 
     Attributes:
@@ -96,8 +96,9 @@ class AdapterCatalog:
         fit_chat: Callable[[AdapterChat], AdapterChat] = lambda chat: chat,
         now: Callable[[], float] = time.time,
         base: ServedBase | None = None,
+        only_low_rank: str = "",
     ) -> None:
-        self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype, base)
+        self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype, base, only_low_rank)
         self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
         self._reserved = {base_name, *reserved_names}
         self.dtype = dtype
@@ -336,13 +337,13 @@ class AdapterCatalog:
     def _register_staged(
         self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool, author: Author
     ) -> RegisteredAdapter:
-        max_rank = max(max(by_layer) for by_layer in staged.ranks.values())
+        max_rank = largest_rank(staged.ranks)
         row = RegistryRow(
             name=name,
             digest=staged.digest,
             source=source,
             created_at=self._now(),
-            ranks=msgspec.json.encode(staged.ranks).decode(),
+            ranks=encode_shape(staged.ranks, staged.extras),
             max_rank=max_rank,
             weight_bytes=staged.description.weight_bytes,
             chat=self._chat_of(source, staged),

@@ -27,7 +27,7 @@ from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterQuotaExceeded, AdapterStoreError
 from lorikeet.adapters.sources import shown_source
 from lorikeet.adapters.url_reader import without_credentials
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.adapter import AdapterExtra, AdapterRef
 from lorikeet.core.extras import install_command
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
@@ -186,8 +186,8 @@ NOBODY = Author()
 class RegistryRow(NamedTuple):
     """A name joined with its version.
 
-    ``ranks`` is the JSON of ``AdapterRef.ranks``, ``chat`` that of an ``AdapterChat``, empty if it says nothing.
-    ``owner`` is the id of a tenant's key, empty for the operator.
+    ``ranks`` is the JSON of ranks and extras (:func:`encode_shape`), ``chat`` that of an ``AdapterChat``, empty if it
+    says nothing. ``owner`` is the id of a tenant's key, empty for the operator.
     """
 
     name: str
@@ -462,7 +462,8 @@ class AdapterRecord:
     @cached_property
     def ref(self) -> AdapterRef:
         """Reference that requests carry, created on first use."""
-        return AdapterRef(self.name, self.digest, self.folder, _decode_ranks(self.row.ranks), self.row.weight_bytes)
+        shape = _decode_shape(self.row.ranks)
+        return AdapterRef(self.name, self.digest, self.folder, shape.ranks, self.row.weight_bytes, shape.extras)
 
 
 class RegisteredAdapter(NamedTuple):
@@ -484,10 +485,28 @@ def _decode_chat(text: str) -> AdapterChat:
     return msgspec.json.decode(text, type=AdapterChat) if text else AdapterChat()
 
 
+class _StoredShape(msgspec.Struct, frozen=True):
+    """Ranks and extras, as a row keeps them together."""
+
+    ranks: dict[str, tuple[int, ...]]
+    extras: tuple[AdapterExtra, ...] = ()
+
+
+_WITH_EXTRAS = '{"ranks":'
+"""Begins the JSON of an adapter with extras; that of others is their ranks alone."""
+
+
+def encode_shape(ranks: dict[str, tuple[int, ...]], extras: tuple[AdapterExtra, ...]) -> str:
+    """Return ranks and extras as a row keeps them."""
+    return msgspec.json.encode(_StoredShape(ranks, extras) if extras else ranks).decode()
+
+
 @lru_cache(maxsize=256)
-def _decode_ranks(text: str) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of a registry row; cached, since thousands of adapters share few of them. Not to be changed."""
-    return msgspec.json.decode(text, type=dict[str, tuple[int, ...]])
+def _decode_shape(text: str) -> _StoredShape:
+    """Return the shape in a row; cached, since thousands of adapters share few of them. Not to be changed."""
+    if text.startswith(_WITH_EXTRAS):
+        return msgspec.json.decode(text, type=_StoredShape)
+    return _StoredShape(msgspec.json.decode(text, type=dict[str, tuple[int, ...]]))
 
 
 def check_name(name: str, reserved: set[str]) -> None:
@@ -509,5 +528,5 @@ def check_name(name: str, reserved: set[str]) -> None:
 
 def base_identity(base_name: str, geometry: ModelGeometry) -> str:
     """Return the identity of a base model in the registry: its name and a hash of its sizes, without the dtype."""
-    sizes = msgspec.json.encode(msgspec.structs.replace(geometry, dtype_bytes=0), order="deterministic")
+    sizes = msgspec.json.encode(msgspec.structs.replace(geometry.sizes, dtype_bytes=0), order="deterministic")
     return f"{base_name} {hashlib.sha256(sizes).hexdigest()[:16]}"

@@ -20,6 +20,7 @@ from lorikeet.adapters.errors import (
     AdapterStoreError,
     UnknownAdapter,
 )
+from lorikeet.adapters.mixture import Part, write_mixture
 from lorikeet.adapters.sources import MAX_SOURCE_CHARS
 from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.logs import log
@@ -29,6 +30,7 @@ from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.api.uploads import check_config, receive_weights, write_config
 from lorikeet.client.supervisor import EngineError
+from lorikeet.costs.model import adapter_elements
 from lorikeet.tenants.keys import Access
 
 DRAIN_S = 30.0
@@ -152,6 +154,27 @@ async def load_adapter(
         )
 
 
+async def make_mixture(service: Service, name: str, parts: Sequence[Part]) -> None:
+    """Register a mixture of adapters, which are kept meanwhile; it is not there at the next start.
+
+    Raises:
+        ApiError: 400, an adapter cannot be mixed, or the mixture is too large; 500 if the store cannot be written.
+    """
+    catalog, geometry = service.catalog, service.client.engine_info.geometry
+
+    def register() -> RegisteredAdapter:
+        with catalog.receiving() as folder:
+            try:
+                write_mixture(folder, parts, geometry)
+            except OSError as error:
+                raise AdapterStoreError(f"the mixture cannot be written: {error}") from error
+            return catalog.register(
+                name, str(folder), replace=True, trusted=True, persistent=False, shown_source="a mixture"
+            )
+
+    await _register(service, name, "a mixture", register, "replace")
+
+
 async def _register(
     service: Service, name: str, source: str, register: Callable[[], RegisteredAdapter], replaced_by: str
 ) -> RegisteredAdapter:
@@ -225,10 +248,7 @@ def _records(service: Service, names: Set[str]) -> list[AdapterRecord]:
 def _blocks(service: Service, record: AdapterRecord) -> int:
     """Return the blocks of an adapter on the device of one rank, nearly."""
     info = service.client.engine_info
-    elements = sum(
-        sum(record.ref.ranks.get(module, ())) * (shape.in_features + shape.out_features)
-        for module, shape in info.geometry.modules.items()
-    )
+    elements = adapter_elements(record.ref.ranks, info.geometry, record.ref.extras)
     return -(-elements * info.geometry.dtype_bytes // (service.ranks * info.block_bytes))
 
 

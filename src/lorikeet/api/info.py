@@ -19,18 +19,11 @@ router = APIRouter()
 prompts = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
 UNSUPPORTED = {
-    "/v1/embeddings": "Embeddings are not supported yet.",
     "/v1/audio/transcriptions": "Audio is not supported.",
     "/v1/audio/translations": "Audio is not supported.",
     "/v1/audio/speech": "Audio is not supported.",
     "/v1/images/generations": "Images are not supported.",
-    "/v1/moderations": "Moderation is not supported.",
-    "/v1/score": "Scoring is not supported yet.",
-    "/score": "Scoring is not supported yet.",
-    "/v1/rerank": "Reranking is not supported yet.",
-    "/rerank": "Reranking is not supported yet.",
     "/pooling": "Pooling is not supported yet.",
-    "/classify": "Classification is not supported yet.",
 }
 
 

@@ -124,7 +124,8 @@ class RequestWatch:
         self._usage.running -= 1
         if self._forecast is not None:
             self._forecast.on_ended(request)
-        self._observer.lengths.on_ended(request, completion_tokens, reason)
+        if request.pooling is None:
+            self._observer.lengths.on_ended(request, completion_tokens, reason)
         self._observer.metrics.observe_request(
             timings,
             len(request.prompt_token_ids),

@@ -88,20 +88,21 @@ ROUTES = (
         ("GET /v1/cluster", "POST /v1/cluster/replicas", "DELETE /v1/cluster/replicas/{id}"),
         "see [cluster.md](cluster.md#running-one)",
     ),
-    ApiRoutes(("POST /v1/embeddings",), "", "501"),
+    ApiRoutes(("POST /v1/embeddings",), "OpenAI's: see [embeddings](#embeddings)"),
     ApiRoutes(
         (
+            "POST /classify",
+            "POST /v1/classify",
             "POST /score",
             "POST /v1/score",
             "POST /rerank",
             "POST /v1/rerank",
-            "POST /pooling",
-            "POST /classify",
+            "POST /v2/rerank",
             "POST /v1/moderations",
         ),
-        "",
-        "501",
+        "vLLM's, Jina's, Cohere's, OpenAI's: see [labels and scores](#labels-and-scores)",
     ),
+    ApiRoutes(("POST /pooling",), "", "501"),
     ApiRoutes(
         (
             "POST /v1/audio/transcriptions",

@@ -12,6 +12,7 @@ from lorikeet.adapters.catalog import AdapterCatalog, AdapterRecord
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterNotServed
 from lorikeet.api.errors import ApiError, bad_request, hide_paths, model_not_found
+from lorikeet.api.mixtures import PREFIX, spelled
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.tenants.keys import OPERATOR, Access
 
@@ -89,8 +90,32 @@ class ServedModels:
             raise bad_request(f"model asks for adapter {target.name!r}, lora_path for {lora_path!r}.", "lora_path")
         return self._adapter(lora_path, lora_path, access)
 
+    def mixture(self, model: str | None) -> list[tuple[str, float]] | None:
+        """Return names and weights if a request names a mixture, as in ``a*0.7+b*0.3`` or ``base:a*0.7+b*0.3``.
+
+        Adapters without a weight, which change nothing, are left out. A number that is no adapter's name is llama.cpp's
+        index of one.
+
+        Raises:
+            ApiError: 400, the mixture is not valid.
+        """
+        if not model or model in self._base:
+            return None
+        name = next((model[len(base) + 1 :] for base in self._base if model.startswith(f"{base}:")), model)
+        parts = spelled(name)
+        return None if parts is None else [(self._by_index(part), weight) for part, weight in parts if weight]
+
+    def _by_index(self, name: str) -> str:
+        if not name.isdecimal() or name in self._catalog:
+            return name
+        names = [each for each in self._catalog.names() if not each.startswith(PREFIX)]
+        return names[int(name)] if int(name) < len(names) else name
+
     def missing(self, model: str | None, lora_path: str | None = None) -> list[str]:
         """Return the adapters that a request names and that are not registered."""
+        mixture = self.mixture(model)
+        if mixture is not None:
+            return [missing for name, _ in mixture for missing in self.missing(name)]
         names = [lora_path] if lora_path else []
         if model and model not in self._base and model not in self._catalog:
             names.append(self.named_by(model))
@@ -147,7 +172,9 @@ class ServedModels:
             access: of the sender, which gets only what it may see.
         """
         cards = [self._card(name, self._created, self._root, None) for name in self.base_names if access.may_see(name)]
-        cards += [self.adapter_card(record) for record in self._catalog.list() if access.may_see(record.name)]
+        # Mixtures are made by requests, and go again.
+        records = (each for each in self._catalog.list() if not each.name.startswith(PREFIX))
+        cards += [self.adapter_card(record) for record in records if access.may_see(record.name)]
         names = (name for name in unloaded if name not in self._catalog and name not in self._base)
         return cards + [self.unloaded_card(name) for name in names if access.may_see(name)]
 
@@ -211,6 +238,9 @@ def describe_chat(chat: AdapterChat) -> dict[str, Any]:
         "system_prompt": chat.system_prompt,
         "tool_call_parser": chat.tool_call_parser,
         "reasoning_parser": chat.reasoning_parser,
+        "labels": chat.task.labels,
+        "pooling": chat.task.pooling,
+        "invocation_token_ids": chat.task.invocation_token_ids,
     }
     return {key: value for key, value in said.items() if value}
 

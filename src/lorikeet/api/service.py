@@ -9,6 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -21,18 +22,20 @@ from fastapi import Request as HttpRequest
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.chat import AdapterChat
+from lorikeet.adapters.task import AdapterTask
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.batches.batches import Batches
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionStats
-from lorikeet.api.errors import ApiError, engine_unavailable
+from lorikeet.api.errors import ApiError, bad_request, engine_unavailable
 from lorikeet.api.generation import Generation, TextOptions
 from lorikeet.api.grammar_process import GrammarSpec, Thoughts
 from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_type, unpacked
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
+from lorikeet.api.mixtures import PREFIX, Mixtures
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.prompt_process import CHAT_PATH, BodyNeeds, BodyRead, WhichModel
 from lorikeet.api.protocol import (
@@ -56,11 +59,14 @@ from lorikeet.client.client import Engines
 from lorikeet.client.supervisor import EngineError
 from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.request import PromptEmbeds, Request, Slo
+from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
+from lorikeet.core.request import Pooling, PromptEmbeds, Request, Slo
 from lorikeet.tenants.keys import Access
 from lorikeet.tenants.ledger import Grant
 from lorikeet.tenants.tenants import Tenants
+
+_ATTEMPTS = 3
+"""To find a mixture before another request's takes its place."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class GenerationSpec:
         grammar: that the answers follow; None for none.
         embeds: of each prompt, whose tokens then mean nothing; empty if the prompts are tokens.
         thoughts: returns what may come before such an answer to a prompt.
+        pooling: that a vector of each prompt is wanted instead of an answer.
     """
 
     prompts: int
@@ -93,6 +100,7 @@ class GenerationSpec:
     grammar: GrammarSpec | None = None
     embeds: Sequence[PromptEmbeds] = ()
     thoughts: Callable[[list[int]], Thoughts | None] = lambda prompt: None
+    pooling: Pooling | None = None
 
 
 class Sender(NamedTuple):
@@ -139,8 +147,11 @@ class Service:
     observer: RequestObserver
     versions: HeldVersions
     loader: AdapterLoader
+    mixtures: Mixtures
     responses: StoredResponses
     batches: Batches
+    base_task: AdapterTask = field(default_factory=AdapterTask)
+    """How the base model makes vectors."""
     tenants: Tenants | None = None
     """Keys of the registry's database; None if it has none to tell."""
     ranks: int = 1
@@ -187,6 +198,11 @@ class Service:
         """
         if generates:
             await self.unpaused.wait()
+        mixture = self.models.mixture(model)
+        if mixture is not None:
+            if lora_path:
+                raise bad_request("model names a mixture, so lora_path cannot name an adapter.", "lora_path")
+            return await self._mixed(model or "", mixture, access)
         if self.loader.is_enabled:
             for name in self.models.missing(model, lora_path):
                 if not access.may_use(name):
@@ -199,6 +215,34 @@ class Service:
         if target.adapter is not None:
             self.loader.use(target.name)
         return target
+
+    async def _mixed(self, spelling: str, mixture: Sequence[tuple[str, float]], access: Access) -> ResolvedModel:
+        """Return a mixture, which is made if it is not there.
+
+        Its conversations are those of its adapters if they are the same for all of them, else the base model's.
+        """
+        if not mixture:
+            return self.models.resolve(self.models.base, None, access)
+        targets = [await self.resolve(name, access=access, generates=False) for name, _ in mixture]
+        parts = []
+        for (name, weight), target in zip(mixture, targets, strict=True):
+            is_mixture = target.name.startswith(PREFIX)
+            if target.adapter is None or is_mixture or target.chat.task.invocation_token_ids:
+                raise bad_request(f"{name!r} is no adapter that can be mixed.", "model")
+            parts.append((target.adapter, weight))
+        chat = targets[0].chat if all(target.chat == targets[0].chat for target in targets) else AdapterChat()
+        for _ in range(_ATTEMPTS):
+            with ExitStack() as held:
+                for adapter, _ in parts:
+                    held.enter_context(self.versions.hold(adapter))
+                name = await self.mixtures.get(parts)
+            record = self.models.record(name)
+            if record is None:  # somebody has removed it
+                self.mixtures.lost(name)
+            elif self.versions.hold_for_now(record.ref):
+                named = msgspec.structs.replace(record.ref, name=AdapterName(spelling))
+                return ResolvedModel(spelling, named, msgspec.structs.replace(chat, task=AdapterTask()))
+        raise ApiError(409, f"The mixture `{spelling}` has just changed; send the request again.")
 
     async def warm(self, target: ResolvedModel, sender: Sender) -> None:
         """Bring an adapter onto the device, by a request of one token.
@@ -257,7 +301,8 @@ class Service:
         sequences = spec.prompts * body.choices_per_prompt
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
         background = sender.is_batch or body.service_tier == "flex"
-        slo = None if background else self.targets.of(None if target.adapter is None else target.adapter.name)
+        has_target = not background and spec.pooling is None  # targets are of tokens
+        slo = None if not has_target else self.targets.of(None if target.adapter is None else target.adapter.name)
         try:
             ticket = self.gate_of(is_batch=sender.is_batch).enter(sequences)
         except ApiError as error:
@@ -273,12 +318,15 @@ class Service:
                 if spec.grammar is not None:
                     answer = msgspec.structs.replace(spec.grammar, thoughts=spec.thoughts(prompts[0]))
                     grammar = await self.grammars.check(answer, sequences)
-                predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
+                predicted: list[int | None] = [None] * len(prompts)
+                if spec.pooling is None:
+                    predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
                 chat = await self.chat_of(target)
                 requests = self._requests(
                     body,
                     adapter,
                     chat,
+                    target.chat.task,
                     spec,
                     prompts,
                     predicted,
@@ -366,6 +414,7 @@ class Service:
         body: GenerationBody,
         adapter: AdapterRef | None,
         chat: ChatSettings,
+        task: AdapterTask,
         spec: GenerationSpec,
         prompts: list[list[int]],
         predicted: list[int | None],
@@ -383,6 +432,7 @@ class Service:
         bad_words = chat.text_processor.bad_words(body.bad_words or ())
         for at, (token_ids, tokens) in enumerate(zip(prompts, predicted, strict=True)):
             embeds = spec.embeds[at] if spec.embeds else None
+            start = task.start(token_ids) if embeds is None or not task.invocation_token_ids else None
             check_prompt(token_ids, limits, spec.prompt_param)
             params = sampling_params(
                 body,
@@ -403,7 +453,8 @@ class Service:
                         prompt_token_ids=token_ids,
                         sampling=params_for_choice(params, choice),
                         arrival_s=arrival_s,
-                        adapter=adapter,
+                        adapter=None if start is None else adapter,
+                        adapter_start=start or 0,
                         priority=sender.access.priority(body.priority or 0),
                         tenant=sender.tenant,
                         tenant_weight=sender.access.weight,
@@ -412,6 +463,7 @@ class Service:
                         predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
                         background=background,
                         prompt_embeds=embeds,
+                        pooling=spec.pooling,
                     )
                 )
         return requests

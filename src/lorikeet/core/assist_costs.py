@@ -149,8 +149,10 @@ class AssistCosts(msgspec.Struct, frozen=True):
     waits: bool = False
 
     def can_assist(self, ref: AdapterRef) -> bool:
-        """Whether host workers compute all modules that the adapter changes."""
-        return all(module in self.row_bytes for module, by_layer in ref.ranks.items() if any(by_layer))
+        """Whether host workers compute all that the adapter changes."""
+        return not ref.extras and all(
+            module in self.row_bytes for module, by_layer in ref.ranks.items() if any(by_layer)
+        )
 
     def rank(self, ref: AdapterRef) -> float:
         """Return the adapter's size in ranks over ``UNIT_MODULES`` and all layers."""

@@ -11,7 +11,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, RequestEvent
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import PromptLogprobs, Token
+from lorikeet.core.plan import Pooled, PromptLogprobs, Token
 from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.core.request import Request
 
@@ -338,6 +338,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         queue: of the admission queue, None if it has no classes.
         assist: of host workers, None if there are none.
         costs: of steps, as measured; those of loads are in ``memory.transfers``. None before enough is known.
+        drafted_tokens, kept_tokens: tokens that were drafted since the start, and those of them that came.
     """
 
     at_s: float
@@ -367,6 +368,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     queue: QueueStats | None = None
     assist: AssistCounters | None = None
     costs: ReplicaCosts | None = None
+    drafted_tokens: int = 0
+    kept_tokens: int = 0
 
 
 class ExportedKv(msgspec.Struct, frozen=True):
@@ -386,7 +389,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     """The outputs of one turn of the engine loop.
 
     The tokens of a request are in one item. They are handled before its ``Finished`` event and its ``ExportedKv``, and
-    after its prompt log probabilities, which a resumed request may repeat.
+    after its prompt log probabilities and its vector, which a resumed request may repeat.
     """
 
     tokens: tuple[TokenOutput, ...]
@@ -395,6 +398,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats | None = None
     exported_kv: tuple[ExportedKv, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[Pooled, ...] = ()
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,7 @@ import msgspec
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
-from lorikeet.core.request import PromptEmbeds, SamplingParams
+from lorikeet.core.request import Pooling, PromptEmbeds, SamplingParams
 
 
 class KernelForm(StrEnum):
@@ -35,6 +35,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
         sampling: how tokens are chosen.
         adapter: adapter version, None for the base model.
         prompt_embeds: embeddings of the prompt's tokens, None for those of their ids.
+        pooling: how one vector is made of its prompt, None if tokens are sampled.
+        adapter_start: position of the first token on which the adapter acts.
     """
 
     request_id: RequestId
@@ -43,6 +45,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     adapter: AdapterDigest | None
     prompt_embeds: PromptEmbeds | None = None
+    pooling: Pooling | None = None
+    adapter_start: int = 0
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -53,7 +57,9 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
         start: position of the first token computed; tokens before it are in its KV blocks.
         tokens: how many tokens are computed from ``start``.
         new_blocks: appended to its block table before the step.
-        samples: whether the last computed token is the newest one, so that the step yields a token.
+        samples: whether the step yields a token: the last computed token is the newest one, and nothing is pooled.
+        draft: tokens that may follow the newest one: the last of those computed. The step yields a token after the
+            newest one, and after each drafted one as long as these are what it yields.
     """
 
     request_id: RequestId
@@ -61,6 +67,17 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: int
     new_blocks: tuple[BlockId, ...]
     samples: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def known_tokens(self) -> int:
+        """How many of the tokens computed are known: all but the drafted ones."""
+        return self.tokens - len(self.draft)
+
+    def kept(self, tokens: tuple["Token", ...]) -> int:
+        """Return how many drafted tokens are among the tokens that the step yielded."""
+        pairs = zip(self.draft, tokens, strict=False)
+        return next((at for at, (drafted, token) in enumerate(pairs) if drafted != token.token_id), len(self.draft))
 
 
 class Tier(StrEnum):
@@ -235,6 +252,18 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[PromptToken, ...]
 
 
+class Pooled(msgspec.Struct, frozen=True, array_like=True):
+    """The vector of a request with ``pooling``.
+
+    Attributes:
+        request_id: which request.
+        data: its numbers in fp32, little-endian.
+    """
+
+    request_id: RequestId
+    data: bytes
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of a plan.
 
@@ -247,6 +276,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         switch_s: the part of ``duration_s`` spent merging or unmerging an adapter.
         next_runs: whether the next step of the plan runs already (async scheduling).
         prompt_logprobs: of the prompt tokens that follow those computed, for requests that ask for them.
+        pooled: of the requests that ask for a vector and whose prompt has been computed.
     """
 
     step: int
@@ -257,3 +287,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     switch_s: float = 0.0
     next_runs: bool = False
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[Pooled, ...] = ()

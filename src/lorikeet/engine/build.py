@@ -9,7 +9,7 @@ import msgspec
 
 from lorikeet import __version__
 from lorikeet.config import ConfigError, ExecutorKind, Settings
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.adapter import AdapterRef, Shape
 from lorikeet.core.assist_costs import AssistRecord
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, Executor
@@ -102,11 +102,12 @@ def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
     block_elements = geometry.block_elements(sizes.block_size)
 
     @lru_cache(_CACHE_SIZE)
-    def size(ranks: _Ranks) -> AdapterSize:
-        packing = pack(dict(ranks), geometry, block_elements)
+    def size(shape: Shape) -> AdapterSize:
+        ranks, extras = shape
+        packing = pack(dict(ranks), geometry, block_elements, extras)
         return AdapterSize(packing.blocks, packing.used_elements * geometry.dtype_bytes)
 
-    return lambda ref: size(tuple(ref.ranks.items()))
+    return lambda ref: size(ref.shape)
 
 
 def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int, record: AssistRecord) -> Assist:
@@ -216,6 +217,7 @@ def assemble(
         num_scheduler_steps=settings.engine.num_scheduler_steps,
         multi_step_limit_s=settings.engine.multi_step_limit_s,
         async_scheduling=sizes.async_scheduling,
+        max_draft_tokens=settings.engine.draft_tokens if _verifies_drafts(settings, sizes) else 0,
     )
     admission = _policy(name, "admission", preset.admission, ADMISSION)
     batching = _policy(name, "batching mode", preset.batching_mode, BATCHING)
@@ -257,6 +259,14 @@ def assemble(
     if recorder is not None:
         notes.append(f"recording to {recorder.path}")
     return Replica(engine, sizes, tuple(notes))
+
+
+def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:
+    """Whether the executor computes answers, and computes rows beside others for less than a step of their own.
+
+    Graphs have one row for a sequence, and ranks are told of one token.
+    """
+    return sizes.base is not None and not sizes.async_scheduling and settings.engine.tensor_parallel == 1
 
 
 def _policy(preset: str, option: str, policy: str, table: Mapping[str, T]) -> T:

@@ -44,6 +44,7 @@ _SIGNATURES = {
     "lorikeet_add_norm": (_ADDRESS,) * 4 + (_INT, _INT, _FLOAT, _INT, _INT),
     "lorikeet_rotary_store": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 4, _FLOAT, _ADDRESS, _INT, _INT, *(_ADDRESS,) * 2)
     + (_INT,) * 3,
+    "lorikeet_adjust": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, _INT),
     "lorikeet_silu_mul": (_ADDRESS,) * 2 + (_INT,) * 4,
     "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6, _FLOAT)
     + (_INT,) * 3,
@@ -142,7 +143,7 @@ class PanelWeight:
 
     Attributes:
         shape, panels, quantized: as given.
-        outputs: number of outputs.
+        outputs, item_bytes: number of outputs, and as given.
         address: address of a ``Weight`` of ``native/panels.h``.
     """
 
@@ -151,6 +152,7 @@ class PanelWeight:
     ) -> None:
         self.shape = shape
         self.outputs, inputs = shape
+        self.item_bytes = item_bytes
         self.panels = panels
         self.quantized = quantized
         numbers = [panels.data_ptr(), inputs, self.outputs, item_bytes, *(0,) * 6]
@@ -278,6 +280,8 @@ class NativeLayers:
             batch.contexts.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], len(batch.contexts),
             _numbers(batch.lora), _numbers(batch.sample_lora),
             *(_changed(batch.lora, targets) for targets in self._shape.targets),
+            _adjusts(batch.lora), _adjusts(batch.sample_lora),
+            *(targets.numbers.data_ptr() for targets in self._shape.targets),
             *(tensor.data_ptr() for tensor in (normed, qkv, mixed, delta, gate_up, gated)),
         )  # fmt: skip
         self._library.lorikeet_layers(self._model, step, self._shape.eps, self._shape.scale, self._threads())
@@ -315,8 +319,17 @@ def _changed(lora: LoraBatch | None, targets: LoraTargets) -> int:
     return targets.numbers.data_ptr() if lora is not None and lora.changes(targets) else 0
 
 
+def _adjusts(lora: LoraBatch | None) -> int:
+    """Return the address of what adapters change beside LoRA, 0 if they change no more."""
+    adjusts = None if lora is None or not lora.has_extras else lora.adjusts
+    return 0 if adjusts is None else adjusts.data_ptr()
+
+
 DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes that the native functions support."""
+
+_PANELS_AT_ONCE, _IDENTITY_ROWS = 64, 256
+"""Of weights whose norms are computed: bounds the memory for them."""
 
 _NO_LORA = (0, 0, 0)
 """Arguments without LoRA, for the address of the adapters, the layer and the address of the targets."""
@@ -434,12 +447,39 @@ class NativeKernels:
             add_lora_einsum(out, x, delta)
         return out
 
+    def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
+        """In one call for all adapters."""
+        if lora.adjusts is not None:
+            first, bytes_ = layer * targets.slots, out.element_size()
+            address, to = lora.adjusts.data_ptr(), targets.numbers.data_ptr()
+            self._library.lorikeet_adjust(out.data_ptr(), out.stride(0), address, first, to, bytes_, self._threads)
+
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """In fp32: the sums are fp32 already."""
         assert isinstance(weight, PanelWeight)
         out = x.new_empty(len(x), weight.outputs, dtype=torch.float32)
         self._library.lorikeet_logits(x.data_ptr(), x.stride(0), weight.address, out.data_ptr(), len(x), self._threads)
         return out
+
+    def row_norms(self, weight: Weight) -> Tensor:
+        """From the panels; the rows of a quantised weight are taken out of it by products with the identity."""
+        assert isinstance(weight, PanelWeight)
+        outputs, inputs = weight.shape
+        if weight.quantized is None:
+            item_bytes = weight.panels.element_size()
+            columns = self._library.lorikeet_packed_elements(1, 2, item_bytes) // 2
+            group = self._library.lorikeet_packed_elements(1, 1, item_bytes) // columns
+            panels = weight.panels.view(-1, -(-inputs // group), columns, group)
+            norms = [torch.linalg.vector_norm(part.float(), dim=(1, 3)) for part in panels.split(_PANELS_AT_ONCE)]
+            return torch.cat(norms).flatten()[:outputs]
+        dtype = torch.bfloat16 if weight.item_bytes == 2 else torch.float32
+        squares = torch.zeros(outputs)
+        for first in range(0, inputs, _IDENTITY_ROWS):
+            count = min(_IDENTITY_ROWS, inputs - first)
+            chosen = torch.zeros(count, inputs, dtype=dtype)
+            chosen[:, first : first + count].fill_diagonal_(1)
+            squares += self.linear(chosen, weight, None).float().square().sum(0)
+        return squares.sqrt()
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """In one pass over memory."""

@@ -19,12 +19,15 @@ from lorikeet.kernels.base import (
     HeadNorms,
     LayersShape,
     LayerWeights,
+    LoraBatch,
     LoraDelta,
     LoraSegment,
+    LoraTargets,
     SamplingTensors,
     Weight,
     choose,
 )
+from lorikeet.kernels.extras import row_norms, scale_and_shift
 from lorikeet.kernels.quantized import QuantizedWeight
 
 
@@ -107,9 +110,19 @@ class ReferenceKernels:
             add(out, x, delta)
         return out
 
+    def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
+        """Segment by segment."""
+        scale_and_shift(out, lora, layer, targets)
+
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """In the weights' dtype."""
         return self.linear(x, weight, None)
+
+    def row_norms(self, weight: Weight) -> Tensor:
+        """Of the weight as it is, or dequantised."""
+        plain = weight.dequantized(torch.float32) if isinstance(weight, QuantizedWeight) else weight
+        assert isinstance(plain, Tensor)
+        return row_norms(plain)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add the residual, then norm."""

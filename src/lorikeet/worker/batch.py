@@ -10,17 +10,21 @@ from torch import Tensor
 
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
-from lorikeet.core.request import PromptEmbeds, SamplingParams
+from lorikeet.core.request import Pooling, PromptEmbeds, SamplingParams
 from lorikeet.kernels.base import Batch, HostMetadata, LoraBatch, LoraSegment, LoraWeights, to_device, torch_dtype
 
 Ints = npt.NDArray[np.int64]
 
 
 class GrowingInts:
-    """An int64 array that grows at its end; slices of it are views."""
+    """An int64 array that grows at its end; slices of it are views.
+
+    Args:
+        values: the first ones; an array is not copied before it grows.
+    """
 
     def __init__(self, values: Iterable[int] = ()) -> None:
-        self._buffer: Ints = np.fromiter(values, dtype=np.int64)
+        self._buffer: Ints = values if isinstance(values, np.ndarray) else np.fromiter(values, dtype=np.int64)
         self._length = len(self._buffer)
 
     def __len__(self) -> int:
@@ -59,12 +63,15 @@ class SequenceState:
         request_id: the sequence's request.
         sampling: how its tokens are chosen.
         adapter: adapter version it runs with, None for the base model.
+        adapter_start: position of the first token on which the adapter acts.
         prompt_tokens: how many of ``token_ids`` are prompt.
         token_ids: prompt and outputs, including those of earlier attempts.
         blocks: its block table.
         embeds: of the prompt's tokens, ``[tokens, hidden]``; None for those of the ids.
         scores_prompt: whether the log probabilities of its prompt are wanted. Those of a sequence with outputs of
             earlier attempts have been reported.
+        pooling: how one vector is made of its prompt, None if tokens are sampled.
+        pooled_sum: of the hidden states that are averaged, with their weights, so far: fp32 ``[hidden]``.
     """
 
     def __init__(self, start: SequenceStart) -> None:
@@ -76,6 +83,14 @@ class SequenceState:
         self.blocks = GrowingInts()
         self.embeds = None if start.prompt_embeds is None else _rows_of(start.prompt_embeds, start.prompt_tokens)
         self.scores_prompt = start.sampling.prompt_logprobs is not None and len(start.token_ids) == start.prompt_tokens
+        self.adapter_start = start.adapter_start
+        self.pooling: Pooling | None = start.pooling
+        self.pooled_sum: Tensor | None = None
+
+    @property
+    def origin(self) -> "SequenceState":
+        """Itself; of a :class:`DraftedSequence` its sequence."""
+        return self
 
     @property
     def embedded_tokens(self) -> int:
@@ -86,6 +101,12 @@ class SequenceState:
         """Return how many of the ``tokens`` from ``start`` on are followed by a prompt token that is to be scored."""
         return max(0, min(tokens, self.prompt_tokens - 1 - start)) if self.scores_prompt else 0
 
+    def pooled_tokens(self, start: int, tokens: int) -> int:
+        """Return how many of the ``tokens`` from ``start`` on have hidden states that are pooled; they are the last."""
+        if self.pooling is None:
+            return 0
+        return tokens if self.pooling.needs_all_tokens else int(start + tokens == self.prompt_tokens)
+
     def add_blocks(self, blocks: Iterable[BlockId]) -> None:
         """Append to the block table."""
         self.blocks.extend(blocks)
@@ -93,6 +114,29 @@ class SequenceState:
     def add_token(self, token_id: int) -> None:
         """Append a sampled token."""
         self.token_ids.append(token_id)
+
+
+class DraftedSequence:
+    """A sequence as it will be if the first tokens of a draft come; for the sampler.
+
+    Args:
+        origin: the sequence.
+        token_ids: its tokens and those drafted ones.
+    """
+
+    def __init__(self, origin: SequenceState, token_ids: Ints) -> None:
+        self.origin = origin
+        self.sampling: SamplingParams = origin.sampling
+        self.prompt_tokens = origin.prompt_tokens
+        self.embedded_tokens = origin.embedded_tokens
+        self.token_ids = GrowingInts(token_ids)
+
+
+def drafted_sequences(sequence: SequenceState, draft: Sequence[int]) -> list[DraftedSequence]:
+    """Return what a sequence is before each token that a step with a draft yields, by how many drafted ones came."""
+    known = len(sequence.token_ids)
+    token_ids = np.concatenate((sequence.token_ids.values, np.array(draft, dtype=np.int64)))
+    return [DraftedSequence(sequence, token_ids[: known + came]) for came in range(len(draft) + 1)]
 
 
 def _rows_of(embeds: PromptEmbeds, tokens: int) -> Tensor:
@@ -109,6 +153,8 @@ class BatchRow(NamedTuple):
         tokens: how many tokens are computed.
         samples: whether the last token's logits are sampled.
         scored: how many of the tokens, from the first on, have logits that score the prompt.
+        pooled: how many of the tokens, the last ones, have hidden states that are pooled; then nothing is sampled.
+        draft: the last of the tokens, which are not known yet; logits before and after each are sampled.
     """
 
     sequence: SequenceState
@@ -116,6 +162,14 @@ class BatchRow(NamedTuple):
     tokens: int
     samples: bool
     scored: int = 0
+    pooled: int = 0
+    draft: Sequence[int] = ()
+
+    @property
+    def token_ids(self) -> Ints:
+        """The tokens that are computed."""
+        known = self.sequence.token_ids.values[self.start : self.start + self.tokens - len(self.draft)]
+        return np.concatenate((known, np.array(self.draft, dtype=np.int64))) if self.draft else known
 
 
 class AdapterRows(NamedTuple):
@@ -188,7 +242,7 @@ def build_batch(
         sample_rows=_tensor(_sample_rows(rows, firsts, stops)),
     )
     return Batch(
-        token_ids=tensor(_concatenate([r.sequence.token_ids.values[r.start : r.start + r.tokens] for r in rows])),
+        token_ids=tensor(_concatenate([row.token_ids for row in rows])),
         positions=tensor(positions),
         slot_blocks=tensor(
             _concatenate(
@@ -221,12 +275,18 @@ def _embeds(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> tup
 
 
 def _sample_rows(rows: Sequence[BatchRow], firsts: Ints, stops: Ints) -> Ints:
-    """Return the rows of a batch that need logits: of each sequence those that score its prompt, and its last."""
+    """Return the rows of a batch whose hidden states are needed.
+
+    Of each sequence these are those that score its prompt, its last and those of a draft if it samples, and those that
+    are pooled.
+    """
     last = stops[np.array([row.samples for row in rows], dtype=bool)] - 1
-    if not any(row.scored for row in rows):
+    if not any(row.scored or row.pooled or row.draft for row in rows):
         return last
     scored = [first + np.arange(row.scored) for row, first in zip(rows, firsts, strict=True)]
-    return np.sort(np.concatenate([last, *scored]))
+    pooled = [stop - row.pooled + np.arange(row.pooled) for row, stop in zip(rows, stops, strict=True)]
+    drafted = [stop - 1 - len(row.draft) + np.arange(len(row.draft)) for row, stop in zip(rows, stops, strict=True)]
+    return np.sort(np.concatenate([last, *scored, *pooled, *drafted]))
 
 
 def lora_batch(
@@ -236,8 +296,14 @@ def lora_batch(
     merged: AdapterDigest | None = None,
 ) -> LoraBatch | None:
     """Return the LoRA part of a batch, None if no row needs any; arguments as of :func:`build_batch`."""
-    added = [None if row.sequence.adapter == merged else row.sequence.adapter for row in rows]
-    ranges = adapter_rows(added, [row.tokens for row in rows])
+    added, counts = list[AdapterDigest | None](), list[int]()
+    for row in rows:
+        plain = min(max(row.sequence.adapter_start - row.start, 0), row.tokens)
+        adapter = None if row.sequence.adapter == merged else row.sequence.adapter
+        parts = [(None, plain), (adapter, row.tokens - plain)] if plain else [(adapter, row.tokens)]
+        added += [each for each, count in parts if count]
+        counts += [count for _, count in parts if count]
+    ranges = adapter_rows(added, counts)
     return LoraBatch([LoraSegment(r.start, r.stop, weights[r.adapter]) for r in ranges], form) if ranges else None
 
 
@@ -254,9 +320,10 @@ def check_rows(rows: Sequence[BatchRow], block_size: int, more: int = 0) -> None
     """
     for row in rows:
         context, sequence = row.start + row.tokens, row.sequence
-        if row.tokens < 1 or row.start < 0 or context > len(sequence.token_ids):
+        known = context - len(row.draft)
+        if row.tokens < 1 or row.start < 0 or known > len(sequence.token_ids):
             raise ValueError(
-                f"request {sequence.request_id}: tokens {row.start} to {context} are to be computed, "
+                f"request {sequence.request_id}: tokens {row.start} to {known} are to be computed, "
                 f"it has {len(sequence.token_ids)}"
             )
         if _blocks(context + more, block_size) > len(sequence.blocks):

@@ -17,9 +17,11 @@ from lorikeet.kernels.base import (
     LayerWeights,
     LoraBatch,
     LoraDelta,
+    LoraTargets,
     SamplingTensors,
     Weight,
 )
+from lorikeet.kernels.extras import row_norms, scale_and_shift
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
@@ -113,9 +115,19 @@ class TritonKernels:
             add(out, x, delta)
         return out
 
+    def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
+        """Segment by segment."""
+        scale_and_shift(out, lora, layer, targets)
+
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """In the weights' dtype."""
         return self.linear(x, weight, None)
+
+    def row_norms(self, weight: Weight) -> Tensor:
+        """Of the weight as it is, or dequantised."""
+        plain = weight.dequantized(torch.float32) if isinstance(weight, QuantizedWeight) else weight
+        assert isinstance(plain, Tensor)
+        return row_norms(plain)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add the residual, then norm."""
