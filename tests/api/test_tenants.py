@@ -182,6 +182,10 @@ async def test_foreign_names_do_not_exist(start: Start, open_tenants: Callable[.
             reply = await server.http.request(method, path, headers=bearer(secret), json=content)
             assert reply.status_code == 404, (method, path)
         assert (await complete(server, secret, "base")).status_code == 403, "seen, not used"
+        for mixture in ("globex/b*1", "acme/a*1+globex/b*1", "1*0.5"):
+            reply = await complete(server, secret, mixture)
+            assert reply.status_code == 404, mixture
+            assert "globex" not in reply.text or "globex" in mixture, "an index counts what the key may see"
         assert (await complete(server, secret, "acme/a")).status_code == 200
         asked = {"model": "globex/b", "prompt": "x" * 70_000}
         large = await server.http.post(COMPLETIONS, json=asked, headers=bearer(secret))
