@@ -188,7 +188,7 @@ async def test_foreign_names_do_not_exist(start: Start, open_tenants: Callable[.
             assert "globex" not in reply.text or "globex" in mixture, "an index counts what the key may see"
         assert (await complete(server, secret, "acme/a")).status_code == 200
         asked = {"model": "globex/b", "prompt": "x" * 70_000}
-        large = await server.http.post(COMPLETIONS, json=asked, headers=bearer(secret))
+        large = await server.http.post(COMPLETIONS, json=asked, headers=bearer(secret), timeout=None)
         assert large.status_code == 404, "read in another process"
         assert {request.adapter and request.adapter.name for request in server.engine.submitted} == {"acme/a"}
 
