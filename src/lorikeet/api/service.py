@@ -209,7 +209,7 @@ class Service:
         """
         if generates:
             await self.unpaused.wait()
-        mixture = self.models.mixture(model)
+        mixture = self.models.mixture(model, access)
         if mixture is not None:
             if lora_path:
                 raise bad_request("model names a mixture, so lora_path cannot name an adapter.", "lora_path")
