@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from lorikeet.core.geometry import KvShape, ModelGeometry, split_layer
 from lorikeet.core.messages import LOADING_WEIGHTS
-from lorikeet.kernels.base import Batch, HostMetadata, Kernels, LoraTargets, to_device
+from lorikeet.kernels.base import Batch, HostMetadata, Kernels, to_device
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.models.config import ModelConfigError, TransformersConfig, read_eos_token_ids, read_json_section
 from lorikeet.models.gguf import GGUF_FILE, GgufFile, read_gguf, transformers_names
@@ -39,6 +39,7 @@ from lorikeet.models.transformers_attention import (
     register,
     window_of,
 )
+from lorikeet.models.transformers_experts import AdaptedExperts, add_experts, are_experts, experts_of
 from lorikeet.models.transformers_modules import (
     AdaptedLinear,
     LoraModules,
@@ -296,7 +297,7 @@ class TransformersDecoder:
             Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``.
         """
         assert batch.assist is None, "host LoRA needs the own decoder"
-        self._step.lora, self._step.rows = batch.lora, len(batch.token_ids)
+        self._step.begin(batch.lora, len(batch.token_ids))
         try:
             with handling(PagedPass(self._calls, self._layers(kv), batch, self._kernels)):
                 found = self._run(batch.token_ids, batch.positions)
@@ -339,7 +340,8 @@ class TransformersDecoder:
         ran: set[str] = set()
 
         def see_rows(module: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
-            rows.setdefault(module, set()).add(inputs[0].numel() // inputs[0].shape[-1])
+            if inputs:
+                rows.setdefault(module, set()).add(inputs[0].numel() // inputs[0].shape[-1])
 
         def see_layer(name: str) -> Callable[..., None]:
             return lambda *_: ran.add(name)
@@ -348,7 +350,7 @@ class TransformersDecoder:
         self._model.set_attn_implementation(PROBE)
         with ExitStack() as hooks, handling(probe):
             for name, module in self._decoder.named_modules():
-                if is_linear(module):
+                if is_linear(module) or are_experts(module):
                     hooks.callback(module.register_forward_hook(see_rows).remove)
                 if isinstance(module, nn.ModuleList):
                     for inner, child in module.named_children():
@@ -384,6 +386,7 @@ class TransformersDecoder:
         prefix, linears = linears_of(self._model, self._decoder)
         idle = [each.name for each in linears if each.module not in found.rows and "expert" not in each.name]
         linears = [linear for linear in linears if linear.module in found.rows]
+        experts = [each for each in experts_of(prefix, self._decoder) if found.rows.get(each.module) == {_PROBE_TOKENS}]
         seen = [linear for linear in linears if found.rows[linear.module] == {_PROBE_TOKENS}]
         names = {module: name for name, module in self._decoder.named_modules()}
         layers, qkv = 0, {}
@@ -393,20 +396,23 @@ class TransformersDecoder:
             heads, key_dim, value_dim = call.shape.heads, call.shape.key_dim, call.shape.value_dim
             qkv[layer] = (call.heads * key_dim, heads * key_dim, heads * value_dim)
         lora = find_modules(seen, prefix, layers, qkv, idle)
-        modules = tuple(lora.shapes)
+        add_experts(lora, experts, self._model)
         step = StepLora()
-        slots = _slots(lora)
         embeddings = {id(each.weight) for each in self._model.modules() if isinstance(each, nn.Embedding)}
         for linear in linears:
-            targets = None
-            if parts := lora.parts.get(linear.name):
-                targets = LoraTargets(*parts, modules=modules, slots=slots)
             bias = linear.module.bias
             is_shared = id(linear.module.weight) in embeddings
             weight = take_weight(linear, self._kernels, keep=is_shared)
             linear.module.forward = AdaptedLinear(
-                weight, bias if isinstance(bias, Tensor) else None, self._kernels, step, linear.layer, targets
+                weight,
+                bias if isinstance(bias, Tensor) else None,
+                self._kernels,
+                step,
+                linear.layer,
+                lora.targets(linear.name),
             )
+        for each in experts:
+            each.module.forward = AdaptedExperts(each, self._kernels, step, lora)
         for module in self._decoder.modules():
             if norm := rms_norm_of(module, self._kernels):
                 module.forward = norm
@@ -483,10 +489,6 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 class _Taken(NamedTuple):
     lora: LoraModules
     step: StepLora
-
-
-def _slots(lora: LoraModules) -> int:
-    return ModelGeometry(lora.layers, 1, 1, lora.shapes, 1).module_slots
 
 
 def _accepted(decoder: nn.Module) -> Mapping[str, Any]:
