@@ -51,6 +51,7 @@ from lorikeet.models.transformers_modules import (
     rms_norm_of,
     take_weight,
 )
+from lorikeet.models.transformers_older import OLDER, replace_attention
 
 _PROBE_TOKENS = 11
 """Tokens of the probe: odd and prime, so that a product that sees other rows than the tokens shows."""
@@ -104,7 +105,7 @@ def _class_of(folder: Path) -> type[PreTrainedModel]:
     if not inspect.isclass(found) or not issubclass(found, PreTrainedModel):
         raise settings.error("architectures", f"transformers {transformers.__version__} has no {named[0]}")
     model_class: type[PreTrainedModel] = found
-    if not model_class._supports_attention_backend:
+    if not model_class._supports_attention_backend and named[0] not in OLDER:
         raise settings.error("architectures", f"{named[0]} does not let transformers' attention be replaced")
     return model_class
 
@@ -347,7 +348,9 @@ class TransformersDecoder:
             return lambda *_: ran.add(name)
 
         probe = Probe()
-        self._model.set_attn_implementation(PROBE)
+        if type(self._model).__name__ in OLDER:
+            replace_attention(self._model)
+        self._attend_by(PROBE)
         with ExitStack() as hooks, handling(probe):
             for name, module in self._decoder.named_modules():
                 if is_linear(module) or are_experts(module):
@@ -363,9 +366,16 @@ class TransformersDecoder:
                 edits = f"'{Mask.__name__}' object" in str(error)
                 why = "its attention is sparse: it edits its masks" if edits else f"its modules fail: {error}"
                 raise UnsupportedAttention(why) from error
-        self._model.set_attn_implementation(STEP)
+        self._attend_by(STEP)
         self._check_layers(probe.calls, ran)
         return _Found(probe.calls, rows)
+
+    def _attend_by(self, name: str) -> None:
+        """Set the attention function, and the masks that are made for it."""
+        if type(self._model).__name__ in OLDER:
+            self._model.config._attn_implementation = name
+        else:
+            self._model.set_attn_implementation(name)
 
     def _check_layers(self, calls: Sequence[AttentionCall], ran: set[str]) -> None:
         """Check that every layer that ran has called the attention function."""

@@ -84,7 +84,7 @@ class Linear(NamedTuple):
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes ``x Wᵀ + b`` and nothing else."""
-    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear"
 
 
 @dataclass
