@@ -60,6 +60,10 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 in half precision random experts may differ a lot for another reason."""
 
 
+_STATEFUL = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent"})
+"""Types of layers that keep more than keys and values."""
+
+
 def read_transformers_config(folder: Path) -> TransformersConfig:
     """Read the config of a checkpoint as transformers does, defaults included.
 
@@ -70,9 +74,15 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
     for key in ("quantization_config", "compression_config"):
         if settings.get(key) is not None:
             raise settings.error(key, "transformers' modules take weights in 16 bits, or GGUF")
-    architecture = _class_of(folder).__name__
     config = _read_config(folder)
     text = config.get_text_config(decoder=True)
+    if stateful := sorted(_STATEFUL.intersection(getattr(text, "layer_types", None) or ())):
+        raise settings.error(
+            "layer_types",
+            f"{', '.join(stateful)}: these layers carry state from token to token beside keys and values, which is not "
+            "supported",
+        )
+    architecture = _class_of(folder).__name__
     context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048
     dtype = settings.get("dtype") or settings.get("torch_dtype") or getattr(text, "dtype", None) or "float32"
     eos = read_eos_token_ids(folder, settings)
