@@ -366,6 +366,8 @@ def _described(pair: _Pair, matcher: ModuleMatcher, resolver: BaseModules) -> It
     if place.experts:
         yield from describe_experts(place, resolver.rows(place), rank, scaling, pair.a, pair.b)
         return
+    if matcher.has_parameters and not resolver.knows_base and pair.a.shape[0] % rank == 0:
+        rank = pair.a.shape[0]  # perhaps of several experts
     for entry, found in ((pair.a, pair.a.shape[0]), (pair.b, pair.b.shape[1])):
         if found != rank:
             raise AdapterError(

@@ -93,7 +93,7 @@ def check_unchanged(ref: AdapterRef) -> tuple[ModuleTensors, ...]:
 
 
 def modules_of(ref: AdapterRef, geometry: ModelGeometry) -> tuple[ModuleTensors, ...]:
-    """Return the modules of an adapter, from its manifest if that has them; else its folder is read again.
+    """Return the modules of an adapter, from its manifest if that has those of the base; else its folder is read again.
 
     Args:
         ref: the adapter.
@@ -103,7 +103,8 @@ def modules_of(ref: AdapterRef, geometry: ModelGeometry) -> tuple[ModuleTensors,
         AdapterError: it is missing, has changed, or is not valid.
     """
     modules = check_unchanged(ref)
-    if modules:
+    # Whoever wrote it may not have known the base, as a cluster's pool does not.
+    if modules and all(each.module in geometry.modules for each in modules):
         return modules
     try:
         return describe(Path(ref.folder), DescribeOptions(geometry, checks_fit=False)).modules

@@ -129,6 +129,11 @@ class ModuleMatcher:
             return targets.lower() == ALL_LINEAR or _is_in(name, self._targets)
         return name in targets or (_is_in(name, self._targets) and self._covers_layer(name))
 
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the LoRA changes any parameter by its name."""
+        return bool(self._config.target_parameters)
+
     def covers_parameter(self, name: str) -> bool:
         """Return whether the LoRA changes a parameter, by its full name."""
         return _is_in(name, self._config.target_parameters)
