@@ -49,9 +49,10 @@ def main() -> None:
         for side in sides.values():
             stack.callback(side.close)
         rows = [_compare(sides, batch, adapted, options) for batch in options.batches for adapted in (False, True)]
+    sizes = f"{options.layers} layers of {options.hidden}; {options.active} of {options.experts} experts"
     print_table(
-        f"{options.layers} layers of {options.hidden}, {options.active} of {options.experts} experts of {options.inner} "
-        f"against {options.active * options.inner}, {options.dtype}, {options.threads} threads: milliseconds of a decode step",
+        f"{sizes} of {options.inner}, or {options.active * options.inner}; {options.dtype}, {options.threads} threads: "
+        "milliseconds of a decode step",
         ["sequences", "adapters", MIXTURE, DENSE, f"{MIXTURE} / {DENSE}"],
         rows,
     )

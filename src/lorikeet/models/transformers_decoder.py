@@ -22,9 +22,10 @@ from lorikeet.core.messages import LOADING_WEIGHTS
 from lorikeet.kernels.base import Batch, HostMetadata, Kernels, to_device
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.models.config import ModelConfigError, TransformersConfig, read_eos_token_ids, read_json_section
-from lorikeet.models.gguf import GGUF_FILE, GgufFile, read_gguf, transformers_names
+from lorikeet.models.gguf import GGUF_FILE, read_gguf, transformers_names
 from lorikeet.models.gguf_weights import decode_gguf
 from lorikeet.models.loading import Progress, WeightError
+from lorikeet.models.quantization_config import read_quantization
 from lorikeet.models.transformers_attention import (
     PROBE,
     STEP,
@@ -52,6 +53,7 @@ from lorikeet.models.transformers_modules import (
     take_weight,
 )
 from lorikeet.models.transformers_older import OLDER, replace_attention
+from lorikeet.models.transformers_quantized import dequantised_weights
 
 _PROBE_TOKENS = 11
 """Tokens of the probe: odd and prime, so that a product that sees other rows than the tokens shows."""
@@ -71,9 +73,7 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
         ModelConfigError: it cannot be read, or transformers has no such architecture.
     """
     settings = read_json_section(folder / "config.json")
-    for key in ("quantization_config", "compression_config"):
-        if settings.get(key) is not None:
-            raise settings.error(key, "transformers' modules take weights in 16 bits, or GGUF")
+    read_quantization(settings)  # raises what is not supported before weights are looked at
     config = _read_config(folder)
     text = config.get_text_config(decoder=True)
     if stateful := sorted(_STATEFUL.intersection(getattr(text, "layer_types", None) or ())):
@@ -100,8 +100,13 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
 
 
 def _read_config(folder: Path) -> Any:
+    """Return the config of a checkpoint, as if that were not quantised."""
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        for section in (config, config.get_text_config(decoder=True)):
+            for key in ("quantization_config", "compression_config"):
+                vars(section).pop(key, None)
+        return config
     except Exception as error:  # transformers checks values by exceptions of many kinds
         raise ModelConfigError(f"{folder / 'config.json'}: transformers cannot read it: {error}") from error
 
@@ -159,8 +164,7 @@ def load_model(
                 torch.manual_seed(seed)
                 model = found._from_config(config, dtype=dtype, attn_implementation="eager")
             else:
-                file = folder / GGUF_FILE
-                weights = _gguf_weights(read_gguf(file), dtype) if file.is_file() else None
+                weights = _decoded_weights(folder, dtype)
                 model, info = found.from_pretrained(
                     folder if weights is None else None,
                     config=config,
@@ -184,8 +188,11 @@ def load_model(
     return model
 
 
-def _gguf_weights(file: GgufFile, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a GGUF file, dequantised, by their names in transformers."""
+def _decoded_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """Return the weights of a quantised checkpoint, dequantised, by their names in transformers; None of another."""
+    if not (folder / GGUF_FILE).is_file():
+        return dequantised_weights(folder, dtype)
+    file = read_gguf(folder / GGUF_FILE)
     decoded = {name: decode_gguf(file, stored) for name, stored in transformers_names(file).items()}
     return {
         name: each.dequantized(dtype) if isinstance(each, QuantizedWeight) else each.to(dtype)
