@@ -161,17 +161,27 @@ def openai_responses() -> None:
 
 
 @check("openai")
+def openai_embeddings() -> None:
+    answer = _openai().embeddings.create(model=MODEL, input=[ASK, WEATHER])
+    one, two = (each.embedding for each in answer.data)
+    assert len(one) == len(two) and one != two and answer.usage.prompt_tokens
+    assert abs(sum(number * number for number in one) - 1) < 1e-4
+    (cut,) = _openai().embeddings.create(model=MODEL, input=ASK, dimensions=64, encoding_format="float").data
+    assert len(cut.embedding) == 64
+
+
+@check("openai")
 def openai_refusals() -> None:
     """A route that is not supported is an error at once, without retries."""
     import openai
 
     client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY)
     try:
-        client.embeddings.create(model=MODEL, input="x")
+        client.images.generate(prompt="x")
     except openai.APIStatusError as error:
         assert error.response.headers["x-should-retry"] == "false"
     else:
-        raise AssertionError("embeddings are supported")
+        raise AssertionError("images are supported")
 
 
 @check("openai")
@@ -300,6 +310,20 @@ def langchain_bind_tools() -> None:
 @check("langchain-openai")
 def langchain_responses() -> None:
     assert _langchain(use_responses_api=True).invoke(ASK).text
+
+
+@check("langchain-openai")
+def langchain_embeddings() -> None:
+    from langchain_openai import OpenAIEmbeddings
+
+    # Else it sends token ids of OpenAI's own tokenizer.
+    embeddings = OpenAIEmbeddings(
+        model=MODEL, base_url=f"{URL}/v1", api_key=KEY, max_retries=0, check_embedding_ctx_length=False
+    )
+    one, two = embeddings.embed_documents([ASK, WEATHER])
+    again = embeddings.embed_query(ASK)
+    assert len(one) == len(two) and one != two
+    assert max(abs(a - b) for a, b in zip(one, again, strict=True)) < 1e-4
 
 
 # --- LlamaIndex ---------------------------------------------------------------------------------------

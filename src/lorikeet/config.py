@@ -267,6 +267,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         request_timeout_s: time after which a request ends with an error; 0 for never.
         drain_timeout_s: time for which accepted requests may continue after SIGTERM.
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
+        tenants: take keys of the registry's database, too, each with scopes and limits (`lorikeet keys`). Every request
+            then needs a key; needs ``admin_keys``.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
             it: the API key of the request names the tenant.
         shared_prefix_cache: requests of all API keys reuse each other's KV, so that each can tell from
@@ -314,6 +316,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: Seconds = 600.0
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
+    tenants: bool = False
     tenant_header: str = ""
     shared_prefix_cache: bool = False
     stored_responses: Count = 4096
@@ -452,6 +455,8 @@ def load_settings(
         )
     _check_names(settings.adapters.preload)
     check_keys((*settings.server.api_keys, *settings.server.admin_keys))
+    if settings.server.tenants and not settings.server.admin_keys:
+        raise ConfigError("settings: [server]: tenants: their keys are made with an admin key, and admin_keys has none")
     check_origins(settings.server.allowed_origins)
     for key in ("resolvers", "allowed_sources"):
         _check_prefixes(key, getattr(settings.adapters, key))

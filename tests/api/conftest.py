@@ -22,6 +22,7 @@ from lorikeet.api.service import Service
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.config import AdapterDirMode, AdapterSettings, BatchSettings, ServerSettings, Settings
 from lorikeet.core.chat_template import ChatTemplate
+from lorikeet.tenants.tenants import Tenants
 from tests.api.fakes import GEOMETRY, HIDDEN, FakeEngine, byte_level_tokenizer, write_adapter
 from tests.support.quick_server import serving
 
@@ -67,6 +68,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
         max_model_len: int = 256,
         adapters: dict[str, object] | None = None,
         batches: dict[str, object] | None = None,
+        tenants: Tenants | None = None,
         **server: object,
     ) -> AsyncIterator[Running]:
         folders = {"adapter_dir": str(sources), "store_dir": str(tmp_path / "store")}
@@ -83,7 +85,7 @@ def start(tmp_path: Path, sources: Path) -> Start:
             settings.adapters, "base", GEOMETRY, reserved_names=("base",), dtype="bfloat16", fit_chat=chats.fit
         )
         models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)
-        service = create_service(settings, engine.as_client(), catalog, chats, models, request_log, lengths)
+        service = create_service(settings, engine.as_client(), catalog, chats, models, request_log, lengths, tenants)
         config = uvicorn.Config(create_app(service), lifespan="off", log_level="error", access_log=False)
         try:
             async with (

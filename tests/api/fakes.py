@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lorikeet.client.client import ONLY_REPLICA, Engines, RequestOutput
@@ -36,7 +36,7 @@ Script = Callable[[Request], list[int]]
 
 BLOCK_TOKENS = 16
 LAYERS, HIDDEN = 2, 16
-GEOMETRY = ModelGeometry(LAYERS, 2, 8, dict.fromkeys(LORA_MODULES, ModuleShape(HIDDEN, HIDDEN)), 4)
+GEOMETRY = ModelGeometry(LAYERS, 2, 8, dict.fromkeys(LORA_MODULES, ModuleShape(HIDDEN, HIDDEN)), 4, hidden=HIDDEN)
 
 
 def write_adapter(folder: Path, *, rank: int = 4, seed: int = 0, layers: int = LAYERS, hidden: int = HIDDEN) -> Path:
@@ -60,6 +60,31 @@ def write_adapter(folder: Path, *, rank: int = 4, seed: int = 0, layers: int = L
     return folder
 
 
+def write_classifier(
+    folder: Path, labels: int, *, names: dict[str, str] | None = None, problem: str | None = None, seed: int = 0
+) -> Path:
+    """Write an adapter with a score head, as PEFT does for sequence classification, and a config with its labels."""
+    write_adapter(folder, seed=seed)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config |= {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "adapter_model.safetensors")
+    head = np.random.default_rng(seed).standard_normal((labels, HIDDEN), dtype=np.float32)
+    save_file(weights | {"base_model.model.score.weight": head}, folder / "adapter_model.safetensors")
+    if names or problem:
+        (folder / "config.json").write_text(json.dumps({"id2label": names, "problem_type": problem}))
+    return folder
+
+
+def scripted_vector(request: Request) -> list[float]:
+    """As many numbers as the head has labels, or as a hidden state has; they depend on the tokens."""
+    assert request.pooling is not None
+    scores = request.pooling.scores and request.adapter is not None
+    size = request.adapter.labels if scores and request.adapter is not None else HIDDEN
+    seed = sum((at + 1) * token for at, token in enumerate(request.prompt_token_ids))
+    return np.random.default_rng(seed).standard_normal(size).tolist()
+
+
 class FakeEngine:
     """Has the client's interface; every request is answered with the tokens that ``script`` gives.
 
@@ -72,6 +97,7 @@ class FakeEngine:
         refusal: requests end with this error before their first token.
         impossible: since nobody could serve them.
         dies_after: requests fail after so many tokens, as if the engine were gone for good.
+        vector: of a request that asks for one instead of tokens.
         decisions: made for every request when it is admitted: mechanism, seconds saved, and why.
     """
 
@@ -87,6 +113,7 @@ class FakeEngine:
         self.impossible = False
         self.dies_after: int | None = None
         self.per_output = 1
+        self.vector: Callable[[Request], list[float]] = scripted_vector
         self.decisions: tuple[tuple[Mechanism, float, str], ...] = ()
         self.known: dict[AdapterDigest, AdapterRef] = {}
         self.dropped: list[AdapterDigest] = []
@@ -166,6 +193,7 @@ class FakeHandle:
             for position in range(1, len(prompt))
             if alternatives is not None
         }
+        self.pooled: bytes | None = None
         self.timings = RequestTimings(request.arrival_s)
         self.timings.apply(Queued(request.request_id, time.monotonic()))
 
@@ -197,6 +225,9 @@ class FakeHandle:
         sent: list[Token] = []
         stop: int | None = None
         tokens = [_token(token_id, sampling.logprobs) for token_id in engine.script(self.request)]
+        if self.request.pooling is not None:
+            await asyncio.sleep(0)
+            self.pooled, tokens = np.array(engine.vector(self.request), "<f4").tobytes(), []
         for index, token in enumerate(tokens[: sampling.max_tokens]):
             if not engine.open.is_set() and await self._is_aborted():
                 yield RequestOutput((), Finished(request_id, time.monotonic(), FinishReason.ABORT))

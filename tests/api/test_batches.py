@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.api.conftest import Running, Start
+from tests.api.fakes import HIDDEN
 from tests.support.waiting import until
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -91,12 +92,13 @@ async def test_batches_have_completions_and_responses(server: Running, endpoint:
     assert server.service.responses.number == 0
 
 
-async def test_a_batch_of_embeddings_gets_the_servers_own_error(server: Running) -> None:
+async def test_a_batch_may_be_of_embeddings(server: Running) -> None:
     client = client_of(server)
-    file = await client.files.create(file=line("x", {"input": "a"}, "/v1/embeddings"), purpose="batch")
-    with pytest.raises(openai.APIStatusError, match="Embeddings are not supported yet") as caught:
-        await client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
-    assert caught.value.status_code == 501
+    batch = await submitted(client, line("x", {"model": "formal", "input": "a"}, "/v1/embeddings"), "/v1/embeddings")
+    done = await ended(client, batch.id)
+    answer = (await answers(client, done.output_file_id))["x"]["response"]["body"]
+    assert len(answer["data"][0]["embedding"]) == HIDDEN
+    assert server.engine.submitted[-1].background
 
 
 @pytest.mark.parametrize(

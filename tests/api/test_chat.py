@@ -287,7 +287,6 @@ async def test_a_request_that_takes_too_long_ends_with_504(start: Start) -> None
         ({"stop_regex": "a+"}, "stop_regex"),
         ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
-        ({"lora": [{"id": 0, "scale": 0.5}]}, "lora"),
         ({"adapter_id": "someone/adapter"}, "adapter_id"),
         ({"adapter_source": "hub"}, "adapter_source"),
         ({"add_special_tokens": True}, "add_special_tokens"),

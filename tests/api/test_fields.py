@@ -14,6 +14,9 @@ BODIES: dict[str, type[Body]] = {COMPLETIONS: CompletionRequest, CHAT: ChatCompl
 EXAMPLES: dict[str, Any] = {
     "model": "formal",
     "lora_path": "formal",
+    "lora": [{"id": "formal", "scale": 0.5}],
+    "merged_adapters": {"ids": ["formal"], "weights": [0.5]},
+    "adapter_parameters": {"ids": []},
     "messages": MESSAGES,
     "prompt": ["a", "b"],
     "prompt_embeds": saved(tensor(2)),

@@ -109,7 +109,7 @@ async def test_the_version_is_told(server: Running) -> None:
     assert health == {"status": "ready", "kernels": "scripted", "weights": "", "engine_restarts": 0}
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/score", "/v1/audio/speech"])
+@pytest.mark.parametrize("path", ["/pooling", "/v1/audio/speech"])
 async def test_routes_that_are_not_there_yet_say_so(server: Running, path: str) -> None:
     reply = await server.http.post(path, json={"model": "base", "input": "x"})
     assert reply.status_code == 501

@@ -3,6 +3,7 @@
 The scripted executor refuses every plan that would read or move anything but what belongs there.
 """
 
+import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -12,7 +13,7 @@ from lorikeet.core.events import FinishReason
 from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.messages import ImportKv
 from lorikeet.core.plan import Transfer
-from lorikeet.core.request import Request
+from lorikeet.core.request import Pooling, PoolingKind, Request
 from lorikeet.memory import swapper, tiers
 from lorikeet.presets import PRESETS
 from lorikeet.scheduling.state import SchedulerLimits
@@ -77,10 +78,26 @@ class Traffic(RuleBasedStateMachine):
         output=st.integers(1, 16),
         stop=st.integers(0, 999),
         twins=st.integers(1, 2),
+        acts_from=st.one_of(st.just(0), st.integers(1, 36)),
+        pooling=st.sampled_from((None, None, *PoolingKind)),
     )
     @counted
-    def submit(self, name: str | None, size: int, family: int, prompt: int, output: int, stop: int, twins: int) -> None:
-        """Twins compute the same tokens at once, so each has copies of the other's blocks."""
+    def submit(
+        self,
+        name: str | None,
+        size: int,
+        family: int,
+        prompt: int,
+        output: int,
+        stop: int,
+        twins: int,
+        acts_from: int,
+        pooling: PoolingKind | None,
+    ) -> None:
+        """Twins compute the same tokens at once, so each has copies of the other's blocks.
+
+        Some adapters act on the end of a prompt only, and of some prompts one vector is wanted.
+        """
         ref = None if name is None else self._ref(name)
         first = len(self.requests)
         for number in range(first, first + twins):
@@ -93,6 +110,9 @@ class Traffic(RuleBasedStateMachine):
                 seed=first,
                 stop_token_ids=(stop,),
             )
+            start = 0 if ref is None else min(acts_from, len(new.prompt_token_ids) - 1)
+            wanted = None if pooling is None else Pooling(pooling)
+            new = msgspec.structs.replace(new, adapter_start=start, pooling=wanted)
             self.requests[new.request_id] = new
             self.bench.engine.submit(new)
 
@@ -214,6 +234,8 @@ class Traffic(RuleBasedStateMachine):
         assert tokens == whole
         if reason is FinishReason.LENGTH:
             assert len(tokens) == min(asked.sampling.max_tokens, LONGEST - prompt)
+        elif reason is FinishReason.STOP and asked.pooling is not None:
+            assert not tokens
         elif reason is FinishReason.STOP:
             assert tokens[-1] in asked.sampling.stop_token_ids
         elif reason is FinishReason.ERROR:

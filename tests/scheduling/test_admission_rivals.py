@@ -200,6 +200,22 @@ def test_the_owner_that_was_served_least_goes_first_and_inside_it_the_oldest() -
     assert (queue.served("greedy"), queue.served("modest")) == (40, 12)
 
 
+def test_a_tenant_of_weight_two_is_served_twice_as_much() -> None:
+    queue, view = fair()
+    heavy = [made(f"h{index}", tenant="heavy", tenant_weight=2.0, prompt_tokens=10) for index in range(6)]
+    light = [made(f"l{index}", 1.0, tenant="light", prompt_tokens=10) for index in range(6)]
+    filled(queue, [*heavy, *light])
+    assert admitted(queue, most=6) == ["h0", "l0", "h1", "h2", "l1", "h3"]
+    assert (queue.served("heavy"), queue.served("light")) == (20, 20)
+    view.answers["h0"] = heavy[0], 4
+    queue.review(0.0)
+    assert queue.served("heavy") == 20 + 2 * 4 / 2
+    by_adapters, _ = fair(by_adapter)
+    filled(by_adapters, [heavy[0]])
+    assert admitted(by_adapters) == ["h0"]
+    assert by_adapters.served("") == 10, "adapters have no weights"
+
+
 def test_returning_tenant_is_lifted_to_the_least_served_waiting_one() -> None:
     queue, _ = fair()
     filled(queue, [made(f"a{index}", tenant="a", prompt_tokens=30) for index in range(3)])

@@ -125,6 +125,11 @@ def test_assistance_pays_for_a_short_prompt_and_not_for_a_long_one() -> None:
     assert not COSTS.pays(_adapter(64), 2048)
 
 
+def test_assistance_does_not_pay_where_it_delays_many_others() -> None:
+    assert COSTS.pays(_adapter(64), 16, others=0)
+    assert not COSTS.pays(_adapter(64), 16, others=1000)
+
+
 def test_assistance_does_not_pay_where_the_load_takes_no_time() -> None:
     fast_link = msgspec.structs.replace(COSTS, load_fixed_s=0.0, load_bandwidth=1e15)
     assert not fast_link.pays(_adapter(64), 256)

@@ -302,6 +302,35 @@ def polylines(plot: Path) -> list[str]:
     return re.findall("<polyline[^>]*>", plot.read_text())
 
 
+def test_presets_and_seeds_are_compared_and_the_best_is_marked(profile: str, tmp_path: Path) -> None:
+    flags = ["simulate", "--profile", profile, "--count", "30", "--adapters", "4", "--ranks", "1,2", "--rate", "20"]
+    flags += ["--slo", "ttft=1,tpot=0.5", "--preset", "lorikeet:plain", "--preset", "elora", "--seeds", "2"]
+    report, plot = tmp_path / "report.json", tmp_path / "plot.svg"
+    flags += ["--json", str(report), "--plot", str(plot)]
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, flags)
+    assert result.exit_code == 0, result.output
+    found = json.loads(report.read_bytes())
+    assert {name: [each["seed"] for each in of] for name, of in found["presets"].items()} == {
+        "lorikeet:plain": [0, 1],
+        "elora": [0, 1],
+    }
+    (line,) = [line for line in result.output.splitlines() if "best" in line]
+    assert found["best"] in line
+    assert "elora" in plot.read_text()
+    wrong = CliRunner().invoke(app, [*flags, "--preset", "elroa"])
+    assert (wrong.exit_code, "elora" in wrong.output) == (2, True)
+
+
+def test_the_plot_has_p99_and_the_limit(profile: str, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    flags = ["simulate", "--profile", profile, "--count", "20", "--slo", "ttft=1.5", "--plot", str(plot)]
+    assert CliRunner().invoke(app, flags).exit_code == 0
+    drawn = plot.read_text()
+    assert "99%" in drawn
+    assert "limit 1.5 s" in drawn
+    assert drawn.count("stroke-dasharray") == 1, "only TTFT has a limit"
+
+
 def test_turns_that_waited_for_an_answer_are_told_of_as_such(profile: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     talk = [WorkloadRequest(0.0, None, 64, 40, (1, 2), "talk"), WorkloadRequest(0.01, None, 160, 4, (1, 2, 3), "talk")]

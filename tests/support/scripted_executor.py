@@ -189,9 +189,11 @@ class _Sequence:
     _keys: list[int] = field(default_factory=list)
 
     def key(self, position: int) -> int:
-        """Stand for the KV of a token: it depends on the adapter and on every token up to it."""
+        """Stand for the KV of a token: it depends on every token up to it, and from its start on on the adapter."""
         while len(self._keys) <= position:
-            before = self._keys[-1] if self._keys else self.start.adapter
+            before: object = self._keys[-1] if self._keys else None
+            if len(self._keys) == self.start.adapter_start and self.start.adapter is not None:
+                before = before, self.start.adapter
             self._keys.append(hash((before, self.token_ids[len(self._keys)])))
         return self._keys[position]
 
@@ -358,7 +360,8 @@ class ScriptedExecutor:
         for step in plan.sequences:
             sequence = self._sequences[step.request_id]
             prefills = step.start < len(sequence.start.token_ids)
-            require(prefills or sequence.start.adapter not in plan.assisted, f"{step.request_id} decodes, assisted")
+            assisted = sequence.start.adapter in plan.assisted
+            require(prefills or not assisted, f"{step.request_id} decodes, assisted")
 
     def _switch(self, plan: StepPlan) -> float:
         """Take the plan's merged adapter in; return how long that takes."""
@@ -366,7 +369,8 @@ class ScriptedExecutor:
             require(plan.merged == self._merged, f"step {plan.step} runs nobody, and changes the merged adapter")
             return 0.0
         for step in plan.sequences:
-            own = plan.merged in (None, self._sequences[step.request_id].start.adapter)
+            start = self._sequences[step.request_id].start
+            own = plan.merged is None or (plan.merged == start.adapter and not start.adapter_start)
             require(own, f"{step.request_id} runs while adapter {plan.merged} is merged")
         if plan.merged == self._merged:
             return 0.0

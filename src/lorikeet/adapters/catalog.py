@@ -1,5 +1,6 @@
 """The adapter catalog of a server: names in memory, rows in the registry, and files in the store."""
 
+import dataclasses
 import logging
 import threading
 import time
@@ -8,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-
-import msgspec
 
 from lorikeet.adapters.chat import NO_OVERRIDES, AdapterChat, ChatOverrides, as_text
 from lorikeet.adapters.checkpoint import ServedBase
@@ -22,23 +21,26 @@ from lorikeet.adapters.errors import (
     UnknownAdapter,
 )
 from lorikeet.adapters.registry import (
+    NOBODY,
     AdapterRecord,
+    Author,
     RegisteredAdapter,
     Registry,
     RegistryRow,
     base_identity,
     check_name,
+    encode_shape,
     sqlite_url,
 )
 from lorikeet.adapters.store import AdapterStore, StagedVersion, default_store_dir
 from lorikeet.config import AdapterSettings
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.adapter import AdapterRef, largest_rank
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest
 
 _LOG = logging.getLogger(__name__)
 
-__all__ = ["AdapterCatalog", "AdapterRecord", "RegisteredAdapter"]
+__all__ = ["AdapterCatalog", "AdapterRecord", "Author", "RegisteredAdapter"]
 
 
 def registry_url(settings: AdapterSettings) -> str:
@@ -71,6 +73,7 @@ class AdapterCatalog:
         fit_chat: called with what a new adapter's folder says about conversations; returns what differs from the base
             model, or raises AdapterError.
         now: returns Unix seconds.
+        only_low_rank: as of ``AdapterStore``.
         base: the base model, compared with the one that an adapter names; None: it is not compared.
 
     Attributes:
@@ -93,8 +96,9 @@ class AdapterCatalog:
         fit_chat: Callable[[AdapterChat], AdapterChat] = lambda chat: chat,
         now: Callable[[], float] = time.time,
         base: ServedBase | None = None,
+        only_low_rank: str = "",
     ) -> None:
-        self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype, base)
+        self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype, base, only_low_rank)
         self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
         self._reserved = {base_name, *reserved_names}
         self.dtype = dtype
@@ -120,6 +124,7 @@ class AdapterCatalog:
         persistent: bool | None = None,
         overrides: ChatOverrides = NO_OVERRIDES,
         shown_source: str = "",
+        author: Author = NOBODY,
     ) -> RegisteredAdapter:
         """Fetch an adapter from ``source``, check it, and register it under ``name``.
 
@@ -132,6 +137,7 @@ class AdapterCatalog:
                 it is trusted, since the command line names it again then.
             overrides: what counts instead of what its files say about conversations.
             shown_source: reported instead of ``source``, which is not there later.
+            author: who registers it. What a tenant adds is its own; what it was before stays its owner's.
 
         Returns:
             The adapter to which the name points, the one that it replaced, and warnings about keys that are ignored.
@@ -139,6 +145,7 @@ class AdapterCatalog:
         Raises:
             AdapterExists: the name is taken, and ``replace`` is not set.
             AdapterBusy: another call is changing the name.
+            AdapterQuotaExceeded: the author would own too much.
             AdapterStoreError: the store or the registry cannot be written.
             AdapterError: the name, the source or the adapter is not valid.
         """
@@ -149,18 +156,18 @@ class AdapterCatalog:
             with self._store.stage(source, trusted, overrides) as staged, self._changes:
                 self._check_open()
                 is_kept = not trusted if persistent is None else persistent
-                return self._register_staged(name, shown_source or source, staged, replace, is_kept)
+                return self._register_staged(name, shown_source or source, staged, replace, is_kept, author)
 
     def receiving(self) -> AbstractContextManager[Path]:
         """Return a context with an empty folder for files that arrive."""
         return self._store.receiving()
 
-    def alias(self, name: str, of: str, *, replace: bool = False) -> RegisteredAdapter:
+    def alias(self, name: str, of: str, *, replace: bool = False, author: Author = NOBODY) -> RegisteredAdapter:
         """Register the version of another name under ``name``, too; it costs no memory of its own.
 
         Raises:
             UnknownAdapter: no adapter is called ``of``.
-            AdapterExists, AdapterBusy, AdapterStoreError, AdapterError: as of :meth:`register`.
+            AdapterExists, AdapterBusy, AdapterQuotaExceeded, AdapterStoreError, AdapterError: as of :meth:`register`.
         """
         check_name(name, self._reserved)
         with self._reserve(name), self._changes:
@@ -170,10 +177,10 @@ class AdapterCatalog:
             record = self.get(of)
             if record is None:
                 raise UnknownAdapter(f"no adapter is called {of!r}")
-            row = record.row._replace(name=name, created_at=self._now())
-            return self._point(AdapterRecord(row, record.folder, record.persistent), replace)
+            row = record.row._replace(name=name, created_at=self._now(), owner=author.owner)
+            return self._point(AdapterRecord(row, record.folder, record.persistent), replace, author)
 
-    def remove(self, name: str) -> AdapterRecord:
+    def remove(self, name: str, actor: str = "") -> AdapterRecord:
         """Remove a name. The files of its version are deleted when no name and no request uses them any more.
 
         Raises:
@@ -185,7 +192,7 @@ class AdapterCatalog:
             self._check_open()
             if name not in self._records:
                 raise UnknownAdapter(f"no adapter is called {name!r}")
-            self._registry.remove(name)
+            self._registry.remove(name, actor)
             with self._state:
                 record = self._records.pop(name)
                 self._names[record.digest] -= 1
@@ -205,6 +212,11 @@ class AdapterCatalog:
             )
         return record
 
+    def owner(self, name: str) -> str | None:
+        """Return the id of the tenant's key that owns a name, empty for the operator's; None without such a name."""
+        record = self._records.get(name)
+        return None if record is None else record.row.owner
+
     def names(self) -> list[str]:
         """Return all names, oldest first."""
         with self._state:
@@ -214,6 +226,10 @@ class AdapterCatalog:
         """Return all records, oldest first, including those that are not served."""
         with self._state:
             return [*self._records.values()]
+
+    def note_change(self, actor: str, action: str, name: str, detail: dict[str, object]) -> None:
+        """Write a change of an adapter into the audit log; raises AdapterStoreError."""
+        self._registry.note(actor, action, name, detail)
 
     def has(self, digest: AdapterDigest) -> bool:
         """Return whether a name points to a version."""
@@ -319,35 +335,40 @@ class AdapterCatalog:
                 self._busy.discard(name)
 
     def _register_staged(
-        self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool
+        self, name: str, source: str, staged: StagedVersion, replace: bool, persistent: bool, author: Author
     ) -> RegisteredAdapter:
-        max_rank = max(max(by_layer) for by_layer in staged.ranks.values())
+        max_rank = largest_rank(staged.ranks)
         row = RegistryRow(
             name=name,
             digest=staged.digest,
             source=source,
             created_at=self._now(),
-            ranks=msgspec.json.encode(staged.ranks).decode(),
+            ranks=encode_shape(staged.ranks, staged.extras),
             max_rank=max_rank,
             weight_bytes=staged.description.weight_bytes,
             chat=self._chat_of(source, staged),
+            owner=author.owner,
         )
         record = AdapterRecord(row, str(self._store.folder(staged.digest)), persistent)
         self._accept(record.ref)
         self._store.publish(staged)
-        return self._point(record, replace, staged.description.warnings)
+        return self._point(record, replace, author, staged.description.warnings)
 
-    def _point(self, record: AdapterRecord, replace: bool, warnings: tuple[str, ...] = ()) -> RegisteredAdapter:
+    def _point(
+        self, record: AdapterRecord, replace: bool, author: Author, warnings: tuple[str, ...] = ()
+    ) -> RegisteredAdapter:
         """Let a name point to a stored version. Call with ``_changes`` held."""
         name, digest = record.name, record.digest
         old = self._records.get(name)
+        if old is not None and old.row.owner:
+            record = dataclasses.replace(record, row=record.row._replace(owner=old.row.owner))
         is_same = old is not None and old.digest == digest and old.row.chat == record.row.chat
         if old is not None and is_same and (old.persistent or not record.persistent):
             self._not_served.pop(digest, None)
             return RegisteredAdapter(old, None, warnings)
         try:
             if record.persistent:
-                self._registry.add(record.row, replace)
+                self._registry.add(record.row, replace, author)
         except Exception:
             self._drop_if_unused(digest)
             raise

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import msgspec
 
+from lorikeet.adapters.task import AdapterTask
+
 MAX_TOKEN_CHARS = 512
 """Longest added token."""
 
@@ -44,6 +46,7 @@ class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
         system_prompt: for conversations without one.
         tool_call_parser: name of the format of tool calls; empty for the template's.
         reasoning_parser: name of the format of what it thinks; empty for the base's.
+        task: how it makes vectors and labels, which belongs to its name likewise.
     """
 
     chat_template: str = ""
@@ -56,6 +59,7 @@ class AdapterChat(msgspec.Struct, frozen=True, omit_defaults=True):
     system_prompt: str = ""
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    task: AdapterTask = AdapterTask()
 
 
 class ChatOverrides(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from lorikeet.adapters.chat import (
 )
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.peft_config import read_json
+from lorikeet.adapters.task_files import TASK_FILES, read_task
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -34,6 +35,7 @@ CHAT_FILES = {
     TOKENIZER_FILE: 2**26,
     GENERATION_FILE: 2**18,
     SETTINGS_FILE: 2**18,
+    **TASK_FILES,
 }
 """Files that are read if they are there, with their largest sizes in bytes."""
 
@@ -42,12 +44,13 @@ _MAX_EOS = 64
 _TOKEN_KEYS = ("special", "lstrip", "rstrip", "normalized", "single_word")
 
 
-def read_chat(folder: Path, overrides: ChatOverrides = NO_OVERRIDES) -> AdapterChat:
+def read_chat(folder: Path, overrides: ChatOverrides = NO_OVERRIDES, labels: int = 0) -> AdapterChat:
     """Read the files of ``CHAT_FILES`` that are in a folder.
 
     Args:
         folder: of the adapter.
         overrides: what counts instead of the files.
+        labels: of its score head, 0 without one.
 
     Raises:
         AdapterError: a file is too large or not valid; the message names it.
@@ -67,6 +70,7 @@ def read_chat(folder: Path, overrides: ChatOverrides = NO_OVERRIDES) -> AdapterC
         system_prompt=_first(overrides.system_prompt, settings.system_prompt),
         tool_call_parser=_first(overrides.tool_call_parser, settings.tool_call_parser),
         reasoning_parser=_first(overrides.reasoning_parser, settings.reasoning_parser),
+        task=read_task(folder, labels),
     )
 
 

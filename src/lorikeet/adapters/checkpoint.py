@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,16 +18,19 @@ from lorikeet.adapters.description import (
     INDEX_FILE,
     WEIGHTS_FILE,
     AdapterDescription,
+    ExtraTensor,
     ModuleTensors,
     TensorEntry,
 )
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.experts import check_parameters, describe_experts, parameter_of, row_range
+from lorikeet.adapters.extra_tensors import LowRank, Named, find_extras, is_of_vocabulary, named, summary
 from lorikeet.adapters.module_names import BaseModules
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
 from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, LoraConfig, ModuleMatcher, read_config, read_json
+from lorikeet.adapters.task_files import split_score
 from lorikeet.adapters.tensors import EXPONENTS, MAX_TENSORS, largest_bits, merged, merged_data, read_entries
-from lorikeet.core.geometry import DECODER_NAMES, ModelGeometry
+from lorikeet.core.geometry import DECODER_NAMES, SCORE, ModelGeometry
 
 _CHUNK_BYTES = 2**20
 _MAX_SHARDS = 1000
@@ -43,17 +45,6 @@ PROJECTIONS = {path.modules[0]: path.path.removeprefix("layers.{}.") for path in
 _KEY = re.compile(r"(?:base_model\.model\.)?([A-Za-z_][A-Za-z0-9_.]*)\.lora_([AB])(?:\.default)?\.weight")
 _MAX_UNUSED = 3
 """Names in the warning about modules that text requests do not use."""
-
-
-class _Pair(NamedTuple):
-    """The two matrices of one linear layer: ``a [rank, in_features]`` and ``b [out_features, rank]``.
-
-    ``name`` is its full name as the adapter spells it, which PEFT's patterns match.
-    """
-
-    name: str
-    a: TensorEntry
-    b: TensorEntry
 
 
 class ServedBase(msgspec.Struct, frozen=True):
@@ -92,6 +83,7 @@ class DescribeOptions(msgspec.Struct, frozen=True):
         overrides: what counts instead of that.
         checks_fit: False takes only the names from the geometry.
         base: the base model; None compares no names.
+        only_low_rank: why only low-rank matrices on linear modules can be served; "" if all can.
     """
 
     geometry: ModelGeometry | None = None
@@ -104,6 +96,7 @@ class DescribeOptions(msgspec.Struct, frozen=True):
     overrides: ChatOverrides = NO_OVERRIDES
     checks_fit: bool = True
     base: ServedBase | None = None
+    only_low_rank: str = ""
 
 
 def describe_folder(
@@ -133,38 +126,57 @@ def describe_folder(
     config, base_model, revision, warnings = read_config(folder / CONFIG_FILE)
     if options.base is not None:
         warnings += _check_base(base_model, revision, options.base)
-    chat = AdapterChat()
-    if options.read_chat:
-        on_stage("the chat template and the tokenizer's settings")
-        chat = read_chat(folder, options.overrides)
     on_stage(f"the header of {WEIGHTS_FILE}")
     weights = _Weights(folder)
     if options.max_bytes and weights.size > options.max_bytes:
         raise AdapterError(f"{WEIGHTS_FILE}: {weights.size} bytes, at most {options.max_bytes} are allowed")
-    pairs = _pair_up(weights.entries)
+    entries, score = split_score(weights.entries, options.geometry)
+    chat = AdapterChat()
+    if options.read_chat:
+        on_stage("the chat template and the tokenizer's settings")
+        chat = read_chat(folder, options.overrides, sum(head.rank for head in score))
+        invocation = tuple(config.alora_invocation_tokens or ())
+        chat = msgspec.structs.replace(chat, task=msgspec.structs.replace(chat.task, invocation_token_ids=invocation))
+    pairs, others = _pair_up(entries)
     on_stage(f"the patterns of {CONFIG_FILE}")
     matcher = ModuleMatcher(config)
     resolver = BaseModules(options.geometry)
     if config.target_parameters:
         check_parameters(config.target_parameters, resolver)
-        pairs = [_Pair(parameter_of(name, resolver, matcher.covers_parameter), a, b) for name, a, b in pairs]
-    served, warnings_of_parts = _served(pairs, resolver)
+        pairs = [LowRank(parameter_of(name, resolver, matcher.covers_parameter), a, b) for name, a, b in pairs]
+    served, warnings_of_parts = _served(pairs, others, resolver, options.geometry)
     warnings += warnings_of_parts
+    extras, warnings_of_extras = find_extras(others, served, config, matcher, resolver, options.geometry)
+    warnings += warnings_of_extras
+    if extras and options.only_low_rank:
+        raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: {options.only_low_rank}")
+    of_head = [pair for pair in served if is_of_vocabulary(pair.name, resolver, options.geometry)]
+    served = [pair for pair in served if pair not in of_head]
+    if config.bias != "none" and not any(each.kind == "bias" for each in others):
+        warnings.append(
+            f"{CONFIG_FILE}: bias is {config.bias!r}, but {WEIGHTS_FILE} has no biases: those of the base are used"
+        )
     modules = _in_order([each for pair in served for each in _described(pair, matcher, resolver)], resolver)
     if options.geometry is not None and options.checks_fit:
         for each in modules:
             _check_fit(each, options.geometry, options.max_rank)
-        warnings += _check_coverage(config, matcher, served, modules, resolver)
+        if served:
+            warnings += _check_coverage(
+                config, matcher, served, modules, resolver, {each.name for each in of_head + others}
+            )
+    modules += score
     digest, largest = "", 0.0
     if options.read_weights:
         on_stage(WEIGHTS_FILE)
-        largest = _check_weights(weights, modules, options.dtype, on_chunk)
+        largest = _check_weights(weights, modules, extras, options.dtype, on_chunk)
         digest = _digest(config, weights, on_chunk)
     shards = tuple(file.name for file in weights.shards)
     if options.merge and shards:
         weights.merge(on_chunk)
         shards = ()
-    return AdapterDescription(base_model[:500], modules, weights.size, shards, digest, largest, tuple(warnings), chat)
+    return AdapterDescription(
+        base_model[:500], modules, weights.size, shards, digest, largest, tuple(warnings), chat, extras
+    )
 
 
 def _check_base(base_model: str, revision: str, base: ServedBase) -> list[str]:
@@ -270,7 +282,11 @@ def _check_present(folder: Path) -> None:
 
 
 def _check_weights(
-    weights: _Weights, modules: Sequence[ModuleTensors], dtype: str, on_chunk: Callable[[], None]
+    weights: _Weights,
+    modules: Sequence[ModuleTensors],
+    extras: Sequence[ExtraTensor],
+    dtype: str,
+    on_chunk: Callable[[], None],
 ) -> float:
     """Check that no weight is NaN or infinite, nor becomes so in ``dtype`` once scaled or multiplied.
 
@@ -283,6 +299,8 @@ def _check_weights(
     largest = 0.0
     for each in modules:
         a, b = (_magnitude(entry, bits[entry.name]) for entry in (each.a, each.b))
+        if each.module == SCORE:
+            b = 0.0
         scaled = b * abs(each.scaling)
         most = min(max(a, scaled, a * scaled * each.rank), sys.float_info.max)  # the last bounds the elements of B·A
         largest = max(largest, most)
@@ -290,6 +308,12 @@ def _check_weights(
             raise AdapterError(
                 f"{WEIGHTS_FILE}: {each.module} of layer {each.layer}: too large for {dtype} once scaled"
             )
+    for extra in extras:
+        if extra.entry is not None:
+            most = min(_magnitude(extra.entry, bits[extra.entry.name]) * abs(extra.scaling), sys.float_info.max)
+            largest = max(largest, most)
+            if dtype and not fits(most, dtype):
+                raise AdapterError(f"{WEIGHTS_FILE}: tensor {extra.entry.name}: too large for {dtype} once scaled")
     return largest
 
 
@@ -303,13 +327,18 @@ def _digest(config: LoraConfig, weights: _Weights, on_chunk: Callable[[], None])
     return digest.hexdigest()
 
 
-def _pair_up(entries: dict[str, TensorEntry]) -> list[_Pair]:
-    """Return the matrices of each linear layer that the file names."""
+def _pair_up(entries: dict[str, TensorEntry]) -> tuple[list[LowRank], list[Named]]:
+    """Return the matrices of each linear layer that the file names, and its other tensors."""
+    others: list[Named] = []
     halves: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         match = _KEY.fullmatch(name)
         if match is None:
-            raise _unsupported(name)
+            other = named(entry)
+            if other is None or entry.dtype not in EXPONENTS:
+                raise _unsupported(name)
+            others.append(other)
+            continue
         if entry.dtype not in EXPONENTS or len(entry.shape) != 2:
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {name} is {entry.dtype} {list(entry.shape)}; "
@@ -319,7 +348,7 @@ def _pair_up(entries: dict[str, TensorEntry]) -> list[_Pair]:
         if match[2] in sides:
             raise AdapterError(f"{WEIGHTS_FILE}: tensors {sides[match[2]].name} and {name} are the same matrix")
         sides[match[2]] = entry
-    if not halves:
+    if not halves and not others:
         raise AdapterError(f"{WEIGHTS_FILE}: it contains no tensors")
     for sides in halves.values():
         if len(sides) == 1:
@@ -327,15 +356,17 @@ def _pair_up(entries: dict[str, TensorEntry]) -> list[_Pair]:
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {entry.name} has no matching lora_{'B' if side == 'A' else 'A'}"
             )
-    return [_Pair(name, sides["A"], sides["B"]) for name, sides in halves.items()]
+    return [LowRank(name, sides["A"], sides["B"]) for name, sides in halves.items()], others
 
 
 def _unsupported(tensor: str) -> AdapterError:
     return AdapterError(f"{WEIGHTS_FILE}: tensor {tensor} belongs to a module on which LoRA is not supported")
 
 
-def _served(pairs: Sequence[_Pair], resolver: BaseModules) -> tuple[list[_Pair], list[str]]:
-    """Return the linear layers that text requests use, and a warning if there are others.
+def _served(
+    pairs: Sequence[LowRank], others: Sequence[Named], resolver: BaseModules, geometry: ModelGeometry | None
+) -> tuple[list[LowRank], list[str]]:
+    """Return the modules with A and B that text requests use, and a warning if there are others.
 
     Raises:
         AdapterError: LoRA on one of them is not supported, or none is left.
@@ -344,21 +375,21 @@ def _served(pairs: Sequence[_Pair], resolver: BaseModules) -> tuple[list[_Pair],
     for pair in pairs:
         if resolver.is_unused(pair.name):
             unused.append(pair.name)
-        elif resolver.place(pair.name) is None:
+        elif resolver.place(pair.name) is None and not is_of_vocabulary(pair.name, resolver, geometry):
             raise _unsupported(pair.a.name)
         else:
             served.append(pair)
     if not unused:
         return served, []
     shown = ", ".join(unused[:_MAX_UNUSED])
-    if not served:
+    if not served and all(resolver.is_unused(each.name) for each in others):
         raise AdapterError(f"{WEIGHTS_FILE}: {shown}: it changes no module that text requests use")
     return served, [
         f"{WEIGHTS_FILE}: LoRA of {len(unused)} modules that text requests do not use is ignored, such as {shown}"
     ]
 
 
-def _described(pair: _Pair, matcher: ModuleMatcher, resolver: BaseModules) -> Iterator[ModuleTensors]:
+def _described(pair: LowRank, matcher: ModuleMatcher, resolver: BaseModules) -> Iterator[ModuleTensors]:
     """Yield the LoRA of each module of a linear layer: a fused one has several, which share A."""
     rank, scaling = matcher.rank_and_scaling(pair.name)
     place = resolver.place(pair.name)
@@ -423,11 +454,12 @@ def _check_fit(each: ModuleTensors, geometry: ModelGeometry, max_rank: int) -> N
 def _check_coverage(
     config: LoraConfig,
     matcher: ModuleMatcher,
-    pairs: Sequence[_Pair],
+    pairs: Sequence[LowRank],
     modules: Sequence[ModuleTensors],
     resolver: BaseModules,
+    others: set[str],
 ) -> list[str]:
-    """Check that the tensors are exactly those of the modules that the config targets.
+    """Check that A and B are exactly those of the modules that the config targets; ``others`` have other tensors.
 
     Returns:
         Warnings about targets that the base model does not have, which PEFT ignores.
@@ -447,9 +479,12 @@ def _check_coverage(
         for name, place in places.items():
             if any((place.layer, module) not in present for module in place.modules) and covers(name):
                 raise AdapterError(f"{CONFIG_FILE} targets {name}, but {WEIGHTS_FILE} has no tensors for it")
+    for name in resolver.vocabulary_names(prefix):
+        if isinstance(config.target_modules, list) and matcher.covers(name) and name not in others:
+            raise AdapterError(f"{CONFIG_FILE} targets {name}, but {WEIGHTS_FILE} has no tensors for it")
     names |= wanted
     targets = config.target_modules
-    endings = {name[start:] for name in names for start in _starts(name)}
+    endings = {name[start:] for name in (*names, *others) for start in _starts(name)}
     missing = [target for target in targets if target not in endings] if isinstance(targets, list) else []
     return [
         f"{CONFIG_FILE}: target_modules names {target[:100]!r}, but the base model has no such module on which LoRA is "

@@ -3,7 +3,8 @@
 import msgspec
 
 from lorikeet.adapters.chat import AdapterChat
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.adapter import AdapterExtra
+from lorikeet.core.geometry import SCORE, ModelGeometry
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -37,7 +38,8 @@ class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
     """The LoRA of one module.
 
     Attributes:
-        layer, module: the module; one of the geometry's.
+        layer, module: the module; one of the geometry's, or ``geometry.SCORE``, whose A is the matrix of the head and
+            whose B has no rows.
         rank: its rank.
         scaling: the factor of B·A, with rsLoRA and patterns applied.
         a: A, ``[rank, in_features]``.
@@ -60,6 +62,29 @@ class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
         return *self.b.shape[:1], len(range(first, self.b.shape[1], step))
 
 
+class ExtraTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A matrix of an adapter beside A and B.
+
+    Attributes:
+        kind, module, columns, tokens: as of ``AdapterExtra``.
+        layer: whose it is.
+        rows: of the matrix.
+        entry: where it is in the file; None: it is computed from others once they are on the device.
+        scaling: its factor.
+        is_transposed: whether the file has it with rows and columns exchanged.
+    """
+
+    kind: str
+    module: str
+    layer: int
+    rows: int
+    columns: int
+    entry: TensorEntry | None = None
+    scaling: float = 1.0
+    tokens: tuple[int, ...] = ()
+    is_transposed: bool = False
+
+
 class AdapterDescription(msgspec.Struct, frozen=True):
     """Everything that the server uses of an adapter, besides its weights.
 
@@ -74,6 +99,7 @@ class AdapterDescription(msgspec.Struct, frozen=True):
             read.
         warnings: sentences about keys that are ignored.
         chat: how conversations with it differ from those with the base model.
+        extras: what it has beside low-rank matrices on linear modules, by kind and module and then by layer.
     """
 
     base_model: str
@@ -84,15 +110,28 @@ class AdapterDescription(msgspec.Struct, frozen=True):
     largest: float = 0.0
     warnings: tuple[str, ...] = ()
     chat: AdapterChat = AdapterChat()
+    extras: tuple[ExtraTensor, ...] = ()
 
     @property
     def parameters(self) -> int:
         """Number of weights."""
-        return sum(each.rank * (each.a.shape[1] + each.b.shape[0]) for each in self.modules)
+        low_rank = sum(each.rank * (each.a.shape[1] + each.b.shape[0]) for each in self.modules)
+        return low_rank + sum(each.rows * each.columns for each in self.extras if each.entry is not None)
+
+    def extras_of(self, geometry: ModelGeometry) -> tuple[AdapterExtra, ...]:
+        """Return its extras as in ``AdapterRef.extras``."""
+        rows: dict[tuple[str, str, int, tuple[int, ...]], list[int]] = {}
+        for each in self.extras:
+            key = (each.kind, each.module, each.columns, each.tokens)
+            rows.setdefault(key, [0] * geometry.layers)[each.layer] = each.rows
+        return tuple(
+            AdapterExtra(kind, module, columns, tuple(by_layer), tokens)
+            for (kind, module, columns, tokens), by_layer in rows.items()
+        )
 
     def ranks(self, geometry: ModelGeometry) -> dict[str, tuple[int, ...]]:
         """Return, for each module that it changes, the rank on every layer, as in ``AdapterRef.ranks``."""
         found: dict[str, list[int]] = {}
         for each in self.modules:
             found.setdefault(each.module, [0] * geometry.layers)[each.layer] = each.rank
-        return {module: tuple(found[module]) for module in geometry.modules if module in found}
+        return {module: tuple(found[module]) for module in (*geometry.modules, SCORE) if module in found}

@@ -17,6 +17,10 @@ class AdapterExists(AdapterError):
     """The name is taken, and ``replace`` is not set."""
 
 
+class AdapterQuotaExceeded(AdapterError):
+    """The owner of the adapter would own too many, or too many bytes of weights."""
+
+
 class AdapterBusy(AdapterError):
     """Another call is registering or removing the name."""
 

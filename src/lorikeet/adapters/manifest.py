@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 
 from lorikeet.adapters.checkpoint import DescribeOptions
-from lorikeet.adapters.description import WEIGHTS_FILE, AdapterDescription, ModuleTensors
+from lorikeet.adapters.description import WEIGHTS_FILE, AdapterDescription, ExtraTensor, ModuleTensors
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.reader import describe
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import SCORE, ModelGeometry
 
 MANIFEST_FILE = "version.json"
 
@@ -22,12 +22,14 @@ class Manifest(msgspec.Struct, frozen=True):
         weight_bytes, weight_mtime_ns: size and modification time of its weights file; any difference is an error.
         modules: its tensors and scalings. A manifest of Lorikeet 0.2 or older has none.
         largest: as in its description; older manifests have 0.
+        extras: what it has beside them.
     """
 
     weight_bytes: int
     weight_mtime_ns: int
     modules: tuple[ModuleTensors, ...] = ()
     largest: float = 0.0
+    extras: tuple[ExtraTensor, ...] = ()
 
 
 class _Largest(msgspec.Struct, frozen=True):
@@ -43,7 +45,7 @@ def write_manifest(folder: Path, found: AdapterDescription) -> None:
         OSError: it cannot be written.
     """
     weights = (folder / WEIGHTS_FILE).stat()
-    manifest = Manifest(weights.st_size, weights.st_mtime_ns, found.modules, found.largest)
+    manifest = Manifest(weights.st_size, weights.st_mtime_ns, found.modules, found.largest, found.extras)
     with (folder / MANIFEST_FILE).open("wb") as file:
         file.write(msgspec.json.encode(manifest))
         file.flush()
@@ -58,11 +60,15 @@ def largest_of(folder: Path) -> float:
         return 0.0
 
 
-def check_unchanged(ref: AdapterRef) -> tuple[ModuleTensors, ...]:
+Tensors = tuple[tuple[ModuleTensors, ...], tuple[ExtraTensor, ...]]
+"""The modules and the extras of an adapter."""
+
+
+def check_unchanged(ref: AdapterRef) -> Tensors:
     """Check that the weights file is unchanged since it was registered: by size and, in the store, modification time.
 
     Returns:
-        The modules in its manifest; none for a folder outside the store, or of Lorikeet 0.2 or older.
+        What its manifest lists; nothing for a folder outside the store, or of Lorikeet 0.2 or older.
 
     Raises:
         AdapterError: it is missing or differs.
@@ -78,7 +84,7 @@ def check_unchanged(ref: AdapterRef) -> tuple[ModuleTensors, ...]:
             f"but was registered with {ref.weight_bytes}; register it again"
         )
     if not (folder / MANIFEST_FILE).exists():
-        return ()
+        return (), ()
     try:
         manifest = msgspec.json.decode((folder / MANIFEST_FILE).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError) as error:
@@ -89,11 +95,11 @@ def check_unchanged(ref: AdapterRef) -> tuple[ModuleTensors, ...]:
         raise AdapterError(
             f"adapter {ref.name!r}: {folder / WEIGHTS_FILE} was changed after it was registered; register it again"
         )
-    return manifest.modules
+    return manifest.modules, manifest.extras
 
 
-def modules_of(ref: AdapterRef, geometry: ModelGeometry) -> tuple[ModuleTensors, ...]:
-    """Return the modules of an adapter, from its manifest if that has those of the base; else its folder is read again.
+def tensors_of(ref: AdapterRef, geometry: ModelGeometry) -> Tensors:
+    """Return the tensors of an adapter, from its manifest if that has those of the base; else its folder is read again.
 
     Args:
         ref: the adapter.
@@ -102,11 +108,12 @@ def modules_of(ref: AdapterRef, geometry: ModelGeometry) -> tuple[ModuleTensors,
     Raises:
         AdapterError: it is missing, has changed, or is not valid.
     """
-    modules = check_unchanged(ref)
+    modules, extras = check_unchanged(ref)
     # Whoever wrote it may not have known the base, as a cluster's pool does not.
-    if modules and all(each.module in geometry.modules for each in modules):
-        return modules
+    if (modules or extras) and all(each.module in geometry.modules or each.module == SCORE for each in modules):
+        return modules, extras
     try:
-        return describe(Path(ref.folder), DescribeOptions(geometry, checks_fit=False)).modules
+        found = describe(Path(ref.folder), DescribeOptions(geometry, checks_fit=False))
+        return found.modules, found.extras
     except AdapterError as error:
         raise AdapterError(f"adapter {ref.name!r}: {error}") from error

@@ -117,6 +117,13 @@ class BaseModules:
             if all(geometry.has_module(layer, module) for module in modules)
         }
 
+    def vocabulary_names(self, prefix: str) -> list[str]:
+        """Return the full names of the embedding and the output layer, of those that adapters may change."""
+        around = self._geometry.surroundings if self._geometry is not None else None
+        if around is None:
+            return []
+        return [name for name in (around.embedding and prefix + around.embedding, around.head) if name]
+
     def _is_on(self, layer: int, modules: tuple[str, ...]) -> bool:
         """Return whether a layer has all these modules; layers that the model lacks have their own error."""
         geometry = self._geometry

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
+from lorikeet.adapters.description import CONFIG_FILE
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.tensors import LFS_POINTER_TEXT, is_lfs_pointer
 
@@ -30,19 +30,14 @@ _NAME = re.compile(r"(\w+\.)*layers\.\d+\.\w+\.\w+")
 """Patterns of this form are plain module names: although a dot matches any character, they match only that name."""
 
 _REFUSED = {
-    "use_dora": "DoRA is not supported",
-    "modules_to_save": "fully trained modules are not supported",
-    "lora_bias": "biases of LoRA modules are not supported",
-    "trainable_token_indices": "trained token embeddings are not supported",
-    "alora_invocation_tokens": "aLoRA is not supported",
     "use_qalora": "QALoRA is not supported",
     "use_bdlora": "block-diagonal LoRA is not supported",
     "arrow_config": "Arrow routing is not supported",
     "kasa_config": "KaSA is not supported",
     "monteclora_config": "MonteCLoRA is not supported",
-    "loftq_config": "LoftQ changes the base weights",
+    "loftq_config": "LoftQ changes the base weights: serve the base that it has written, with init_lora_weights true",
     "megatron_config": "Megatron layers are not supported",
-    "layer_replication": "replicated layers are not supported",
+    "layer_replication": "it copies layers of the base: merge the adapter, and serve the larger model as a base",
 }
 _IGNORED = {
     "created_at", "created_by", "_commit_hash", "description", "library_name", "license", "merge_weights", "model_name",
@@ -52,11 +47,17 @@ _IGNORED = {
 at loading, which does not change the result. An adapter with another unknown key is refused, since it may change it."""
 _HARMLESS = {
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
-    "lora_dropout", "init_lora_weights", "bias", "megatron_core", "qalora_group_size", "runtime_config",
-    "eva_config", "corda_config", "lora_ga_config", "velora_config", "ensure_weight_tying", "fan_in_fan_out",
+    "lora_dropout", "init_lora_weights", "megatron_core", "qalora_group_size", "runtime_config",
+    "eva_config", "corda_config", "lora_ga_config", "velora_config", "ensure_weight_tying", "init_ia3_weights",
 }  # fmt: skip
 """Keys that are read elsewhere or have no effect on inference. ``*_config`` of initialisers matter only through
-``init_lora_weights``, and ``fan_in_fan_out`` only for modules that are not linear, on which LoRA is not supported."""
+``init_lora_weights``."""
+_CONVERTED = {
+    "ADALORA", "BOFT", "C3A", "DELORA", "FOURIERFT", "GRALORA", "HIRA", "HRA", "LOHA", "LOKR", "MISS", "OFT",
+    "RANDLORA", "SHIRA", "VBLORA", "VERA", "WAVEFT",
+}  # fmt: skip
+"""Types that are made of linear maps, but not stored as low-rank matrices."""
+CONVERT = "convert it with `lorikeet adapters convert FOLDER OUT --base BASE`"
 _KEEPS_BASE = {"gaussian", "eva", "mica", "orthogonal"}
 """Initialisers that do not change the base weights."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -70,12 +71,21 @@ class LoraConfig(msgspec.Struct, frozen=True):
     lora_alpha: float
     target_modules: list[str] | str = []
     target_parameters: list[str] = []
+    peft_type: str = "LORA"
     use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
+    fan_in_fan_out: bool = False
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: dict[str, list[int]] | list[int] | None = None
+    feedforward_modules: list[str] | str | None = None
     rank_pattern: dict[str, int] = {}
     alpha_pattern: dict[str, float] = {}
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
+    alora_invocation_tokens: list[int] | None = None
 
     @property
     def patterns_of_layers(self) -> list[str]:
@@ -83,18 +93,34 @@ class LoraConfig(msgspec.Struct, frozen=True):
         given = self.layers_pattern or [r"[^.]*"]
         return [given] if isinstance(given, str) else given
 
+    def tokens_of(self, name: str) -> list[int]:
+        """Return which tokens' embeddings are trained of an embedding, by its full name."""
+        trained = self.trainable_token_indices or {}
+        if isinstance(trained, list):
+            return trained
+        return next((tokens for ending, tokens in trained.items() if _is_in(name, [ending])), [])
+
     def digest_fields(self) -> bytes:
         """Return the keys that change the meaning of the weights, in a canonical form. The order of patterns counts."""
-        fields = {
-            "alpha_pattern": [(key, float(value)) for key, value in self.alpha_pattern.items()],
-            "lora_alpha": float(self.lora_alpha),
-            "r": self.r,
-            "rank_pattern": list(self.rank_pattern.items()),
-            "use_rslora": self.use_rslora,
+        others = {
+            "fan_in_fan_out": self.fan_in_fan_out and bool(self.modules_to_save),
+            # The names of tensors do not tell them.
+            "target_parameters": sorted(self.target_parameters),
+            "peft_type": "" if self.peft_type == "LORA" else self.peft_type,
+            "trainable_token_indices": self.trainable_token_indices,
+            "use_dora": self.use_dora,
         }
-        if self.target_parameters:  # the names of tensors do not tell them
-            fields["target_parameters"] = sorted(self.target_parameters)
-        return msgspec.json.encode(fields, order="sorted")
+        return msgspec.json.encode(
+            {
+                **{key: value for key, value in others.items() if value},
+                "alpha_pattern": [(key, float(value)) for key, value in self.alpha_pattern.items()],
+                "lora_alpha": float(self.lora_alpha),
+                "r": self.r,
+                "rank_pattern": list(self.rank_pattern.items()),
+                "use_rslora": self.use_rslora,
+            },
+            order="sorted",
+        )
 
 
 class ModuleMatcher:
@@ -257,7 +283,10 @@ def read_config(file: Path) -> ReadConfig:
     raw = read_json(file, MAX_CONFIG_BYTES)
     try:
         warnings = _check_supported(raw)
-        config = msgspec.convert(_without_nulls(raw), LoraConfig)
+        given = _without_nulls(raw)
+        if given["peft_type"] == "IA3":
+            given = {"r": 1, "lora_alpha": 1, **given}
+        config = msgspec.convert(given, LoraConfig)
         _check_values(config)
     except (msgspec.ValidationError, AdapterError) as error:
         raise AdapterError(f"{file.name}: {error}") from error
@@ -267,8 +296,11 @@ def read_config(file: Path) -> ReadConfig:
 
 def _check_supported(raw: dict[str, Any]) -> list[str]:
     """Check the keys of a config, and return warnings about those that are ignored."""
-    if raw.get("peft_type") != "LORA":
-        raise AdapterError(f"peft_type is {raw.get('peft_type')!r}; only 'LORA' is supported")
+    kind = raw.get("peft_type")
+    if kind in _CONVERTED:
+        raise AdapterError(f"peft_type is {kind!r}: {CONVERT}")
+    if kind not in ("LORA", "IA3"):
+        raise AdapterError(f"peft_type is {kind!r}; only 'LORA' and 'IA3' are supported")
     known = _HARMLESS | _IGNORED | {*_REFUSED, *LoraConfig.__struct_fields__}
     for key, value in raw.items():
         if key in _REFUSED and value:
@@ -276,18 +308,10 @@ def _check_supported(raw: dict[str, Any]) -> list[str]:
         if value and key not in known:
             raise AdapterError(f"{key} is set, which is an unknown key")
     _check_init(raw.get("init_lora_weights", True))
-    if isinstance(raw.get("target_modules"), list):
-        for target in raw["target_modules"]:
-            if str(target).rsplit(".")[-1] in ("lm_head", "embed_tokens"):
-                raise AdapterError(f"target_modules names {target!r}: LoRA on embeddings or head is not supported")
     warnings = [f"{CONFIG_FILE}: {key} is ignored" for key in sorted(_IGNORED & raw.keys()) if raw[key]]
     bias = raw.get("bias") or "none"
     if bias not in ("none", "all", "lora_only"):
         raise AdapterError(f"bias is {bias!r}; known are 'none', 'all' and 'lora_only'")
-    if bias != "none":  # a tensor of a bias is refused by its name
-        warnings.append(
-            f"{CONFIG_FILE}: bias is {bias!r}, but {WEIGHTS_FILE} has no biases: those of the base are used"
-        )
     return warnings
 
 
@@ -295,7 +319,7 @@ def _check_init(init: Any) -> None:
     if not isinstance(init, str) or init in _KEEPS_BASE:
         return
     if init.startswith(_CHANGES_BASE):
-        why = "which changes the base weights; convert it with PEFT first"
+        why = f"which changes the base weights when it is loaded: {CONVERT}"
     else:
         why = f"which is unknown; known are {', '.join(sorted(_KEEPS_BASE))}"
     raise AdapterError(f"init_lora_weights is {init!r}, {why}")

@@ -22,14 +22,16 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.schema import CreateIndex, CreateTable
 
+from lorikeet.adapters.audit import AUDIT, note_change
 from lorikeet.adapters.chat import AdapterChat
-from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterStoreError
+from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterQuotaExceeded, AdapterStoreError
 from lorikeet.adapters.sources import shown_source
 from lorikeet.adapters.url_reader import without_credentials
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.adapter import AdapterExtra, AdapterRef
 from lorikeet.core.extras import install_command
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
+from lorikeet.core.sizes import format_size
 
 _INSERTS: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 """Both support ``ON CONFLICT``; other databases are not supported."""
@@ -152,10 +154,40 @@ class AdapterChatRow(_Base):
     chat: Mapped[str]
 
 
+class AdapterOwnerRow(_Base):
+    """The tenant that owns a name; those of the operator have no row. ``key_id`` is that of the tenant's key."""
+
+    __tablename__ = "adapter_owners"
+    base: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    key_id: Mapped[str] = mapped_column(index=True)
+
+
+class Author(NamedTuple):
+    """Who changes adapters.
+
+    Attributes:
+        actor: for the audit log.
+        owner: id of the tenant's key that owns what is added; empty for the operator.
+        max_adapters: most adapters that this owner may have; 0 for no limit.
+        max_bytes: most bytes of their weights; 0 for no limit.
+    """
+
+    actor: str = ""
+    owner: str = ""
+    max_adapters: int = 0
+    max_bytes: int = 0
+
+
+NOBODY = Author()
+"""The command line."""
+
+
 class RegistryRow(NamedTuple):
     """A name joined with its version.
 
-    ``ranks`` is the JSON of ``AdapterRef.ranks``, ``chat`` that of an ``AdapterChat``, empty if it says nothing.
+    ``ranks`` is the JSON of ranks and extras (:func:`encode_shape`), ``chat`` that of an ``AdapterChat``, empty if it
+    says nothing. ``owner`` is the id of a tenant's key, empty for the operator.
     """
 
     name: str
@@ -166,6 +198,7 @@ class RegistryRow(NamedTuple):
     max_rank: int
     weight_bytes: int
     chat: str = ""
+    owner: str = ""
 
 
 class Registry:
@@ -185,6 +218,7 @@ class Registry:
             self._engine = open_engine(url)
             self._insert = insert_of(self._engine)
             create_tables(self._engine, _Base.metadata)
+            create_tables(self._engine, AUDIT)
         except (SQLAlchemyError, ImportError, OSError, ValueError) as error:
             raise AdapterError(f"the adapter registry cannot be opened: {error}") from error
 
@@ -204,11 +238,16 @@ class Registry:
                 VersionRow.max_rank,
                 VersionRow.weight_bytes,
                 func.coalesce(AdapterChatRow.chat, ""),
+                func.coalesce(AdapterOwnerRow.key_id, ""),
             )
             .join(VersionRow, VersionRow.digest == AdapterNameRow.digest)
             .outerjoin(
                 AdapterChatRow,
                 (AdapterChatRow.base == AdapterNameRow.base) & (AdapterChatRow.name == AdapterNameRow.name),
+            )
+            .outerjoin(
+                AdapterOwnerRow,
+                (AdapterOwnerRow.base == AdapterNameRow.base) & (AdapterOwnerRow.name == AdapterNameRow.name),
             )
             .where(AdapterNameRow.base == self._base)
             .order_by(AdapterNameRow.created_at, AdapterNameRow.name)
@@ -226,11 +265,12 @@ class Registry:
         with self._reading() as connection:
             return list(connection.scalars(query))
 
-    def add(self, row: RegistryRow, replace: bool) -> None:
-        """Insert a row; with ``replace`` it replaces the present row of the name.
+    def add(self, row: RegistryRow, replace: bool, author: Author = NOBODY) -> None:
+        """Insert a row; with ``replace`` it replaces the present row of the name. The audit log has it.
 
         Raises:
             AdapterExists: the name is taken, possibly by another process since the caller checked.
+            AdapterQuotaExceeded: the author owns too much.
             AdapterStoreError: the database cannot be written.
         """
         insert_name = self._insert(AdapterNameRow).values(self._name(row))
@@ -239,21 +279,42 @@ class Registry:
             insert_name = insert_name.on_conflict_do_update(index_elements=["base", "name"], set_=new)
         insert_version = self._insert(VersionRow).values(_version(row)).on_conflict_do_nothing()
         with self._writing(row.name) as connection:
+            old = connection.scalar(
+                select(AdapterNameRow.digest).where(AdapterNameRow.base == self._base, AdapterNameRow.name == row.name)
+            )
             connection.execute(insert_version)
             connection.execute(insert_name)
-            connection.execute(self._delete(AdapterChatRow, row.name))
-            if row.chat:
-                connection.execute(self._insert(AdapterChatRow).values(base=self._base, name=row.name, chat=row.chat))
+            for table, column, value in ((AdapterChatRow, "chat", row.chat), (AdapterOwnerRow, "key_id", row.owner)):
+                connection.execute(self._delete(table, row.name))
+                if value:
+                    connection.execute(self._insert(table).values(base=self._base, name=row.name, **{column: value}))
+            if author.owner:
+                _check_quota(connection, author)
+            detail = {"digest": row.digest, "source": shown_source(without_credentials(row.source))}
+            action = "adapter added" if old is None else "adapter replaced"
+            note_change(connection, author.actor, action, row.name, detail | ({"replaced": old} if old else {}))
 
-    def remove(self, name: str) -> None:
-        """Delete a name; an unknown one is ignored.
+    def remove(self, name: str, actor: str = "") -> None:
+        """Delete a name; an unknown one is ignored. The audit log has it.
 
         Raises:
             AdapterStoreError: the database cannot be written.
         """
         with self._writing() as connection:
-            connection.execute(self._delete(AdapterNameRow, name))
+            removed = connection.execute(self._delete(AdapterNameRow, name)).rowcount
             connection.execute(self._delete(AdapterChatRow, name))
+            connection.execute(self._delete(AdapterOwnerRow, name))
+            if removed:
+                note_change(connection, actor, "adapter removed", name, {})
+
+    def note(self, actor: str, action: str, name: str, detail: dict[str, Any]) -> None:
+        """Write another change of an adapter into the audit log.
+
+        Raises:
+            AdapterStoreError: the database cannot be written.
+        """
+        with self._writing() as connection:
+            note_change(connection, actor, action, name, detail)
 
     def remove_version_if_unnamed(self, digest: str) -> bool:
         """Delete a version if no name of any base model points to it; return whether none did.
@@ -300,12 +361,40 @@ class Registry:
                 raise AdapterExists(f"adapter {adding!r} is registered already") from error
             raise AdapterStoreError(f"the adapter registry cannot be written: {_reason(error)}") from error
 
-    def _delete(self, table: type[AdapterNameRow] | type[AdapterChatRow], name: str) -> Delete:
+    def _delete(self, table: type[AdapterNameRow | AdapterChatRow | AdapterOwnerRow], name: str) -> Delete:
         return delete(table).where(table.base == self._base, table.name == name)
 
     def _name(self, row: RegistryRow) -> dict[str, Any]:
         columns = ("name", "digest", "source", "created_at")
         return {"base": self._base, **{column: getattr(row, column) for column in columns}}
+
+
+def _check_quota(connection: Connection, author: Author) -> None:
+    """Check what an owner has with the name that this transaction adds; two servers do so one after the other.
+
+    Raises:
+        AdapterQuotaExceeded: it is too much.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(author.owner))))
+    owned = (
+        select(func.count(), func.coalesce(func.sum(VersionRow.weight_bytes), 0))
+        .select_from(AdapterOwnerRow)
+        .join(
+            AdapterNameRow,
+            (AdapterNameRow.base == AdapterOwnerRow.base) & (AdapterNameRow.name == AdapterOwnerRow.name),
+        )
+        .join(VersionRow, VersionRow.digest == AdapterNameRow.digest)
+        .where(AdapterOwnerRow.key_id == author.owner)
+    )
+    number, size_bytes = connection.execute(owned).one()
+    if 0 < author.max_adapters < number:
+        raise AdapterQuotaExceeded(f"this key may own {author.max_adapters} adapters, and has them")
+    if 0 < author.max_bytes < size_bytes:
+        raise AdapterQuotaExceeded(
+            f"this key may own {format_size(author.max_bytes)} of adapters; with this one it would own "
+            f"{format_size(size_bytes)}"
+        )
 
 
 def _version(row: RegistryRow) -> dict[str, Any]:
@@ -373,7 +462,8 @@ class AdapterRecord:
     @cached_property
     def ref(self) -> AdapterRef:
         """Reference that requests carry, created on first use."""
-        return AdapterRef(self.name, self.digest, self.folder, _decode_ranks(self.row.ranks), self.row.weight_bytes)
+        shape = _decode_shape(self.row.ranks)
+        return AdapterRef(self.name, self.digest, self.folder, shape.ranks, self.row.weight_bytes, shape.extras)
 
 
 class RegisteredAdapter(NamedTuple):
@@ -395,10 +485,28 @@ def _decode_chat(text: str) -> AdapterChat:
     return msgspec.json.decode(text, type=AdapterChat) if text else AdapterChat()
 
 
+class _StoredShape(msgspec.Struct, frozen=True):
+    """Ranks and extras, as a row keeps them together."""
+
+    ranks: dict[str, tuple[int, ...]]
+    extras: tuple[AdapterExtra, ...] = ()
+
+
+_WITH_EXTRAS = '{"ranks":'
+"""Begins the JSON of an adapter with extras; that of others is their ranks alone."""
+
+
+def encode_shape(ranks: dict[str, tuple[int, ...]], extras: tuple[AdapterExtra, ...]) -> str:
+    """Return ranks and extras as a row keeps them."""
+    return msgspec.json.encode(_StoredShape(ranks, extras) if extras else ranks).decode()
+
+
 @lru_cache(maxsize=256)
-def _decode_ranks(text: str) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of a registry row; cached, since thousands of adapters share few of them. Not to be changed."""
-    return msgspec.json.decode(text, type=dict[str, tuple[int, ...]])
+def _decode_shape(text: str) -> _StoredShape:
+    """Return the shape in a row; cached, since thousands of adapters share few of them. Not to be changed."""
+    if text.startswith(_WITH_EXTRAS):
+        return msgspec.json.decode(text, type=_StoredShape)
+    return _StoredShape(msgspec.json.decode(text, type=dict[str, tuple[int, ...]]))
 
 
 def check_name(name: str, reserved: set[str]) -> None:
@@ -420,5 +528,5 @@ def check_name(name: str, reserved: set[str]) -> None:
 
 def base_identity(base_name: str, geometry: ModelGeometry) -> str:
     """Return the identity of a base model in the registry: its name and a hash of its sizes, without the dtype."""
-    sizes = msgspec.json.encode(msgspec.structs.replace(geometry, dtype_bytes=0), order="deterministic")
+    sizes = msgspec.json.encode(msgspec.structs.replace(geometry.sizes, dtype_bytes=0), order="deterministic")
     return f"{base_name} {hashlib.sha256(sizes).hexdigest()[:16]}"

@@ -21,7 +21,7 @@ from lorikeet.adapters.numbers import fits
 from lorikeet.adapters.reader import describe
 from lorikeet.adapters.sources import fetch
 from lorikeet.config import AdapterSettings
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.adapter import AdapterExtra, AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
 
@@ -32,12 +32,13 @@ class StagedVersion(NamedTuple):
     Attributes:
         folder: the temporary folder.
         description: what is in it.
-        ranks: as in ``AdapterRef.ranks``.
+        ranks, extras: as in ``AdapterRef``.
     """
 
     folder: Path
     description: AdapterDescription
     ranks: dict[str, tuple[int, ...]]
+    extras: tuple[AdapterExtra, ...]
 
     @property
     def digest(self) -> AdapterDigest:
@@ -59,8 +60,8 @@ def reference(name: str, folder: Path, geometry: ModelGeometry, dtype: str = "")
     found = describe(folder, DescribeOptions(geometry, dtype, read_weights=True))
     if found.shards:
         raise AdapterError(f"{folder} holds a sharded adapter; only a store can hold it")
-    ranks = found.ranks(geometry)
-    return AdapterRef(AdapterName(name), AdapterDigest(found.digest), str(folder), ranks, found.weight_bytes)
+    ranks, extras = found.ranks(geometry), found.extras_of(geometry)
+    return AdapterRef(AdapterName(name), AdapterDigest(found.digest), str(folder), ranks, found.weight_bytes, extras)
 
 
 class AdapterStore:
@@ -74,6 +75,7 @@ class AdapterStore:
         geometry: sizes of the base model, for validation.
         dtype: dtype in which adapters will be served; weights that overflow it are refused. "" for any.
         base: the base model, compared with the one that an adapter names; None: it is not compared.
+        only_low_rank: why only low-rank matrices on linear modules can be served; "" if all can.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class AdapterStore:
         geometry: ModelGeometry,
         dtype: str = "",
         base: ServedBase | None = None,
+        only_low_rank: str = "",
     ) -> None:
         self._versions = root / "versions"
         self._incoming = root / "incoming"
@@ -97,6 +100,7 @@ class AdapterStore:
             merge=True,
             read_chat=True,
             base=base,
+            only_low_rank=only_low_rank,
         )
         self._names = DescribeOptions(geometry)
         for folder in (self._versions, self._incoming):
@@ -183,7 +187,7 @@ class AdapterStore:
             with _writing():
                 for name in CHAT_FILES:  # what they say belongs to a name, a stored version to its weights
                     (folder / name).unlink(missing_ok=True)
-            yield StagedVersion(folder, found, found.ranks(self._geometry))
+            yield StagedVersion(folder, found, found.ranks(self._geometry), found.extras_of(self._geometry))
 
     def publish(self, staged: StagedVersion) -> Path:
         """Move a staged version into the store; an unchanged copy that is already there is kept.
@@ -206,7 +210,8 @@ class AdapterStore:
         found = staged.description
         ref = AdapterRef(AdapterName(""), staged.digest, str(place), staged.ranks, found.weight_bytes)
         try:
-            return check_unchanged(ref) == describe(place, self._names).modules == found.modules
+            again = describe(place, self._names)
+            return check_unchanged(ref) == (again.modules, again.extras) == (found.modules, found.extras)
         except AdapterError:
             return False
 

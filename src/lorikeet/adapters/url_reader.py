@@ -119,6 +119,7 @@ def copy_stream(stream: Any, to: Path, max_bytes: int, source: str, until_s: flo
     """
     copied = 0
     try:
+        to.parent.mkdir(exist_ok=True)  # some files are in a folder of their own
         with to.open("wb") as target:
             while chunk := _read(stream, to.name, source):
                 if not copied:

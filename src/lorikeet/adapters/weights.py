@@ -1,6 +1,6 @@
 """Reads the weights of an adapter for one tensor-parallel rank, without torch, whose import takes seconds."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lorikeet.adapters.description import WEIGHTS_FILE, TensorEntry
+from lorikeet.adapters.description import WEIGHTS_FILE, ExtraTensor, TensorEntry
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.manifest import modules_of
+from lorikeet.adapters.manifest import tensors_of
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, from_float32, to_float32
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import SCORE, ModelGeometry
 
 _ROW_PARALLEL = ("o", "down")
 """Modules whose input features are split over the ranks; of all others the output features are."""
@@ -50,7 +50,7 @@ def load_weights(
     Raises:
         AdapterError: the files are missing, have changed since they were registered, or overflow ``dtype``.
     """
-    modules, file = modules_of(ref, geometry), Path(ref.folder) / WEIGHTS_FILE
+    (modules, _), file = tensors_of(ref, geometry), Path(ref.folder) / WEIGHTS_FILE
     of_experts: dict[int, NDArray[Any]] = {}
     try:
         with FileIO(file) as stream:
@@ -65,7 +65,7 @@ def load_weights(
                 if step > 1:  # experts alternate between a few tensors; each is read once
                     of_experts = {**dict(list(of_experts.items())[-1:]), each.b.start: whole}
                 a, b = _read(stream, each.a)[:, columns], whole[rows, first::step]
-                shape = geometry.modules[module]
+                shape = geometry.shape_of(module)
                 if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
                     raise AdapterError(
                         f"{where}: has {(a.shape[1], b.shape[0])} features, "
@@ -78,8 +78,54 @@ def load_weights(
         raise AdapterError(f"adapter {ref.name!r}: {file}: {error}") from error
 
 
+def load_extras(
+    ref: AdapterRef, geometry: ModelGeometry, dtype: str
+) -> Iterator[tuple[int, int, Callable[[int, int], NDArray[Any]]]]:
+    """Read the extras of an adapter in packing order; arguments and errors as of :func:`load_weights`.
+
+    Yields:
+        Its number, its layer, and a function that returns ``count`` rows of its matrix from ``first`` on. A matrix
+        that is computed on the device is zero.
+    """
+    if not ref.extras:
+        return
+    (_, listed), file = tensors_of(ref, geometry), Path(ref.folder) / WEIGHTS_FILE
+    by_place = {(each.kind, each.module, each.columns, each.tokens, each.layer): each for each in listed}
+    try:
+        with FileIO(file) as stream:
+            for number, extra in enumerate(ref.extras):
+                key = extra.kind, extra.module, extra.columns, extra.tokens
+                for layer in (layer for layer, rows in enumerate(extra.rows) if rows):
+                    where = f"adapter {ref.name!r}: {extra.kind} of {extra.module} of layer {layer}"
+                    yield number, layer, _rows_of(stream, by_place[*key, layer], dtype, where)
+    except OSError as error:
+        raise AdapterError(f"adapter {ref.name!r}: {file}: {error}") from error
+
+
+def _rows_of(stream: FileIO, extra: ExtraTensor, dtype: str, where: str) -> Callable[[int, int], NDArray[Any]]:
+    """Return a function that reads rows of a matrix."""
+    entry = extra.entry
+    if entry is None:
+        return lambda first, count: np.zeros((count, extra.columns), KEPT_AS[dtype])
+    was, shape = DTYPES[entry.dtype], (extra.rows, extra.columns)
+    if extra.is_transposed:
+        whole = _convert(_read(stream, entry), was, extra.scaling, dtype, where)
+        turned = np.ascontiguousarray(whole.reshape(shape[::-1]).T)
+        return lambda first, count: turned[first : first + count]
+    row_bytes = (entry.stop - entry.start) // extra.rows
+
+    def read(first: int, count: int) -> NDArray[Any]:
+        start = entry.start + first * row_bytes
+        part = TensorEntry(entry.name, entry.dtype, (count, extra.columns), start, start + count * row_bytes)
+        return _convert(_read(stream, part), was, extra.scaling, dtype, where)
+
+    return read
+
+
 def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, size: int) -> tuple[slice, slice]:
     """Return the columns of A and the rows of B that belong to ``rank``."""
+    if module == SCORE:
+        return slice(None), slice(None)
     local = geometry.modules[module]
     if module in _ROW_PARALLEL:
         return slice(rank * local.in_features, (rank + 1) * local.in_features), slice(None)
@@ -89,6 +135,15 @@ def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, s
     else:
         start = rank * local.out_features
     return slice(None), slice(start, start + local.out_features)
+
+
+def read_float32(stream: FileIO, entry: TensorEntry) -> NDArray[np.float32]:
+    """Return a tensor of an open weights file in fp32.
+
+    Raises:
+        OSError: it cannot be read, or the file was truncated.
+    """
+    return to_float32(_read(stream, entry), DTYPES[entry.dtype])
 
 
 def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:
@@ -101,6 +156,8 @@ def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:
 
 
 def _convert(values: NDArray[Any], was: str, scaling: float, dtype: str, where: str) -> NDArray[Any]:
+    if not values.size:  # a score head has no B
+        return from_float32(to_float32(values, was), dtype)
     exact = to_float32(values, was)
     if scaling != 1.0:
         exact = exact * np.float32(scaling)

@@ -9,16 +9,18 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from lorikeet.adapters.catalog import AdapterRecord, RegisteredAdapter
+from lorikeet.adapters.catalog import AdapterRecord, Author, RegisteredAdapter
 from lorikeet.adapters.chat import NO_OVERRIDES, ChatOverrides, GenerationDefaults
 from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterError,
     AdapterExists,
     AdapterNotFound,
+    AdapterQuotaExceeded,
     AdapterStoreError,
     UnknownAdapter,
 )
+from lorikeet.adapters.mixture import Part, write_mixture
 from lorikeet.adapters.sources import MAX_SOURCE_CHARS
 from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.logs import log
@@ -28,21 +30,84 @@ from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.api.uploads import check_config, receive_weights, write_config
 from lorikeet.client.supervisor import EngineError
+from lorikeet.costs.model import adapter_elements
+from lorikeet.tenants.keys import Access
 
 DRAIN_S = 30.0
 """Seconds that an unload waits for running requests of the adapter before it answers; the unload itself goes on."""
 
 
-async def _alias(service: Service, name: str, of: str, replace: bool) -> RegisteredAdapter:
+async def _alias(service: Service, name: str, of: str, replace: bool, access: Access) -> RegisteredAdapter:
     """Register a name for the version of another; raises as :func:`load_adapter`."""
     _check_enabled(service)
-    target = await service.resolve(of, generates=False)
+    _check_may_load(service, access, name)
+    target = await service.resolve(of, access=access, generates=False)
     if target.adapter is None:
         raise ApiError(400, f"{of!r} is the base model, which has no alias.", param="alias_of")
     with service.versions.hold(target.adapter):
         return await _register(
-            service, name, of, lambda: service.catalog.alias(name, target.name, replace=replace), "replace"
+            service,
+            name,
+            of,
+            lambda: service.catalog.alias(name, target.name, replace=replace, author=_author(access)),
+            "replace",
         )
+
+
+def _author(access: Access) -> Author:
+    """Return who adds adapters, with what it may own."""
+    if access.key is None:
+        return Author(access.actor)
+    limits = access.key.settings
+    return Author(access.actor, access.key.key_id, limits.max_adapters, limits.max_adapter_bytes)
+
+
+def _check_may_load(service: Service, access: Access, name: str, source: str = "") -> None:
+    """Check that a sender may give a name to an adapter of its own.
+
+    Args:
+        service: the server.
+        access: of the sender.
+        name: to be given.
+        source: where it comes from; empty if it is not a folder or URL.
+
+    Raises:
+        ApiError: 403.
+    """
+    if access.key is None:
+        return
+    if not access.may_load(name):
+        raise ApiError(403, f"This key may not load an adapter called {name[:200]!r}.", param="name")
+    if source and (":" in source or ".." in source or source.startswith("/") or not access.may_load(source)):
+        # A folder of the server may be another tenant's, and so may what a URL names.
+        raise ApiError(
+            403, "This key may load adapters from folders that it may name, or by uploading them.", param="source"
+        )
+    _check_owner(service, access, name)
+
+
+def _check_owner(service: Service, access: Access, name: str) -> None:
+    """Check that a sender may change an adapter, if there is one.
+
+    Raises:
+        ApiError: 403 if it is another's; 404 if the sender may not see it.
+    """
+    owner = service.catalog.owner(name)
+    if owner is None or access.owns(owner):
+        return
+    if not access.may_see(name):
+        raise ApiError(404, f"The lora adapter '{name}' cannot be found.")
+    raise ApiError(403, f"The adapter {name[:200]!r} is not this key's own.", param="name")
+
+
+def refuse_pin(access: Access) -> None:
+    """Refuse a tenant that would keep the device's memory from the others.
+
+    Raises:
+        ApiError: 403.
+    """
+    if access.key is not None:
+        raise ApiError(403, "Only the operator may pin adapters.", param="pinned")
 
 
 async def load_adapter(
@@ -50,6 +115,7 @@ async def load_adapter(
     name: str,
     source: str,
     *,
+    access: Access,
     replace: bool,
     replaced_by: str = "load_inplace",
     overrides: ChatOverrides = NO_OVERRIDES,
@@ -61,26 +127,52 @@ async def load_adapter(
         service: the server.
         name: what clients will write.
         source: where its files are.
+        access: of the sender.
         replace: whether an existing name may get the new content.
         replaced_by: the field of the body that says so.
         overrides: what counts instead of what its files say about conversations.
         persistent: whether it is there at the next start; if not, it waits for its turn however many others do.
 
     Raises:
-        ApiError: 400 for a name, source or adapter that is not valid, 404 for a source that does not exist, 409 if
-            another call changes the name, 429 if too many are loaded from its host, 500 if the store cannot be written.
+        ApiError: 400 for a name, source or adapter that is not valid, 403 if the sender may not load it, 404 for a
+            source that does not exist, 409 if another call changes the name, 429 if too many are loaded from its host,
+            500 if the store cannot be written.
     """
     _check_enabled(service)
     if service.models.is_base(name):
         raise invalid_input(f"The lora adapter {name!r} cannot have the name of the base model.")
+    _check_may_load(service, access, name, source)
     async with service.loads.of(source, may_refuse=persistent):
         return await _register(
             service,
             name,
             source,
-            lambda: service.catalog.register(name, source, replace=replace, persistent=persistent, overrides=overrides),
+            lambda: service.catalog.register(
+                name, source, replace=replace, persistent=persistent, overrides=overrides, author=_author(access)
+            ),
             replaced_by,
         )
+
+
+async def make_mixture(service: Service, name: str, parts: Sequence[Part]) -> None:
+    """Register a mixture of adapters, which are kept meanwhile; it is not there at the next start.
+
+    Raises:
+        ApiError: 400, an adapter cannot be mixed, or the mixture is too large; 500 if the store cannot be written.
+    """
+    catalog, geometry = service.catalog, service.client.engine_info.geometry
+
+    def register() -> RegisteredAdapter:
+        with catalog.receiving() as folder:
+            try:
+                write_mixture(folder, parts, geometry)
+            except OSError as error:
+                raise AdapterStoreError(f"the mixture cannot be written: {error}") from error
+            return catalog.register(
+                name, str(folder), replace=True, trusted=True, persistent=False, shown_source="a mixture"
+            )
+
+    await _register(service, name, "a mixture", register, "replace")
 
 
 async def _register(
@@ -96,6 +188,8 @@ async def _register(
         ) from None
     except AdapterBusy as error:
         raise ApiError(409, str(error)) from error
+    except AdapterQuotaExceeded as error:
+        raise ApiError(403, f"{name!r} was not added: {error}.") from error
     except AdapterStoreError as error:
         raise _store_error(name, error) from error
     except AdapterError as error:
@@ -154,26 +248,25 @@ def _records(service: Service, names: Set[str]) -> list[AdapterRecord]:
 def _blocks(service: Service, record: AdapterRecord) -> int:
     """Return the blocks of an adapter on the device of one rank, nearly."""
     info = service.client.engine_info
-    elements = sum(
-        sum(record.ref.ranks.get(module, ())) * (shape.in_features + shape.out_features)
-        for module, shape in info.geometry.modules.items()
-    )
+    elements = adapter_elements(record.ref.ranks, info.geometry, record.ref.extras)
     return -(-elements * info.geometry.dtype_bytes // (service.ranks * info.block_bytes))
 
 
-async def unload_adapter(service: Service, name: str) -> int | None:
+async def unload_adapter(service: Service, name: str, access: Access) -> int | None:
     """Remove an adapter: new requests cannot name it, running ones finish, then its memory is freed on every tier.
 
     Returns:
         Bytes freed on device and host, its KV included; None if requests still ran after ``DRAIN_S``.
 
     Raises:
-        ApiError: 404 for an unknown name, 409 if another call changes it, 500 if the registry cannot be written.
+        ApiError: 404 for an unknown name, 403 for another's, 409 if another call changes it, 500 if the registry
+            cannot be written.
     """
     _check_enabled(service)
+    _check_owner(service, access, name)
     try:
         async with service.removals:
-            record = await in_daemon_thread(lambda: service.catalog.remove(name))
+            record = await in_daemon_thread(lambda: service.catalog.remove(name, access.actor))
     except UnknownAdapter:
         raise ApiError(404, f"The lora adapter '{name}' cannot be found.") from None
     except AdapterBusy as error:
@@ -246,10 +339,10 @@ router = APIRouter()
 
 @router.get("/v1/adapters")
 async def list_adapters(
-    service: ServiceDep, limit: Annotated[int, Query(ge=1, le=1000)] = 100, cursor: str = ""
+    service: ServiceDep, sender: SenderDep, limit: Annotated[int, Query(ge=1, le=1000)] = 100, cursor: str = ""
 ) -> dict[str, Any]:
     """Return a page of adapters, sorted by name; pass ``next_cursor`` as ``cursor`` for the next page."""
-    records = sorted(service.catalog.list(), key=lambda record: record.name)
+    records = sorted(_visible(service, sender.access), key=lambda record: record.name)
     start = bisect.bisect_right(records, cursor, key=lambda record: record.name) if cursor else 0
     page = records[start : start + limit]
     more = start + limit < len(records)
@@ -263,15 +356,21 @@ async def list_adapters(
 
 
 @router.post("/v1/adapters", dependencies=[JsonBody], status_code=201)
-async def add_adapter(body: NewAdapter, service: ServiceDep) -> dict[str, Any]:
+async def add_adapter(body: NewAdapter, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Register an adapter, or replace it."""
     if (body.source is None) == (body.alias_of is None):
         raise ApiError(400, "Give either source or alias_of.", param="source")
     if body.source is None:
-        loaded = await _alias(service, body.name, body.alias_of or "", body.replace)
+        loaded = await _alias(service, body.name, body.alias_of or "", body.replace, sender.access)
         return _card(service, loaded.record)
     loaded = await load_adapter(
-        service, body.name, body.source, replace=body.replace, replaced_by="replace", overrides=_overrides(body)
+        service,
+        body.name,
+        body.source,
+        access=sender.access,
+        replace=body.replace,
+        replaced_by="replace",
+        overrides=_overrides(body),
     )
     return {**_card(service, loaded.record), **_warnings(loaded.warnings)}
 
@@ -283,6 +382,7 @@ UPLOAD_PATH = "/v1/adapters/upload"
 async def upload_adapter(
     http: Request,
     service: ServiceDep,
+    sender: SenderDep,
     name: Annotated[str, Query(min_length=1)],
     replace: bool = False,
     config: str | None = None,
@@ -293,6 +393,7 @@ async def upload_adapter(
     replaces.
     """
     _check_enabled(service)
+    _check_may_load(service, sender.access, name)
     check_config(config)
     source = "upload"
     async with service.loads.of(source):
@@ -303,7 +404,13 @@ async def upload_adapter(
                 write_config(folder, config, service.catalog.get(name) if replace else None)
                 try:
                     return service.catalog.register(
-                        name, str(folder), replace=replace, trusted=True, persistent=True, shown_source=source
+                        name,
+                        str(folder),
+                        replace=replace,
+                        trusted=True,
+                        persistent=True,
+                        shown_source=source,
+                        author=_author(sender.access),
                     )
                 except AdapterError as error:  # its folder means nothing to the client
                     raise type(error)(str(error).replace(f"{folder}: ", "")) from error
@@ -333,9 +440,10 @@ def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
 
 
 @router.get("/v1/adapters/{name:path}/stats")
-async def adapter_stats(name: str, service: ServiceDep) -> dict[str, Any]:
-    """Return the traffic of one adapter since the server started."""
-    record = _record(service, name)
+async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
+    """Return the traffic of one adapter since the server started; to a tenant only of its own ones."""
+    record = _record(service, name, sender.access)
+    _check_owner(service, sender.access, name)
     usage = service.observer.usage.peek(name)
     total = usage.total
     return {
@@ -357,33 +465,41 @@ async def adapter_stats(name: str, service: ServiceDep) -> dict[str, Any]:
 
 
 @router.get("/v1/adapters/{name:path}")
-async def get_adapter(name: str, service: ServiceDep) -> dict[str, Any]:
+async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return one adapter."""
-    return _card(service, _record(service, name))
+    return _card(service, _record(service, name, sender.access))
 
 
 @router.patch("/v1/adapters/{name:path}", dependencies=[JsonBody])
 async def change_adapter(name: str, body: AdapterChange, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Pin an adapter, or bring it onto the device; it is loaded if it is only named so far."""
-    target = await service.resolve(name, generates=bool(body.warm))
+    if body.pinned is not None:
+        refuse_pin(sender.access)
+    target = await service.resolve(name, access=sender.access, generates=bool(body.warm))
     if target.adapter is None:
         raise ApiError(400, f"{name!r} is the base model.", param="name")
     if body.pinned is not None:
         set_pinned(service, target.name, body.pinned)
+        action = "adapter pinned" if body.pinned else "adapter unpinned"
+        await in_daemon_thread(lambda: service.catalog.note_change(sender.access.actor, action, target.name, {}))
     if body.warm:
         await service.warm(target, sender)
-    return _card(service, _record(service, target.name))
+    return _card(service, _record(service, target.name, sender.access))
 
 
 @router.delete("/v1/adapters/{name:path}")
-async def delete_adapter(name: str, service: ServiceDep) -> dict[str, Any]:
+async def delete_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Remove an adapter once its running requests have ended."""
-    freed_bytes = await unload_adapter(service, name)
+    freed_bytes = await unload_adapter(service, name, sender.access)
     return {"name": name, "object": "adapter", "deleted": True, "freed_bytes": freed_bytes}
 
 
-def _record(service: Service, name: str) -> AdapterRecord:
-    record = service.models.record(name)
+def _visible(service: Service, access: Access) -> list[AdapterRecord]:
+    return [record for record in service.catalog.list() if access.may_see(record.name)]
+
+
+def _record(service: Service, name: str, access: Access) -> AdapterRecord:
+    record = service.models.record(name) if access.may_see(name) else None
     if record is None:
         raise ApiError(404, f"The adapter `{name}` does not exist.", param="name")
     return record
@@ -401,6 +517,7 @@ def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
         "weight_bytes": record.row.weight_bytes,
         **_residency(service, record),
         "pinned": record.name in service.loader.pinned,
+        **({"owner": record.row.owner} if record.row.owner else {}),
         **({"chat": describe_chat(record.chat)} if record.row.chat else {}),
     }
 
@@ -415,23 +532,25 @@ def _residency(service: Service, record: AdapterRecord) -> dict[str, Any]:
 
 
 @router.post("/v1/load_lora_adapter", dependencies=[JsonBody])
-async def load_lora_adapter(body: LoadAdapter, service: ServiceDep) -> Response:
+async def load_lora_adapter(body: LoadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Load an adapter as vLLM does."""
     if not body.lora_name or not body.lora_path:
         raise invalid_input("Both 'lora_name' and 'lora_path' must be provided.")
     if body.is_3d_lora_weight:
         raise ApiError(501, "Adapters of mixture-of-experts models are not supported.", param="is_3d_lora_weight")
-    loaded = await load_adapter(service, body.lora_name, body.lora_path, replace=body.load_inplace)
+    loaded = await load_adapter(
+        service, body.lora_name, body.lora_path, access=sender.access, replace=body.load_inplace
+    )
     lines = [f"Success: LoRA adapter '{body.lora_name}' added successfully."]
     return PlainTextResponse("\n".join(lines + [f"Warning: {warning}" for warning in loaded.warnings]))
 
 
 @router.post("/v1/unload_lora_adapter", dependencies=[JsonBody])
-async def unload_lora_adapter(body: UnloadAdapter, service: ServiceDep) -> Response:
+async def unload_lora_adapter(body: UnloadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Unload an adapter as vLLM does."""
     if not body.lora_name:
         raise invalid_input("'lora_name' needs to be provided to unload a LoRA adapter.")
-    await unload_adapter(service, body.lora_name)
+    await unload_adapter(service, body.lora_name, sender.access)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
@@ -439,42 +558,47 @@ async def unload_lora_adapter(body: UnloadAdapter, service: ServiceDep) -> Respo
 
 
 @router.post("/load_lora_adapter", dependencies=[JsonBody])
-async def load_lora_adapter_sglang(body: LoadAdapter, service: ServiceDep) -> Response:
+async def load_lora_adapter_sglang(body: LoadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Load an adapter as SGLang does."""
+    access = sender.access
     if not body.lora_name or not body.lora_path:
-        return _sglang(service, "Both lora_name and lora_path must be provided.")
+        return _sglang(service, access, "Both lora_name and lora_path must be provided.")
     try:
-        loaded = await load_adapter(service, body.lora_name, body.lora_path, replace=False)
+        if body.pinned:
+            refuse_pin(access)
+        loaded = await load_adapter(service, body.lora_name, body.lora_path, access=access, replace=False)
     except ApiError as error:
-        return _sglang_refused(service, error)
+        return _sglang_refused(service, access, error)
     try:
         set_pinned(service, body.lora_name, body.pinned)
     except ApiError as error:
-        await unload_adapter(service, body.lora_name)
-        return _sglang_refused(service, error)
-    return _sglang(service, None, warnings=loaded.warnings)
+        await unload_adapter(service, body.lora_name, access)
+        return _sglang_refused(service, access, error)
+    return _sglang(service, access, None, warnings=loaded.warnings)
 
 
 @router.post("/unload_lora_adapter", dependencies=[JsonBody])
-async def unload_lora_adapter_sglang(body: UnloadAdapter, service: ServiceDep) -> Response:
+async def unload_lora_adapter_sglang(body: UnloadAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Unload an adapter as SGLang does."""
     try:
-        await unload_adapter(service, body.lora_name)
+        await unload_adapter(service, body.lora_name, sender.access)
     except ApiError as error:
-        return _sglang_refused(service, error)
-    return _sglang(service, None)
+        return _sglang_refused(service, sender.access, error)
+    return _sglang(service, sender.access, None)
 
 
-def _sglang_refused(service: Service, error: ApiError) -> Response:
-    return _sglang(service, error.message, error.status if error.status >= 500 else 400)
+def _sglang_refused(service: Service, access: Access, error: ApiError) -> Response:
+    return _sglang(service, access, error.message, error.status if error.status >= 500 else 400)
 
 
-def _sglang(service: Service, error: str | None, status: int = 400, warnings: Sequence[str] = ()) -> Response:
+def _sglang(
+    service: Service, access: Access, error: str | None, status: int = 400, warnings: Sequence[str] = ()
+) -> Response:
     body = {
         **_warnings(warnings),
         "success": error is None,
         "error_message": error or "",
-        "loaded_adapters": {record.name: record.shown_source for record in service.catalog.list()},
+        "loaded_adapters": {record.name: record.shown_source for record in _visible(service, access)},
     }
     return JSONResponse(body, 200 if error is None else status)
 
@@ -483,22 +607,24 @@ def _sglang(service: Service, error: str | None, status: int = 400, warnings: Se
 
 
 @router.get("/v1/loras")
-async def list_loras(service: ServiceDep) -> dict[str, Any]:
+async def list_loras(service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return all adapters as Dynamo lists them."""
-    loras = {record.name: int(record.digest[:8], 16) for record in service.catalog.list()}
+    loras = {record.name: int(record.digest[:8], 16) for record in _visible(service, sender.access)}
     return {"status": "success", "loras": loras, "count": len(loras)}
 
 
 @router.post("/v1/loras", dependencies=[JsonBody])
-async def load_lora(body: DynamoAdapter, service: ServiceDep) -> dict[str, Any]:
+async def load_lora(body: DynamoAdapter, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Load an adapter as Dynamo does."""
-    record, _, warnings = await load_adapter(service, body.lora_name, body.source.uri, replace=False)
+    record, _, warnings = await load_adapter(
+        service, body.lora_name, body.source.uri, access=sender.access, replace=False
+    )
     lora_id = int(record.digest[:8], 16)
     return {"status": "success", "lora_name": record.name, "lora_id": lora_id, **_warnings(warnings)}
 
 
 @router.delete("/v1/loras/{name:path}")
-async def delete_lora(name: str, service: ServiceDep) -> dict[str, Any]:
+async def delete_lora(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Unload an adapter as Dynamo does."""
-    await unload_adapter(service, name)
+    await unload_adapter(service, name, sender.access)
     return {"status": "success", "lora_name": name}

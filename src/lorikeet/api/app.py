@@ -6,7 +6,11 @@ from fastapi import FastAPI
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterCatalog
-from lorikeet.api import adapters, cluster, completions, info, messages, responses, training
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.task import AdapterTask
+from lorikeet.adapters.task_files import read_task
+from lorikeet.api import adapters, classification, cluster, completions, embeddings, info, messages, responses, training
+from lorikeet.api import tenants as tenant_routes
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.batches import routes as batches
@@ -29,7 +33,9 @@ from lorikeet.api.metrics import (
     load_of,
 )
 from lorikeet.api.middleware import AdmissionGate, RootPath, add_middleware
+from lorikeet.api.mixtures import Mixtures
 from lorikeet.api.observer import RequestObserver
+from lorikeet.api.pooled import MAX_POOLED_BYTES, POOLED_PATHS
 from lorikeet.api.prompt_process import PATHS
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.served_models import ServedModels
@@ -43,6 +49,8 @@ from lorikeet.client.client import Engines
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
 from lorikeet.presets import resolve_preset
+from lorikeet.tenants.keys import OPERATOR
+from lorikeet.tenants.tenants import Tenants
 
 
 def create_service(
@@ -53,6 +61,7 @@ def create_service(
     models: ServedModels,
     request_log: RequestLog | None = None,
     lengths: AnswerLengthPredictor | None = None,
+    tenants: Tenants | None = None,
 ) -> Service:
     """Put the parts of a server together.
 
@@ -64,6 +73,7 @@ def create_service(
         models: names of the base model and the adapters.
         request_log: None for none.
         lengths: predicts the lengths of answers; None for no predictions.
+        tenants: keys of the registry's database; None for none.
 
     Raises:
         ConfigError: the SLO targets in the settings cannot be read.
@@ -74,11 +84,11 @@ def create_service(
     forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
 
     async def load(name: str, source: str) -> None:
-        await adapters.load_adapter(service, name, source, replace=False, persistent=False)
+        await adapters.load_adapter(service, name, source, access=OPERATOR, replace=False, persistent=False)
 
     async def unload(name: str) -> None:
         try:
-            await adapters.unload_adapter(service, name)
+            await adapters.unload_adapter(service, name, OPERATOR)
         except ApiError as error:
             log.info("adapter not removed", adapter=name, reason=error.message)
 
@@ -89,8 +99,10 @@ def create_service(
         catalog=catalog,
         chats=chats,
         versions=HeldVersions(catalog),
+        base_task=_base_task(chats),
         ranks=settings.engine.tensor_parallel,
         loader=AdapterLoader(settings.adapters, load, unload),
+        mixtures=Mixtures(lambda name, parts: adapters.make_mixture(service, name, parts), unload),
         models=models,
         targets=read_targets(settings.server, settings.cluster),
         gate=AdmissionGate(settings.server.max_queued),
@@ -99,7 +111,10 @@ def create_service(
         body_gate=BodyGate(settings.server.max_body_bytes),
         prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
         grammars=GrammarChecks(chats.base.text_processor, chats.base.limits),
-        observer=RequestObserver(metrics, usage, request_log, lengths, forecast),
+        observer=RequestObserver(
+            metrics, usage, request_log, lengths, forecast, None if tenants is None else tenants.ledger
+        ),
+        tenants=tenants,
         responses=StoredResponses(
             settings.server.stored_responses,
             settings.server.stored_responses_bytes,
@@ -108,7 +123,7 @@ def create_service(
         batches=Batches(
             BatchStorage(settings.batches, models.base, settings.server.max_body_bytes),
             lambda: settings.batches.concurrency or settings.engine.max_num_seqs * max(1, len(client.views)),
-            lambda: Dispatcher(service, (completions.router, responses.router)),
+            lambda: Dispatcher(service, (completions.router, responses.router, embeddings.router), tenants),
         ),
     )
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest, service.loader.pinned))
@@ -128,12 +143,34 @@ def create_service(
     return service
 
 
+def _base_task(chats: AdapterChats) -> AdapterTask:
+    """Return what the base model's folder says about vectors."""
+    origin = chats.base.text_processor.origin
+    try:
+        return AdapterTask() if origin is None else read_task(origin[0])
+    except AdapterError as error:
+        log.warning("how the base model pools is ignored", reason=str(error))
+        return AdapterTask()
+
+
 def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves ``service``."""
     app = FastAPI(title="Lorikeet", version=__version__)
     app.state.service = service
     # A request is matched with each route before its own.
-    for routes in (completions, responses, messages, batches, info, adapters, cluster, training):
+    pooled = (embeddings, classification)
+    for routes in (
+        completions,
+        responses,
+        messages,
+        *pooled,
+        batches,
+        info,
+        adapters,
+        tenant_routes,
+        cluster,
+        training,
+    ):
         app.include_router(routes.router)
     for dialect in (generate, tgi, sglang, sagemaker, vllm):
         app.include_router(dialect.router)
@@ -143,12 +180,14 @@ def create_app(service: Service) -> FastAPI:
         max_body_bytes=min(SMALL_BODY_BYTES, service.settings.max_body_bytes),
         larger_bodies={
             **dict.fromkeys(PATHS, service.settings.max_body_bytes),
+            **dict.fromkeys(POOLED_PATHS, min(service.settings.max_body_bytes, MAX_POOLED_BYTES)),
             adapters.UPLOAD_PATH: service.adapter_settings.max_bytes,
             batches.FILES_PATH: service.batches.storage.settings.max_file_bytes + batches.FORM_BYTES,
         },
         api_keys=service.settings.api_keys,
         admin_keys=service.settings.admin_keys,
         tenant_header=service.settings.tenant_header,
+        tenants=service.tenants,
         allowed_origins=service.settings.allowed_origins,
         host="" if service.settings.uds else service.settings.host,
     )

@@ -84,7 +84,7 @@ async def start_chat(
     Raises:
         ApiError: it cannot be accepted, or a field is not valid.
     """
-    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path)
+    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path, access=sender.access)
     chat, use = await service.chat_of(target), tool_use(body)
     chat.check_tools(use)
 

@@ -374,7 +374,7 @@ async def start_completion(
     Raises:
         ApiError: it cannot be served.
     """
-    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path)
+    target = prepared.target if prepared else await service.resolve(body.model, body.lora_path, access=sender.access)
     chat = await service.chat_of(target)
     embeds: Sequence[PromptEmbeds] = prepared.embeds if prepared else ()
     if body.prompt_embeds is not None and not prepared:

@@ -27,6 +27,10 @@ class BodyField(NamedTuple):
 FIELDS = (
     BodyField(("model", "lora_path"), "[which model](#which-model)"),
     BodyField(
+        ("lora", "merged_adapters", "adapter_parameters"),
+        "a [mixture of adapters](#mixtures) in the words of llama.cpp and LoRAX, if not empty",
+    ),
+    BodyField(
         ("messages",),
         "content as a string or text parts (joined by newlines, as in vLLM); other parts are 400; other fields of a "
         "message go to the template unless they are null",
@@ -138,8 +142,8 @@ FIELDS = (
     BodyField(("return_hidden_states", "return_weight_versions", "watermarking"), "", ()),
     BodyField(("modalities", "audio"), "only text", ()),
     BodyField(
-        ("lora", "adapter_id", "adapter_source"),
-        "of llama.cpp and LoRAX, unless empty; put the adapter's name into `model`",
+        ("adapter_id", "adapter_source"),
+        "of LoRAX, unless empty; put the adapter's name into `model`",
         (),
     ),
 )

@@ -19,18 +19,11 @@ router = APIRouter()
 prompts = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
 UNSUPPORTED = {
-    "/v1/embeddings": "Embeddings are not supported yet.",
     "/v1/audio/transcriptions": "Audio is not supported.",
     "/v1/audio/translations": "Audio is not supported.",
     "/v1/audio/speech": "Audio is not supported.",
     "/v1/images/generations": "Images are not supported.",
-    "/v1/moderations": "Moderation is not supported.",
-    "/v1/score": "Scoring is not supported yet.",
-    "/score": "Scoring is not supported yet.",
-    "/v1/rerank": "Reranking is not supported yet.",
-    "/rerank": "Reranking is not supported yet.",
     "/pooling": "Pooling is not supported yet.",
-    "/classify": "Classification is not supported yet.",
 }
 
 
@@ -91,27 +84,34 @@ async def request(request_id: str, service: ServiceDep, sender: SenderDep) -> di
 
 
 @router.get("/v1/models")
-async def models(service: ServiceDep) -> Response:
-    """Return all models, the base first. FastAPI's own encoder would block the event loop for thousands of cards."""
+async def models(service: ServiceDep, sender: SenderDep) -> Response:
+    """Return the models that the sender may see, the base first.
+
+    FastAPI's own encoder would block the event loop for thousands of cards.
+    """
     unloaded = await in_daemon_thread(service.loader.names) if service.loader.is_enabled else []
-    body = {"object": "list", "data": service.models.cards(unloaded)}
+    body = {"object": "list", "data": service.models.cards(unloaded, sender.access)}
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, service: ServiceDep) -> dict[str, Any]:
+async def model(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return one model."""
-    if service.models.missing(name) and name in await in_daemon_thread(service.loader.names):
+    if (
+        service.models.missing(name)
+        and sender.access.may_see(name)
+        and name in await in_daemon_thread(service.loader.names)
+    ):
         return service.models.unloaded_card(name)
-    return service.models.card(name)
+    return service.models.card(name, sender.access)
 
 
 @prompts.post("/tokenize")
-async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) -> Any:
+async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep, sender: SenderDep) -> Any:
     """Return the token ids of a prompt, or of messages with the chat template as in chat completions."""
     refuse_unsupported(body)
     prepared = prepared_body(http)
-    target = prepared.target if prepared else await service.resolve(body.model, generates=False)
+    target = prepared.target if prepared else await service.resolve(body.model, access=sender.access, generates=False)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give either prompt or messages.", "prompt")
     if body.messages is not None and body.add_special_tokens:
@@ -140,10 +140,10 @@ async def tokenize(http: Request, body: TokenizeRequest, service: ServiceDep) ->
 
 
 @prompts.post("/detokenize")
-async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Any:
+async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep, sender: SenderDep) -> Any:
     """Return the text of token ids."""
     prepared = prepared_body(http)
-    target = prepared.target if prepared else await service.resolve(body.model, generates=False)
+    target = prepared.target if prepared else await service.resolve(body.model, access=sender.access, generates=False)
     if prepared:
         return Response(prepared.answer, media_type="application/json")
     if outside := [token for token in body.tokens if token >= service.limits.vocabulary]:

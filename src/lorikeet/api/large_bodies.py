@@ -33,6 +33,7 @@ from lorikeet.api.prompt_process import (
 )
 from lorikeet.api.served_models import ResolvedModel
 from lorikeet.core.request import PromptEmbeds
+from lorikeet.tenants.keys import Access
 
 SMALL_BODY_BYTES = 64 * 1024
 """A larger body would hold up the event loop, and every stream, for more than some hundredths of a second."""
@@ -265,7 +266,8 @@ class PromptRoute(APIRoute):
                     service.gate_of(is_batch=is_batch).enter(1).release()  # else nothing need be read
                     if self.path in GENERATING:
                         await service.unpaused.wait()
-                    prepared, body = await prepare(service, self.path, body, request.state.tenant, holding)
+                    state = request.scope["state"]
+                    prepared, body = await prepare(service, self.path, body, state["tenant"], state["access"], holding)
                     request.scope["state"][_PREPARED] = prepared
             return await handle(_SmallRequest(request, body))
 
@@ -276,7 +278,9 @@ class PromptRoute(APIRoute):
         return handle_held
 
 
-async def prepare(service: Any, path: str, body: bytes, tenant: str, holding: ExitStack) -> tuple[PreparedBody, bytes]:
+async def prepare(
+    service: Any, path: str, body: bytes, tenant: str, access: Access, holding: ExitStack
+) -> tuple[PreparedBody, bytes]:
     """Read a body in another process; return what was read, and its small fields.
 
     Args:
@@ -284,6 +288,7 @@ async def prepare(service: Any, path: str, body: bytes, tenant: str, holding: Ex
         path: route of the body.
         body: as it came.
         tenant: that sent it.
+        access: what it may do.
         holding: gets what keeps the model's version as long as the body is used.
 
     Raises:
@@ -295,7 +300,7 @@ async def prepare(service: Any, path: str, body: bytes, tenant: str, holding: Ex
     async def resolve(which: WhichModel) -> BodyNeeds:
         if service.loader.is_enabled and service.models.missing(which.model, which.lora_path):
             raise _NotLoaded(which.model, which.lora_path)
-        target: ResolvedModel = await service.resolve(which.model, which.lora_path, generates=False)
+        target: ResolvedModel = await service.resolve(which.model, which.lora_path, access=access, generates=False)
         targets.append(target)
         holding.enter_context(service.versions.hold(target.adapter))
         return BodyNeeds(target.chat, service.responses.conversation(tenant, which.previous_response_id))
@@ -303,7 +308,7 @@ async def prepare(service: Any, path: str, body: bytes, tenant: str, holding: Ex
     try:
         read = await service.prompt_processes.read(path, body, resolve)
     except _NotLoaded as missing:  # a load may take minutes, so it holds no process
-        await service.resolve(missing.model, missing.lora_path, generates=False)
+        await service.resolve(missing.model, missing.lora_path, access=access, generates=False)
         read = await service.prompt_processes.read(path, body, resolve)
     prepared = PreparedBody(
         unpacked(read), read.texts, read.answer, arrival_s, targets[-1], read.conversation, read.embeds

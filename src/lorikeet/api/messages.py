@@ -61,12 +61,13 @@ async def messages(http: Request, body: MessagesRequest, service: ServiceDep, se
 
 
 @router.post(f"{MESSAGES_PATH}/count_tokens")
-async def count_tokens(http: Request, body: CountTokensRequest, service: ServiceDep) -> Any:
+async def count_tokens(http: Request, body: CountTokensRequest, service: ServiceDep, sender: SenderDep) -> Any:
     """Return the number of tokens of a prompt."""
     refuse_unsupported(body)
     if prepared := prepared_body(http):
         return Response(prepared.answer, media_type="application/json")
-    chat = await service.chat_of(await service.resolve(body.model, body.lora_path, generates=False))
+    target = await service.resolve(body.model, body.lora_path, access=sender.access, generates=False)
+    chat = await service.chat_of(target)
     asked = body.tokenize_body()
     assert asked.messages is not None
     if chat.own is not None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lorikeet.api.errors import ApiError, bad_request
 from lorikeet.api.listening import is_loopback
 from lorikeet.api.logs import RequestIds
+from lorikeet.api.tenancy import RATE_HEADERS, RateReport
+from lorikeet.api.threads import in_daemon_thread
 from lorikeet.config import check_keys
+from lorikeet.tenants.keys import Access, ApiKey
+from lorikeet.tenants.store import StoreUnavailable
+from lorikeet.tenants.tenants import Tenants
 
 _RETRY_AFTER_S = 1
 _LONGEST_SHOWN = 100
@@ -229,6 +234,55 @@ _ADMIN_POSTS = frozenset(
     }
 )
 _ADMIN_PREFIXES = ("/v1/adapters", "/v1/loras", "/v1/cluster", "/adapters")
+_KEY_PREFIXES = ("/v1/keys", "/v1/audit")
+"""Reading them is for admins, too."""
+_TENANT_PATHS = frozenset(
+    {
+        "",
+        "/detokenize",
+        "/docs",
+        "/generate",
+        "/generate_stream",
+        "/get_model_info",
+        "/info",
+        "/invocations",
+        "/load_lora_adapter",
+        "/abort_request",
+        "/classify",
+        "/model_info",
+        "/openapi.json",
+        "/redoc",
+        "/rerank",
+        "/score",
+        "/tokenize",
+        "/unload_lora_adapter",
+        "/v1/classify",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/load_lora_adapter",
+        "/v1/moderations",
+        "/v1/rerank",
+        "/v1/score",
+        "/v1/unload_lora_adapter",
+        "/v1/usage",
+        "/v2/rerank",
+    }
+)
+_TENANT_PREFIXES = (
+    "/adapters",
+    "/v1/adapters",
+    "/v1/batches",
+    "/v1/chat/completions",
+    "/v1/files",
+    "/v1/loras",
+    "/v1/messages",
+    "/v1/models",
+    "/v1/requests",
+    "/v1/responses",
+)
+"""What tenants may call; the routes look after what each sees. A new route is the operator's until it is listed."""
+_OPERATORS_WITH_TENANTS = frozenset({"/metrics", "/load"})
+"""Open paths that tell of everybody's adapters or traffic: with tenants, they need an operator's key."""
 _MAX_TENANT_CHARACTERS = 128
 
 
@@ -257,7 +311,7 @@ class KeyRing:
 
 
 class Auth:
-    """Middleware that checks API keys and sets the tenant of a request (``state.tenant``).
+    """Middleware that checks API keys and sets the tenant of a request, and its access (``state.tenant``, ``.access``).
 
     Args:
         app: the wrapped application.
@@ -265,26 +319,61 @@ class Auth:
         admin_keys: keys for the routes that change adapters or show the cluster, and for all others; if empty, API
             keys are for these, too.
         tenant_header: header that names the tenant. Without it the tenant is a name derived from the key.
+        tenants: keys of the registry's database; None for none. With them every request needs a key.
     """
 
     def __init__(
-        self, app: ASGIApp, api_keys: Iterable[str], admin_keys: Iterable[str], tenant_header: str = ""
+        self,
+        app: ASGIApp,
+        api_keys: Iterable[str],
+        admin_keys: Iterable[str],
+        tenant_header: str = "",
+        tenants: Tenants | None = None,
     ) -> None:
         self._app = app
         self._api, self._admin = KeyRing(api_keys), KeyRing(admin_keys)
         self._tenant_header = tenant_header
+        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        if scope["type"] == "http" and refusal is None:
-            tenant = self._tenant(Headers(scope=scope))
-            scope.setdefault("state", {})["tenant"] = tenant
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        key = await self._tenant_key(_key(headers))
+        state = scope.setdefault("state", {})
+        if key is not None:
+            refusal = _tenant_refusal(scope["path"].rstrip("/"))
+            state |= {"tenant": key.key_id, "access": Access(key, key.key_id)}
+            if refusal is None:
+                state["rate_report"] = report = RateReport()
+                send = _with_headers(send, report)
+            await (refusal or self._app)(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is None:
+            tenant = self._tenant(headers)
+            state |= {"tenant": tenant, "access": Access(actor=tenant)}
             if len(tenant) > _MAX_TENANT_CHARACTERS:
                 refusal = bad_request(
                     f"{self._tenant_header} is longer than {_MAX_TENANT_CHARACTERS} characters."
                 ).response()
         await (refusal or self._app)(scope, receive, send)
+
+    async def _tenant_key(self, secret: str) -> ApiKey | None:
+        """Return the tenant's key of a secret, also if another server has just made it."""
+        tenants = self._tenants
+        if tenants is None or not secret or self._api.holds(secret) or self._admin.holds(secret):
+            return None
+        key = tenants.find(secret)
+        if key is None and tenants.may_look_again():
+            try:
+                await in_daemon_thread(tenants.refresh)
+            except StoreUnavailable:
+                return None
+            key = tenants.find(secret)
+        return key
 
     def _tenant(self, headers: Headers) -> str:
         named = headers.get(self._tenant_header, "") if self._tenant_header else ""
@@ -294,7 +383,8 @@ class Auth:
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         path = scope["path"].rstrip("/")
-        if path in _OPEN_PATHS or scope["method"] == "OPTIONS":
+        is_open = path in _OPEN_PATHS and not (self._tenants is not None and path in _OPERATORS_WITH_TENANTS)
+        if is_open or scope["method"] == "OPTIONS":
             return None
         key = _key(Headers(scope=scope))
         is_api, is_admin = self._api.holds(key), self._admin.holds(key)
@@ -304,7 +394,8 @@ class Auth:
             if is_api:
                 return ApiError(403, "This route needs an admin key.").response()
             return _unauthorized()
-        return None if not self._api or is_api or is_admin else _unauthorized()
+        needs_key = bool(self._api) or self._tenants is not None
+        return None if not needs_key or is_api or is_admin else _unauthorized()
 
 
 def key_name(key: str) -> str:
@@ -315,9 +406,32 @@ def key_name(key: str) -> str:
 def _is_for_admins(method: str, path: str) -> bool:
     if path in _ADMIN_POSTS or path == "/v1/cluster":  # which names machines, processes and digests
         return True
-    return method not in ("GET", "HEAD") and any(
-        path == prefix or path.startswith(f"{prefix}/") for prefix in _ADMIN_PREFIXES
-    )
+    if _is_below(path, _KEY_PREFIXES):
+        return True
+    return method not in ("GET", "HEAD") and _is_below(path, _ADMIN_PREFIXES)
+
+
+def _is_below(path: str, prefixes: Iterable[str]) -> bool:
+    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in prefixes)
+
+
+def _tenant_refusal(path: str) -> JSONResponse | None:
+    """Return the answer to a tenant who calls a route of the operator."""
+    is_open = path in _OPEN_PATHS and path not in _OPERATORS_WITH_TENANTS
+    if is_open or path in _TENANT_PATHS or _is_below(path, _TENANT_PREFIXES):
+        return None
+    return ApiError(403, "This route needs a key of the operator.").response()
+
+
+def _with_headers(send: Send, report: RateReport) -> Send:
+    """Return ``send`` with the headers of limits on an answer."""
+
+    async def send_reported(message: Message) -> None:
+        if message["type"] == "http.response.start" and report.headers:
+            MutableHeaders(scope=message).update(report.headers)
+        await send(message)
+
+    return send_reported
 
 
 def _key(headers: Headers) -> str:
@@ -342,6 +456,7 @@ def add_middleware(
     api_keys: Sequence[str] = (),
     admin_keys: Sequence[str] = (),
     tenant_header: str = "",
+    tenants: Tenants | None = None,
     allowed_origins: Sequence[str] = (),
     host: str = "",
 ) -> None:
@@ -351,7 +466,7 @@ def add_middleware(
         app: has its routes.
         max_body_bytes: longer bodies get 413.
         larger_bodies: the same for some paths.
-        api_keys, admin_keys, tenant_header: as of ``Auth``.
+        api_keys, admin_keys, tenant_header, tenants: as of ``Auth``.
         allowed_origins: of web pages that may use the server; ``*`` for any, empty for the server's own only.
         host: address that the server listens on.
 
@@ -361,8 +476,8 @@ def add_middleware(
     # The middleware added last gets a request first.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, larger=larger_bodies)
     app.add_middleware(CrossOriginGuard, allowed_origins=allowed_origins)
-    app.add_middleware(Auth, api_keys=api_keys, admin_keys=admin_keys, tenant_header=tenant_header)
-    if is_loopback(host) and not api_keys and "*" not in allowed_origins:
+    app.add_middleware(Auth, api_keys=api_keys, admin_keys=admin_keys, tenant_header=tenant_header, tenants=tenants)
+    if is_loopback(host) and not api_keys and tenants is None and "*" not in allowed_origins:
         app.add_middleware(HostGuard, names=(host, *filter(None, map(_host_of_origin, allowed_origins))))
     app.add_middleware(RequestIds)
     if allowed_origins:
@@ -372,6 +487,6 @@ def add_middleware(
             allow_origins=allowed_origins,
             allow_methods=("*",),
             allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "Retry-After", *RATE_HEADERS),
             allow_private_network=True,
         )

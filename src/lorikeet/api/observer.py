@@ -11,10 +11,12 @@ from lorikeet.api.request_log import RequestLog
 from lorikeet.api.request_records import RequestRecords
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import attainment, missed
+from lorikeet.api.tenancy import record_usage
 from lorikeet.client.client import RequestHandle
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Slo
+from lorikeet.tenants.ledger import Ledger
 
 
 class RequestObserver:
@@ -26,6 +28,7 @@ class RequestObserver:
         request_log: None if there is none.
         lengths: learns from the lengths of answers.
         forecast: learns how fast requests are admitted; None without shedding.
+        ledger: adds up what tenants use; None without tenants.
 
     Attributes:
         records: of the latest requests.
@@ -38,12 +41,14 @@ class RequestObserver:
         request_log: RequestLog | None,
         lengths: AnswerLengthPredictor,
         forecast: TtftForecast | None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.metrics = metrics
         self.usage = usage
         self.request_log = request_log
         self.lengths = lengths
         self.forecast = forecast
+        self.ledger = ledger
         self.records = RequestRecords()
 
     def watch(self, handle: RequestHandle) -> "RequestWatch":
@@ -119,7 +124,8 @@ class RequestWatch:
         self._usage.running -= 1
         if self._forecast is not None:
             self._forecast.on_ended(request)
-        self._observer.lengths.on_ended(request, completion_tokens, reason)
+        if request.pooling is None:
+            self._observer.lengths.on_ended(request, completion_tokens, reason)
         self._observer.metrics.observe_request(
             timings,
             len(request.prompt_token_ids),
@@ -128,6 +134,8 @@ class RequestWatch:
             ended_s,
             latencies=not self._is_background,
         )
+        if self._observer.ledger is not None:
+            record_usage(self._observer.ledger, request, timings, completion_tokens, reason)
         if self._observer.request_log is not None:
             text = None if self._text is None else "".join(self._text)
             self._observer.request_log.write(request, timings, completion_tokens, reason, ended_s, text)

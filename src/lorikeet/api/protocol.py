@@ -8,12 +8,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from lorikeet.api.errors import bad_request, invalid_body, not_supported
+from lorikeet.api.mixtures import MAX_PARTS, of_fields
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
@@ -68,11 +69,34 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class LoraScale(Body):
+    """An adapter of llama.cpp's ``lora``: its name, or its index in ``/v1/adapters``."""
+
+    id: Annotated[int, Field(ge=0, lt=2**31)] | Annotated[str, Field(min_length=1)]
+    scale: float = 1.0
+
+
+class MergedAdapters(Body):
+    """LoRAX' ``merged_adapters``. Its ``linear`` strategy adds up the changes that the adapters make."""
+
+    refused: ClassVar = {
+        "density": ((0, 0.0), "density belongs to strategies that are not supported; use linear."),
+        "majority_sign_method": (("total",), "majority_sign_method belongs to strategies that are not supported."),
+    }
+
+    ids: Annotated[list[str], Field(max_length=MAX_PARTS)]
+    weights: Annotated[list[float], Field(max_length=MAX_PARTS)] | None = None
+    merge_strategy: Literal["linear"] | None = None
+
+
 class GenerationBody(Body):
     """Fields that completions and chat completions have in common. None means "not given"."""
 
     model: str | None = None
     lora_path: str | None = None
+    lora: Annotated[list[LoraScale], Field(max_length=MAX_PARTS)] | None = None
+    merged_adapters: MergedAdapters | None = None
+    adapter_parameters: MergedAdapters | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -123,6 +147,18 @@ class GenerationBody(Body):
         if value is not None and "stream" in info.data and not info.data["stream"]:
             raise PydanticCustomError("stream_options", "only allowed with stream: true")
         return value
+
+    @model_validator(mode="after")
+    def _name_the_mixture(self) -> Self:
+        """Write a mixture that other fields ask for into ``model``, where all routes look for it."""
+        try:
+            mixture = of_fields(self.lora, self.merged_adapters or self.adapter_parameters)
+        except ValueError as error:
+            raise PydanticCustomError("mixture", "{why}", {"why": str(error)}) from error
+        if mixture:
+            self.model = f"{self.model}:{mixture}" if self.model else mixture  # as base:adapter
+            self.lora = self.merged_adapters = self.adapter_parameters = None
+        return self
 
     @property
     def stops(self) -> tuple[str, ...]:

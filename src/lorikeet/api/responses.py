@@ -94,7 +94,7 @@ async def _prepare(
     """Read a body that goes on from a long conversation in another process, as large bodies are."""
     content = body.model_dump_json(exclude_unset=True).encode()
     async with service.body_gate.hold(min(previous_bytes, service.body_gate.max_body_bytes)):
-        prepared, _ = await prepare(service, RESPONSES_PATH, content, sender.tenant, holding)
+        prepared, _ = await prepare(service, RESPONSES_PATH, content, sender.tenant, sender.access, holding)
     return prepared
 
 

@@ -77,25 +77,32 @@ ROUTES = (
     ApiRoutes(("GET /v1/adapters/{name}/stats",), "traffic, TTFT, waits for transfers, whether it is on the device"),
     ApiRoutes(("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"), "vLLM's"),
     ApiRoutes(("POST /load_lora_adapter", "POST /unload_lora_adapter"), "SGLang's"),
+    ApiRoutes(
+        ("GET/POST /v1/keys", "GET/PATCH/DELETE /v1/keys/{id}", "POST /v1/keys/{id}/rotate"),
+        "keys of tenants, with an admin key: see [Tenants](tenants.md)",
+    ),
+    ApiRoutes(("GET /v1/usage",), "what was used by day, key and model; of a tenant its own"),
+    ApiRoutes(("GET /v1/audit",), "who changed which adapter and key, with an admin key"),
     ApiRoutes(("GET/POST /v1/loras", "DELETE /v1/loras/{name}"), "Dynamo's"),
     ApiRoutes(
         ("GET /v1/cluster", "POST /v1/cluster/replicas", "DELETE /v1/cluster/replicas/{id}"),
         "see [cluster.md](cluster.md#running-one)",
     ),
-    ApiRoutes(("POST /v1/embeddings",), "", "501"),
+    ApiRoutes(("POST /v1/embeddings",), "OpenAI's: see [embeddings](#embeddings)"),
     ApiRoutes(
         (
+            "POST /classify",
+            "POST /v1/classify",
             "POST /score",
             "POST /v1/score",
             "POST /rerank",
             "POST /v1/rerank",
-            "POST /pooling",
-            "POST /classify",
+            "POST /v2/rerank",
             "POST /v1/moderations",
         ),
-        "",
-        "501",
+        "vLLM's, Jina's, Cohere's, OpenAI's: see [labels and scores](#labels-and-scores)",
     ),
+    ApiRoutes(("POST /pooling",), "", "501"),
     ApiRoutes(
         (
             "POST /v1/audio/transcriptions",

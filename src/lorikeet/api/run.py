@@ -16,7 +16,7 @@ import uvicorn
 import uvloop
 from anyio import to_thread
 
-from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.adapters.catalog import AdapterCatalog, registry_url
 from lorikeet.adapters.checkpoint import ServedBase
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.adapter_chat import AdapterChats
@@ -56,6 +56,8 @@ from lorikeet.models.config import (
     read_model_config,
     wants_own_decoder,
 )
+from lorikeet.presets import MERGING_MODES, resolve_preset
+from lorikeet.tenants.tenants import Tenants
 
 _KEEP_ALIVE_S = 75
 
@@ -111,6 +113,10 @@ async def _serve(settings: Settings) -> None:
         lengths, lengths_note = open_length_predictor(settings.server, model.path / "tokenizer.json")
         stack.push_async_callback(lengths.close)
 
+        tenants = await to_thread.run_sync(_open_tenants, settings, model.identity)
+        if tenants is not None:
+            stack.callback(tenants.close)
+
         client = _open_engines(_with_folder(settings, model.path), stack)
         stack.push_async_callback(client.close)
         engine_info = await client.start(progress.on_engine_progress)
@@ -139,6 +145,7 @@ async def _serve(settings: Settings) -> None:
             names,
             request_log,
             lengths,
+            tenants,
         )
         stack.push_async_callback(service.prompt_processes.close)
         stack.push_async_callback(service.loader.close)
@@ -147,7 +154,7 @@ async def _serve(settings: Settings) -> None:
         await service.batches.resume()
         for note in (*catalog.notes, lengths_note):
             log.info(note)
-        needs_key = bool(settings.server.api_keys)
+        needs_key = bool(settings.server.api_keys) or tenants is not None
         if not needs_key and not uds and not is_loopback(settings.server.host):
             log.warning("anyone who can reach this address may use the server: no --api-key is set")
         url = (
@@ -260,6 +267,10 @@ def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
     return open_cluster(settings, stack)
 
 
+def _open_tenants(settings: Settings, base: str) -> Tenants | None:
+    return Tenants(registry_url(settings.adapters), base) if settings.server.tenants else None
+
+
 class _Server(BoundServer):
     """Uvicorn that drains: after the first signal it goes on answering until accepted requests have ended."""
 
@@ -359,7 +370,7 @@ def _open_catalog(
     assert base is not None, "an engine that serves has a model"
 
     def accept(adapter: AdapterRef) -> None:
-        blocks = pack(adapter.ranks, share, engine_info.block_bytes // dtype_bytes).blocks
+        blocks = pack(adapter.ranks, share, engine_info.block_bytes // dtype_bytes, adapter.extras).blocks
         if blocks > engine_info.max_adapter_blocks:
             raise AdapterError(
                 f"adapter {adapter.name!r} takes {blocks} blocks of device memory; one adapter gets at most "
@@ -381,7 +392,18 @@ def _open_catalog(
             model.revision,
             sources.strict_base,
         ),
+        only_low_rank=_why_only_low_rank(settings),
     )
+
+
+def _why_only_low_rank(settings: Settings) -> str:
+    """Return why adapters with more than low-rank matrices on linear modules cannot be served; "" if they can."""
+    if settings.engine.tensor_parallel > 1:
+        return "tensor parallelism serves low-rank matrices on linear modules only"
+    name, preset = resolve_preset(settings.engine.preset)
+    if preset.batching_mode in MERGING_MODES:
+        return f"preset {name} merges adapters, and can merge low-rank matrices on linear modules only"
+    return ""
 
 
 def _open_request_log(settings: Settings) -> RequestLog | None:

@@ -11,8 +11,10 @@ import msgspec
 from lorikeet.adapters.catalog import AdapterCatalog, AdapterRecord
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterNotServed
-from lorikeet.api.errors import bad_request, hide_paths, model_not_found
+from lorikeet.api.errors import ApiError, bad_request, hide_paths, model_not_found
+from lorikeet.api.mixtures import PREFIX, spelled
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.tenants.keys import OPERATOR, Access
 
 _VERSIONED = re.compile(r"(.+)@([0-9a-f]{8,64})")
 """An adapter's name, and the beginning of the digest that it must have."""
@@ -67,7 +69,7 @@ class ServedModels:
         """Return whether ``name`` is one of the base model's."""
         return name in self._base
 
-    def resolve(self, model: str | None, lora_path: str | None = None) -> ResolvedModel:
+    def resolve(self, model: str | None, lora_path: str | None = None, access: Access = OPERATOR) -> ResolvedModel:
         """Resolve the names in a request: an exact name first, then ``base:adapter``.
 
         An adapter may be named with the beginning of its digest, ``name@05d07048``; another version is not found then.
@@ -75,42 +77,74 @@ class ServedModels:
         Args:
             model: None or empty for the base model, as in vLLM.
             lora_path: SGLang's field, an adapter's name.
+            access: of the sender. A model that it may not see does not exist for it.
 
         Raises:
-            ApiError: 404 for an unknown name, which never falls back to the base; 400 if the two fields name
-                different adapters.
+            ApiError: 404 for an unknown name, which never falls back to the base; 403 for one that the sender may see
+                and not use; 400 if the two fields name different adapters.
         """
-        target = self._by_model(model)
+        target = self._by_model(model, access, is_asked=not lora_path)
         if not lora_path:
             return target
         if target.adapter is not None and target.name != self._unversioned(lora_path):
             raise bad_request(f"model asks for adapter {target.name!r}, lora_path for {lora_path!r}.", "lora_path")
-        return self._adapter(lora_path, lora_path)
+        return self._adapter(lora_path, lora_path, access)
+
+    def mixture(self, model: str | None) -> list[tuple[str, float]] | None:
+        """Return names and weights if a request names a mixture, as in ``a*0.7+b*0.3`` or ``base:a*0.7+b*0.3``.
+
+        Adapters without a weight, which change nothing, are left out. A number that is no adapter's name is llama.cpp's
+        index of one.
+
+        Raises:
+            ApiError: 400, the mixture is not valid.
+        """
+        if not model or model in self._base:
+            return None
+        name = next((model[len(base) + 1 :] for base in self._base if model.startswith(f"{base}:")), model)
+        parts = spelled(name)
+        return None if parts is None else [(self._by_index(part), weight) for part, weight in parts if weight]
+
+    def _by_index(self, name: str) -> str:
+        if not name.isdecimal() or name in self._catalog:
+            return name
+        names = [each for each in self._catalog.names() if not each.startswith(PREFIX)]
+        return names[int(name)] if int(name) < len(names) else name
 
     def missing(self, model: str | None, lora_path: str | None = None) -> list[str]:
         """Return the adapters that a request names and that are not registered."""
         names = [lora_path] if lora_path else []
         if model and model not in self._base and model not in self._catalog:
-            names.append(next((model[len(base) + 1 :] for base in self._base if model.startswith(f"{base}:")), model))
+            names.append(self.named_by(model))
         return [name for name in map(self._unversioned, names) if name not in self._catalog]
+
+    def named_by(self, model: str) -> str:
+        """Return the name of the adapter that ``model`` means, without the base's name or a version."""
+        if model not in self._catalog:
+            model = next((model[len(base) + 1 :] for base in self._base if model.startswith(f"{base}:")), model)
+        return self._unversioned(model)
 
     def _unversioned(self, name: str) -> str:
         """Return the name in ``name@version``, and any other name as it is."""
         found = _VERSIONED.fullmatch(name)
         return name if found is None or name in self._catalog else found[1]
 
-    def _by_model(self, model: str | None) -> ResolvedModel:
+    def _by_model(self, model: str | None, access: Access, *, is_asked: bool = True) -> ResolvedModel:
+        """Return the model called ``model``; ``is_asked``: it is what will be used."""
         if not model or model in self._base:
+            if is_asked:
+                _check_use(access, self.base_names, model or self.base)
             return ResolvedModel(model if model in self.base_names else self.base, None)
-        if self.record(self._unversioned(model)) is not None:
-            return self._adapter(model, model)
+        if self._unversioned(model) in self._catalog:
+            return self._adapter(model, model, access)
         for base in self._base:
             if model.startswith(f"{base}:"):
-                return self._adapter(model.removeprefix(f"{base}:"), model)
+                return self._adapter(model.removeprefix(f"{base}:"), model, access)
         raise model_not_found(model)
 
-    def _adapter(self, name: str, asked: str) -> ResolvedModel:
+    def _adapter(self, name: str, asked: str, access: Access) -> ResolvedModel:
         plain = self._unversioned(name)
+        _check_use(access, (plain,), asked)
         record = self.record(plain)
         if record is None or (plain != name and not record.digest.startswith(name[len(plain) + 1 :])):
             raise model_not_found(asked)
@@ -127,28 +161,34 @@ class ServedModels:
         except AdapterNotServed as error:
             raise bad_request(hide_paths(str(error)), "model") from error
 
-    def cards(self, unloaded: Iterable[str] = ()) -> list[dict[str, Any]]:
+    def cards(self, unloaded: Iterable[str] = (), access: Access = OPERATOR) -> list[dict[str, Any]]:
         """Return a card for every model, the base model's first, which clients use by default.
 
         Args:
             unloaded: names of adapters that would be loaded if a request named them.
+            access: of the sender, which gets only what it may see.
         """
-        cards = [self._card(name, self._created, self._root, None) for name in self.base_names]
-        cards += [self.adapter_card(record) for record in self._catalog.list()]
+        cards = [self._card(name, self._created, self._root, None) for name in self.base_names if access.may_see(name)]
+        # Mixtures are made by requests, and go again.
+        records = (each for each in self._catalog.list() if not each.name.startswith(PREFIX))
+        cards += [self.adapter_card(record) for record in records if access.may_see(record.name)]
         names = (name for name in unloaded if name not in self._catalog and name not in self._base)
-        return cards + [self.unloaded_card(name) for name in names]
+        return cards + [self.unloaded_card(name) for name in names if access.may_see(name)]
 
     def unloaded_card(self, name: str) -> dict[str, Any]:
         """Return the card of an adapter that would be loaded if a request named it."""
         return self._card(name, self._created, name, self.base)
 
-    def card(self, name: str) -> dict[str, Any]:
+    def card(self, name: str, access: Access = OPERATOR) -> dict[str, Any]:
         """Return one card.
 
         Raises:
-            ApiError: 404, no model has that name.
+            ApiError: 404, no model that the sender may see has that name.
         """
-        target = self._by_model(name)
+        names = self.base_names if self.is_base(name) else (self.named_by(name),)
+        if not any(map(access.may_see, names)):
+            raise model_not_found(name)
+        target = self._by_model(name, OPERATOR)
         record = None if target.adapter is None else self.record(target.name)
         return self._card(target.name, self._created, self._root, None) if record is None else self.adapter_card(record)
 
@@ -171,6 +211,20 @@ class ServedModels:
         }
 
 
+def _check_use(access: Access, names: Iterable[str], asked: str) -> None:
+    """Check that a sender may use a model by one of its names.
+
+    Raises:
+        ApiError: 404 if it may not even see it, with the words for a model that does not exist; else 403.
+    """
+    known = tuple(names)
+    if any(map(access.may_use, known)):
+        return
+    if any(map(access.may_see, known)):
+        raise ApiError(403, f"This key may see the model `{asked}`, but not use it.", param="model")
+    raise model_not_found(asked)
+
+
 def describe_chat(chat: AdapterChat) -> dict[str, Any]:
     """Return how conversations with an adapter differ from those with the base model; what does not is left out."""
     said: dict[str, Any] = {
@@ -181,6 +235,9 @@ def describe_chat(chat: AdapterChat) -> dict[str, Any]:
         "system_prompt": chat.system_prompt,
         "tool_call_parser": chat.tool_call_parser,
         "reasoning_parser": chat.reasoning_parser,
+        "labels": chat.task.labels,
+        "pooling": chat.task.pooling,
+        "invocation_token_ids": chat.task.invocation_token_ids,
     }
     return {key: value for key, value in said.items() if value}
 

@@ -9,6 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -21,18 +22,20 @@ from fastapi import Request as HttpRequest
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.chat import AdapterChat
+from lorikeet.adapters.task import AdapterTask
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.batches.batches import Batches
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionStats
-from lorikeet.api.errors import ApiError, engine_unavailable
+from lorikeet.api.errors import ApiError, bad_request, engine_unavailable
 from lorikeet.api.generation import Generation, TextOptions
 from lorikeet.api.grammar_process import GrammarSpec, Thoughts
 from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_type, unpacked
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
+from lorikeet.api.mixtures import PREFIX, Mixtures
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.prompt_process import CHAT_PATH, BodyNeeds, BodyRead, WhichModel
 from lorikeet.api.protocol import (
@@ -48,6 +51,7 @@ from lorikeet.api.served_models import ResolvedModel, ServedModels
 from lorikeet.api.slo_targets import SloTargets
 from lorikeet.api.stored_responses import StoredResponses
 from lorikeet.api.structured_output import GrammarChecks
+from lorikeet.api.tenancy import RateReport, admit
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.api.versions import HeldVersions
@@ -55,8 +59,14 @@ from lorikeet.client.client import Engines
 from lorikeet.client.supervisor import EngineError
 from lorikeet.config import AdapterSettings, ServerSettings
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.request import PromptEmbeds, Request, Slo
+from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
+from lorikeet.core.request import Pooling, PromptEmbeds, Request, Slo
+from lorikeet.tenants.keys import Access
+from lorikeet.tenants.ledger import Grant
+from lorikeet.tenants.tenants import Tenants
+
+_ATTEMPTS = 3
+"""To find a mixture before another request's takes its place."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,7 @@ class GenerationSpec:
         grammar: that the answers follow; None for none.
         embeds: of each prompt, whose tokens then mean nothing; empty if the prompts are tokens.
         thoughts: returns what may come before such an answer to a prompt.
+        pooling: that a vector of each prompt is wanted instead of an answer.
     """
 
     prompts: int
@@ -89,6 +100,7 @@ class GenerationSpec:
     grammar: GrammarSpec | None = None
     embeds: Sequence[PromptEmbeds] = ()
     thoughts: Callable[[list[int]], Thoughts | None] = lambda prompt: None
+    pooling: Pooling | None = None
 
 
 class Sender(NamedTuple):
@@ -98,11 +110,15 @@ class Sender(NamedTuple):
         request_id: the client's ``X-Request-Id``, or a generated one.
         tenant: that the request counts for; empty if it is not known.
         is_batch: whether it is a line of a batch: no client waits for it.
+        access: what it may do.
+        report: gets what is left of its limits.
     """
 
     request_id: str
     tenant: str
-    is_batch: bool = False
+    is_batch: bool
+    access: Access
+    report: RateReport
 
 
 def _set_event() -> asyncio.Event:
@@ -131,8 +147,13 @@ class Service:
     observer: RequestObserver
     versions: HeldVersions
     loader: AdapterLoader
+    mixtures: Mixtures
     responses: StoredResponses
     batches: Batches
+    base_task: AdapterTask = field(default_factory=AdapterTask)
+    """How the base model makes vectors."""
+    tenants: Tenants | None = None
+    """Keys of the registry's database; None if it has none to tell."""
     ranks: int = 1
     """Tensor-parallel ranks of a replica."""
     unpaused: asyncio.Event = field(default_factory=_set_event)
@@ -162,12 +183,13 @@ class Service:
         return self.chats.base.limits
 
     async def resolve(
-        self, model: str | None, lora_path: str | None = None, *, generates: bool = True
+        self, model: str | None, lora_path: str | None = None, *, access: Access, generates: bool = True
     ) -> ResolvedModel:
         """Return the model that a request names; an adapter that is not registered is loaded, if there is a source.
 
         Args:
             model, lora_path: the names.
+            access: of the sender.
             generates: whether the request must wait while generation is paused. It then gets the version that its
                 adapter has after that.
 
@@ -176,16 +198,51 @@ class Service:
         """
         if generates:
             await self.unpaused.wait()
+        mixture = self.models.mixture(model)
+        if mixture is not None:
+            if lora_path:
+                raise bad_request("model names a mixture, so lora_path cannot name an adapter.", "lora_path")
+            return await self._mixed(model or "", mixture, access)
         if self.loader.is_enabled:
             for name in self.models.missing(model, lora_path):
+                if not access.may_use(name):
+                    break  # it is not looked for
                 await self.loader.load(name)
         while True:
-            target = self.models.resolve(model, lora_path)
+            target = self.models.resolve(model, lora_path, access)
             if target.adapter is None or self.versions.hold_for_now(target.adapter):
                 break  # else another thread has just replaced it
         if target.adapter is not None:
             self.loader.use(target.name)
         return target
+
+    async def _mixed(self, spelling: str, mixture: Sequence[tuple[str, float]], access: Access) -> ResolvedModel:
+        """Return a mixture, which is made if it is not there.
+
+        Its conversations are those of its adapters if they are the same for all of them, else the base model's.
+        """
+        if not mixture:
+            return self.models.resolve(self.models.base, None, access)
+        targets = [await self.resolve(name, access=access, generates=False) for name, _ in mixture]
+        parts = []
+        for (name, weight), target in zip(mixture, targets, strict=True):
+            is_mixture = target.name.startswith(PREFIX)
+            if target.adapter is None or is_mixture or target.chat.task.invocation_token_ids:
+                raise bad_request(f"{name!r} is no adapter that can be mixed.", "model")
+            parts.append((target.adapter, weight))
+        chat = targets[0].chat if all(target.chat == targets[0].chat for target in targets) else AdapterChat()
+        for _ in range(_ATTEMPTS):
+            with ExitStack() as held:
+                for adapter, _ in parts:
+                    held.enter_context(self.versions.hold(adapter))
+                name = await self.mixtures.get(parts)
+            record = self.models.record(name)
+            if record is None:  # somebody has removed it
+                self.mixtures.lost(name)
+            elif self.versions.hold_for_now(record.ref):
+                named = msgspec.structs.replace(record.ref, name=AdapterName(spelling))
+                return ResolvedModel(spelling, named, msgspec.structs.replace(chat, task=AdapterTask()))
+        raise ApiError(409, f"The mixture `{spelling}` has just changed; send the request again.")
 
     async def warm(self, target: ResolvedModel, sender: Sender) -> None:
         """Bring an adapter onto the device, by a request of one token.
@@ -244,7 +301,8 @@ class Service:
         sequences = spec.prompts * body.choices_per_prompt
         structlog.contextvars.bind_contextvars(model=target.name, sequences=sequences)
         background = sender.is_batch or body.service_tier == "flex"
-        slo = None if background else self.targets.of(None if target.adapter is None else target.adapter.name)
+        has_target = not background and spec.pooling is None  # targets are of tokens
+        slo = None if not has_target else self.targets.of(None if target.adapter is None else target.adapter.name)
         try:
             ticket = self.gate_of(is_batch=sender.is_batch).enter(sequences)
         except ApiError as error:
@@ -252,6 +310,7 @@ class Service:
                 self.observer.refused(target.adapter, slo, sequences, shed=False)
             raise
         adapter = target.adapter
+        grant: Grant | None = None
         try:
             with self.versions.hold(adapter):
                 prompts = await spec.encode()
@@ -259,12 +318,15 @@ class Service:
                 if spec.grammar is not None:
                     answer = msgspec.structs.replace(spec.grammar, thoughts=spec.thoughts(prompts[0]))
                     grammar = await self.grammars.check(answer, sequences)
-                predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
+                predicted: list[int | None] = [None] * len(prompts)
+                if spec.pooling is None:
+                    predicted = await self.lengths.predict(prompts, None if adapter is None else adapter.name)
                 chat = await self.chat_of(target)
                 requests = self._requests(
                     body,
                     adapter,
                     chat,
+                    target.chat.task,
                     spec,
                     prompts,
                     predicted,
@@ -275,6 +337,7 @@ class Service:
                     background=background,
                 )
                 self._shed(requests)
+                grant = await self._admit(requests, target, slo, sender)
                 if adapter is not None:
                     self.used_adapters[adapter.digest] = adapter
                     self.catalog.acquire(adapter.digest)
@@ -286,7 +349,7 @@ class Service:
                         self._text_options(body, chat.limits, spec),
                         self.observer,
                         0.0 if sender.is_batch else self.settings.request_timeout_s,
-                        on_close=lambda: self._ended(generation, ticket, adapter),
+                        on_close=lambda: self._ended(generation, ticket, adapter, grant),
                     )
                 except BaseException:
                     if adapter is not None:
@@ -294,6 +357,8 @@ class Service:
                     raise
         except BaseException as error:
             ticket.release()
+            if grant is not None and self.tenants is not None:
+                self.tenants.ledger.release(grant, 0)
             if isinstance(error, EngineError):
                 raise engine_unavailable(error) from error
             raise
@@ -319,9 +384,28 @@ class Service:
         for generation in self.generations:
             generation.stop(ApiError(503, "The server was stopped before the request had finished."))
 
-    def _ended(self, generation: Generation, ticket: Ticket, adapter: AdapterRef | None) -> None:
+    async def _admit(
+        self, requests: list[Request], target: ResolvedModel, slo: Slo | None, sender: Sender
+    ) -> Grant | None:
+        """Take the places of a tenant's request; raises as ``tenancy.admit``."""
+        if self.tenants is None or sender.access.key is None:
+            return None
+        try:
+            return await admit(
+                self.tenants.ledger, sender.access.key, requests, sender.report, is_batch=sender.is_batch
+            )
+        except ApiError as error:
+            if error.status == 429:
+                self.observer.refused(target.adapter, slo, len(requests), shed=False)
+            raise
+
+    def _ended(self, generation: Generation, ticket: Ticket, adapter: AdapterRef | None, grant: Grant | None) -> None:
         self.generations.discard(generation)
         ticket.release()
+        if grant is not None and self.tenants is not None:
+            choices = generation.choices
+            used = sum(len(each.handle.request.prompt_token_ids) + each.completion_tokens for each in choices)
+            self.tenants.ledger.release(grant, used)
         if adapter is not None:
             self.catalog.release(adapter.digest)
 
@@ -330,6 +414,7 @@ class Service:
         body: GenerationBody,
         adapter: AdapterRef | None,
         chat: ChatSettings,
+        task: AdapterTask,
         spec: GenerationSpec,
         prompts: list[list[int]],
         predicted: list[int | None],
@@ -347,6 +432,7 @@ class Service:
         bad_words = chat.text_processor.bad_words(body.bad_words or ())
         for at, (token_ids, tokens) in enumerate(zip(prompts, predicted, strict=True)):
             embeds = spec.embeds[at] if spec.embeds else None
+            start = task.start(token_ids) if embeds is None or not task.invocation_token_ids else None
             check_prompt(token_ids, limits, spec.prompt_param)
             params = sampling_params(
                 body,
@@ -367,22 +453,32 @@ class Service:
                         prompt_token_ids=token_ids,
                         sampling=params_for_choice(params, choice),
                         arrival_s=arrival_s,
-                        adapter=adapter,
-                        priority=body.priority or 0,
+                        adapter=None if start is None else adapter,
+                        adapter_start=start or 0,
+                        priority=sender.access.priority(body.priority or 0),
                         tenant=sender.tenant,
+                        tenant_weight=sender.access.weight,
                         cache_salt=cache_salt if embeds is None else f"{cache_salt}\0{_digest(embeds)}",
                         slo=slo,
                         predicted_tokens=None if tokens is None else min(tokens, params.max_tokens),
                         background=background,
                         prompt_embeds=embeds,
+                        pooling=spec.pooling,
                     )
                 )
         return requests
 
     def _cache_salt(self, body: GenerationBody, sender: Sender) -> str:
-        """Return what a request's KV is told apart by: its tenant, where keys keep tenants apart, and what it says."""
-        is_shared = self.settings.shared_prefix_cache or not self.settings.api_keys
-        tenant, salt = "" if is_shared else sender.tenant, body.cache_salt or ""
+        """Return what a request's KV is told apart by: its tenant, where keys keep tenants apart, and what it says.
+
+        Keys of a group count as one tenant.
+        """
+        has_keys = bool(self.settings.api_keys) or self.tenants is not None
+        is_shared = self.settings.shared_prefix_cache or not has_keys
+        key = sender.access.key
+        # No tenant's name begins with a control character.
+        owner = f"\1{key.settings.cache_group}" if key is not None and key.settings.cache_group else sender.tenant
+        tenant, salt = "" if is_shared else owner, body.cache_salt or ""
         plain = f"{tenant}\0{salt}" if tenant or salt else ""
         return f"{self.cache_epoch}\0{plain}" if self.cache_epoch else plain
 
@@ -440,8 +536,21 @@ async def _is_json(request: HttpRequest) -> None:
         refuse_lone_surrogates(body, await request.json())
 
 
+def access_of(request: HttpRequest) -> Access:
+    """Return what the sender of a request may do, as the middleware has found."""
+    access: Access = request.scope["state"]["access"]
+    return access
+
+
 async def _sender(request: HttpRequest) -> Sender:
-    return Sender(request.state.request_id, request.state.tenant, request.scope["state"].get("is_batch", False))
+    state = request.scope["state"]
+    return Sender(
+        request.state.request_id,
+        request.state.tenant,
+        state.get("is_batch", False),
+        access_of(request),
+        state.get("rate_report", RateReport()),
+    )
 
 
 ServiceDep = Annotated[Service, Depends(_service)]

@@ -48,13 +48,21 @@ class ProgressDisplay:
         """Show a stage whose length is not known."""
         self.show(name, 0, 0)
 
-    def show(self, stage: str, done: int, total: int) -> None:
-        """Show ``done`` of ``total`` units of a stage; 0 of 0 for one whose length is not known."""
+    def show(self, stage: str, done: int, total: int, left_s: float | None = None) -> None:
+        """Show ``done`` of ``total`` units of a stage; 0 of 0 for one whose length is not known.
+
+        Args:
+            stage: its name.
+            done, total: units.
+            left_s: seconds that the rest may take; None if that is not known.
+        """
         if stage not in self._tasks:
             self._tasks[stage] = self._bars.add_task(escape(stage), total=total or None)
             if self._bars.disable and self._lines:
                 self._console.print(f"{escape(stage)} …", soft_wrap=True)
-        self._bars.update(self._tasks[stage], completed=done, total=total or None)
+        left = "" if left_s is None else f", about {left_s:.0f} s left"
+        described = escape(f"{stage}{left}")
+        self._bars.update(self._tasks[stage], completed=done, total=total or None, description=described)
 
 
 def show_ready(url: str, base: str, adapters: Sequence[str], *, needs_key: bool, as_json: bool) -> None:

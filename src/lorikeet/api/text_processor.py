@@ -409,6 +409,15 @@ class TextProcessor:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
+    def pair_token_ids(
+        self, pair: tuple[str, str], *, add_special_tokens: bool, limits: ModelLimits | None = None, param: str = ""
+    ) -> list[int]:
+        """Return the token ids of two texts that are read together, as the tokenizer joins them."""
+        if limits is not None:
+            check_text_length(sum(self.fewest_tokens(each, limits.max_model_len) for each in pair), limits, param)
+        (encoding,) = self.tokenizer.encode_batch_fast([pair], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token sequences of words that an answer may not have.
 

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from lorikeet.adapters.description import AdapterDescription
 from lorikeet.cli.console import output
-from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.core.geometry import LORA_MODULES, SCORE
 from lorikeet.core.sizes import format_size
 
 
@@ -18,13 +18,13 @@ def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
         found = [each for each in adapter.modules if each.module == module]
         modules[module] = {
             "layers": [each.layer for each in found],
-            "ranks": sorted({each.rank for each in found}),
+            "ranks": sorted({each.rank for each in found}) if module != SCORE else [],
             "scalings": sorted({each.scaling for each in found}),
             "dtypes": sorted({tensor.dtype for each in found for tensor in (each.a, each.b)}),
             "in_features": sorted({each.a.shape[1] for each in found}),
-            "out_features": sorted({each.b.shape[0] for each in found}),
+            "out_features": sorted({(each.a if module == SCORE else each.b).shape[0] for each in found}),
         }
-    is_llama = modules.keys() <= set(LORA_MODULES)
+    is_llama = modules.keys() - {SCORE} <= set(LORA_MODULES)
     return {
         "folder": str(folder),
         "base_model": adapter.base_model,

@@ -52,6 +52,10 @@ class ServerClient:
         """POST ``body`` and return the JSON object that comes back."""
         return self._call("POST", path, json=body)
 
+    def patch(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """PATCH with ``body`` and return the JSON object that comes back."""
+        return self._call("PATCH", path, json=body)
+
     def delete(self, path: str) -> dict[str, Any]:
         """DELETE and return the JSON object that comes back."""
         return self._call("DELETE", path)

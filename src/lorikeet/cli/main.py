@@ -8,11 +8,12 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from lorikeet import __version__
-from lorikeet.cli import adapters, bench, compat, profiles
+from lorikeet.cli import adapters, bench, compat, keys, profiles
 from lorikeet.cli.batch import batch, run_batch
 from lorikeet.cli.chat import chat
 from lorikeet.cli.console import fail, note
 from lorikeet.cli.generate import generate
+from lorikeet.cli.plan import plan
 from lorikeet.cli.presets import presets
 from lorikeet.cli.profile import profile
 from lorikeet.cli.replay import replay
@@ -21,6 +22,7 @@ from lorikeet.cli.serve import serve
 from lorikeet.cli.simulate import simulate
 from lorikeet.cli.status import status
 from lorikeet.cli.train_predictor import train_predictor
+from lorikeet.cli.usage import audit, usage
 from lorikeet.cli.why import why
 from lorikeet.cli.workload import workload
 
@@ -39,6 +41,7 @@ app.command(context_settings={"allow_extra_args": True})(batch)
 app.command("run-batch", hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     run_batch
 )
+app.command()(plan)
 app.command()(presets)
 app.command()(profile)
 app.command()(simulate)
@@ -47,10 +50,13 @@ app.command("router")(router)
 app.command("route", hidden=True)(router)
 app.command()(status)
 app.command()(train_predictor)
+app.command()(usage)
+app.command()(audit)
 app.command()(why)
 app.command()(workload)
 app.add_typer(adapters.app, name="adapters")
 app.add_typer(bench.app, name="bench")
+app.add_typer(keys.app, name="keys")
 app.add_typer(profiles.app, name="profiles")
 
 
@@ -67,7 +73,7 @@ class _Command(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-for _group in (app, adapters.app, bench.app, profiles.app):
+for _group in (app, adapters.app, bench.app, keys.app, profiles.app):
     for _command in _group.registered_commands:
         _command.cls = _Command
         # Lines end where the terminal does, not where those of the docstring do.

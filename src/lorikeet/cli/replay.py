@@ -92,7 +92,7 @@ def _compare(recording: "Recording", name: str, json_file: str | None) -> None:
     from lorikeet.worker.modelled import transfer_model
 
     profile = load_profile(name)
-    if profile.geometry != recording.header.sizes.geometry:
+    if profile.geometry.sizes != recording.header.sizes.geometry.sizes:
         fail(f"profile {profile.name} is of {profile.model}; the recording is of another model")
     _, preset = resolve_preset(recording.header.engine.preset)
     figures: dict[str, dict[str, float]] = {}

@@ -260,6 +260,12 @@ FLAGS = (
     Flag("--request-timeout", "server.request_timeout_s", float, "Seconds until a request is ended; 0: never."),
     Flag("--drain-timeout", "server.drain_timeout_s", float, "Seconds that requests may go on after SIGTERM."),
     Flag("--metrics-adapters", "server.metrics_adapters", int, "Adapters with metrics of their own."),
+    Flag(
+        "--tenants",
+        "server.tenants",
+        bool,
+        "Take keys made by `lorikeet keys`, with scopes and limits; every request needs a key then.",
+    ),
     Flag("--tenant-header", "server.tenant_header", str, "Header that names a request's tenant; else its key does."),
     Flag("--shared-prefix-cache", "server.shared_prefix_cache", bool, "Let API keys reuse each other's KV."),
     Flag(

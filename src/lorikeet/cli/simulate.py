@@ -1,6 +1,10 @@
 """``lorikeet simulate``: runs a workload on simulated engines, with step times from a cost profile."""
 
+import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,11 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
+from lorikeet.presets import resolve_preset
 
 if TYPE_CHECKING:
     from lorikeet.bench.peak import Peak
     from lorikeet.simulator.run import ClusterFigures
+    from lorikeet.simulator.scenario import Scenario
     from lorikeet.simulator.study import ScenarioResult
+    from lorikeet.simulator.trials import TrialResult
 
 Text = str | None
 Whole = int | None
@@ -24,7 +31,9 @@ def simulate(
     context: typer.Context,
     scenario: Annotated[Path | None, typer.Argument(help="TOML file; flags win over it.", dir_okay=False)] = None,
     profile: Annotated[Text, typer.Option(help="Name (lorikeet profiles lists them) or .toml file.")] = None,
-    preset: Annotated[Text, typer.Option(help="Preset to simulate.")] = None,
+    preset: Annotated[
+        list[str] | None, typer.Option(help="Preset to simulate; several are compared.", show_default="auto")
+    ] = None,
     trace: Annotated[Text, typer.Option(help="A workload, Azure's CSV or Mooncake's JSONL.")] = None,
     shape: Annotated[
         Text, typer.Option(help="plain, chat (of --trace), translation, agent, chatbot or conversations.")
@@ -58,6 +67,10 @@ def simulate(
     slo: Annotated[Text, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1.")] = None,
     predictor: Annotated[Text, typer.Option(help="Of answer lengths: oracle:0.8, history or none.")] = None,
     seed: Annotated[Whole, typer.Option(min=0, help="Of random choices.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Simulate with so many seeds, from --seed on.")] = 1,
+    processes: Annotated[
+        Whole, typer.Option(min=1, help="Simulations at once, of several.", show_default="cores")
+    ] = None,
     find_peak: Annotated[bool, typer.Option("--find-peak", help="Search the highest rate that meets the SLO.")] = False,
     slo_target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")] = 0.9,
     top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
@@ -76,10 +89,15 @@ def simulate(
     if plot is not None and not plot.parent.is_dir():
         fail(f"there is no folder {str(plot.parent)!r}", code=2)
     flags = {name: value for name, value in context.params.items() if name not in _NOT_OF_THE_SCENARIO}
-    flags["engine"] = _engine_settings(engine) if engine else None
+    flags |= {"engine": engine_settings(engine) if engine else None, "preset": preset[0] if preset else None}
     peak = None
     try:
         asked = make_scenario(scenario, flags)
+        if seeds > 1 or len(preset or ()) > 1:
+            if find_peak:
+                fail("--find-peak takes one --preset and one seed", code=2)
+            _compare(asked, preset or [asked.preset], seeds, processes, json_file, plot)
+            return
         with ProgressDisplay() as display:
             if find_peak:
                 peak, outcomes = find_peak_rate(asked, display.show, slo_target, _first_rate(asked.rate))
@@ -99,7 +117,99 @@ def simulate(
         plot.write_text(_plot(shown), encoding="utf-8")
 
 
-_NOT_OF_THE_SCENARIO = ("scenario", "engine", "find_peak", "slo_target", "top", "json_file", "plot")
+_NOT_OF_THE_SCENARIO = (
+    *("scenario", "engine", "preset", "seeds", "processes", "find_peak", "slo_target", "top", "json_file", "plot"),
+)
+
+
+def _compare(
+    scenario: "Scenario",
+    presets: list[str],
+    seeds: int,
+    processes: int | None,
+    json_file: str | None,
+    plot: Path | None,
+) -> None:
+    """Simulate each preset with each seed, and print a row for each preset, the best one marked.
+
+    Raises:
+        ValueError: a part of the scenario has no meaning.
+    """
+    import msgspec
+
+    from lorikeet.api.terminal import ProgressDisplay
+    from lorikeet.simulator.trials import Trial, process_pool
+
+    for name in presets:
+        resolve_preset(name)
+    trials = [
+        Trial(msgspec.structs.replace(scenario, preset=name, seed=scenario.seed + number))
+        for name in presets
+        for number in range(seeds)
+    ]
+    workers = min(processes or len(os.sched_getaffinity(0)), len(trials))
+    with ProgressDisplay() as display:
+        show = partial(display.show, "simulations")
+        show(0, len(trials))
+        with process_pool(workers, show) as pool:
+            results = pool.all(trials)
+    if error := next((each.error for each in results if each.error), ""):
+        raise ValueError(error)
+    found = {name: results[at * seeds : (at + 1) * seeds] for at, name in enumerate(presets)}
+    best = max(presets, key=lambda name: _rank(found[name]))
+    if write_json(json_file, {"best": best, "presets": msgspec.to_builtins(found)}):
+        output().print(_comparison(found, best, scenario))
+    if plot is not None:
+        plot.write_text(_comparison_plot(found, best, scenario), encoding="utf-8")
+
+
+def _rank(results: "list[TrialResult]") -> tuple[float, float]:
+    """Return what the best preset has most of: requests in time, then small TTFTs at P99."""
+    return fmean(each.attainment or 0.0 for each in results), -fmean(each.ttft_p99_s for each in results)
+
+
+def _comparison(found: "dict[str, list[TrialResult]]", best: str, scenario: "Scenario") -> Table:
+    seeds = len(found[best])
+    title = f"Presets, mean of {seeds} seeds (least – most)" if seeds > 1 else "Presets"
+    table = Table("preset", title=title, title_justify="left", padding=(0, 0))
+    for name in ("in time, %", "TTFT P50, s", "TTFT P99, s", "TPOT P99, ms", "E2E P99, s", "preemptions", ""):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, results in found.items():
+        shares = [each.attainment for each in results if each.attainment is not None]
+        table.add_row(
+            escape(name),
+            _spread([100 * share for share in shares], 1) if shares else "-",
+            *(_spread([getattr(each, key) for each in results], 3) for key in ("ttft_p50_s", "ttft_p99_s")),
+            _spread([1e3 * each.tpot_p99_s for each in results], 1),
+            _spread([each.e2e_p99_s for each in results], 2),
+            _spread([each.preemptions for each in results], 0),
+            "[bold green]best[/]" if name == best and len(found) > 1 else "",
+        )
+    return table
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    mean = f"{fmean(values):,.{digits}f}"
+    return mean if len(values) < 2 else f"{mean} ({min(values):,.{digits}f} – {max(values):,.{digits}f})"
+
+
+def _comparison_plot(found: "dict[str, list[TrialResult]]", best: str, scenario: "Scenario") -> str:
+    from lorikeet.simulator.plot import Bar, bar_panels
+
+    limits = scenario.limits()
+
+    def bars(key: str) -> list[Bar]:
+        return [Bar(name, [getattr(each, key) for each in of], name == best) for name, of in found.items()]
+
+    panels = [
+        (label, limit_s, bars(key))
+        for label, key, limit_s in (
+            ("TTFT P99, s", "ttft_p99_s", limits.ttft_s),
+            ("TPOT P99, s", "tpot_p99_s", limits.tpot_s),
+            ("E2E P99, s", "e2e_p99_s", limits.e2e_s),
+        )
+    ]
+    return bar_panels(f"{scenario.profile}, {len(found[best])} seeds, modelled", panels)
 
 
 def _first_rate(text: str) -> float:
@@ -112,7 +222,8 @@ def _first_rate(text: str) -> float:
         fail(f"--rate {text!r} is not a number", code=2)
 
 
-def _engine_settings(pairs: list[str]) -> dict[str, str]:
+def engine_settings(pairs: list[str]) -> dict[str, str]:
+    """Return the settings in values of ``--engine``; another form ends the command."""
     given = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -192,13 +303,14 @@ def _at_peak(peak: "Peak", outcomes: "list[ScenarioResult]") -> "ScenarioResult"
 
 
 def _plot(outcome: "ScenarioResult") -> str:
-    from lorikeet.simulator.plot import distribution_panels
+    from lorikeet.simulator.plot import Panel, distribution_panels
 
+    limits = outcome.scenario.limits()
     whole = [exchange for exchange in outcome.simulated.run.exchanges if exchange.error is None]
     panels = [
-        ("TTFT", [exchange.ttft_s or 0.0 for exchange in whole]),
-        ("TPOT", [exchange.tpot_s or 0.0 for exchange in whole]),
-        ("E2E", [exchange.e2e_s for exchange in whole]),
+        Panel("TTFT", [exchange.ttft_s or 0.0 for exchange in whole], limits.ttft_s),
+        Panel("TPOT", [exchange.tpot_s or 0.0 for exchange in whole], limits.tpot_s),
+        Panel("E2E", [exchange.e2e_s for exchange in whole], limits.e2e_s),
     ]
     rate = "" if outcome.rate is None else f" at {outcome.rate:.4g} requests/s"
     return distribution_panels(f"{outcome.scenario.preset}{rate} by {outcome.profile.name}, modelled", panels)

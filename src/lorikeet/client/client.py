@@ -56,6 +56,7 @@ class RequestHandle:
         token_ids: received so far, those of earlier attempts included.
         prompt_logprobs: of the prompt's tokens by their positions, if the request asks for them; complete when the
             first token is there.
+        pooled: the vector of a request with ``pooling``, as of ``core.plan.Pooled``; None until it is there.
         deaths: how many engines died while they ran it.
         attempt: number of the newest attempt; one less than the request's own before it is first sent. Outputs of
             other attempts are stale.
@@ -69,6 +70,7 @@ class RequestHandle:
         self.timings = RequestTimings(request.arrival_s)
         self.token_ids = list(request.output_token_ids)
         self.prompt_logprobs: dict[int, PromptToken] = {}
+        self.pooled: bytes | None = None
         self.deaths = 0
         self.attempt = request.attempt - 1
         self.is_queued = False
@@ -166,6 +168,9 @@ class Streams:
         for scored in outputs.prompt_logprobs:
             if scored.request_id in self._handles:
                 self._handles[scored.request_id].prompt_logprobs |= dict(enumerate(scored.tokens, scored.position))
+        for vector in outputs.pooled:
+            if vector.request_id in self._handles:
+                self._handles[vector.request_id].pooled = vector.data
         received: dict[RequestId, tuple[Token, ...]] = {}
         for sampled in outputs.tokens:
             handle = self._handles[sampled.request_id]

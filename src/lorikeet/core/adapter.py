@@ -1,8 +1,35 @@
 """A reference to an adapter: what the engine must know without reading its weights."""
 
+from collections.abc import Mapping
+
 import msgspec
 
+from lorikeet.core.geometry import SCORE
 from lorikeet.core.ids import AdapterDigest, AdapterName
+
+
+class AdapterExtra(msgspec.Struct, frozen=True, array_like=True):
+    """What an adapter has of one kind for one module, beside LoRA's A and B: a matrix on each of some layers.
+
+    ``docs/decisions/adapter-extras.md`` lists the kinds.
+
+    Attributes:
+        kind: what it is, such as ``magnitude``.
+        module: a module of the geometry, the path of a vector of the base, ``embedding`` or ``head``.
+        columns: of the matrices.
+        rows: of the matrix on each layer; 0: there is none.
+        tokens: of rows of the vocabulary, which tokens they are.
+    """
+
+    kind: str
+    module: str
+    columns: int
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+
+
+Shape = tuple[tuple[tuple[str, tuple[int, ...]], ...], tuple[AdapterExtra, ...]]
+"""What decides where an adapter's weights are in its blocks: its ranks and its extras."""
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
@@ -12,8 +39,10 @@ class AdapterRef(msgspec.Struct, frozen=True):
         name: the name in the request. Two names may share a digest.
         digest: the version. All caches are keyed by it.
         folder: holds ``adapter_config.json`` and ``adapter_model.safetensors`` of this version.
-        ranks: for each module of the geometry that it changes, the rank on every layer (0: unchanged).
+        ranks: for each module of the geometry that it changes, the rank on every layer (0: unchanged); for its score
+            head, if it has one (``geometry.SCORE``), the number of labels on the last layer, and 0 on the others.
         weight_bytes: size of the weights file.
+        extras: what it has beside low-rank matrices on linear modules.
     """
 
     name: AdapterName
@@ -21,8 +50,24 @@ class AdapterRef(msgspec.Struct, frozen=True):
     folder: str
     ranks: dict[str, tuple[int, ...]]
     weight_bytes: int
+    extras: tuple[AdapterExtra, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        """Its ranks and extras, hashable."""
+        return tuple(self.ranks.items()), self.extras
 
     @property
     def max_rank(self) -> int:
         """Largest rank over all modules and layers."""
-        return max((max(by_layer) for by_layer in self.ranks.values()), default=0)
+        return largest_rank(self.ranks)
+
+    @property
+    def labels(self) -> int:
+        """Labels of its score head, 0 without one."""
+        return max(self.ranks.get(SCORE, (0,)))
+
+
+def largest_rank(ranks: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the largest rank in ``AdapterRef.ranks``, of which the labels of a score head are none."""
+    return max((max(by_layer) for module, by_layer in ranks.items() if module != SCORE), default=0)

@@ -149,8 +149,10 @@ class AssistCosts(msgspec.Struct, frozen=True):
     waits: bool = False
 
     def can_assist(self, ref: AdapterRef) -> bool:
-        """Whether host workers compute all modules that the adapter changes."""
-        return all(module in self.row_bytes for module, by_layer in ref.ranks.items() if any(by_layer))
+        """Whether host workers compute all that the adapter changes."""
+        return not ref.extras and all(
+            module in self.row_bytes for module, by_layer in ref.ranks.items() if any(by_layer)
+        )
 
     def rank(self, ref: AdapterRef) -> float:
         """Return the adapter's size in ranks over ``UNIT_MODULES`` and all layers."""
@@ -210,16 +212,23 @@ class AssistCosts(msgspec.Struct, frozen=True):
         """Return the time of the same prefill if it starts after the transfer, transfer included."""
         return self.times(tokens, self.rank(ref), self.handovers(ref)).load_then_prefill_s
 
-    def pays(self, ref: AdapterRef, tokens: int, ratio: float = 1.0) -> bool:
-        """Whether assistance is possible and gives the first token sooner than waiting.
+    def pays(self, ref: AdapterRef, tokens: int, ratio: float = 1.0, others: int = 0) -> bool:
+        """Whether assistance is possible, and gives the first token sooner than waiting by more than it delays others.
+
+        Others run while a request waits for its adapter, but an assisted prefill makes their step as long as it is.
 
         Args:
             ref: the adapter.
             tokens: of the prefill.
             ratio: how much further assisted prefills are off their prediction than those that waited
                 (:class:`AssistRecord`).
+            others: how many other requests a longer step delays.
         """
-        return self.can_assist(ref) and ratio * self.assisted(ref, tokens).first_token_s < self.waiting_s(ref, tokens)
+        if not self.can_assist(ref):
+            return False
+        first_token_s = ratio * self.assisted(ref, tokens).first_token_s
+        longer_s = max(0.0, first_token_s - self.layers * self.device_layer_s(tokens))
+        return first_token_s + others * longer_s < self.waiting_s(ref, tokens)
 
     @property
     def _rank_bytes(self) -> int:
@@ -248,10 +257,15 @@ class AssistRecord:
 
     Both are off by what else the engine does, so their ratio corrects the decision between them. While it is against
     assistance there are no assisted prefills; then it slowly returns to 1, so that another is tried now and then.
+
+    Attributes:
+        others: how many other requests wait or run now. Those that run count as much: an engine that runs many has
+            little time to spare, and later requests miss what it loses.
     """
 
     def __init__(self) -> None:
         self._assisted = self._waited = 1.0
+        self.others = 0
 
     @property
     def ratio(self) -> float:

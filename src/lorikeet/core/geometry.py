@@ -17,6 +17,11 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 """The fused linear weights of a layer of the own decoder, and the modules of each, in row order."""
 
 
+SCORE = "score"
+"""The score head of a classification adapter, packed as a module of the last layer behind all others: its rows are a
+matrix ``[labels, hidden]``, and its "rank" is the number of labels. It is no part of ``ModelGeometry.modules``."""
+
+
 class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
     """Input and output features of one linear module."""
 
@@ -117,6 +122,24 @@ DECODER_NAMES = ModuleNames(
 """Of the own decoder, split as in Llama or fused as in Phi-3."""
 
 
+class Surroundings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The weights of a base that an adapter may replace beside those of linear modules.
+
+    Attributes:
+        embedding, head: names of the embedding and of the output layer, below the prefix; "" if they cannot be changed.
+        vocab_size: rows of both.
+        hidden_size: their columns.
+        vectors: elements of each vector, such as that of a norm, by path (see ``ModulePath``) with ``.weight`` or
+            ``.bias`` at its end.
+    """
+
+    embedding: str
+    head: str
+    vocab_size: int
+    hidden_size: int
+    vectors: dict[str, int]
+
+
 class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sizes of one decoder, whole or as one tensor-parallel rank holds it.
 
@@ -131,6 +154,8 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
             ``head_dim`` counts, and there may be fewer of them than layers. Empty: ``kv_heads`` and ``head_dim``.
         module_layers: the layers that have a module, for modules that not all layers have.
         names: how adapters name the modules; None: :data:`DECODER_NAMES`.
+        surroundings: what else adapters may replace; None: nothing.
+        hidden: numbers of a hidden state; 0 if it is not known, and adapters then have no score heads.
     """
 
     layers: int
@@ -141,6 +166,12 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_layers: tuple[KvShape, ...] = ()
     module_layers: dict[str, tuple[int, ...]] = {}
     names: ModuleNames | None = None
+    surroundings: Surroundings | None = None
+    hidden: int = 0
+
+    def shape_of(self, module: str) -> ModuleShape:
+        """Return the shape of a module, or of :data:`SCORE`."""
+        return ModuleShape(self.hidden, 0) if module == SCORE else self.modules[module]
 
     @property
     def module_slots(self) -> int:
@@ -149,6 +180,11 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         That is the number of modules, rounded up to a multiple of seven, in which the native kernels count layers.
         """
         return -(-len(self.modules) // len(LORA_MODULES)) * len(LORA_MODULES)
+
+    @property
+    def sizes(self) -> "ModelGeometry":
+        """The geometry as models are compared by it: without what is told by the rest."""
+        return msgspec.structs.replace(self, surroundings=None, hidden=0)
 
     def has_module(self, layer: int, module: str) -> bool:
         """Return whether a layer has a module."""

@@ -11,7 +11,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvent, RequestEvent
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import PromptLogprobs, Token
+from lorikeet.core.plan import Pooled, PromptLogprobs, Token
 from lorikeet.core.replica_costs import ReplicaCosts
 from lorikeet.core.request import Request
 
@@ -386,7 +386,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     """The outputs of one turn of the engine loop.
 
     The tokens of a request are in one item. They are handled before its ``Finished`` event and its ``ExportedKv``, and
-    after its prompt log probabilities, which a resumed request may repeat.
+    after its prompt log probabilities and its vector, which a resumed request may repeat.
     """
 
     tokens: tuple[TokenOutput, ...]
@@ -395,6 +395,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats | None = None
     exported_kv: tuple[ExportedKv, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[Pooled, ...] = ()
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

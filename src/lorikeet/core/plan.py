@@ -7,7 +7,7 @@ import msgspec
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
-from lorikeet.core.request import PromptEmbeds, SamplingParams
+from lorikeet.core.request import Pooling, PromptEmbeds, SamplingParams
 
 
 class KernelForm(StrEnum):
@@ -35,6 +35,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
         sampling: how tokens are chosen.
         adapter: adapter version, None for the base model.
         prompt_embeds: embeddings of the prompt's tokens, None for those of their ids.
+        pooling: how one vector is made of its prompt, None if tokens are sampled.
+        adapter_start: position of the first token on which the adapter acts.
     """
 
     request_id: RequestId
@@ -43,6 +45,8 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     adapter: AdapterDigest | None
     prompt_embeds: PromptEmbeds | None = None
+    pooling: Pooling | None = None
+    adapter_start: int = 0
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -53,7 +57,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
         start: position of the first token computed; tokens before it are in its KV blocks.
         tokens: how many tokens are computed from ``start``.
         new_blocks: appended to its block table before the step.
-        samples: whether the last computed token is the newest one, so that the step yields a token.
+        samples: whether the step yields a token: the last computed token is the newest one, and nothing is pooled.
     """
 
     request_id: RequestId
@@ -235,6 +239,18 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[PromptToken, ...]
 
 
+class Pooled(msgspec.Struct, frozen=True, array_like=True):
+    """The vector of a request with ``pooling``.
+
+    Attributes:
+        request_id: which request.
+        data: its numbers in fp32, little-endian.
+    """
+
+    request_id: RequestId
+    data: bytes
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of a plan.
 
@@ -247,6 +263,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
         switch_s: the part of ``duration_s`` spent merging or unmerging an adapter.
         next_runs: whether the next step of the plan runs already (async scheduling).
         prompt_logprobs: of the prompt tokens that follow those computed, for requests that ask for them.
+        pooled: of the requests that ask for a vector and whose prompt has been computed.
     """
 
     step: int
@@ -257,3 +274,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     switch_s: float = 0.0
     next_runs: bool = False
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[Pooled, ...] = ()

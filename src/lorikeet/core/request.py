@@ -5,6 +5,8 @@ value with ``output_token_ids`` filled. Penalty counts and the step of every seq
 stop strings and the number of tokens sent belong to the client's stream in the API process.
 """
 
+from enum import StrEnum
+
 import msgspec
 
 from lorikeet.core.adapter import AdapterRef
@@ -105,6 +107,35 @@ class PromptEmbeds(msgspec.Struct, frozen=True):
     data: bytes
 
 
+class PoolingKind(StrEnum):
+    """How the hidden states of a prompt become one vector; named as sentence-transformers does."""
+
+    LAST = "lasttoken"
+    """That of the last token."""
+    MEAN = "mean"
+    """The mean over all tokens."""
+    WEIGHTED_MEAN = "weightedmean"
+    """The mean weighted by position: 1 for the first token, 2 for the second, and so on."""
+
+
+class Pooling(msgspec.Struct, frozen=True):
+    """Asks for one vector instead of tokens. Such a request only prefills, and samples nothing.
+
+    Attributes:
+        kind: how hidden states become one vector.
+        scores: whether the adapter's score head is applied to it. The result then has one logit for each label, else
+            as many numbers as the model's hidden states.
+    """
+
+    kind: PoolingKind = PoolingKind.LAST
+    scores: bool = False
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether the hidden states of all tokens count, so that no KV of others can be reused."""
+        return self.kind is not PoolingKind.LAST
+
+
 class Request(msgspec.Struct, frozen=True):
     """One sequence to continue.
 
@@ -116,6 +147,7 @@ class Request(msgspec.Struct, frozen=True):
         adapter: the adapter version it runs under; None for the base model.
         priority: lower runs earlier, for policies that look at it.
         tenant: its owner, for policies that share between tenants; empty if not given.
+        tenant_weight: of its owner's share.
         slo: its latency limits, None for none.
         predicted_tokens: predicted length of its answer, in tokens; None without a prediction.
         attempt: how often it was sent to an engine before; raised by the sender.
@@ -125,6 +157,9 @@ class Request(msgspec.Struct, frozen=True):
         background: whether it runs only when no other request waits, whatever the policy.
         prompt_embeds: embeddings of all tokens of the prompt, whose ids then mean nothing; ``cache_salt`` tells KV of
             other embeddings apart.
+        pooling: that one vector is wanted instead of tokens; None for tokens.
+        adapter_start: position of the first token on which the adapter acts (aLoRA). The KV before it is the base
+            model's.
     """
 
     request_id: RequestId
@@ -142,6 +177,9 @@ class Request(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     background: bool = False
     prompt_embeds: PromptEmbeds | None = None
+    pooling: Pooling | None = None
+    adapter_start: int = 0
+    tenant_weight: float = 1.0
 
     @property
     def digest(self) -> AdapterDigest | None:
@@ -150,8 +188,18 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def kv_salt(self) -> str:
-        """What its KV is told apart by. With ``prompt_logprobs`` it finds no KV of others: it needs every logit."""
+        """What its KV is told apart by. One that needs the output of every token of its prompt finds no KV of others.
+
+        Nor does it find its own after a preemption if these outputs are pooled: what was pooled so far is lost then.
+        """
+        if self.pools_all_tokens:
+            return f"{self.cache_salt}\0{self.request_id}\0{self.attempt}.{self.exports}"
         return self.cache_salt if self.sampling.prompt_logprobs is None else f"{self.cache_salt}\0{self.request_id}"
+
+    @property
+    def pools_all_tokens(self) -> bool:
+        """Whether the hidden states of all its tokens are pooled."""
+        return self.pooling is not None and self.pooling.needs_all_tokens
 
     @property
     def is_resumed(self) -> bool:

@@ -128,6 +128,6 @@ def layer_arrivals_s(
     A layer that the adapter does not target is there from the start.
     """
     geometry = transfers.profile.geometry
-    packing = pack(ref.ranks, geometry, transfers.block_bytes // geometry.dtype_bytes)
+    packing = pack(ref.ranks, geometry, transfers.block_bytes // geometry.dtype_bytes, ref.extras)
     needed = runs_needed(packing, geometry.layers, groups)
     return tuple(ends_s[runs - 1] if runs else float("-inf") for runs in needed)

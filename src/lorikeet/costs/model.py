@@ -5,12 +5,12 @@ attention depends on the context of each sequence; LoRA on the ranks of the rows
 (section 4) model LoRA by the sum of ranks or by the padded product, and so does this model.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.adapter import AdapterExtra, AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.interpolation import interpolate
 from lorikeet.core.plan import KernelForm
@@ -170,12 +170,20 @@ class CostModel:
         return adapter_elements(ref.ranks, self.profile.geometry) / self._elements_of_a_rank
 
 
-def adapter_elements(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry) -> int:
-    """Return the number of elements of an adapter's A and B; ``ranks`` has the rank of each layer by module."""
-    shapes = geometry.modules
+def adapter_elements(
+    ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, extras: Sequence[AdapterExtra] = ()
+) -> int:
+    """Return the number of elements of an adapter.
+
+    Args:
+        ranks: the rank of each layer by module.
+        geometry: sizes of the model.
+        extras: what it has beside A and B.
+    """
+    shapes = {module: geometry.shape_of(module) for module in ranks}
     return sum(
         sum(by_layer) * (shapes[module].in_features + shapes[module].out_features) for module, by_layer in ranks.items()
-    )
+    ) + sum(extra.columns * sum(extra.rows) for extra in extras)
 
 
 def lora_s(costs: LoraCosts, work: LoraWork) -> float:

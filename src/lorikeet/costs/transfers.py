@@ -117,7 +117,7 @@ class TransferModel:
             else need(known.source_to_device, "transfers.source_to_device")
         )
         geometry = self.profile.geometry
-        return link.seconds(adapter_elements(ref.ranks, geometry) * geometry.dtype_bytes)
+        return link.seconds(adapter_elements(ref.ranks, geometry, ref.extras) * geometry.dtype_bytes)
 
     def copy_s(self, direction: LinkDirection, blocks: int) -> float:
         """Return the time to copy so many blocks between the tiers.
@@ -194,7 +194,7 @@ class MergeModel:
 def _touched(ranks: Mapping[str, tuple[int, ...]]) -> Touched:
     """Return the weights that merging an adapter of these ranks writes, including those stored with them."""
     changed = ((module, layer) for module, by_layer in ranks.items() for layer, rank in enumerate(by_layer) if rank)
-    return {(each, layer) for module, layer in changed for each in _WRITTEN_WITH[module]}
+    return {(each, layer) for module, layer in changed for each in _WRITTEN_WITH.get(module, ())}
 
 
 def _weights(touched: Touched, geometry: ModelGeometry) -> int:

@@ -9,7 +9,7 @@ import msgspec
 
 from lorikeet import __version__
 from lorikeet.config import ConfigError, ExecutorKind, Settings
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.adapter import AdapterRef, Shape
 from lorikeet.core.assist_costs import AssistRecord
 from lorikeet.core.clock import Clock, MonotonicClock, WaitableClock
 from lorikeet.core.executor import EngineSizes, Executor
@@ -102,11 +102,12 @@ def _adapter_sizes(sizes: EngineSizes) -> Callable[[AdapterRef], AdapterSize]:
     block_elements = geometry.block_elements(sizes.block_size)
 
     @lru_cache(_CACHE_SIZE)
-    def size(ranks: _Ranks) -> AdapterSize:
-        packing = pack(dict(ranks), geometry, block_elements)
+    def size(shape: Shape) -> AdapterSize:
+        ranks, extras = shape
+        packing = pack(dict(ranks), geometry, block_elements, extras)
         return AdapterSize(packing.blocks, packing.used_elements * geometry.dtype_bytes)
 
-    return lambda ref: size(tuple(ref.ranks.items()))
+    return lambda ref: size(ref.shape)
 
 
 def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int, record: AssistRecord) -> Assist:
@@ -131,7 +132,7 @@ def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int, rec
 
     def order(ref: AdapterRef, tokens: int) -> LoadOrder:
         tokens = min(tokens, max_num_batched_tokens)
-        if not (costs.pays(ref, tokens, record.ratio) if is_auto else costs.can_assist(ref)):
+        if not (costs.pays(ref, tokens, record.ratio, record.others) if is_auto else costs.can_assist(ref)):
             return PACKING_ORDER
         return planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())  # groups depend on no more
 

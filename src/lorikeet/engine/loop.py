@@ -24,7 +24,7 @@ from lorikeet.core.messages import (
     StepOutputs,
     Submit,
 )
-from lorikeet.core.plan import PromptLogprobs, StepPlan, StepResult
+from lorikeet.core.plan import Pooled, PromptLogprobs, StepPlan, StepResult
 from lorikeet.core.request import Request
 from lorikeet.engine.recording import (
     EventsSent,
@@ -83,6 +83,7 @@ class Engine:
         self._must_replan = False
         self._last_plan = _NOTHING
         self._prompt_logprobs: list[PromptLogprobs] = []
+        self._pooled: list[Pooled] = []
         self._steps = self._computed_tokens = 0
         self._steps_by_tokens = [0] * (len(STEP_TOKENS_BOUNDS) + 1)
 
@@ -196,6 +197,7 @@ class Engine:
         self._recorder.note(PlanRan(now, result))
         self._scheduler.commit(plan, result, now)
         self._prompt_logprobs += result.prompt_logprobs
+        self._pooled += result.pooled
         if plan.sequences:
             tokens = sum([step.tokens for step in plan.sequences])
             self._steps += result.steps_run
@@ -210,7 +212,10 @@ class Engine:
         if events or adapter_events:
             self._recorder.note(EventsSent(events, adapter_events))
         prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
-        return StepOutputs(tokens, events, adapter_events, exported_kv=exported_kv, prompt_logprobs=prompt_logprobs)
+        pooled, self._pooled = tuple(self._pooled), []
+        return StepOutputs(
+            tokens, events, adapter_events, exported_kv=exported_kv, prompt_logprobs=prompt_logprobs, pooled=pooled
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -333,7 +338,8 @@ class PendingExports:
         memory = self._memory
         adapter = BASE if request.adapter is None else memory.register(request.adapter)
         token_ids = request.prompt_token_ids + request.output_token_ids
-        keys = memory.keys_of(request.digest, token_ids, salt=request.kv_salt)
+        # KV of two owners is not sent: it is computed again where the request goes on.
+        keys = [] if request.adapter_start else memory.keys_of(request.digest, token_ids, salt=request.kv_salt)
         self._leases[request.request_id] = memory.kv_migration.begin_export(adapter, keys, now)
 
     def adapters(self) -> set[AdapterDigest | None]:

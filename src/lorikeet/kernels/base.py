@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
+from lorikeet.kernels.extras import ExtraWeights
 from lorikeet.kernels.quantized import QuantizedWeight
 
 SLOW_HALVES = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
@@ -221,10 +222,14 @@ class LoraWeights:
     Attributes:
         rank: the largest rank of any module on any layer.
         modules: modules that the adapter changes.
+        extras: what the adapter has beside A and B; None: nothing.
         table: int64 ``[pieces, 3]``: address of the A rows, address of the Bᵀ rows, number of rows. Ordered by layer,
             then module as in the geometry; here as in ``LORA_MODULES``.
         index: int64 ``[layers * slots + 1]``, the first piece of each (layer, module); slots as of ``LoraTargets``.
+        score: rows of the score head, ``[labels, hidden]`` together; empty if the adapter has none.
     """
+
+    score: tuple[Tensor, ...] = ()
 
     def __init__(self, pieces: LoraPieces, layers: int) -> None:
         rows: list[tuple[int, int, int]] = []
@@ -236,6 +241,7 @@ class LoraWeights:
                 index.append(len(rows))
                 rank = max(rank, sum(len(a) for a, _ in found))
         self.rank = rank
+        self.extras: ExtraWeights | None = None
         self.modules = frozenset(module for _, module in pieces)
         self.table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
         self.index = torch.tensor(index, dtype=torch.int64)
@@ -249,7 +255,7 @@ class LoraWeights:
         """Make it from addresses. Views of hundreds of pieces take milliseconds; native kernels do not need them."""
         made = cls.__new__(cls)
         made.rank, made.modules, made.table, made.index = rank, modules, table, index
-        made._make_pieces, made._on_device = make_pieces, None
+        made._make_pieces, made._on_device, made.extras = make_pieces, None, None
         return made
 
     @cached_property
@@ -277,6 +283,14 @@ class LoraSegment(NamedTuple):
     start: int
     stop: int
     weights: LoraWeights
+
+
+class Adjusted(NamedTuple):
+    """Rows ``start`` to ``stop`` of the batch, whose adapter has extras."""
+
+    start: int
+    stop: int
+    extras: ExtraWeights
 
 
 class LoraTarget(NamedTuple):
@@ -339,6 +353,30 @@ class LoraBatch:
         self.segment_rows = max((segment.stop - segment.start for segment in segments), default=0)
         self.largest_rank = max((segment.weights.rank for segment in segments), default=0)
         self._on_device: Tensor | None = None
+        self._adjusted: dict[tuple[str, ...], list[Adjusted]] = {}
+
+    @cached_property
+    def has_extras(self) -> bool:
+        """Whether any of the adapters has more than A and B."""
+        return any(segment.weights.extras is not None for segment in self.segments)
+
+    def adjusted(self, *kinds: str) -> list[Adjusted]:
+        """Return the segments whose adapters have any of these kinds for linear modules or vectors."""
+        if kinds not in self._adjusted:
+            self._adjusted[kinds] = [
+                Adjusted(start, stop, weights.extras)
+                for start, stop, weights in self.segments
+                if weights.extras is not None and not weights.extras.kinds.isdisjoint(kinds)
+            ]
+        return self._adjusted[kinds]
+
+    def adjusted_vocabulary(self, *modules: str) -> list[Adjusted]:
+        """Return the segments whose adapters have extras of any of these: embedding, head."""
+        return [
+            Adjusted(start, stop, weights.extras)
+            for start, stop, weights in self.segments
+            if weights.extras is not None and not weights.extras.vocabulary.isdisjoint(modules)
+        ]
 
     @cached_property
     def table(self) -> Tensor:
@@ -497,6 +535,12 @@ class Batch:
         rows = self.sample_rows if self.host is None else self.host.sample_rows
         return self.lora.select_rows(rows.tolist())
 
+    @property
+    def head_lora(self) -> LoraBatch | None:
+        """The adapters of the sample rows, if any of them has more than A and B."""
+        lora = self.sample_lora
+        return lora if lora is not None and lora.has_extras else None
+
 
 class PackedWeight(Protocol):
     """A linear weight in a backend's own layout, or quantised."""
@@ -559,6 +603,10 @@ class Kernels(Protocol):
         It is fp32 where that costs no more than the weights' dtype. bfloat16 has steps of 0.125 between 16 and 32,
         where the best logits of many models lie, so it makes ties among tokens that differ.
         """
+        ...
+
+    def row_norms(self, weight: Weight) -> Tensor:
+        """Return the norm of each row of ``weight [out, in]``, fp32 ``[out]``."""
         ...
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -672,5 +720,6 @@ both ``[S, hidden]``.
 
 
 def fits_one_call(batch: Batch) -> bool:
-    """Whether a batch needs nothing between kernels: neither host LoRA nor einsums."""
-    return batch.assist is None and (batch.lora is None or batch.lora.form is not KernelForm.EINSUM)
+    """Whether a batch needs nothing between kernels: neither host LoRA, nor einsums, nor extras of adapters."""
+    lora = batch.lora
+    return batch.assist is None and (lora is None or not (lora.form is KernelForm.EINSUM or lora.has_extras))

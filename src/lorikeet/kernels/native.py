@@ -142,7 +142,7 @@ class PanelWeight:
 
     Attributes:
         shape, panels, quantized: as given.
-        outputs: number of outputs.
+        outputs, item_bytes: number of outputs, and as given.
         address: address of a ``Weight`` of ``native/panels.h``.
     """
 
@@ -151,6 +151,7 @@ class PanelWeight:
     ) -> None:
         self.shape = shape
         self.outputs, inputs = shape
+        self.item_bytes = item_bytes
         self.panels = panels
         self.quantized = quantized
         numbers = [panels.data_ptr(), inputs, self.outputs, item_bytes, *(0,) * 6]
@@ -318,6 +319,9 @@ def _changed(lora: LoraBatch | None, targets: LoraTargets) -> int:
 DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes that the native functions support."""
 
+_PANELS_AT_ONCE, _IDENTITY_ROWS = 64, 256
+"""Of weights whose norms are computed: bounds the memory for them."""
+
 _NO_LORA = (0, 0, 0)
 """Arguments without LoRA, for the address of the adapters, the layer and the address of the targets."""
 
@@ -440,6 +444,26 @@ class NativeKernels:
         out = x.new_empty(len(x), weight.outputs, dtype=torch.float32)
         self._library.lorikeet_logits(x.data_ptr(), x.stride(0), weight.address, out.data_ptr(), len(x), self._threads)
         return out
+
+    def row_norms(self, weight: Weight) -> Tensor:
+        """From the panels; the rows of a quantised weight are taken out of it by products with the identity."""
+        assert isinstance(weight, PanelWeight)
+        outputs, inputs = weight.shape
+        if weight.quantized is None:
+            item_bytes = weight.panels.element_size()
+            columns = self._library.lorikeet_packed_elements(1, 2, item_bytes) // 2
+            group = self._library.lorikeet_packed_elements(1, 1, item_bytes) // columns
+            panels = weight.panels.view(-1, -(-inputs // group), columns, group)
+            norms = [torch.linalg.vector_norm(part.float(), dim=(1, 3)) for part in panels.split(_PANELS_AT_ONCE)]
+            return torch.cat(norms).flatten()[:outputs]
+        dtype = torch.bfloat16 if weight.item_bytes == 2 else torch.float32
+        squares = torch.zeros(outputs)
+        for first in range(0, inputs, _IDENTITY_ROWS):
+            count = min(_IDENTITY_ROWS, inputs - first)
+            chosen = torch.zeros(count, inputs, dtype=dtype)
+            chosen[:, first : first + count].fill_diagonal_(1)
+            squares += self.linear(chosen, weight, None).float().square().sum(0)
+        return squares.sqrt()
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """In one pass over memory."""

@@ -25,6 +25,7 @@ from lorikeet.kernels.base import (
     Weight,
     choose,
 )
+from lorikeet.kernels.extras import row_norms
 from lorikeet.kernels.quantized import QuantizedWeight
 
 
@@ -110,6 +111,12 @@ class ReferenceKernels:
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """In the weights' dtype."""
         return self.linear(x, weight, None)
+
+    def row_norms(self, weight: Weight) -> Tensor:
+        """Of the weight as it is, or dequantised."""
+        plain = weight.dequantized(torch.float32) if isinstance(weight, QuantizedWeight) else weight
+        assert isinstance(plain, Tensor)
+        return row_norms(plain)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add the residual, then norm."""

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.adapter import AdapterExtra, AdapterRef, Shape
+from lorikeet.core.geometry import SCORE, ModelGeometry
 from lorikeet.kernels.base import LoraPieces, LoraWeights
+from lorikeet.kernels.extras import ExtraMatrix, ExtraWeights
 from lorikeet.memory.packing import AdapterPacking, PackedRows, module_of, pack
 
 _MAX_LAYOUTS = 128
@@ -23,21 +24,25 @@ class AdapterLayout:
     Args:
         packing: where each row is.
         geometry: sizes that the packing was computed for.
+        extras: as of ``AdapterRef``.
 
     Attributes:
         packing, geometry: as above.
     """
 
-    def __init__(self, packing: AdapterPacking, geometry: ModelGeometry) -> None:
+    def __init__(self, packing: AdapterPacking, geometry: ModelGeometry, extras: Sequence[AdapterExtra] = ()) -> None:
         self.packing, self.geometry = packing, geometry
+        self._extras = tuple(extras)
         numbers, slots = {module: number for number, module in enumerate(geometry.modules)}, geometry.module_slots
-        places = [(p.layer * slots + numbers[p.module], p.block, p.offset, p.rows) for p in packing.pieces]
+        pieces = [piece for piece in packing.pieces if piece.module != SCORE]
+        self._score = packing.pieces[len(pieces) :]
+        places = [(p.layer * slots + numbers[p.module], p.block, p.offset, p.rows) for p in pieces]
         which, self._block, self._offset, self._rows = np.array(places, dtype=np.int64).reshape(-1, 4).T
-        inputs = np.array([geometry.modules[p.module].in_features for p in packing.pieces], dtype=np.int64)
+        inputs = np.array([geometry.modules[p.module].in_features for p in pieces], dtype=np.int64)
         self._a_elements = self._rows * inputs
         self._index = torch.from_numpy(np.searchsorted(which, np.arange(geometry.layers * slots + 1)))
         self._rank = int(np.bincount(which, self._rows).max(initial=0))
-        self._modules = frozenset(piece.module for piece in packing.pieces)
+        self._modules = frozenset(piece.module for piece in pieces)
 
     def weights(self, blocks: Sequence[int], arena: Tensor) -> LoraWeights:
         """Return the weights of an adapter as views of the arena; nothing is copied.
@@ -56,12 +61,28 @@ class AdapterLayout:
             return {
                 module: tuple(_views(piece, blocks, arena, self.geometry) for piece in pieces)
                 for module, pieces in groupby(self.packing.pieces, key=module_of)
+                if module[1] != SCORE
             }
 
         block = np.asarray(blocks, dtype=np.int64)[self._block]
         a = arena.data_ptr() + (block * arena.stride(0) + self._offset) * arena.itemsize
         table = np.stack((a, a + self._a_elements * arena.itemsize, self._rows), axis=1)
-        return LoraWeights.from_table(self._rank, self._modules, torch.from_numpy(table), self._index, make_pieces)
+        weights = LoraWeights.from_table(self._rank, self._modules, torch.from_numpy(table), self._index, make_pieces)
+        weights.score = tuple(_views(piece, blocks, arena, self.geometry)[0] for piece in self._score)
+        if self._extras:
+            weights.extras = self._extra_weights(blocks, arena)
+        return weights
+
+    def _extra_weights(self, blocks: Sequence[int], arena: Tensor) -> ExtraWeights:
+        found = {}
+        for (number, layer), pieces in groupby(self.packing.extras, key=lambda piece: (piece.number, piece.layer)):
+            extra = self._extras[number]
+            views = [
+                arena[blocks[each.block]][each.offset : each.offset + each.rows * extra.columns].view(each.rows, -1)
+                for each in pieces
+            ]
+            found[extra.kind, layer, extra.module] = ExtraMatrix(tuple(views), extra.tokens)
+        return ExtraWeights(found)
 
 
 class AdapterLayouts:
@@ -74,8 +95,9 @@ class AdapterLayouts:
 
     def __init__(self, geometry: ModelGeometry, block_elements: int) -> None:
         @lru_cache(_MAX_LAYOUTS)
-        def layout(ranks: tuple[tuple[str, tuple[int, ...]], ...]) -> AdapterLayout:
-            return AdapterLayout(pack(dict(ranks), geometry, block_elements), geometry)
+        def layout(shape: Shape) -> AdapterLayout:
+            ranks, extras = shape
+            return AdapterLayout(pack(dict(ranks), geometry, block_elements, extras), geometry, extras)
 
         self._layout = layout
 
@@ -85,11 +107,11 @@ class AdapterLayouts:
         Raises:
             ValueError: one rank row is larger than a block.
         """
-        return self._layout(tuple(ref.ranks.items()))
+        return self._layout(ref.shape)
 
 
 def _views(piece: PackedRows, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> tuple[Tensor, Tensor]:
-    shape = geometry.modules[piece.module]
+    shape = geometry.shape_of(piece.module)
     block = arena[blocks[piece.block]]
     middle = piece.offset + piece.rows * shape.in_features
     end = middle + piece.rows * shape.out_features

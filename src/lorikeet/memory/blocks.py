@@ -113,6 +113,7 @@ class SequenceLease:
         assisted: whether host cores compute its adapter's part of a prefill while the adapter is in flight.
         salt: of its keys.
         prefetched: those of its nodes that were prefetched, and that it is the first to use.
+        adapter_start: position of the first token on which the adapter acts; whole blocks before it are the base's.
     """
 
     adapter: int
@@ -126,6 +127,7 @@ class SequenceLease:
     assisted: bool = False
     salt: str = ""
     prefetched: tuple[int, ...] = ()
+    adapter_start: int = 0
 
     @property
     def is_ready(self) -> bool:

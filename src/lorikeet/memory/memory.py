@@ -142,11 +142,7 @@ class KnownAdapters:
         parent = int(tree.parent[node])
         if tree.on_device[parent] or tree.moving[parent] == NodeTransfer.IN:
             return
-        branch = {node: None}
-        for kv in tree.below(int(tree.top[node])):  # parents come before children
-            if int(tree.parent[kv]) in branch:
-                branch[kv] = None
-        self._evict_all(reversed(branch), now)
+        self._evict_all(reversed([node, *tree.descendants(node)]), now)
 
     def _evict_all(self, nodes: Iterable[int], now: float) -> None:
         """Evict those of ``nodes`` (later KV first) that are not pinned or in flight."""
@@ -409,13 +405,26 @@ class Memory:
         self._reuse.asked(keys[on_device:])
 
     def keys_of(
-        self, digest: AdapterDigest | None, token_ids: Sequence[int], known: Sequence[bytes] = (), *, salt: str = ""
+        self,
+        digest: AdapterDigest | None,
+        token_ids: Sequence[int],
+        known: Sequence[bytes] = (),
+        *,
+        salt: str = "",
+        start: int = 0,
     ) -> list[bytes]:
         """Return the keys of the whole blocks of a sequence; ``known`` are those of its first blocks."""
-        return block_keys(digest, token_ids, self.block_size, known, salt=salt)
+        return block_keys(digest, token_ids, self.block_size, known, salt=salt, start=start)
 
     def try_admit(
-        self, ref: AdapterRef | None, keys: Sequence[bytes], tokens: int, now: float, *, salt: str = ""
+        self,
+        ref: AdapterRef | None,
+        keys: Sequence[bytes],
+        tokens: int,
+        now: float,
+        *,
+        salt: str = "",
+        start: int = 0,
     ) -> SequenceLease | WaitReason:
         """Lease the blocks of a sequence, reuse cached KV, and begin the transfers that it waits for.
 
@@ -427,6 +436,7 @@ class Memory:
             tokens: number of tokens that the blocks must hold.
             now: the time.
             salt: of its keys.
+            start: position of the first token on which the adapter acts.
 
         Returns:
             The lease, or why there is none; then nothing is leased or pinned.
@@ -455,11 +465,14 @@ class Memory:
             tiers.unpin(pinned)
             self.evictor.offer_all(np.asarray(pinned))
             return lacking
-        lease = SequenceLease(adapter, path=path, keys=list(keys), cached_blocks=len(path), salt=salt)
+        lease = SequenceLease(
+            adapter, path=path, keys=list(keys), cached_blocks=len(path), salt=salt, adapter_start=start
+        )
         self._leases.add(lease)
         if load:
             to_prefill = tokens - len(path) * self.block_size
-            order = self._assist(ref, to_prefill) if ref is not None and tree.on_host[adapter] else PACKING_ORDER
+            may_assist = ref is not None and tree.on_host[adapter] and not start
+            order = self._assist(ref, to_prefill) if ref is not None and may_assist else PACKING_ORDER
             self.swapper.load(adapter, now, demand=True, order=order)
         if away:
             tiers.fetch_kv(away, tiers.device.lease(len(away)), now, demand=True)
@@ -638,7 +651,9 @@ class PrefixInsertion:
                 continue
             if len(lease.keys) < whole:
                 digest = self._tree.digest(lease.adapter)
-                lease.keys = block_keys(digest, token_ids, self._block_size, lease.keys, salt=lease.salt)
+                lease.keys = block_keys(
+                    digest, token_ids, self._block_size, lease.keys, salt=lease.salt, start=lease.adapter_start
+                )
             while self._follow(lease, whole, now):
                 first = len(lease.path)
                 if lease.keys[first] not in new:
@@ -671,9 +686,10 @@ class PrefixInsertion:
     def _insert_new(self, new: Collection[tuple[SequenceLease, list[bytes]]], now: float) -> None:
         if not new:
             return
-        above = [lease.path[-1] if lease.path else lease.adapter for lease, _ in new]
+        tops = [self._tops(lease, len(keys)) for lease, keys in new]
+        above = [lease.path[-1] if lease.path else top for (lease, _), (top, *_) in zip(new, tops, strict=True)]
         nodes, blocks = [], []
-        branches = self._tree.add_kv(above, [keys for _, keys in new], now)
+        branches = self._tree.add_kv(above, [keys for _, keys in new], now, tops)
         for (lease, _), branch in zip(new, branches, strict=True):
             mine = lease.blocks[len(lease.path) : len(lease.path) + len(branch)]
             lease.private.difference_update(mine)
@@ -683,3 +699,8 @@ class PrefixInsertion:
         self._tiers.adopt(nodes, blocks)
         self._eviction.inserted(nodes, now)
         self._tiers.pin(nodes)
+
+    def _tops(self, lease: SequenceLease, count: int) -> list[int]:
+        """Return whose KV each of the next ``count`` blocks of a lease is: the base's before its adapter acts."""
+        of_base = max(0, lease.adapter_start // self._block_size - len(lease.path))
+        return [BASE] * min(of_base, count) + [lease.adapter] * (count - of_base)

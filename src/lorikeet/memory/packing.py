@@ -5,14 +5,14 @@ has no blocks of its own: a shared block is transferred with the group that is l
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.adapter import AdapterExtra, AdapterRef
+from lorikeet.core.geometry import SCORE, ModelGeometry
 from lorikeet.core.plan import Groups
 
 
@@ -21,7 +21,7 @@ class PackedRows(NamedTuple):
 
     Attributes:
         layer: decoder layer.
-        module: one of the geometry's.
+        module: one of the geometry's, or ``geometry.SCORE``.
         block: index in the adapter's list of blocks.
         offset: first element inside the block.
         first_row: index of its first rank row in the module.
@@ -36,37 +36,63 @@ class PackedRows(NamedTuple):
     rows: int
 
 
+class PackedExtra(NamedTuple):
+    """A run of rows of an extra's matrix in one block.
+
+    Attributes:
+        number: which of the adapter's extras.
+        layer: whose matrix.
+        block, offset, first_row, rows: as of :class:`PackedRows`.
+    """
+
+    number: int
+    layer: int
+    block: int
+    offset: int
+    first_row: int
+    rows: int
+
+
 class AdapterPacking(NamedTuple):
     """The segment table of an adapter.
 
     Attributes:
         pieces: ordered by layer, then module, then row.
+        extras: behind them, in the order of the adapter's extras, then by layer and row.
         blocks: number of blocks the adapter takes.
         used_elements: elements of the blocks that hold weights; the rest is waste.
     """
 
     pieces: tuple[PackedRows, ...]
+    extras: tuple[PackedExtra, ...]
     blocks: int
     used_elements: int
 
 
-def pack(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, block_elements: int) -> AdapterPacking:
+def pack(
+    ranks: Mapping[str, tuple[int, ...]],
+    geometry: ModelGeometry,
+    block_elements: int,
+    extras: Sequence[AdapterExtra] = (),
+) -> AdapterPacking:
     """Compute the packing of an adapter.
 
     Args:
         ranks: per module the rank on every layer, as in ``AdapterRef.ranks``.
         geometry: sizes of the model (of one rank's share under tensor parallelism).
         block_elements: number of elements of a block.
+        extras: as in ``AdapterRef.extras``.
 
     Raises:
-        ValueError: one rank row is larger than a block.
+        ValueError: one rank row, or a row of an extra, is larger than a block.
     """
     pieces: list[PackedRows] = []
     block, offset, used = 0, 0, 0
     for layer in range(geometry.layers):
-        for module, shape in geometry.modules.items():
+        for module in (*geometry.modules, SCORE):
             if module not in ranks:
                 continue
+            shape = geometry.shape_of(module)
             row_elements = shape.in_features + shape.out_features
             if row_elements > block_elements:
                 raise ValueError(f"a rank row of {module} has {row_elements} elements, a block only {block_elements}")
@@ -80,7 +106,22 @@ def pack(ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, block_el
                 done += rows
                 offset += rows * row_elements
                 used += rows * row_elements
-    return AdapterPacking(tuple(pieces), block + 1 if pieces else 0, used)
+    packed: list[PackedExtra] = []
+    for number, extra in enumerate(extras):
+        if extra.columns > block_elements:
+            raise ValueError(f"{extra.kind} of {extra.module} has {extra.columns} columns, a block {block_elements}")
+        for layer, count in enumerate(extra.rows):
+            done = 0
+            while done < count:
+                rows = min(count - done, (block_elements - offset) // extra.columns)
+                if rows == 0:
+                    block, offset = block + 1, 0
+                    continue
+                packed.append(PackedExtra(number, layer, block, offset, done, rows))
+                done += rows
+                offset += rows * extra.columns
+                used += rows * extra.columns
+    return AdapterPacking(tuple(pieces), tuple(packed), block + 1 if used else 0, used)
 
 
 def packing_for(ref: AdapterRef, geometry: ModelGeometry, block_elements: int, blocks: int) -> AdapterPacking:
@@ -89,7 +130,7 @@ def packing_for(ref: AdapterRef, geometry: ModelGeometry, block_elements: int, b
     Raises:
         ValueError: it takes another number of blocks.
     """
-    packing = pack(ref.ranks, geometry, block_elements)
+    packing = pack(ref.ranks, geometry, block_elements, ref.extras)
     if packing.blocks != blocks:
         raise ValueError(f"adapter {ref.name!r} takes {packing.blocks} blocks, not {blocks}")
     return packing
@@ -175,6 +216,7 @@ def write_pieces(
     packing: AdapterPacking,
     blocks: Sequence[int],
     arena: NDArray[Any],
+    extras: Iterable[tuple[int, int, Callable[[int, int], NDArray[Any]]]] = (),
 ) -> Iterator[int]:
     """Copy an adapter into its blocks, one block after the other.
 
@@ -184,6 +226,8 @@ def write_pieces(
         packing: where each row goes.
         blocks: blocks of the arena, in packing order.
         arena: ``[blocks, elements]``, changed in place.
+        extras: number and layer of each matrix of the extras, and a function that reads ``count`` rows of it from
+            ``first`` on, as ``adapters.weights.load_extras`` yields them.
 
     Yields:
         The number of complete blocks, before each block is written. The next block is not touched until the caller
@@ -211,3 +255,14 @@ def write_pieces(
             target[middle:end].reshape(piece.rows, -1)[:] = bt[rows]
     for (layer, module), _ in modules:
         raise ValueError(f"{module} of layer {layer} was packed, but has no weights")
+    matrices = groupby(packing.extras, key=lambda piece: (piece.number, piece.layer))
+    for (key, rows_of), (number, layer, read) in zip(matrices, extras, strict=True):
+        if key != (number, layer):
+            raise ValueError(f"extra {number} of layer {layer} is not what was packed")
+        for each in rows_of:
+            if each.block != block:
+                block = each.block
+                yield block
+            found = read(each.first_row, each.rows)
+            target = arena[blocks[block]]
+            target[each.offset : each.offset + found.size].reshape(found.shape)[:] = found

@@ -229,13 +229,29 @@ class DependencyTree:
         self._by_digest[ref.digest] = node
         return node
 
-    def add_kv(self, above: Sequence[int], keys: Sequence[Sequence[bytes]], now: float) -> list[list[int]]:
+    def descendants(self, node: int) -> Iterator[int]:
+        """Yield all KV below a node of KV, parents before children, whichever adapter or base it belongs to."""
+        end, found = self._end, {node}
+        kv = np.flatnonzero((self.kind[:end] == NodeKind.KV) & (self.depth[:end] > self.depth[node]))
+        for each in kv[np.argsort(self.depth[kv], kind="stable")].tolist():
+            if int(self.parent[each]) in found:
+                found.add(each)
+                yield each
+
+    def add_kv(
+        self,
+        above: Sequence[int],
+        keys: Sequence[Sequence[bytes]],
+        now: float,
+        tops: Sequence[Sequence[int]] | None = None,
+    ) -> list[list[int]]:
         """Add chains of KV blocks that are on no tier yet.
 
         Args:
             above: parent of the first block of each chain.
             keys: the keys of each chain, at least one; each block is the parent of the next.
             now: the time.
+            tops: for each block the node of the adapter or base whose KV it is; None: that of ``above``.
 
         Returns:
             The nodes of each chain.
@@ -252,7 +268,8 @@ class DependencyTree:
         parents[1:] = at[:-1]
         parents[firsts] = above
         self.kind[at], self.size[at], self.visits[at], self.last_use_s[at] = NodeKind.KV, 1, 1.0, now
-        self.parent[at], self.top[at] = parents, np.repeat(self.top[above], counts)
+        self.parent[at] = parents
+        self.top[at] = np.repeat(self.top[above], counts) if tops is None else [top for each in tops for top in each]
         self.depth[at] = np.arange(1, len(at) + 1) + np.repeat(self.depth[above] - firsts, counts)
         np.add.at(self.children, parents, 1)
         return [nodes[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
@@ -311,6 +328,7 @@ def block_keys(
     known: Sequence[bytes] = (),
     *,
     salt: str = "",
+    start: int = 0,
 ) -> list[bytes]:
     """Return the keys of all whole blocks of ``token_ids``.
 
@@ -320,11 +338,19 @@ def block_keys(
         block_size: tokens in a block.
         known: keys of its first blocks, which are not computed again.
         salt: other salts give other keys.
+        start: position of the first token on which the adapter acts. Blocks before it have the base's keys.
     """
+    of_base = start // block_size if digest is not None else 0
     keys = list(known)
+    if len(keys) < of_base:
+        keys = block_keys(None, token_ids[: of_base * block_size], block_size, keys, salt=salt)
+        if len(keys) < of_base:
+            return keys
     before = keys[-1] if keys else (digest or "").encode()
     if salt and not keys:  # hashed, so that no salt looks like a digest
         before = blake2b(before + b"\0" + salt.encode(), digest_size=_KEY_BYTES).digest()
+    if start and digest is not None and len(keys) == of_base:
+        before = blake2b(before + f"\0{digest}@{start}".encode(), digest_size=_KEY_BYTES).digest()
     data, step = array("i", token_ids[len(keys) * block_size :]).tobytes(), 4 * block_size
     for begin in range(0, len(data) - step + 1, step):
         before = blake2b(before + data[begin : begin + step], digest_size=_KEY_BYTES).digest()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lorikeet.config import ConfigError, Settings
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape
+from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape, Surroundings
 from lorikeet.models.quantization_config import read_quantization
 
 
@@ -418,7 +418,26 @@ class ModelConfig(msgspec.Struct, frozen=True):
             inputs, outputs = self.module_shard(module, 0, tensor_parallel)
             modules[module] = ModuleShape(inputs.stop - inputs.start, outputs.stop - outputs.start)
         kv_heads = max(1, self.kv_heads // tensor_parallel)
-        return ModelGeometry(self.layers, kv_heads, self.head_dim, modules, dtype_bytes)
+        return ModelGeometry(
+            self.layers,
+            kv_heads,
+            self.head_dim,
+            modules,
+            dtype_bytes,
+            surroundings=self.surroundings(),
+            hidden=self.hidden_size,
+        )
+
+    def surroundings(self) -> Surroundings:
+        """Return the weights beside linear modules that adapters may replace."""
+        vectors = {
+            "norm.weight": self.hidden_size,
+            "layers.{}.input_layernorm.weight": self.hidden_size,
+            "layers.{}.post_attention_layernorm.weight": self.hidden_size,
+        }
+        if self.qk_norm:
+            vectors |= {f"layers.{{}}.self_attn.{side}_norm.weight": self.head_dim for side in "qk"}
+        return Surroundings("embed_tokens", "lm_head", self.vocab_size, self.hidden_size, vectors)
 
 
 class TransformersConfig(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from lorikeet.kernels.base import (
     LayerWeights,
     LoraBatch,
     LoraDelta,
+    LoraWeights,
     Weight,
     fits_one_call,
     kv_view,
 )
+from lorikeet.kernels.extras import adjust, adjust_logits, embed, prepare_product, prepare_vocabulary, scaled_inputs
 from lorikeet.models.config import ModelConfig, RopeScaling
 from lorikeet.models.parallel import NoReduceGroup, RankGroup
 from lorikeet.models.weights import DecoderWeights, lora_targets
@@ -128,6 +131,7 @@ class Decoder:
         )
         in_one_call = group.size == 1 and all(config.rope_layers)
         self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if in_one_call else None
+        self._norms: dict[tuple[int, str], Tensor] = {}
 
     def cut(self, layers: int) -> "Decoder":
         """Return a decoder of the first ``layers`` layers with the same tensors, to measure the time of a layer.
@@ -146,12 +150,46 @@ class Decoder:
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
         """Compute one step; return the logits ``[S, vocab]`` of its sample rows. As :meth:`hidden` and :meth:`head`."""
-        return self.head(self.hidden(batch, kv))
+        return self.head(self.hidden(batch, kv), batch.head_lora)
 
     @torch.inference_mode()
-    def head(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`, in the dtype of ``Kernels.logits``."""
+    def prepare(self, adapter: LoraWeights) -> None:
+        """Compute what of an adapter depends on the base, into its blocks; once for each time it is loaded."""
+        kernels, weights = self._kernels, self._weights
+        for index, layer in enumerate(weights.layers):
+            for product, targets in self._targets.items():
+                weight: Weight = getattr(layer, product)
+                prepare_product(
+                    adapter,
+                    index,
+                    targets,
+                    getattr(layer, f"{product}_bias"),
+                    partial(self._product, weight),
+                    partial(self._row_norms, index, product, weight),
+                )
+        head = weights.lm_head
+        prepare_vocabulary(
+            adapter, weights.embedding, lambda x: kernels.logits(x, head), lambda: kernels.row_norms(head)
+        )
+
+    def _row_norms(self, index: int, product: str, weight: Weight) -> Tensor:
+        """Return the norms of the rows of a weight, computed once."""
+        if (index, product) not in self._norms:
+            self._norms[index, product] = self._kernels.row_norms(weight)
+        return self._norms[index, product]
+
+    def _product(self, weight: Weight, x: Tensor) -> Tensor:
+        return self._kernels.linear(x, weight, None)
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`, in the dtype of ``Kernels.logits``.
+
+        ``lora`` has the adapters of these rows, if any has an output layer of its own.
+        """
         logits = self._kernels.logits(hidden, self._weights.lm_head)
+        if lora is not None:
+            logits = adjust_logits(logits, hidden, lora, is_tied=self._config.tie_word_embeddings)
         return logits if self._config.logits_scaling == 1 else logits / self._config.logits_scaling
 
     @torch.inference_mode()
@@ -168,8 +206,13 @@ class Decoder:
         Returns:
             Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``.
         """
-        weights, kernels = self._weights, self._kernels
-        x = weights.embedding[batch.token_ids]
+        weights = self._weights
+        adapted = batch.lora if batch.lora is not None and batch.lora.has_extras else None
+        if adapted is None:
+            x = weights.embedding[batch.token_ids]
+        else:
+            x = weights.embedding[batch.token_ids.clamp(max=len(weights.embedding) - 1)]
+            embed(x, batch.token_ids, adapted)
         if batch.embeds is not None:
             rows, embeds = batch.embeds
             x[rows] = embeds.to(x.dtype)
@@ -178,7 +221,21 @@ class Decoder:
         cos, sin = self._rotary(batch.positions, x.dtype)
         in_one_call = self._in_one_call if fits_one_call(batch) else None
         x, delta = (in_one_call or self._by_kernels)(x, cos, sin, kv, batch)
-        return kernels.add_norm(x, delta, weights.final_norm, self._shape.eps)
+        return self._norm(x, delta, weights.final_norm, batch.sample_lora, 0, "norm.weight")
+
+    def _norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, lora: LoraBatch | None, layer: int, path: str
+    ) -> Tensor:
+        """Add ``delta`` to ``x`` in place and return the norm, of some rows with the weight of their adapter."""
+        kernels, eps = self._kernels, self._shape.eps
+        out = kernels.add_norm(x, delta, weight, eps)
+        if lora is not None and lora.has_extras:
+            for segment in lora.adjusted("vector"):
+                own = segment.extras.vector("vector", layer, path)
+                if own is not None:
+                    rows = slice(segment.start, segment.stop)
+                    out[rows] = kernels.add_norm(x[rows], None, own, eps)
+        return out
 
     def _by_kernels(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute all layers kernel by kernel; arguments and result are those of ``kernels.base.Layers``.
@@ -186,12 +243,12 @@ class Decoder:
         Returns:
             The residual stream and the output of the last MLP, which is not added to it yet; both ``[rows, hidden]``.
         """
-        weights, kernels, eps = self._weights, self._kernels, self._shape.eps
+        weights = self._weights
         lora, delta = batch.lora, None
         rotates = self._config.rope_layers
         still = (torch.ones_like(cos), torch.zeros_like(sin)) if rotates else (cos, sin)
         for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
-            normed = kernels.add_norm(x, delta, layer.input_norm, eps)
+            normed = self._norm(x, delta, layer.input_norm, lora, index, "layers.{}.input_layernorm.weight")
             angles = (cos, sin) if not rotates or rotates[index] else still
             mixed = self._attention(index, layer, normed, *angles, batch, layer_kv)
             if layer is weights.layers[-1] and len(batch.sample_rows) < len(x):
@@ -199,7 +256,7 @@ class Decoder:
             # LoRA's A is split by input features like the weight, so each rank adds its part before the all-reduce.
             out = self._adapted(mixed, layer.o, layer.o_bias, lora, index, "o", batch.assist)
             delta = self._group.all_reduce(out)
-            normed = kernels.add_norm(x, delta, layer.post_norm, eps)
+            normed = self._norm(x, delta, layer.post_norm, lora, index, "layers.{}.post_attention_layernorm.weight")
             delta = self._mlp(index, layer, normed, lora, batch.assist)
         assert delta is not None, "a decoder has layers"
         return x, delta
@@ -212,8 +269,29 @@ class Decoder:
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, self._shape.eps)
-        kernels.rotary_store(qkv, cos, sin, kv, batch, norms)
+        if norms is not None and batch.lora is not None and batch.lora.has_extras:
+            self._rotate_apart(index, qkv, cos, sin, kv, batch, norms)
+        else:
+            kernels.rotary_store(qkv, cos, sin, kv, batch, norms)
         return kernels.attention(qkv, kv, batch, self._shape.scale, self._shape.windows[index])
+
+    def _rotate_apart(
+        self, index: int, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms
+    ) -> None:
+        """Rotate and store, the rows of each adapter that has head norms of its own for themselves."""
+        assert batch.lora is not None
+        cuts, done = [], 0
+        for segment in batch.lora.adjusted("vector"):
+            q, k = (segment.extras.vector("vector", index, f"layers.{{}}.self_attn.{x}_norm.weight") for x in "qk")
+            if q is not None or k is not None:
+                own = HeadNorms(norms.q if q is None else q, norms.k if k is None else k, norms.eps)
+                cuts += [(done, segment.start, norms), (segment.start, segment.stop, own)]
+                done = segment.stop
+        for start, stop, chosen in [*cuts, (done, len(qkv), norms)]:
+            if start < stop:
+                rows = slice(start, stop)
+                part = replace(batch, slot_blocks=batch.slot_blocks[rows], slot_offsets=batch.slot_offsets[rows])
+                self._kernels.rotary_store(qkv[rows], cos[rows], sin[rows], kv, part, chosen)
 
     def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: LoraBatch | None, assist: Assist | None) -> Tensor:
         kernels = self._kernels
@@ -236,8 +314,13 @@ class Decoder:
         if assist is not None:
             lora = assist.begin(product, index, x, lora)
         targets = self._targets[product]
+        has_extras = lora is not None and lora.has_extras
+        if lora is not None and has_extras:
+            x = scaled_inputs(x, lora, index, targets)
         delta = LoraDelta(lora, index, targets) if lora is not None and lora.changes(targets) else None
         out = self._kernels.linear(x, weight, bias, delta)
+        if lora is not None and has_extras:
+            adjust(out, x, bias, lora, index, targets)
         if assist is not None:
             assist.finish(out)
         return out

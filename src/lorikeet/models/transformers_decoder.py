@@ -19,7 +19,8 @@ from transformers.utils import logging as transformers_logging
 
 from lorikeet.core.geometry import KvShape, ModelGeometry, split_layer
 from lorikeet.core.messages import LOADING_WEIGHTS
-from lorikeet.kernels.base import Batch, HostMetadata, Kernels, to_device
+from lorikeet.kernels.base import Batch, HostMetadata, Kernels, LoraBatch, LoraWeights, to_device
+from lorikeet.kernels.extras import prepare_vocabulary
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.models.config import ModelConfigError, TransformersConfig, read_eos_token_ids, read_json_section
 from lorikeet.models.gguf import GGUF_FILE, read_gguf, transformers_names
@@ -42,14 +43,18 @@ from lorikeet.models.transformers_attention import (
 )
 from lorikeet.models.transformers_experts import AdaptedExperts, add_experts, are_experts, experts_of
 from lorikeet.models.transformers_modules import (
+    AdaptedEmbedding,
     AdaptedLinear,
+    AdaptedVectors,
     LoraModules,
     OutputLayer,
     StepLora,
     find_modules,
     is_linear,
+    is_norm,
     linears_of,
     rms_norm_of,
+    surroundings_of,
     take_weight,
 )
 from lorikeet.models.transformers_older import OLDER, replace_attention
@@ -206,11 +211,14 @@ class _Found(NamedTuple):
     Attributes:
         calls: the attention calls of a pass.
         rows: by linear module, the numbers of rows that it saw.
-        position_ids: whether the decoder takes them.
+        norms: the norms that see every row, and the dimension of their input that has the rows.
+        hidden: numbers of a hidden state.
     """
 
     calls: list[AttentionCall]
     rows: dict[nn.Module, set[int]]
+    norms: dict[nn.Module, int]
+    hidden: int
 
 
 class _Hidden(nn.Module):
@@ -289,7 +297,8 @@ class TransformersDecoder:
             ]
             modules = self._take_linears(found)
             self._step = modules.step
-            self.geometry = self._geometry(modules.lora)
+            self.geometry = self._geometry(modules.lora, found)
+            self._take_surroundings(found)
             self._cut_output_layer()
             self._shapes = self.geometry.kv_shapes()
             self._views: tuple[Tensor, int, list[LayerKv]] | None = None
@@ -301,7 +310,7 @@ class TransformersDecoder:
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
         """Compute one step; return the logits ``[S, vocab]`` of its sample rows."""
-        return self.head(self.hidden(batch, kv))
+        return self.head(self.hidden(batch, kv), batch.head_lora)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -324,16 +333,29 @@ class TransformersDecoder:
         return found[batch.sample_rows]
 
     @torch.inference_mode()
-    def head(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`."""
+    def prepare(self, adapter: LoraWeights) -> None:
+        """Compute what of an adapter depends on the base, into its blocks; once for each time it is loaded."""
+        for linear in self._linears:
+            linear.prepare(adapter)
+        output, kernels = self._output, self._kernels
+        if output is not None:
+            weight = output.weight
+            embedding = self._embedding.weight
+            prepare_vocabulary(
+                adapter, embedding, lambda x: kernels.logits(x, weight), lambda: kernels.row_norms(weight)
+            )
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`; ``lora``: their adapters, if any has extras."""
         if not len(hidden):
             return hidden.new_empty(0, self.vocab_size)
-        self._below.hidden = hidden[None]
+        self._below.hidden, self._step.head_lora = hidden[None], lora
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         try:
             logits = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
-            self._below.hidden = None
+            self._below.hidden = self._step.head_lora = None
         assert isinstance(logits, Tensor)
         return logits
 
@@ -355,7 +377,14 @@ class TransformersDecoder:
     def _probe(self, ids: Tensor) -> _Found:
         """Run a few tokens and write down what happens."""
         rows: dict[nn.Module, set[int]] = {}
+        norms: dict[nn.Module, int] = {}
         ran: set[str] = set()
+
+        def see_norm(module: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
+            at = [index for index, size in enumerate(inputs[0].shape[:-1]) if size == _PROBE_TOKENS]
+            if len(at) == 1 and norms.setdefault(module, at[0]) == at[0] and len(inputs) == 1:
+                return
+            norms[module] = -1
 
         def see_rows(module: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
             if inputs:
@@ -372,11 +401,13 @@ class TransformersDecoder:
             for name, module in self._decoder.named_modules():
                 if is_linear(module) or are_experts(module):
                     hooks.callback(module.register_forward_hook(see_rows).remove)
+                if is_norm(module):
+                    hooks.callback(module.register_forward_hook(see_norm).remove)
                 if isinstance(module, nn.ModuleList):
                     for inner, child in module.named_children():
                         hooks.callback(child.register_forward_hook(see_layer(f"{name}.{inner}")).remove)
             try:
-                self._run(ids, torch.arange(len(ids), device=ids.device))
+                hidden = self._run(ids, torch.arange(len(ids), device=ids.device)).shape[-1]
             except UnsupportedAttention:
                 raise
             except Exception as error:  # of modules that expect what we do not give them, such as masks
@@ -385,7 +416,7 @@ class TransformersDecoder:
                 raise UnsupportedAttention(why) from error
         self._attend_by(STEP)
         self._check_layers(probe.calls, ran)
-        return _Found(probe.calls, rows)
+        return _Found(probe.calls, rows, {module: at for module, at in norms.items() if at >= 0}, hidden)
 
     def _attend_by(self, name: str) -> None:
         """Set the attention function, and the masks that are made for it."""
@@ -411,6 +442,7 @@ class TransformersDecoder:
     def _take_linears(self, found: _Found) -> "_Taken":
         """Let the kernels compute the linear layers."""
         prefix, linears = linears_of(self._model, self._decoder)
+        self._linears: list[AdaptedLinear] = []
         idle = [each.name for each in linears if each.module not in found.rows and "expert" not in each.name]
         linears = [linear for linear in linears if linear.module in found.rows]
         experts = [each for each in experts_of(prefix, self._decoder) if found.rows.get(each.module) == {_PROBE_TOKENS}]
@@ -430,7 +462,7 @@ class TransformersDecoder:
             bias = linear.module.bias
             is_shared = id(linear.module.weight) in embeddings
             weight = take_weight(linear, self._kernels, keep=is_shared)
-            linear.module.forward = AdaptedLinear(
+            adapted = AdaptedLinear(
                 weight,
                 bias if isinstance(bias, Tensor) else None,
                 self._kernels,
@@ -438,14 +470,30 @@ class TransformersDecoder:
                 linear.layer,
                 lora.targets(linear.name),
             )
+            linear.module.forward = adapted
+            self._linears.append(adapted)
         for each in experts:
-            each.module.forward = AdaptedExperts(each, self._kernels, step, lora)
+            each.module.forward = of_experts = AdaptedExperts(each, self._kernels, step, lora)
+            self._linears += of_experts.linears
         for module in self._decoder.modules():
             if norm := rms_norm_of(module, self._kernels):
                 module.forward = norm
         return _Taken(lora, step)
 
-    def _geometry(self, lora: LoraModules) -> ModelGeometry:
+    def _take_surroundings(self, found: _Found) -> None:
+        """Let adapters replace norms and the embedding."""
+        names = {module: name for name, module in self._decoder.named_modules()}
+        for module, rows_at in found.norms.items():
+            path, layer = split_layer(names[module])
+            module.forward = AdaptedVectors(module, self._step, path, layer, rows_at)
+        embedding = self._model.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding)
+        self._embedding = embedding
+        embedding.forward = AdaptedEmbedding(embedding, self._step)  # type: ignore[method-assign, assignment]
+
+    def _geometry(self, lora: LoraModules, found: _Found) -> ModelGeometry:
+        assert lora.names is not None
+        around = surroundings_of(self._model, self._decoder, lora.names.prefixes[0], found.norms)
         stored = [call.shape for call in self._calls if call.stores]
         first = stored[0]
         is_plain = set(stored) == {KvShape(first.heads, first.key_dim, first.key_dim)} and len(stored) == lora.layers
@@ -458,18 +506,22 @@ class TransformersDecoder:
             kv_layers=() if is_plain else tuple(stored),
             module_layers=lora.module_layers,
             names=lora.names,
+            surroundings=around,
+            hidden=found.hidden,
         )
 
     def _cut_output_layer(self) -> None:
         """Cut the model in two: the decoder, and what computes logits from its hidden states. The rest is freed."""
         output = self._model.get_output_embeddings()
         embedding = self._model.get_input_embeddings()
+        self._output: OutputLayer | None = None
         if output is not None and is_linear(output) and output.bias is None:
+            is_tied = output.weight is embedding.weight
             packed = self._kernels.pack(output.weight.detach())
             if packed is not output.weight and output.weight is not embedding.weight:
                 empty = torch.full((1,), torch.nan, dtype=output.weight.dtype, device=output.weight.device)
                 output.weight = nn.Parameter(empty.expand(output.weight.shape), requires_grad=False)
-            output.forward = OutputLayer(packed, self._kernels)
+            self._output = output.forward = OutputLayer(packed, self._kernels, self._step, is_tied=is_tied)
         name = next(name for name, module in self._model.named_modules() if module is self._decoder)
         top, *inner = name.split(".")
         self._below = _Hidden(inner)

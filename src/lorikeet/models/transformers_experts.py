@@ -17,8 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from lorikeet.core.geometry import ExpertsPath, split_layer
-from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraSegment, LoraTargets, Weight
-from lorikeet.models.transformers_modules import LoraModules, StepLora
+from lorikeet.kernels.base import Kernels, LoraBatch, LoraSegment
+from lorikeet.models.transformers_modules import AdaptedLinear, LoraModules, StepLora
 
 _MARKS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 """Attributes of transformers' experts whose weights are laid out in the usual way."""
@@ -134,14 +134,6 @@ def _literal(pattern: str) -> str:
     return pattern.replace("\\", "").removesuffix(".weight").strip(".")
 
 
-class _Linear(NamedTuple):
-    """A linear layer of one expert; ``targets`` as of ``LoraModules.targets``."""
-
-    weight: Weight
-    bias: Tensor | None
-    targets: LoraTargets | None
-
-
 class AdaptedExperts:
     """The ``forward`` of the experts of a layer, with the adapters of the step.
 
@@ -153,28 +145,30 @@ class AdaptedExperts:
         kernels: the backend.
         step: has the adapters.
         lora: modules of the decoder, with those of these experts if adapters may change them.
+
+    Attributes:
+        linears: the linear layers of all experts.
     """
 
     def __init__(self, experts: Experts, kernels: Kernels, step: StepLora, lora: LoraModules) -> None:
-        self._module, self._kernels, self._step, self._layer = experts.module, kernels, step, experts.layer
+        self._module, self._step = experts.module, step
+        modules: set[str] = set()
 
-        def taken(parameter: str) -> list[_Linear]:
-            found = [
-                _Linear(
-                    kernels.pack(experts.weight(parameter, i)),
-                    experts.bias(parameter, i),
-                    lora.targets(f"{experts.name}.{i}.{parameter}"),
-                )
-                for i in range(experts.number)
-            ]
+        def taken(parameter: str) -> list[AdaptedLinear]:
+            found = []
+            for i in range(experts.number):
+                targets = lora.targets(f"{experts.name}.{i}.{parameter}")
+                modules.update(targets.modules if targets is not None else ())
+                weight, bias = kernels.pack(experts.weight(parameter, i)), experts.bias(parameter, i)
+                found.append(AdaptedLinear(weight, bias, kernels, step, experts.layer, targets))
             old = getattr(experts.module, parameter)
             empty = torch.full((1,), torch.nan, dtype=old.dtype, device=old.device).expand(old.shape)
             setattr(experts.module, parameter, nn.Parameter(empty, requires_grad=False))
             return found
 
         self._up, self._down = (taken(parameter) for parameter in experts.parameters)
-        targets = [each.targets for each in (*self._up, *self._down) if each.targets is not None]
-        self._modules = frozenset[str]().union(*(each.modules for each in targets))
+        self._modules = frozenset(modules)
+        self.linears = [*self._up, *self._down]
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the sum over the experts of each row, times their weights.
@@ -205,16 +199,10 @@ class AdaptedExperts:
 
     def _expert(self, expert: int, x: Tensor, lora: LoraBatch | None) -> Tensor:
         module = self._module
-        inner = self._linear(self._up[expert], x, lora)
+        inner = self._up[expert].compute(x, lora)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        out = self._linear(self._down[expert], inner.contiguous(), lora)
+        out = self._down[expert].compute(inner.contiguous(), lora)
         return module.post_expert_norm(out) if module.has_post_expert_norm else out
-
-    def _linear(self, linear: _Linear, x: Tensor, lora: LoraBatch | None) -> Tensor:
-        delta = None
-        if lora is not None and linear.targets is not None and lora.changes(linear.targets):
-            delta = LoraDelta(lora, self._layer, linear.targets)
-        return self._kernels.linear(x, linear.weight, linear.bias, delta)
 
     def _adapters(self, rows: npt.NDArray[np.int64], bounds: Sequence[int]) -> dict[int, LoraBatch]:
         """Return the adapters of the rows of each expert.
@@ -224,7 +212,7 @@ class AdaptedExperts:
             bounds: the first pair of each expert, and the end.
         """
         lora = self._step.lora
-        if lora is None or lora.modules.isdisjoint(self._modules):
+        if lora is None or (lora.modules.isdisjoint(self._modules) and not lora.has_extras):
             return {}
         segments = self._step.segments[rows]
         changes = np.flatnonzero(np.diff(segments, prepend=-2)).tolist()

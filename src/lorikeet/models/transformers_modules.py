@@ -1,7 +1,8 @@
 """LoRA on the linear layers of a transformers model: their ``forward`` is replaced by the kernels' grouped product."""
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,9 +19,11 @@ from lorikeet.core.geometry import (
     ModuleNames,
     ModulePath,
     ModuleShape,
+    Surroundings,
     split_layer,
 )
-from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraTarget, LoraTargets, Weight
+from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraTarget, LoraTargets, LoraWeights, Weight
+from lorikeet.kernels.extras import adjust, adjust_logits, embed, prepare_product, scaled_inputs
 
 _EXPERT = re.compile(r"expert.*\.\d+(\.|$)")
 """A path of one of several experts, which see some of the rows only."""
@@ -38,11 +41,13 @@ class StepLora:
     Attributes:
         lora: None: none.
         rows: of the step.
+        head_lora: while logits are computed: the adapters of their rows, if any has more than A and B.
     """
 
     def __init__(self) -> None:
         self.lora: LoraBatch | None = None
         self.rows = 0
+        self.head_lora: LoraBatch | None = None
         self._segments: npt.NDArray[np.int64] | None = None
 
     def begin(self, lora: LoraBatch | None, rows: int) -> None:
@@ -58,6 +63,11 @@ class StepLora:
             for number, segment in enumerate(self.lora.segments):
                 self._segments[segment.start : segment.stop] = number
         return self._segments
+
+    @property
+    def extras(self) -> LoraBatch | None:
+        """The adapters of the step, if any has more than A and B."""
+        return self.lora if self.lora is not None and self.lora.has_extras else None
 
 
 class Linear(NamedTuple):
@@ -227,28 +237,172 @@ class AdaptedLinear:
     ) -> None:
         self._weight, self._bias, self._kernels, self._step = weight, bias, kernels, step
         self._layer, self._targets = layer, targets
+        self._norms: Tensor | None = None
+
+    def prepare(self, adapter: LoraWeights) -> None:
+        """Compute what of an adapter with extras depends on the weight."""
+        if self._targets is not None:
+            prepare_product(adapter, self._layer, self._targets, self._bias, self._product, self._row_norms)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return self._kernels.linear(x, self._weight, None)
+
+    def _row_norms(self) -> Tensor:
+        if self._norms is None:
+            self._norms = self._kernels.row_norms(self._weight)
+        return self._norms
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x Wᵀ + b``, plus the LoRA delta of each row's adapter."""
-        flat = x.reshape(-1, x.shape[-1])
-        lora, targets = self._step.lora, self._targets
-        delta = None
-        if lora is not None and targets is not None and lora.changes(targets):
-            assert len(flat) == self._step.rows, "a module with LoRA sees other rows than those of the step"
-            delta = LoraDelta(lora, self._layer, targets)
-        return self._kernels.linear(flat, self._weight, self._bias, delta).view(*x.shape[:-1], -1)
+        flat, lora = x.reshape(-1, x.shape[-1]), self._step.lora
+        if lora is not None and self._targets is not None:
+            is_changed = lora.has_extras or lora.changes(self._targets)
+            assert not is_changed or len(flat) == self._step.rows, "a module sees other rows than those of the step"
+        return self.compute(flat, lora).view(*x.shape[:-1], -1)
+
+    def compute(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        """Return the same for ``x [rows, in]``, with the adapters of these rows."""
+        if lora is None or self._targets is None:
+            return self._kernels.linear(x, self._weight, self._bias)
+        layer, targets = self._layer, self._targets
+        if lora.has_extras:
+            x = scaled_inputs(x, lora, layer, targets)
+        delta = LoraDelta(lora, layer, targets) if lora.changes(targets) else None
+        out = self._kernels.linear(x, self._weight, self._bias, delta)
+        if lora.has_extras:
+            adjust(out, x, self._bias, lora, layer, targets)
+        return out
+
+
+class AdaptedVectors:
+    """The ``forward`` of a norm, with the weights and biases that adapters of the step have for it.
+
+    Args:
+        module: the norm.
+        step: has the adapters.
+        path, layer: of its name below the decoder's.
+        rows_at: the dimension of its input that has the rows of a step.
+    """
+
+    def __init__(self, module: nn.Module, step: StepLora, path: str, layer: int, rows_at: int) -> None:
+        self._module, self._step, self._path, self._layer, self._rows_at = module, step, path, layer, rows_at
+        self._forward = module.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the norm."""
+        out: Tensor = self._forward(x)
+        extras = self._step.extras
+        if extras is None:
+            return out
+        for segment in extras.adjusted("vector"):
+            own = {
+                name: vector
+                for name in ("weight", "bias")
+                if (vector := segment.extras.vector("vector", self._layer, f"{self._path}.{name}")) is not None
+            }
+            if own:
+                rows = (slice(None),) * self._rows_at + (slice(segment.start, segment.stop),)
+                with _replaced(self._module, own):
+                    out[rows] = type(self._module).forward(self._module, x[rows])
+        return out
+
+
+class AdaptedEmbedding:
+    """The ``forward`` of the embedding, with those of adapters of the step."""
+
+    def __init__(self, module: nn.Embedding, step: StepLora) -> None:
+        self._module, self._step, self._forward = module, step, module.forward
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings."""
+        extras, module = self._step.extras, self._module
+        if extras is None:
+            return self._forward(token_ids)
+        ids = token_ids.flatten()
+        found = module.weight[ids.clamp(max=len(module.weight) - 1)]
+        embed(found, ids, extras)
+        # As the weight of the module, so that a factor of the module counts.
+        padding, module.padding_idx = module.padding_idx, None
+        try:
+            with _replaced(module, {"weight": found}):
+                return self._forward(torch.arange(len(ids), device=ids.device).view(token_ids.shape))
+        finally:
+            module.padding_idx = padding
+
+
+@contextmanager
+def _replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let a module have other parameters within the context."""
+    old = {name: module._parameters[name] for name in tensors}
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(old)
+
+
+def surroundings_of(model: nn.Module, decoder: nn.Module, prefix: str, norms: Mapping[nn.Module, int]) -> Surroundings:
+    """Return what adapters may replace beside linear modules.
+
+    Args:
+        model: with ``get_input_embeddings`` and ``get_output_embeddings``.
+        decoder: its decoder.
+        prefix: of the decoder's names.
+        norms: the norms that see all rows of a step.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    vectors: dict[str, int] = {}
+    for module in norms:
+        path = split_layer(names[module].removeprefix(prefix))[0]
+        vectors |= {f"{path}.{name}": value.numel() for name, value in module.named_parameters(recurse=False)}
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    if type(embedding).forward is not nn.Embedding.forward and not hasattr(embedding, "embed_scale"):
+        return Surroundings("", "", 0, 0, vectors)
+    has_head = output is not None and is_linear(output) and output.bias is None
+    rows, columns = embedding.weight.shape
+    return Surroundings(
+        names[embedding].removeprefix(prefix),
+        names[output].removeprefix(prefix) if has_head else "",
+        rows,
+        columns,
+        vectors,
+    )
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm with vectors as parameters, and none inside."""
+    parameters = dict(module.named_parameters())
+    return (
+        "Norm" in type(module).__name__
+        and bool(parameters)
+        and parameters.keys() <= {"weight", "bias"}
+        and all(value.dim() == 1 for value in parameters.values())
+    )
 
 
 class OutputLayer:
-    """The ``forward`` of the output layer, in the dtype of ``Kernels.logits``."""
+    """The ``forward`` of the output layer, in the dtype of ``Kernels.logits``.
 
-    def __init__(self, weight: Weight, kernels: Kernels) -> None:
-        self._weight, self._kernels = weight, kernels
+    Args:
+        weight: packed.
+        kernels: the backend.
+        step: has the adapters.
+        is_tied: whether its weight is the embedding's.
+
+    Attributes:
+        weight: as given.
+    """
+
+    def __init__(self, weight: Weight, kernels: Kernels, step: StepLora, *, is_tied: bool) -> None:
+        self.weight, self._kernels, self._step, self._is_tied = weight, kernels, step, is_tied
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the logits."""
         flat = x.reshape(-1, x.shape[-1])
-        return self._kernels.logits(flat, self._weight).view(*x.shape[:-1], -1)
+        logits = self._kernels.logits(flat, self.weight)
+        if self._step.head_lora is not None:
+            logits = adjust_logits(logits, flat, self._step.head_lora, is_tied=self._is_tied)
+        return logits.view(*x.shape[:-1], -1)
 
 
 class RmsNorm:

@@ -254,7 +254,9 @@ class BatchSelector:
                 legal[digest] = node is not None and bool(tree.on_device[node])
                 if sequence.request.adapter is not None:
                     self._refs[sequence.request.adapter.digest] = sequence.request.adapter
-            live.append(LiveRequest(sequence.request_id, digest, legal[digest], len(sequence.token_ids)))
+            # An adapter that acts on a part of the tokens is never merged, just as the base.
+            may_merge = None if sequence.request.adapter_start else digest
+            live.append(LiveRequest(sequence.request_id, may_merge, legal[digest], len(sequence.token_ids)))
         self._choice = self._mode.choose(live)
         self.count_untried()
 

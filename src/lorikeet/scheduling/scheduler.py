@@ -89,9 +89,8 @@ class Scheduler:
         )
         self._view = SchedulerView(memory, limits, self._running, self.selector, self._step_times)
         self.queue: AdmissionQueue = admission(self._view)
-        self._savings = SavingsEstimator(
-            memory, self._step_times, self.selector.meter, assist, record or AssistRecord()
-        )
+        self._assist_record = record or AssistRecord()
+        self._savings = SavingsEstimator(memory, self._step_times, self.selector.meter, assist, self._assist_record)
         self._drops: list[RequestId] = []
         self._steps = 0
         self._last_end_s, self.held_until_s = 0.0, math.inf
@@ -297,7 +296,7 @@ class Scheduler:
         """Preempt a sequence: release its blocks, and queue it again; if it restarts, without its KV and output."""
         assert sequence.lease is not None
         keys = sequence.lease.keys
-        if restarts:
+        if restarts or sequence.request.pools_all_tokens:
             keys, sequence.computed_tokens = [], 0
         self.preemptions += 1
         self._outputs.events.append(Preempted(sequence.request_id, now))
@@ -306,7 +305,9 @@ class Scheduler:
     def _enqueue(self, request: Request, now: float, keys: Iterable[bytes] = (), *, restarts: bool = False) -> Sequence:
         longest = len(request.prompt_token_ids) + request.sampling.max_tokens
         sequence = Sequence(request, now, min(longest, self._limits.max_model_len), restarts=restarts)
-        sequence.keys = self._memory.keys_of(request.digest, sequence.token_ids, list(keys), salt=request.kv_salt)
+        sequence.keys = self._memory.keys_of(
+            request.digest, sequence.token_ids, list(keys), salt=request.kv_salt, start=request.adapter_start
+        )
         self._sequences[request.request_id] = sequence
         if request.background and not isinstance(self.queue, BackgroundLast):
             self.queue = BackgroundLast(self.queue, self._view)  # engines that never have any do without
@@ -348,7 +349,14 @@ class Scheduler:
         self.selector.note_tried()
         if builder.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
             return WaitReason.SLOT
-        admit = partial(self._memory.try_admit, request.adapter, sequence.keys, salt=request.kv_salt)
+        self._assist_record.others = max(0, len(self.queue) - 1) + len(self._running)
+        admit = partial(
+            self._memory.try_admit,
+            request.adapter,
+            sequence.keys,
+            salt=request.kv_salt,
+            start=request.adapter_start,
+        )
         lease = admit(len(sequence.token_ids), now)
         while lease in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS) and not self._memory.blocks_are_being_freed:
             victim = self.selector.last_not_allowed(self._running)
@@ -426,6 +434,8 @@ class Scheduler:
                 self._outputs.events += self._savings.cold_ended(sequence, now)
             # A plan of several steps may have run past a stop token; KV beyond that is not counted as computed.
             sequence.computed_tokens = min(step.start + step.tokens + more, len(sequence.token_ids))
+            if sequence.request.pooling is not None and not sequence.remaining_tokens:
+                finish = FinishReason.STOP, None
             is_new = self._memory.has_uncommitted_blocks(sequence.lease, sequence.computed_tokens)
             if is_new and sequence.lease.is_ready:
                 computed.append(ComputedTokens(sequence.lease, sequence.token_ids, sequence.computed_tokens))

@@ -282,6 +282,8 @@ class Sequence:
             request.sampling,
             self.digest,
             request.prompt_embeds,
+            request.pooling,
+            request.adapter_start,
         )
 
     def step(self, tokens: int) -> SequenceStep:
@@ -295,7 +297,7 @@ class Sequence:
         new_blocks: tuple[BlockId, ...] = ()
         if known < len(blocks):
             new_blocks, self.sent_blocks = tuple(blocks[known:]), len(blocks)
-        samples = tokens == len(self.token_ids) - self.computed_tokens
+        samples = tokens == len(self.token_ids) - self.computed_tokens and self.request.pooling is None
         return SequenceStep(self.request.request_id, self.computed_tokens, tokens, new_blocks, samples)
 
     def export(self) -> Request:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lorikeet.core.ids import AdapterDigest, BlockId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart
-from lorikeet.core.request import PromptEmbeds, SamplingParams
+from lorikeet.core.request import Pooling, PromptEmbeds, SamplingParams
 from lorikeet.kernels.base import Batch, HostMetadata, LoraBatch, LoraSegment, LoraWeights, to_device, torch_dtype
 
 Ints = npt.NDArray[np.int64]
@@ -59,12 +59,15 @@ class SequenceState:
         request_id: the sequence's request.
         sampling: how its tokens are chosen.
         adapter: adapter version it runs with, None for the base model.
+        adapter_start: position of the first token on which the adapter acts.
         prompt_tokens: how many of ``token_ids`` are prompt.
         token_ids: prompt and outputs, including those of earlier attempts.
         blocks: its block table.
         embeds: of the prompt's tokens, ``[tokens, hidden]``; None for those of the ids.
         scores_prompt: whether the log probabilities of its prompt are wanted. Those of a sequence with outputs of
             earlier attempts have been reported.
+        pooling: how one vector is made of its prompt, None if tokens are sampled.
+        pooled_sum: of the hidden states that are averaged, with their weights, so far: fp32 ``[hidden]``.
     """
 
     def __init__(self, start: SequenceStart) -> None:
@@ -76,6 +79,9 @@ class SequenceState:
         self.blocks = GrowingInts()
         self.embeds = None if start.prompt_embeds is None else _rows_of(start.prompt_embeds, start.prompt_tokens)
         self.scores_prompt = start.sampling.prompt_logprobs is not None and len(start.token_ids) == start.prompt_tokens
+        self.adapter_start = start.adapter_start
+        self.pooling: Pooling | None = start.pooling
+        self.pooled_sum: Tensor | None = None
 
     @property
     def embedded_tokens(self) -> int:
@@ -85,6 +91,12 @@ class SequenceState:
     def scored_tokens(self, start: int, tokens: int) -> int:
         """Return how many of the ``tokens`` from ``start`` on are followed by a prompt token that is to be scored."""
         return max(0, min(tokens, self.prompt_tokens - 1 - start)) if self.scores_prompt else 0
+
+    def pooled_tokens(self, start: int, tokens: int) -> int:
+        """Return how many of the ``tokens`` from ``start`` on have hidden states that are pooled; they are the last."""
+        if self.pooling is None:
+            return 0
+        return tokens if self.pooling.needs_all_tokens else int(start + tokens == self.prompt_tokens)
 
     def add_blocks(self, blocks: Iterable[BlockId]) -> None:
         """Append to the block table."""
@@ -109,6 +121,7 @@ class BatchRow(NamedTuple):
         tokens: how many tokens are computed.
         samples: whether the last token's logits are sampled.
         scored: how many of the tokens, from the first on, have logits that score the prompt.
+        pooled: how many of the tokens, the last ones, have hidden states that are pooled; then nothing is sampled.
     """
 
     sequence: SequenceState
@@ -116,6 +129,7 @@ class BatchRow(NamedTuple):
     tokens: int
     samples: bool
     scored: int = 0
+    pooled: int = 0
 
 
 class AdapterRows(NamedTuple):
@@ -221,12 +235,16 @@ def _embeds(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> tup
 
 
 def _sample_rows(rows: Sequence[BatchRow], firsts: Ints, stops: Ints) -> Ints:
-    """Return the rows of a batch that need logits: of each sequence those that score its prompt, and its last."""
+    """Return the rows of a batch whose hidden states are needed.
+
+    Of each sequence these are those that score its prompt, its last if it samples, and those that are pooled.
+    """
     last = stops[np.array([row.samples for row in rows], dtype=bool)] - 1
-    if not any(row.scored for row in rows):
+    if not any(row.scored or row.pooled for row in rows):
         return last
     scored = [first + np.arange(row.scored) for row, first in zip(rows, firsts, strict=True)]
-    return np.sort(np.concatenate([last, *scored]))
+    pooled = [stop - row.pooled + np.arange(row.pooled) for row, stop in zip(rows, stops, strict=True)]
+    return np.sort(np.concatenate([last, *scored, *pooled]))
 
 
 def lora_batch(
@@ -236,8 +254,14 @@ def lora_batch(
     merged: AdapterDigest | None = None,
 ) -> LoraBatch | None:
     """Return the LoRA part of a batch, None if no row needs any; arguments as of :func:`build_batch`."""
-    added = [None if row.sequence.adapter == merged else row.sequence.adapter for row in rows]
-    ranges = adapter_rows(added, [row.tokens for row in rows])
+    added, counts = list[AdapterDigest | None](), list[int]()
+    for row in rows:
+        plain = min(max(row.sequence.adapter_start - row.start, 0), row.tokens)
+        adapter = None if row.sequence.adapter == merged else row.sequence.adapter
+        parts = [(None, plain), (adapter, row.tokens - plain)] if plain else [(adapter, row.tokens)]
+        added += [each for each, count in parts if count]
+        counts += [count for _, count in parts if count]
+    ranges = adapter_rows(added, counts)
     return LoraBatch([LoraSegment(r.start, r.stop, weights[r.adapter]) for r in ranges], form) if ranges else None
 
 

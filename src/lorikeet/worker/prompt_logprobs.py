@@ -30,29 +30,24 @@ class ScoredRows(NamedTuple):
     tokens: int
 
 
-def score_prompts(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, scored: Sequence[ScoredRows]
-) -> tuple[PromptLogprobs, ...]:
+def score_prompts(head: Callable[[Sequence[int]], Tensor], scored: Sequence[ScoredRows]) -> tuple[PromptLogprobs, ...]:
     """Return the log probabilities of prompt tokens.
 
     Args:
-        head: the output layer: logits ``[rows, vocab]`` of hidden states.
-        hidden: its input for all rows of the step that need logits.
+        head: the output layer: logits ``[rows, vocab]`` of some of the rows of the step that need logits.
         scored: which of them score what.
     """
-    return tuple(
-        PromptLogprobs(rows.sequence.request_id, rows.position, tuple(_tokens(head, hidden, rows))) for rows in scored
-    )
+    return tuple(PromptLogprobs(rows.sequence.request_id, rows.position, tuple(_tokens(head, rows))) for rows in scored)
 
 
 @torch.inference_mode()
-def _tokens(head: Callable[[Tensor], Tensor], hidden: Tensor, rows: ScoredRows) -> list[PromptToken]:
+def _tokens(head: Callable[[Sequence[int]], Tensor], rows: ScoredRows) -> list[PromptToken]:
     alternatives = rows.sequence.sampling.prompt_logprobs or 0
     token_ids = rows.sequence.token_ids.values[rows.position : rows.position + rows.tokens].copy()
     found: list[PromptToken] = []
     for begin in range(0, rows.tokens, _SLICE_ROWS):
         end = min(begin + _SLICE_ROWS, rows.tokens)
-        logprobs = head(hidden[rows.first + begin : rows.first + end]).float().log_softmax(dim=-1)
+        logprobs = head(range(rows.first + begin, rows.first + end)).float().log_softmax(dim=-1)
         wanted = to_device(torch.from_numpy(token_ids[begin:end]), logprobs.device)
         own = logprobs.gather(1, wanted[:, None])
         ranks = (logprobs > own).sum(dim=1) + 1

@@ -4,21 +4,37 @@ import time
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import AdapterDigest, RequestId
-from lorikeet.core.plan import PromptLogprobs, SequenceStep, StepPlan
+from lorikeet.core.plan import Pooled, PromptLogprobs, SequenceStep, StepPlan
 from lorikeet.kernels.base import LoraBatch, LoraWeights, to_device
 from lorikeet.worker.batch import BatchRow, SequenceState, build_batch, check_rows, lora_batch
 from lorikeet.worker.host_lora.assisted_step import HostLoraSide
+from lorikeet.worker.pooling import PooledRows, pool
 from lorikeet.worker.prompt_logprobs import ScoredRows, score_prompts
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.threads import CpuBudget, ThreadPinning
 from lorikeet.worker.transfer.state import PartialAdapter
 from lorikeet.worker.transfer.transfers import TransferManager
+
+
+class StepOutput(NamedTuple):
+    """What a step yields.
+
+    Attributes:
+        logits: of the sequences that sample, ``[S, vocab]`` in the dtype of ``Kernels.logits``.
+        prompt_logprobs: of the prompts that are scored.
+        pooled: vectors of the prompts that have been computed.
+    """
+
+    logits: Tensor
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[Pooled, ...] = ()
 
 
 class Rank:
@@ -84,7 +100,7 @@ class Rank:
         """Return a context for the steps of an applied plan, in which threads may be pinned to cores."""
         return self._threads.pinned(plan)
 
-    def forward(self, plan: StepPlan, ran: int, *, samples: bool = True) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
+    def forward(self, plan: StepPlan, ran: int, *, samples: bool = True) -> StepOutput:
         """Run one step.
 
         Args:
@@ -93,8 +109,7 @@ class Rank:
             samples: False skips the output layer, for ranks that do not sample.
 
         Returns:
-            Logits ``[S, vocab]`` of the sequences that sample, in the dtype of ``Kernels.logits``, and the log
-            probabilities of prompts. ``S`` is 0 without ``samples``.
+            Its output, without ``samples`` an empty one.
 
         Raises:
             ExecutorError: an adapter, tokens or blocks that the plan needs are missing.
@@ -106,7 +121,7 @@ class Rank:
         except ValueError as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
         if not partial:
-            return self._outputs(self._decoder.hidden(batch, self._kv), rows, samples=samples)
+            return self._outputs(self._decoder.hidden(batch, self._kv), rows, batch.head_lora, samples=samples)
         if self._host_lora is None or batch.lora is None:
             raise ExecutorError(f"step {plan.step} has assisted prefills, but there are no host workers")
         with self._host_lora.assisting(batch.lora, partial) as assist:
@@ -137,6 +152,11 @@ class Rank:
         weights, _ = self._adapters(rows, plan)
         return rows, lora_batch(rows, weights, plan.kernel_form, plan.merged)
 
+    def has_extras(self, plan: StepPlan) -> bool:
+        """Whether an adapter of a plan, all of which are loaded, has more than A and B."""
+        digests = {self.sequence(step.request_id).adapter for step in plan.sequences}
+        return any(digest is not None and self._transfers.adapters.has_extras(digest) for digest in digests)
+
     def append(self, steps: Seq[SequenceStep], token_ids: Seq[int]) -> None:
         """Append one sampled token to the sequence of each of ``steps``, which are the steps that sample."""
         for step, token_id in zip(steps, token_ids, strict=True):
@@ -161,16 +181,21 @@ class Rank:
 
     def _row(self, step: SequenceStep, ran: int) -> BatchRow:
         sequence, start = self.sequence(step.request_id), step.start + ran
-        return BatchRow(sequence, start, step.tokens, step.samples, sequence.scored_tokens(start, step.tokens))
+        scored, pooled = (of(start, step.tokens) for of in (sequence.scored_tokens, sequence.pooled_tokens))
+        return BatchRow(sequence, start, step.tokens, step.samples, scored, pooled)
 
     def _outputs(
-        self, hidden: Tensor, rows: Seq[BatchRow], *, samples: bool
-    ) -> tuple[Tensor, tuple[PromptLogprobs, ...]]:
-        """Return logits and log probabilities of prompts from the rows of a step that need logits."""
+        self, hidden: Tensor, rows: Seq[BatchRow], lora: LoraBatch | None = None, *, samples: bool
+    ) -> StepOutput:
+        """Return what a step yields, from the hidden states of the rows that need them.
+
+        ``lora`` has the adapters of these rows, if any has more than A and B.
+        """
         if not samples:
-            return self._decoder.head(hidden[:0]), ()
+            return StepOutput(self._decoder.head(hidden[:0]))
         sampled: list[int] = []
         scored: list[ScoredRows] = []
+        pooled: list[PooledRows] = []
         at = 0
         for row in rows:
             if row.scored:
@@ -179,10 +204,18 @@ class Rank:
             if row.samples:
                 sampled.append(at)
                 at += 1
-        if not scored:
-            return self._decoder.head(hidden), ()
-        prompts = score_prompts(self._decoder.head, hidden, scored)
-        return self._decoder.head(hidden[to_device(torch.tensor(sampled, dtype=torch.int64), hidden.device)]), prompts
+            if row.pooled:
+                pooled.append(PooledRows(row.sequence, at, row.start + row.tokens - row.pooled, row.pooled))
+            at += row.pooled
+        if not (scored or pooled):
+            return StepOutput(self._decoder.head(hidden, lora))
+
+        def head(chosen: Seq[int]) -> Tensor:
+            at = to_device(torch.tensor(chosen, dtype=torch.int64), hidden.device)
+            return self._decoder.head(hidden[at], None if lora is None else lora.select_rows(chosen))
+
+        vectors = pool(hidden, pooled, self._transfers.adapters.weights)
+        return StepOutput(head(sampled), score_prompts(head, scored), vectors)
 
     def _adapters(
         self, rows: Seq[BatchRow], plan: StepPlan
@@ -195,7 +228,11 @@ class Rank:
             arriving = self._transfers.partial_adapter(digest) if digest in plan.assisted else None
             if arriving is not None:
                 partial.append(arriving)
-            weights[digest] = self._transfers.adapters.weights(digest) if arriving is None else arriving.weights
+            found = self._transfers.adapters.weights(digest) if arriving is None else arriving.weights
+            if found.extras is not None and not found.extras.is_prepared:
+                self._decoder.prepare(found)
+                found.extras.is_prepared = True
+            weights[digest] = found
         return weights, partial
 
     def _switch_merged(self, plan: StepPlan) -> float:
@@ -208,6 +245,8 @@ class Rank:
             return 0.0
         started_s = time.monotonic()
         adapter = None if plan.merged is None else self._transfers.adapters.weights(plan.merged)
+        if adapter is not None and adapter.extras is not None:
+            raise ExecutorError(f"step {plan.step}: adapter {plan.merged} has more than A and B, and cannot be merged")
         self._merger.switch(plan.merged, adapter)
         return time.monotonic() - started_s
 

@@ -16,7 +16,7 @@ from lorikeet.core.messages import BaseInfo
 from lorikeet.core.process_tuning import keep_freed_memory
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
-from lorikeet.kernels.base import Batch, Kernels, torch_dtype
+from lorikeet.kernels.base import Batch, Kernels, LoraBatch, LoraWeights, torch_dtype
 from lorikeet.models.config import (
     BaseConfig,
     ModelConfig,
@@ -99,8 +99,12 @@ class RunsModel(Protocol):
         """Compute the layers of one step, store its keys and values, and return ``[S, hidden]``."""
         ...
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`."""
+    def head(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
+        """Return the logits ``[S, vocab]`` of rows of :meth:`hidden`; ``lora``: their adapters, if any has extras."""
+        ...
+
+    def prepare(self, adapter: LoraWeights) -> None:
+        """Compute what of an adapter with extras depends on the base, into the adapter's blocks."""
         ...
 
 

@@ -13,7 +13,7 @@ from lorikeet.config import ConfigError, Settings
 from lorikeet.core.executor import EngineSizes, ExecutorError
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.messages import AssistCounters
-from lorikeet.core.plan import PromptLogprobs, StepPlan, StepResult, Token, TransferDone
+from lorikeet.core.plan import Pooled, PromptLogprobs, StepPlan, StepResult, Token, TransferDone
 from lorikeet.models.config import BaseConfig, ModelConfig, max_model_len
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.presets import ColdStart, resolve_preset
@@ -38,11 +38,12 @@ class StepRunner(Protocol):
 
     Attributes:
         lead: number of steps that can be launched before the tokens of the previous step are known.
-        prompt_logprobs: of the steps launched so far.
+        prompt_logprobs, pooled: of the steps launched so far.
     """
 
     lead: int
     prompt_logprobs: tuple[PromptLogprobs, ...]
+    pooled: tuple[Pooled, ...]
 
     def launch(self) -> None:
         """Start the next step."""
@@ -77,12 +78,15 @@ class EagerRunner:
         self._ran = 0
         self._logits: Tensor | None = None
         self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+        self.pooled: tuple[Pooled, ...] = ()
 
     def launch(self) -> None:
         """Compute the logits of the next step."""
         self._sampler.begin(self._sequences)
-        self._logits, scored = self._rank.forward(self._plan, self._ran)
-        self.prompt_logprobs += scored
+        output = self._rank.forward(self._plan, self._ran)
+        self._logits = output.logits
+        self.prompt_logprobs += output.prompt_logprobs
+        self.pooled += output.pooled
         self._ran += 1
 
     def take(self) -> list[Token | str]:
@@ -122,6 +126,7 @@ class GraphRunner:
         self._ran = 0
         self.lead = 1 if self._runs_ahead else 0
         self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+        self.pooled: tuple[Pooled, ...] = ()
 
     def keep(self, sequences: Sequence[RankSequence]) -> None:
         """Return tokens for these sequences only. If some have ended, no further step may be launched."""
@@ -155,12 +160,14 @@ class _PlanRun(NamedTuple):
         failed: the requests that got none, and why.
         steps_run: number of steps.
         prompt_logprobs: of the prompts that were scored.
+        pooled: vectors of prompts.
     """
 
     tokens: list[list[Token]]
     failed: dict[RequestId, str]
     steps_run: int
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    pooled: tuple[Pooled, ...] = ()
 
 
 _DEAD_RANK_TIMEOUT_S = 5.0
@@ -287,6 +294,7 @@ class TorchExecutor:
             switch_s=switch_s,
             next_runs=bool(plan.sequences) and self._running is not None,
             prompt_logprobs=ran.prompt_logprobs,
+            pooled=ran.pooled,
         )
 
     def assist_counters(self) -> AssistCounters | None:
@@ -369,7 +377,7 @@ class TorchExecutor:
                 for token_id in token_ids:
                     sequences[row].add_token(token_id)
         self._running = runner if isinstance(runner, GraphRunner) and launched > taken else None
-        return _PlanRun(tokens, failed, taken, runner.prompt_logprobs)
+        return _PlanRun(tokens, failed, taken, runner.prompt_logprobs, runner.pooled)
 
     def _start(self, plan: StepPlan, sequences: Sequence[RankSequence]) -> tuple[StepRunner, int]:
         """Return the runner of a plan's steps, and how many of them have been launched already."""
@@ -378,7 +386,11 @@ class TorchExecutor:
             self._running.keep(sequences)
             return self._running, 1
         self._discard_running()
-        if self._graphs is not None and plan.fits_graphs and not self._has_embeds(plan):
+        if (
+            self._graphs is not None
+            and plan.fits_graphs
+            and not (self._has_embeds(plan) or self._rank.has_extras(plan))
+        ):
             return GraphRunner(self._graphs, self._rank, self._sampler, plan, sequences), 0
         return EagerRunner(self._rank, self._sampler, plan, sequences), 0
 

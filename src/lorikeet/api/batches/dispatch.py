@@ -8,8 +8,10 @@ import structlog
 from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp, Message
 
-from lorikeet.api.errors import install_handlers, unexpected_failure
+from lorikeet.api.errors import ApiError, install_handlers, unexpected_failure
 from lorikeet.api.logs import log
+from lorikeet.tenants.keys import Access
+from lorikeet.tenants.tenants import Tenants
 
 
 class Answer(NamedTuple):
@@ -25,9 +27,11 @@ class Dispatcher:
     Args:
         service: state of the application.
         routers: with the routes.
+        tenants: keys of the registry's database, whose limits hold for their batches; None for none.
     """
 
-    def __init__(self, service: object, routers: Iterable[APIRouter]) -> None:
+    def __init__(self, service: object, routers: Iterable[APIRouter], tenants: Tenants | None = None) -> None:
+        self._tenants = tenants
         app = FastAPI(openapi_url=None)
         app.state.service = service
         for router in routers:
@@ -37,6 +41,10 @@ class Dispatcher:
 
     async def post(self, path: str, body: bytes, tenant: str, request_id: str) -> Answer:
         """Return the answer to a body in JSON. Cancelling it aborts the request in the engine."""
+        access = Access(actor=tenant) if self._tenants is None else self._tenants.access_of(tenant)
+        if access is None:
+            refusal = ApiError(401, "The key of this batch was revoked.").response()
+            return Answer(refusal.status_code, bytes(refusal.body))
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -50,7 +58,7 @@ class Dispatcher:
             "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
             "client": None,
             "server": None,
-            "state": {"request_id": request_id, "tenant": tenant, "is_batch": True},
+            "state": {"request_id": request_id, "tenant": tenant, "access": access, "is_batch": True},
         }
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
         status, parts = 0, list[bytes]()

@@ -6,7 +6,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """Routes whose requests a batch may have."""
 LONGEST_ID = 512
 """Characters of a ``custom_id``."""

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header, Request
 from pydantic import Field
 from starlette.responses import PlainTextResponse, Response
 
-from lorikeet.api.adapters import load_adapter, unload_adapter
+from lorikeet.api.adapters import load_adapter, refuse_pin, unload_adapter
 from lorikeet.api.completions import chat_completions, completions
 from lorikeet.api.dialects import tgi
 from lorikeet.api.errors import bad_request
@@ -54,15 +54,20 @@ class SagemakerAdapter(Body):
 @router.post("/adapters", dependencies=[JsonBody])
 async def add_adapter(body: SagemakerAdapter, service: ServiceDep, sender: SenderDep) -> Response:
     """Load an adapter; with ``preload`` onto the device."""
-    await load_adapter(service, body.name, body.src, replace=False, replaced_by="replace of /v1/adapters")
+    access = sender.access
+    if body.pin:
+        refuse_pin(access)
+    await load_adapter(
+        service, body.name, body.src, access=access, replace=False, replaced_by="replace of /v1/adapters"
+    )
     service.loader.pin(body.name, bool(body.pin))
     if body.preload:
-        await service.warm(await service.resolve(body.name), sender)
+        await service.warm(await service.resolve(body.name, access=access), sender)
     return PlainTextResponse(f"Adapter {body.name} loaded.\n")
 
 
 @router.delete("/adapters/{name:path}")
-async def delete_adapter(name: str, service: ServiceDep) -> Response:
+async def delete_adapter(name: str, service: ServiceDep, sender: SenderDep) -> Response:
     """Unload an adapter."""
-    await unload_adapter(service, name)
+    await unload_adapter(service, name, sender.access)
     return PlainTextResponse(f"Adapter {name} unloaded.\n")

@@ -308,7 +308,7 @@ async def health_generate(service: ServiceDep, sender: SenderDep) -> Response:
         raise ApiError(503, "The engine is not available.")
     try:
         async with asyncio.timeout(_HEALTH_TIMEOUT_S):
-            await service.warm(await service.resolve(None), sender)
+            await service.warm(await service.resolve(None, access=sender.access), sender)
     except TimeoutError:
         raise ApiError(503, f"No token was generated within {_HEALTH_TIMEOUT_S:g} s.") from None
     except ApiError as error:

@@ -20,6 +20,7 @@ from lorikeet.api.protocol import (
     Body,
     CompletionRequest,
     Count,
+    MergedAdapters,
     Penalty,
     StopString,
     Temperature,
@@ -69,12 +70,13 @@ class TgiParameters(Body):
     refused: ClassVar = {
         "best_of": ((1,), "best_of above 1 is not supported here; use /v1/completions."),
         "typical_p": ((1,), "Typical sampling is not supported; use top_p."),
-        "merged_adapters": ((), "Merging adapters by a request is not supported; name one in adapter_id."),
         "apply_chat_template": ((False,), "apply_chat_template is not supported; use /v1/chat/completions."),
     }
 
     adapter_id: str | None = None
     adapter_source: Literal["", "hub", "local", "s3"] | None = None
+    merged_adapters: MergedAdapters | None = None
+    adapter_parameters: MergedAdapters | None = None
     max_new_tokens: Count | None = None
     do_sample: bool | None = None
     temperature: Annotated[Temperature, Field(gt=0)] | None = None
@@ -140,6 +142,7 @@ class TgiRequest(Body):
         seed = given.seed
         fields = {
             "model": None if given.adapter_id in _BASE else given.adapter_id,
+            "merged_adapters": given.merged_adapters or given.adapter_parameters,
             "prompt": self.inputs,
             "max_tokens": given.max_new_tokens,
             "temperature": (given.temperature or 1.0) if given.samples else 0.0,

@@ -209,7 +209,7 @@ class ExecutorDriver:
 
     def _blocks_of(self, ref: AdapterRef) -> int:
         geometry = self.sizes.local_geometry
-        return pack(ref.ranks, geometry, geometry.block_elements(self.sizes.block_size)).blocks
+        return pack(ref.ranks, geometry, geometry.block_elements(self.sizes.block_size), ref.extras).blocks
 
     def _some_host_blocks(self, count: int) -> tuple[BlockId, ...]:
         if count > len(self._host_blocks):

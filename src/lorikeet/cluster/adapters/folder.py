@@ -215,7 +215,10 @@ class PoolFolder:
                 staged.mkdir()
                 for name in (CONFIG_FILE, WEIGHTS_FILE):
                     (staged / name).write_bytes(files[name].data)
-                write_manifest(staged, _checked(staged, digest))
+                found = _checked(staged, digest)
+                if found.extras:  # which base they are for decides their names, and the pool knows none
+                    found = msgspec.structs.replace(found, modules=(), extras=())
+                write_manifest(staged, found)
                 with self._publishing:
                     if self._problem(digest) is not None:  # otherwise a concurrent call was faster
                         self._remove(digest)

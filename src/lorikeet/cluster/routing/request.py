@@ -42,7 +42,8 @@ def routing_request(request: Request, block_size: int | None = None) -> RoutingR
     keys: tuple[bytes, ...] = ()
     if block_size is not None:
         token_ids = request.prompt_token_ids + request.output_token_ids
-        keys = tuple(block_keys(request.digest, token_ids, block_size, salt=request.kv_salt))
+        start = request.adapter_start
+        keys = tuple(block_keys(request.digest, token_ids, block_size, salt=request.kv_salt, start=start))
     return RoutingRequest(
         request_id=request.request_id,
         adapter=request.digest,

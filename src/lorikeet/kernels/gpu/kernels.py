@@ -20,6 +20,7 @@ from lorikeet.kernels.base import (
     SamplingTensors,
     Weight,
 )
+from lorikeet.kernels.extras import row_norms
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
@@ -116,6 +117,12 @@ class TritonKernels:
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """In the weights' dtype."""
         return self.linear(x, weight, None)
+
+    def row_norms(self, weight: Weight) -> Tensor:
+        """Of the weight as it is, or dequantised."""
+        plain = weight.dequantized(torch.float32) if isinstance(weight, QuantizedWeight) else weight
+        assert isinstance(plain, Tensor)
+        return row_norms(plain)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add the residual, then norm."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
-from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, RunningRequest
+from lorikeet.scheduling.admission import Admission, AdmissionQueue, AdmissionView, RunningRequest, tokens_needed
 
 _Floats = npt.NDArray[np.float64]
 
@@ -60,8 +60,9 @@ class BoundedShortestFirst(AdmissionQueue):
     * it will wait at most 1.5 times as long as under FIFO and one second, and
     * it will not wait longer than the longest wait under FIFO of late, so that the tail stays what it was.
 
-    A younger request passes only if all older ones can afford it. If none can, the oldest is next, as under FIFO. A
-    request for which blocks are lacking ends admission, so that it keeps its turn.
+    A younger request passes only if all older ones can afford it, and if it leaves the oldest the memory that it could
+    have now: until others end, no estimate tells how long. If none can, the oldest is next, as under FIFO. A request
+    for which blocks are lacking ends admission, so that it keeps its turn.
 
     Args:
         view: of the engine.
@@ -109,7 +110,9 @@ class BoundedShortestFirst(AdmissionQueue):
         while not passed.all():
             least = np.minimum.accumulate(np.where(passed, np.inf, allowances))
             may_pass = ~passed & (costs <= np.concatenate(([np.inf], least[:-1])))
-            chosen = int(self._order[np.argmax(may_pass[self._order])])
+            chosen, oldest = int(self._order[np.argmax(may_pass[self._order])]), int(np.argmin(passed))
+            if self._takes_room(requests[chosen], requests[oldest]):
+                chosen = oldest
             reason = yield requests[chosen]
             passed[chosen] = True
             if reason in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS):
@@ -150,6 +153,11 @@ class BoundedShortestFirst(AdmissionQueue):
             request.arrival_s, cost_s, max(1, request.expected_tokens), delayed_s, waited_s
         )
         self._note_fifo_wait(waited_s - delayed_s, now)
+
+    def _takes_room(self, younger: Request, oldest: Request) -> bool:
+        """Return whether the oldest request fits into the memory now, and no longer would beside a younger one."""
+        free_tokens, needed = self.view.free_tokens(), tokens_needed(oldest, self.view)
+        return younger is not oldest and needed <= free_tokens < needed + tokens_needed(younger, self.view)
 
     def _allowances_s(self, now: float) -> _Floats:
         """Return by how much each of the oldest requests may still be delayed."""

@@ -40,6 +40,9 @@ class FairShares(AdmissionQueue):
     request for which blocks are lacking ends admission, so that owners of large requests keep their turn. The prompt of
     a preempted request is charged once.
 
+    A token of a tenant with weight 2 counts half, and its share of the memory is twice that of the others (the paper's
+    section 4.3, "weighted VTC"). Adapters have no weights.
+
     Turns alone make rare owners wait for running requests of busy ones: the paper's bound on the difference between two
     owners grows with the memory. Therefore (this is our addition) an owner that would hold more than an equal share of
     the memory must leave its excess free, up to ``spare`` of the whole, for owners that hold less. If blocks run out,
@@ -57,7 +60,8 @@ class FairShares(AdmissionQueue):
         super().__init__(view)
         self._spare = spare
         self._owner = owner
-        self._served: dict[str, int] = {}
+        self._served: dict[str, float] = {}
+        self._weights: dict[str, float] = {}  # of owners, where it is not 1
         self._queues: dict[str, list[Request]] = {}  # none is empty
         self._last_owner: str | None = None
         self._turns = count()
@@ -66,13 +70,15 @@ class FairShares(AdmissionQueue):
         self._paid: set[RequestId] = set()
         self._forget_at = _MAX_IDLE
 
-    def served(self, owner: str) -> int:
+    def served(self, owner: str) -> float:
         """Return the counter of an owner in weighted tokens, 0 if it has none."""
         return self._served.get(owner, 0)
 
     def add(self, request: Request, now: float) -> None:
         """Insert by arrival into the queue of the owner, whose counter is raised if it had no waiting request."""
         owner = self._owner(request)
+        if self._owner is by_tenant and request.tenant_weight != self._weights.get(owner, 1.0):
+            self._weights[owner] = request.tenant_weight
         if owner not in self._queues:
             self._served[owner] = max(self.served(owner), self._level())
             self._queues[owner] = []
@@ -91,13 +97,16 @@ class FairShares(AdmissionQueue):
         heads = [self._head(owner, 0) for owner in self._queues]
         heapify(heads)
         held_tokens = self._held_tokens()
-        share_tokens = self.view.total_tokens / max(1, len({*self._queues, *held_tokens}))
+        owners = {*self._queues, *held_tokens}
+        share_tokens = self.view.total_tokens / (sum(self._weight(owner) for owner in sorted(owners)) or 1.0)
         while heads:
             _, _, owner, place = heappop(heads)
             request = self._queues[owner][place]
             needed_tokens = tokens_needed(request, self.view)
             # An owner that holds nothing gets its turn however much it needs; otherwise it might never run.
-            beyond_tokens = held_tokens[owner] and held_tokens[owner] + needed_tokens - share_tokens
+            beyond_tokens = held_tokens[owner] and held_tokens[owner] + needed_tokens - share_tokens * self._weight(
+                owner
+            )
             if self._exceeds_share(needed_tokens, beyond_tokens):
                 continue
             self._turn[request.request_id] = next(self._turns)
@@ -125,7 +134,10 @@ class FairShares(AdmissionQueue):
             held_tokens[self._owner(request)] += len(request.prompt_token_ids) + output_tokens
         return held_tokens
 
-    def _head(self, owner: str, place: int) -> tuple[int, float, str, int]:
+    def _weight(self, owner: str) -> float:
+        return self._weights.get(owner, 1.0)
+
+    def _head(self, owner: str, place: int) -> tuple[float, float, str, int]:
         return self.served(owner), self._queues[owner][place].arrival_s, owner, place
 
     def waiting(self) -> Iterable[Request]:
@@ -163,14 +175,16 @@ class FairShares(AdmissionQueue):
         if request.request_id in self._paid:
             self._paid.remove(request.request_id)
         elif not request.output_token_ids:  # else it has run elsewhere
-            self._served[self._owner(request)] += INPUT_WEIGHT * len(request.prompt_token_ids)
+            owner = self._owner(request)
+            self._served[owner] += INPUT_WEIGHT * len(request.prompt_token_ids) / self._weight(owner)
         self._charged_tokens[request.request_id] = len(request.output_token_ids)
 
     def _charge_answers(self) -> None:
         for request, output_tokens, _ in self.view.running():
             fresh = output_tokens - self._charged_tokens[request.request_id]
             if fresh:
-                self._served[self._owner(request)] += OUTPUT_WEIGHT * fresh
+                owner = self._owner(request)
+                self._served[owner] += OUTPUT_WEIGHT * fresh / self._weight(owner)
                 self._charged_tokens[request.request_id] = output_tokens
 
     def _dequeue(self, request: Request) -> None:
@@ -180,7 +194,7 @@ class FairShares(AdmissionQueue):
             del self._queues[owner]
             self._last_owner = owner
 
-    def _level(self) -> int:
+    def _level(self) -> float:
         """Return the least counter of an owner that arrives now."""
         if self._queues:
             return min(map(self.served, self._queues))
@@ -191,4 +205,5 @@ class FairShares(AdmissionQueue):
         level = self._level()
         needed = {*self._queues, self._last_owner, *(self._owner(each.request) for each in self.view.running())}
         self._served = {owner: n for owner, n in self._served.items() if n > level or owner in needed}
+        self._weights = {owner: weight for owner, weight in self._weights.items() if owner in self._served}
         self._forget_at = max(_MAX_IDLE, 2 * len(self._served))

@@ -24,7 +24,7 @@ import numpy as np
 
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.numbers import KEPT_AS
-from lorikeet.adapters.weights import ModuleWeights, load_weights
+from lorikeet.adapters.weights import ModuleWeights, load_extras, load_weights
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId
@@ -171,7 +171,8 @@ class _Loader:
         packing = packing_for(ref, setup.geometry, setup.elements, len(read.blocks))
         weights = load_weights(ref, setup.geometry, setup.dtype, setup.rank, setup.size)
         reported = 0
-        for filled in write_pieces(self._counted(weights), packing, read.blocks, self._blocks):
+        extras = load_extras(ref, setup.geometry, setup.dtype)
+        for filled in write_pieces(self._counted(weights), packing, read.blocks, self._blocks, extras):
             has_free = free.acquire(blocking=False)
             if filled - reported >= setup.report_blocks or not has_free:
                 self._send(BlocksFilled(read.transfer_id, filled))

@@ -246,6 +246,12 @@ class LoadedAdapters:
             self._expected.pop(digest, None)
             self._weights.pop(digest, None)
 
+    def has_extras(self, digest: AdapterDigest) -> bool:
+        """Return whether an adapter is loaded that has more than A and B."""
+        with self._lock:
+            found = self._weights.get(digest)
+            return found is not None and found.extras is not None
+
     def weights(self, digest: AdapterDigest) -> LoraWeights:
         """Return the weights of an adapter, as views of the device arena.
 

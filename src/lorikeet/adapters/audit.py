@@ -1,0 +1,75 @@
+"""The audit log: who changed which adapter and which key, in the registry's database."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, String, Table, insert, select
+from sqlalchemy.engine import Connection
+
+AUDIT = MetaData()
+_AUDIT = Table(
+    "audit",
+    AUDIT,
+    # SQLite counts only a column of this very type by itself.
+    Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("unix_s", Float, nullable=False),
+    Column("actor", String, nullable=False),
+    Column("action", String, nullable=False),
+    Column("subject", String, nullable=False, index=True),
+    Column("detail", String, nullable=False),
+)
+
+
+class AuditEntry(NamedTuple):
+    """One change.
+
+    Attributes:
+        number: rises with every change.
+        unix_s: when.
+        actor: a tenant's id, or the name of an operator's key; empty if the server has no keys.
+        action: such as ``adapter added`` or ``key revoked``.
+        subject: the adapter's name, or the key's id.
+        detail: more of it.
+    """
+
+    number: int
+    unix_s: float
+    actor: str
+    action: str
+    subject: str
+    detail: dict[str, Any]
+
+
+def note_change(
+    connection: Connection,
+    actor: str,
+    action: str,
+    subject: str,
+    detail: dict[str, Any],
+    now: Callable[[], float] = time.time,
+) -> None:
+    """Add an entry, in the transaction of the change."""
+    text = msgspec.json.encode(detail).decode()
+    connection.execute(insert(_AUDIT).values(unix_s=now(), actor=actor, action=action, subject=subject, detail=text))
+
+
+def read_changes(connection: Connection, subject: str, before: int, limit: int) -> list[AuditEntry]:
+    """Return entries, the latest first.
+
+    Args:
+        connection: to the registry's database.
+        subject: only of this adapter or key; empty for all.
+        before: only those with smaller numbers; 0 for all.
+        limit: most entries.
+    """
+    query = select(_AUDIT).order_by(_AUDIT.c.number.desc()).limit(limit)
+    if subject:
+        query = query.where(_AUDIT.c.subject == subject)
+    if before:
+        query = query.where(_AUDIT.c.number < before)
+    return [
+        AuditEntry(number, unix_s, actor, action, of, msgspec.json.decode(detail))
+        for number, unix_s, actor, action, of, detail in connection.execute(query)
+    ]

@@ -1,0 +1,348 @@
+"""Finds what an adapter's weights file has beside LoRA's A and B: magnitudes, biases, whole weights, trained tokens."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE, ExtraTensor, TensorEntry
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.module_names import BaseModules, ModulePlace
+from lorikeet.adapters.peft_config import CONVERT, LoraConfig, ModuleMatcher
+from lorikeet.adapters.task import SCORE_MODULES
+from lorikeet.core.geometry import ModelGeometry, Surroundings, split_layer
+
+EMBEDDING, HEAD = "embedding", "head"
+"""The modules of the vocabulary, as ``AdapterExtra`` names them."""
+_MAX_NAMED = 3
+
+_NAME = r"(?:base_model\.model\.)?([A-Za-z_][A-Za-z0-9_.]*?)"
+_FORMS = [
+    (re.compile(_NAME + ending), kind)
+    for ending, kind in (
+        (r"\.lora_magnitude_vector(?:\.default)?(?:\.weight)?", "magnitude"),
+        (r"\.lora_B(?:\.default)?\.bias", "lora_bias"),
+        (r"\.lora_embedding_A(?:\.default)?", "a"),
+        (r"\.lora_embedding_B(?:\.default)?", "b"),
+        (r"\.(?:token_adapter\.)?trainable_tokens_delta(?:\.default)?", "rows"),
+        (r"\.ia3_l(?:\.default)?", "ia3"),
+        (r"\.base_layer\.weight", "base"),
+        (r"\.base_layer\.bias", "bias"),
+        (r"(?:\.modules_to_save(?:\.default)?)?\.weight", "weight"),
+        (r"(?:\.modules_to_save(?:\.default)?)?\.bias", "bias"),
+    )
+]
+"""Names of tensors in the files of PEFT; the first that matches counts."""
+
+
+class Named(NamedTuple):
+    """A tensor of the file: the full name of its module, what it is of it, and where it lies."""
+
+    name: str
+    kind: str
+    entry: TensorEntry
+
+
+class LowRank(NamedTuple):
+    """The two matrices of one module: ``a [rank, in_features]`` and ``b [out_features, rank]``.
+
+    ``name`` is its full name as the adapter spells it, which PEFT's patterns match.
+    """
+
+    name: str
+    a: TensorEntry
+    b: TensorEntry
+
+
+class Extras(NamedTuple):
+    """The extras of an adapter, and sentences about what is ignored."""
+
+    tensors: tuple[ExtraTensor, ...]
+    warnings: list[str]
+
+
+def named(entry: TensorEntry) -> Named | None:
+    """Return what a tensor is, judged by its name; None if that says nothing."""
+    found = ((form.fullmatch(entry.name), kind) for form, kind in _FORMS)
+    return next((Named(match[1], kind, entry) for match, kind in found if match), None)
+
+
+def is_of_vocabulary(name: str, resolver: BaseModules, geometry: ModelGeometry | None) -> bool:
+    """Return whether a module is the embedding or the output layer."""
+    return _vocabulary(name, resolver, geometry) is not None
+
+
+def _vocabulary(name: str, resolver: BaseModules, geometry: ModelGeometry | None) -> str | None:
+    around = geometry.surroundings if geometry is not None else Surroundings("embed_tokens", "lm_head", 0, 0, {})
+    if around is None:
+        return None
+    path = name.removeprefix(resolver.prefix_of(name))
+    return EMBEDDING if path == around.embedding else HEAD if path == around.head else None
+
+
+def find_extras(
+    tensors: Sequence[Named],
+    low_rank: Sequence[LowRank],
+    config: LoraConfig,
+    matcher: ModuleMatcher,
+    resolver: BaseModules,
+    geometry: ModelGeometry | None,
+) -> Extras:
+    """Return the extras of an adapter, by kind and module and then by layer.
+
+    Args:
+        tensors: of the file, except A and B.
+        low_rank: A and B of the modules of the vocabulary, and of the linear modules that text requests use.
+        config: of the adapter.
+        matcher: of the config.
+        resolver: of the base.
+        geometry: of the base; None: any name stands for a module.
+
+    Raises:
+        AdapterError: one belongs to nothing that can be served, or does not fit the config or the base.
+    """
+    finder = _Finder(config, matcher, resolver, geometry)
+    on_linear = {each.name for each in low_rank if not is_of_vocabulary(each.name, resolver, geometry)}
+    found: list[ExtraTensor] = []
+    for pair in low_rank:
+        if pair.name not in on_linear:
+            found += finder.head(pair)
+    for each in tensors:
+        if not resolver.is_unused(each.name):
+            found += finder.of(each)
+    by_place: dict[tuple[str, str, int], ExtraTensor] = {}
+    for extra in found:
+        if by_place.setdefault((extra.kind, extra.module, extra.layer), extra) is not extra:
+            raise AdapterError(f"{WEIGHTS_FILE}: there are two tensors for {extra.kind} of {extra.module}")
+    _check_complete(by_place, config, tensors, low_rank)
+    ordered = sorted([*found, *_computed(found)], key=lambda extra: (extra.kind, extra.module, extra.layer))
+    return Extras(tuple(ordered), finder.warnings)
+
+
+class _Finder:
+    def __init__(
+        self, config: LoraConfig, matcher: ModuleMatcher, resolver: BaseModules, geometry: ModelGeometry | None
+    ) -> None:
+        self._config, self._matcher, self._resolver, self._geometry = config, matcher, resolver, geometry
+        self.warnings: list[str] = []
+
+    def head(self, pair: LowRank) -> list[ExtraTensor]:
+        """Return A and B of the output layer."""
+        module = _vocabulary(pair.name, self._resolver, self._geometry)
+        if module != HEAD:
+            raise _refusal(pair.a, "is a linear module's, but belongs to the embedding")
+        rank, scaling = self._matcher.rank_and_scaling(pair.name)
+        vocabulary, hidden = self._sizes(pair.b.shape[0], pair.a.shape[1])
+        a = self._extra("a", HEAD, 0, pair.a, rank, hidden)
+        return [a, self._extra("b", HEAD, 0, pair.b, vocabulary, rank, scaling)]
+
+    def of(self, each: Named) -> list[ExtraTensor]:
+        """Return the extras that a tensor makes."""
+        module = _vocabulary(each.name, self._resolver, self._geometry)
+        if module is not None:
+            return self._vocabulary_extra(each, module)
+        if each.kind in ("weight", "bias") and (vector := self._vector(each)) is not None:
+            return [vector]
+        place = self._resolver.place(each.name)
+        if place is None or each.kind in ("a", "b", "rows"):
+            raise _refusal(each.entry, "belongs to a module on which LoRA is not supported")
+        if each.kind == "base":
+            raise _refusal(each.entry, "is a weight of the base that was changed")
+        return list(self._linear(each, place))
+
+    def _vector(self, each: Named) -> ExtraTensor | None:
+        """Return the extra of a vector of the base, such as a norm's weight."""
+        if self._geometry is None:
+            if len(each.entry.shape) != 1 or each.kind == "bias":
+                return None
+            path, layer = split_layer(each.name)
+            return self._extra("vector", f"{path}.{each.kind}", layer, each.entry, 1, each.entry.shape[0])
+        if self._geometry.surroundings is None:
+            return None
+        path, layer = split_layer(each.name.removeprefix(self._resolver.prefix_of(each.name)))
+        path = f"{path}.{each.kind}"
+        size = self._geometry.surroundings.vectors.get(path)
+        if size is None:
+            return None
+        if layer >= self._geometry.layers:
+            raise _refusal(each.entry, f"is of a layer that the base model lacks: it has {self._geometry.layers}")
+        return self._extra("vector", path, layer, each.entry, 1, size)
+
+    def _linear(self, each: Named, place: ModulePlace) -> Iterator[ExtraTensor]:
+        """Yield the extras of the modules of a linear layer; a tensor of a fused one is cut."""
+        kind, entry, scaling = each.kind, each.entry, 1.0
+        if kind == "lora_bias":
+            scaling = self._matcher.rank_and_scaling(each.name)[1]
+        if kind == "ia3":
+            kind = "input" if len(entry.shape) == 2 and entry.shape[0] == 1 < entry.shape[1] else "output"
+        if self._geometry is not None and place.layer >= self._geometry.layers:
+            raise _refusal(entry, f"is of a layer that the base model lacks: it has {self._geometry.layers}")
+        turned = kind == "weight" and self._config.fan_in_fan_out
+        if kind == "weight" and len(entry.shape) != 2:
+            raise _refusal(entry, f"has shape {list(entry.shape)}; a matrix was expected")
+        if self._geometry is None:
+            outputs = entry.shape[1 if turned else 0] if kind == "weight" else prod(entry.shape)
+            columns = entry.shape[0 if turned else 1] if kind == "weight" else outputs
+            rows = outputs if kind == "weight" else 1
+            yield self._extra(kind, place.modules[0], place.layer, entry, rows, columns, scaling, turned=turned)
+            return
+        if len(place.modules) > 1 and (kind == "input" or turned):
+            raise _refusal(entry, f"cannot be split over {', '.join(place.modules)}: {CONVERT}")
+        if kind == "input" and place.modules[0] not in self._alone(place.layer):
+            raise _refusal(entry, f"scales the input of a product with others: {CONVERT}")
+        all_rows = self._resolver.rows(place)
+        inputs = self._geometry.modules[place.modules[0]].in_features
+        per_row = inputs if kind == "weight" else 1
+        size = inputs if kind == "input" else sum(all_rows) * per_row
+        if prod(entry.shape) != size or (kind == "weight" and entry.shape[0] != (inputs if turned else sum(all_rows))):
+            needs = [sum(all_rows), inputs] if kind == "weight" else [size]
+            raise _refusal(entry, f"has shape {list(entry.shape)}; the base model needs {needs}")
+        if kind == "input":
+            yield self._extra(kind, place.modules[0], place.layer, entry, 1, inputs)
+            return
+        item_bytes, start = (entry.stop - entry.start) // size, entry.start
+        for module, rows in zip(place.modules, all_rows, strict=True):
+            stop = start + rows * per_row * item_bytes
+            part = TensorEntry(entry.name, entry.dtype, (rows * per_row,), start, stop)
+            matrix = (rows, inputs) if kind == "weight" else (1, rows)
+            yield self._extra(kind, module, place.layer, part, *matrix, scaling, turned=turned)
+            start = stop
+
+    def _alone(self, layer: int) -> set[str]:
+        """Return the modules of the base that share their input's product with no other."""
+        assert self._geometry is not None
+        own = {"q", "k", "v", "gate", "up"}
+        return {module for module in self._geometry.modules if module not in own}
+
+    def _vocabulary_extra(self, each: Named, module: str) -> list[ExtraTensor]:
+        kind, entry, shape = each.kind, each.entry, each.entry.shape
+        rank, scaling = self._matcher.rank_and_scaling(each.name)
+        if kind in ("weight", "base") and len(shape) == 2:
+            base = self._geometry.surroundings if self._geometry is not None else None
+            if kind == "base" and (base is None or shape[0] == base.vocab_size):
+                return []  # the base's own, which PEFT saves beside LoRA on it
+            _, hidden = self._sizes(0, shape[1])
+            return [self._extra("weight", module, 0, entry, shape[0], hidden)]
+        if kind == "rows" and len(shape) == 2 and module == EMBEDDING:
+            tokens = tuple(self._config.tokens_of(each.name))
+            if len(tokens) != shape[0]:
+                raise _refusal(entry, f"has {shape[0]} rows; {CONFIG_FILE} names {len(tokens)} trained tokens")
+            vocabulary, hidden = self._sizes(0, shape[1])
+            if not all(token >= 0 for token in tokens) or (vocabulary and max(tokens) >= vocabulary):
+                raise _refusal(entry, f"{CONFIG_FILE} names tokens beyond the {vocabulary} of the base model")
+            return [self._extra("rows", module, 0, entry, len(tokens), hidden, tokens=tokens)]
+        if kind == "a" and len(shape) == 2 and module == EMBEDDING:
+            return [self._extra("a", module, 0, entry, self._sizes(shape[1], 0)[0], rank, turned=True)]
+        if kind == "b" and len(shape) == 2 and module == EMBEDDING:
+            return [self._extra("b", module, 0, entry, rank, self._sizes(0, shape[0])[1], scaling, turned=True)]
+        if kind == "magnitude":
+            vocabulary, hidden = self._sizes(prod(shape), prod(shape))
+            rows, columns = (1, hidden) if module == EMBEDDING else (vocabulary, 1)
+            return [self._extra(kind, module, 0, entry, rows, columns)]
+        if kind in ("bias", "lora_bias") and module == HEAD:
+            vocabulary, _ = self._sizes(prod(shape), 0)
+            return [self._extra(kind, module, 0, entry, vocabulary, 1, scaling if kind == "lora_bias" else 1.0)]
+        raise _refusal(entry, f"is {kind} of the {module}, which is not supported")
+
+    def _sizes(self, vocabulary: int, hidden: int) -> tuple[int, int]:
+        """Return the sizes of the vocabulary, given those of a tensor for a base that is not known."""
+        if self._geometry is None or self._geometry.surroundings is None:
+            return vocabulary, hidden
+        return self._geometry.surroundings.vocab_size, self._geometry.surroundings.hidden_size
+
+    def _extra(
+        self,
+        kind: str,
+        module: str,
+        layer: int,
+        entry: TensorEntry,
+        rows: int,
+        columns: int,
+        scaling: float = 1.0,
+        tokens: tuple[int, ...] = (),
+        *,
+        turned: bool = False,
+    ) -> ExtraTensor:
+        if prod(entry.shape) != rows * columns:
+            raise _refusal(entry, f"has shape {list(entry.shape)}; {rows * columns} elements were expected")
+        return ExtraTensor(kind, module, layer, rows, columns, entry, scaling, tokens, turned)
+
+
+def _computed(found: Iterable[ExtraTensor]) -> Iterator[ExtraTensor]:
+    """Yield the matrices that are computed on the device: factors of outputs, and what is added to them."""
+    wanted: dict[tuple[str, str, int], tuple[int, int]] = {}
+    replaced = {(each.module, each.layer) for each in found if each.kind == "weight"}
+    for each in found:
+        size = each.rows, each.columns
+        if each.kind in ("magnitude", "output"):
+            wanted["scale", each.module, each.layer] = size
+        if each.module in (EMBEDDING, HEAD) or (each.module, each.layer) in replaced:
+            continue
+        if each.kind in ("magnitude", "bias", "lora_bias"):
+            wanted["shift", each.module, each.layer] = size
+    for (kind, module, layer), (rows, columns) in wanted.items():
+        yield ExtraTensor(kind, module, layer, rows, columns)
+
+
+def _check_complete(
+    by_place: dict[tuple[str, str, int], ExtraTensor],
+    config: LoraConfig,
+    tensors: Sequence[Named],
+    low_rank: Sequence[LowRank],
+) -> None:
+    """Check that what the config announces is there, and that nothing else is.
+
+    Raises:
+        AdapterError: it is not.
+    """
+    names = {kind: {each.name for each in tensors if each.kind == kind} for _, kind in _FORMS}
+    adapted = {each.name for each in low_rank} | names["a"]
+    for flag, kind in (("use_dora", "magnitude"), ("lora_bias", "lora_bias")):
+        is_set = getattr(config, flag)
+        lacking, extra = adapted - names[kind], names[kind] if not is_set else names[kind] - adapted
+        if is_set and lacking:
+            raise AdapterError(f"{CONFIG_FILE}: {flag} is set, but {WEIGHTS_FILE} has no {kind} for {min(lacking)}")
+        if extra:
+            raise AdapterError(
+                f"{WEIGHTS_FILE}: it has a {kind} for {min(extra)}, which {CONFIG_FILE} does not announce"
+            )
+    if names["a"] != names["b"]:
+        raise AdapterError(f"{WEIGHTS_FILE}: {min(names['a'] ^ names['b'])} has only one of lora_embedding_A and _B")
+    saved = [each for each in config.modules_to_save or [] if each not in SCORE_MODULES]
+    for name in sorted(names["weight"] | (names["bias"] if config.bias == "none" else set())):
+        is_vocabulary = name.rpartition(".")[2] in ("embed_tokens", "lm_head")  # saved when they were resized
+        if not is_vocabulary and not any(_is_below(name, each) for each in saved):
+            raise AdapterError(
+                f"{WEIGHTS_FILE}: a whole weight of {name} belongs to a module that modules_to_save of "
+                f"{CONFIG_FILE} does not name"
+            )
+    unsaved = [each for each in saved if not any(_is_below(name, each) for kind in names.values() for name in kind)]
+    if unsaved:
+        raise AdapterError(
+            f"{CONFIG_FILE}: modules_to_save names {unsaved[0]!r}, but {WEIGHTS_FILE} has no weights of it"
+        )
+    if config.peft_type == "IA3" and not names["ia3"]:
+        raise AdapterError(f"{WEIGHTS_FILE}: it has no ia3_l")
+    if config.peft_type != "IA3" and names["ia3"]:
+        raise AdapterError(f"{WEIGHTS_FILE}: it has ia3_l, but peft_type is {config.peft_type!r}")
+    if config.trainable_token_indices and not names["rows"]:
+        raise AdapterError(f"{CONFIG_FILE}: trainable_token_indices is set, but {WEIGHTS_FILE} has no trained tokens")
+    if {("weight", EMBEDDING, 0), ("rows", EMBEDDING, 0)} <= by_place.keys():
+        raise AdapterError(f"{WEIGHTS_FILE}: the embedding is replaced, and rows of it trained: only one can be served")
+
+
+def _is_below(name: str, module: str) -> bool:
+    """Return whether a module is one of ``modules_to_save`` or inside one, as PEFT compares: by the end of names."""
+    parts = name.split(".")
+    return any(".".join(parts[:stop]).endswith(module) for stop in range(1, len(parts) + 1))
+
+
+def _refusal(entry: TensorEntry, why: str) -> AdapterError:
+    return AdapterError(f"{WEIGHTS_FILE}: tensor {entry.name} {why}")
+
+
+def summary(extras: Iterable[ExtraTensor]) -> str:
+    """Return the kinds of some extras, in words."""
+    kinds = dict.fromkeys(f"{each.kind} of {each.module}" for each in extras if each.entry is not None)
+    shown = list(kinds)[:_MAX_NAMED]
+    return ", ".join(shown) + (f" and {len(kinds) - len(shown)} more" if len(kinds) > len(shown) else "")

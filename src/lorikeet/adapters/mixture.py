@@ -1,0 +1,84 @@
+"""Weighted mixtures of adapters: one adapter whose rank rows are those of all of them.
+
+That is PEFT's ``add_weighted_adapter`` with ``combination_type="cat"``: the sum of ``weight * scaling * B·A``. Nothing
+is added up: the A of a module are stacked, and the B, each multiplied by weight and scaling, stand side by side. So it
+is exact, and costs what the ranks cost together.
+"""
+
+import json
+from collections.abc import Sequence
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.manifest import tensors_of
+from lorikeet.adapters.weights import read_float32
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.geometry import DECODER_NAMES, SCORE, ModelGeometry
+
+Part = tuple[AdapterRef, float]
+"""An adapter and its weight."""
+
+_Matrices = tuple[list[NDArray[np.float32]], list[NDArray[np.float32]]]
+
+
+def write_mixture(folder: Path, parts: Sequence[Part], geometry: ModelGeometry) -> None:
+    """Write a PEFT LoRA folder.
+
+    Args:
+        folder: is there, and empty.
+        parts: the adapters, whose files are kept meanwhile.
+        geometry: of the whole base model.
+
+    Raises:
+        AdapterError: an adapter is missing or has changed, or has what cannot be mixed.
+        OSError: the folder cannot be written.
+    """
+    found: dict[tuple[int, str], _Matrices] = {}
+    for ref, weight in parts:
+        modules, extras = tensors_of(ref, geometry)
+        if extras:
+            raise AdapterError(f"adapter {ref.name!r} has {extras[0].kind} beside A and B, which cannot be mixed")
+        file = Path(ref.folder) / WEIGHTS_FILE
+        try:
+            with FileIO(file) as stream:
+                for each in modules:
+                    if each.module == SCORE:
+                        raise AdapterError(f"adapter {ref.name!r} has a score head, which cannot be mixed")
+                    a, b = found.setdefault((each.layer, each.module), ([], []))
+                    a.append(read_float32(stream, each.a))
+                    b.append(read_float32(stream, each.b) * np.float32(weight * each.scaling))
+        except OSError as error:
+            raise AdapterError(f"adapter {ref.name!r}: {file.name}: {error.strerror or error}") from error
+    tensors, ranks = dict[str, NDArray[np.float32]](), dict[str, int]()
+    for (layer, module), (a, b) in found.items():
+        name = _name(layer, module, geometry)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = np.concatenate(a)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = np.ascontiguousarray(np.concatenate(b, axis=1))
+        ranks[name] = sum(map(len, a))
+    largest = max(ranks.values())
+    pattern = {name: rank for name, rank in ranks.items() if rank != largest}
+    config = {
+        "peft_type": "LORA",
+        "r": largest,
+        "lora_alpha": largest,
+        "rank_pattern": pattern,
+        "alpha_pattern": pattern,
+        "target_modules": list(ranks),
+    }
+    save_file(tensors, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+
+
+def _name(layer: int, module: str, geometry: ModelGeometry) -> str:
+    """Return the name of a module that is a linear layer of its own."""
+    names = DECODER_NAMES if geometry.names is None else geometry.names
+    for path in names.paths:
+        if path.modules == (module,) and geometry.has_module(layer, module):
+            return names.prefixes[0] + path.path.replace("{}", str(layer))
+    raise AdapterError(f"{module} of layer {layer} is part of a fused linear layer, whose adapters cannot be mixed")

@@ -1,0 +1,297 @@
+"""Routes that answer with labels or scores: ``/classify``, ``/score``, ``/rerank`` and ``/v1/moderations``.
+
+A classification adapter has a score head: one logit for each of its labels. ``/score`` and ``/rerank`` read a pair of
+texts at once with an adapter of one label, as a cross-encoder does; other models compare the embeddings of the two.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import AliasChoices, Field
+from starlette.responses import JSONResponse, Response
+
+from lorikeet.api.embeddings import normalized, task_of
+from lorikeet.api.errors import bad_request, not_supported
+from lorikeet.api.pooled import MAX_TEXTS, PooledBody, PooledRun, Text, Texts, Vector, texts_of
+from lorikeet.api.protocol import Body, Count
+from lorikeet.api.served_models import ResolvedModel
+from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
+from lorikeet.api.streaming import CancelOnDisconnect
+from lorikeet.core.request import Pooling
+
+router = APIRouter(dependencies=[JsonBody])
+
+_LOGITS = Pooling(scores=True)
+_FLAG_FROM = 0.5
+_HARMLESS = frozenset(
+    {"safe", "ok", "okay", "none", "neutral", "benign", "clean", "normal", "harmless", "acceptable", "negative", "no"}
+)
+"""Names of labels that flag nothing, besides those that begin with ``not``, ``non`` or ``un``."""
+
+Strings = str | Annotated[list[str], Field(max_length=MAX_TEXTS, fail_fast=True)]
+
+
+class Part(Body):
+    """A document, or a part of a moderation's input."""
+
+    type: str | None = None
+    text: str | None = None
+
+
+Documents = Annotated[list[str | Part], Field(max_length=MAX_TEXTS, fail_fast=True)]
+
+
+class ActivationBody(PooledBody):
+    """Fields of the routes that return probabilities."""
+
+    use_activation: bool | None = Field(None, validation_alias=AliasChoices("use_activation", "activation"))
+
+    @property
+    def activates(self) -> bool:
+        """Whether logits become probabilities."""
+        return self.use_activation is not False
+
+
+class ClassificationRequest(ActivationBody):
+    """Body of ``POST /classify``."""
+
+    input: Texts
+
+
+class ScoreRequest(ActivationBody):
+    """Body of ``POST /score``, in vLLM's newer and older names."""
+
+    text_1: Strings = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: Strings = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+
+
+class RerankRequest(ActivationBody):
+    """Body of ``POST /rerank``: Jina's and Cohere's."""
+
+    query: str
+    documents: Documents
+    top_n: Count | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: Count | None = None
+
+
+class ModerationRequest(PooledBody):
+    """Body of ``POST /v1/moderations``."""
+
+    input: str | Documents
+
+
+def labels_of(target: ResolvedModel) -> tuple[str, ...]:
+    """Return the labels of a classification adapter.
+
+    Raises:
+        ApiError: 400, the model is none.
+    """
+    labels = 0 if target.adapter is None else target.adapter.labels
+    if not labels:
+        raise bad_request(
+            f"The model `{target.name}` has no score head; name an adapter that was trained for classification "
+            "(task_type SEQ_CLS).",
+            "model",
+        )
+    return target.chat.task.labels or tuple(f"LABEL_{number}" for number in range(labels))
+
+
+def probabilities(target: ResolvedModel, logits: Vector) -> Vector:
+    """Return the probability of each label.
+
+    It is by softmax; but each for itself if there is only one, or if a text can have several.
+    """
+    if target.chat.task.is_multi_label or len(logits) == 1:
+        each: Vector = 1 / (1 + np.exp(-logits.clip(-80, 80)))
+        return each
+    grown: Vector = np.exp(logits - logits.max())
+    shares: Vector = grown / grown.sum()
+    return shares
+
+
+def _answer(run: PooledRun, make: Callable[[], Awaitable[dict[str, Any]]]) -> Response:
+    async def made() -> Response:
+        return JSONResponse(await make())
+
+    return CancelOnDisconnect(made, run.close)
+
+
+def _head(http: Request, prefix: str, target: ResolvedModel) -> dict[str, Any]:
+    """Return the fields that all answers begin with."""
+    return {
+        "id": f"{prefix}-{http.state.request_id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": target.name,
+    }
+
+
+@router.post("/classify")
+@router.post("/v1/classify")
+async def classify(http: Request, body: ClassificationRequest, service: ServiceDep, sender: SenderDep) -> Response:
+    """Return the probability of each label, and the likeliest."""
+    target = await service.resolve(body.model, body.lora_path, access=sender.access)
+    labels = labels_of(target)
+    run = PooledRun(service, body, target, sender)
+
+    async def make() -> dict[str, Any]:
+        found = await run.vectors(texts_of(body.input), _LOGITS, "input")
+        data = [
+            {
+                "index": index,
+                "label": labels[int(logits.argmax())],
+                "probs": (probabilities(target, logits) if body.activates else logits).tolist(),
+                "num_classes": len(labels),
+            }
+            for index, logits in enumerate(found)
+        ]
+        return _head(http, "classify", target) | {"data": data, "usage": run.usage}
+
+    return _answer(run, make)
+
+
+async def _scores(
+    run: PooledRun, service: Service, target: ResolvedModel, pairs: Sequence[tuple[str, str]], *, activates: bool
+) -> list[float]:
+    """Return how well the texts of each pair go together.
+
+    Raises:
+        ApiError: a text is not valid, or cannot be served.
+    """
+    if target.adapter is None or not target.adapter.labels:
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # a query is read once
+        pooling = task_of(service, target).pooling
+        assert pooling is not None
+        found = normalized(await run.vectors(list[Text](texts), Pooling(pooling), "text_2"))
+        vectors = dict(zip(texts, found, strict=True))
+        return [float(vectors[one] @ vectors[other]) for one, other in pairs]
+    logits = await run.vectors(list[Text](pairs), _LOGITS, "text_2")
+    return [float((probabilities(target, each) if activates else each)[0]) for each in logits]
+
+
+def _check_one_label(target: ResolvedModel) -> None:
+    """Check that a model gives one score.
+
+    Raises:
+        ApiError: 400, it has several labels.
+    """
+    if target.adapter is not None and target.adapter.labels > 1:
+        raise bad_request(
+            f"The model `{target.name}` has {target.adapter.labels} labels; a score needs an adapter with one label, "
+            "or one without a score head, whose embeddings are compared.",
+            "model",
+        )
+
+
+@router.post("/score")
+@router.post("/v1/score")
+async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: SenderDep) -> Response:
+    """Return how well two texts go together: one with each of others, or the first with the first and so on."""
+    target = await service.resolve(body.model, body.lora_path, access=sender.access)
+    _check_one_label(target)
+    first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
+    if len(first) == 1:
+        first = first * len(second)
+    if len(first) != len(second) or not first:
+        raise bad_request(f"{len(first)} texts cannot be paired with {len(second)}.", "text_2")
+    run = PooledRun(service, body, target, sender)
+
+    async def make() -> dict[str, Any]:
+        pairs = list(zip(first, second, strict=True))
+        found = await _scores(run, service, target, pairs, activates=body.activates)
+        data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found)]
+        return _head(http, "score", target) | {"data": data, "usage": run.usage}
+
+    return _answer(run, make)
+
+
+@router.post("/rerank")
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender: SenderDep) -> Response:
+    """Return the documents that go best with a query, best first."""
+    target = await service.resolve(body.model, body.lora_path, access=sender.access)
+    _check_one_label(target)
+    documents = _texts(body.documents, "documents")
+    if not documents:
+        raise bad_request("documents is empty; at least one is needed.", "documents")
+    shows = body.return_documents
+    if shows is None:  # Cohere's second version never returns them, Jina and vLLM do
+        shows = http.url.path != "/v2/rerank"
+    run = PooledRun(service, body, target, sender)
+
+    async def make() -> dict[str, Any]:
+        pairs = [(body.query, document) for document in documents]
+        found = await _scores(run, service, target, pairs, activates=body.activates)
+        best = sorted(range(len(found)), key=lambda index: (-found[index], index))[: body.top_n]
+        results = [
+            {"index": index, "relevance_score": found[index]}
+            | ({"document": {"text": documents[index]}} if shows else {})
+            for index in best
+        ]
+        head = _head(http, "rerank", target) | {"results": results, "usage": run.usage}
+        return head | {"meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}}
+
+    return _answer(run, make)
+
+
+@router.post("/v1/moderations")
+async def moderations(http: Request, body: ModerationRequest, service: ServiceDep, sender: SenderDep) -> Response:
+    """Return which labels of a classification adapter apply, and whether one of them flags the text."""
+    target = await service.resolve(body.model, body.lora_path, access=sender.access)
+    labels = labels_of(target)
+    texts = [body.input] if isinstance(body.input, str) else _texts(body.input, "input")
+    run = PooledRun(service, body, target, sender)
+
+    async def make() -> dict[str, Any]:
+        found = await run.vectors(list[Text](texts), _LOGITS, "input")
+        results = [_moderated(target, labels, logits) for logits in found]
+        return {"id": f"modr-{http.state.request_id}", "model": target.name, "results": results}
+
+    return _answer(run, make)
+
+
+def _moderated(target: ResolvedModel, labels: Sequence[str], logits: Vector) -> dict[str, Any]:
+    """Return OpenAI's result for one text.
+
+    A label applies if its probability is at least one half; of labels that exclude each other, the likeliest does.
+    """
+    chances = probabilities(target, logits)
+    several = target.chat.task.is_multi_label or len(labels) == 1
+    applies = [bool(each >= _FLAG_FROM) for each in chances] if several else _only(int(logits.argmax()), len(labels))
+    harmless = [_is_harmless(label) for label in labels]
+    if not several and not any(harmless):
+        harmless[0] = True  # as binary classifiers are trained: 1 is what is looked for
+    return {
+        "flagged": any(each and not fine for each, fine in zip(applies, harmless, strict=True)),
+        "categories": dict(zip(labels, applies, strict=True)),
+        "category_scores": dict(zip(labels, chances.tolist(), strict=True)),
+        "category_applied_input_types": {label: ["text"] for label in labels},
+    }
+
+
+def _only(index: int, length: int) -> list[bool]:
+    return [number == index for number in range(length)]
+
+
+def _is_harmless(label: str) -> bool:
+    word = label.lower()
+    return word in _HARMLESS or word.startswith(("not", "non", "un"))
+
+
+def _texts(given: Sequence[str | Part], param: str) -> list[str]:
+    """Return documents or parts as texts.
+
+    Raises:
+        ApiError: 501, one is no text.
+    """
+    texts = []
+    for number, each in enumerate(given):
+        if isinstance(each, Part) and each.text is None:
+            raise not_supported(f"{param}.{number}: only text is supported.", param)
+        texts.append(each.text or "" if isinstance(each, Part) else each)
+    return texts

@@ -1,0 +1,172 @@
+"""What the routes share that answer with vectors or labels: their bodies, and how they run texts without sampling."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from lorikeet.api.errors import ApiError
+from lorikeet.api.generation import Generation
+from lorikeet.api.protocol import Body, CompletionRequest, TokenIds
+from lorikeet.api.sampling import ModelLimits, truncated
+from lorikeet.api.served_models import ResolvedModel
+from lorikeet.api.service import GenerationSpec, Sender, Service
+from lorikeet.api.text_processor import TextProcessor
+from lorikeet.api.threads import off_the_loop
+from lorikeet.core.request import Pooling
+
+MAX_TEXTS = 2048
+"""Texts of a request, as at OpenAI."""
+_SLICE_TEXTS = 128
+"""Texts of a request that are in the queue at once, so that a long list does not take the places of all others."""
+
+MAX_POOLED_BYTES = 2 * 2**20
+"""Of a body. It is read in this process, which takes some ten milliseconds."""
+POOLED_PATHS = (
+    "/v1/embeddings", "/classify", "/v1/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+    "/v1/moderations",
+)  # fmt: skip
+
+Text = str | list[int] | tuple[str, str]
+"""A text, its token ids, or a pair of texts that the tokenizer joins."""
+Vector = NDArray[np.float32]
+Texts = (
+    str
+    | TokenIds
+    | Annotated[list[str], Field(max_length=MAX_TEXTS, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(max_length=MAX_TEXTS, fail_fast=True)]
+)
+
+
+class PooledBody(Body):
+    """Fields that all these routes have in common. None means "not given"."""
+
+    model: str | None = None
+    lora_path: str | None = None
+    user: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+
+
+def texts_of(given: "str | Sequence[int] | Sequence[str] | Sequence[list[int]]") -> list[Text]:
+    """Return the four forms of ``input`` as one."""
+    if isinstance(given, str):
+        return [given]
+    if given and isinstance(given[0], int):
+        return [[each for each in given if isinstance(each, int)]]
+    return [each for each in given if not isinstance(each, int)]
+
+
+class PooledRun:
+    """Runs the texts of one HTTP request.
+
+    The caller must call :meth:`close` in the end, which aborts what has not finished.
+
+    Args:
+        service: running.
+        body: of the request.
+        target: its model.
+        sender: of the request.
+
+    Attributes:
+        prompt_tokens: of the texts that have been computed.
+    """
+
+    def __init__(self, service: Service, body: PooledBody, target: ResolvedModel, sender: Sender) -> None:
+        self._service = service
+        self._body = body
+        self._target = target
+        self._sender = sender
+        self._generation: Generation | None = None
+        self.prompt_tokens = 0
+
+    async def vectors(self, texts: Sequence[Text], pooling: Pooling, param: str) -> list[Vector]:
+        """Return the vector of each text.
+
+        Args:
+            texts: at least one.
+            pooling: how vectors are made.
+            param: field that holds the texts, for errors.
+
+        Raises:
+            ApiError: a text is not valid, or cannot be served.
+        """
+        if not texts:
+            raise ApiError(400, f"{param} is empty; at least one text is needed.", param=param)
+        found: list[Vector] = []
+        for first in range(0, len(texts), _SLICE_TEXTS):
+            found += await self._slice(texts[first : first + _SLICE_TEXTS], pooling, param)
+        return found
+
+    def close(self) -> None:
+        """Abort what has not finished."""
+        if self._generation is not None:
+            self._generation.close()
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """The usage so far, with vLLM's fields."""
+        tokens = self.prompt_tokens
+        return {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0, "prompt_tokens_details": None}
+
+    async def _slice(self, texts: Sequence[Text], pooling: Pooling, param: str) -> list[Vector]:
+        chat = await self._service.chat_of(self._target)
+        body = CompletionRequest(
+            model=self._target.name,
+            prompt=[0],
+            max_tokens=1,
+            priority=self._body.priority,
+            cache_salt=self._body.cache_salt,
+            truncate_prompt_tokens=self._body.truncate_prompt_tokens,
+            truncation_side=self._body.truncation_side,
+        )
+        special, limits = self._body.add_special_tokens is not False, None if body.truncates else chat.limits
+
+        def tokenized() -> list[list[int]]:
+            ids = (_token_ids(chat.text_processor, text, limits, param, special=special) for text in texts)
+            return [truncated(each, body, chat.limits) for each in ids]
+
+        async def encode() -> list[list[int]]:
+            return await off_the_loop(tokenized, sum(map(_length, texts)))
+
+        spec = GenerationSpec(len(texts), encode, param, 1, None, pooling=pooling)
+        generation = self._generation = await self._service.start(body, self._target, spec, self._sender)
+        try:
+            async for _ in generation.deltas():
+                pass
+            handles = [choice.handle for choice in generation.choices]
+            vectors = [_vector(handle.pooled) for handle in handles]
+            self.prompt_tokens += sum(len(handle.request.prompt_token_ids) for handle in handles)
+        finally:
+            generation.close()
+        return vectors
+
+
+def _token_ids(
+    processor: TextProcessor, text: Text, limits: ModelLimits | None, param: str, *, special: bool
+) -> list[int]:
+    match text:
+        case str():
+            return processor.token_ids(text, add_special_tokens=special, limits=limits, param=param)
+        case tuple():
+            return processor.pair_token_ids(text, add_special_tokens=special, limits=limits, param=param)
+        case _:
+            return text
+
+
+def _length(text: Text) -> int:
+    return len(text[0]) + len(text[1]) if isinstance(text, tuple) else len(text)
+
+
+def _vector(data: bytes | None) -> Vector:
+    if data is None:
+        raise ApiError(500, "The engine has answered without a vector.")
+    vector = np.frombuffer(data, "<f4")
+    if not np.isfinite(vector).all():
+        raise ApiError(500, "The engine could not serve this request: its vector has numbers that are not finite.")
+    return vector

@@ -1,0 +1,166 @@
+"""Simulations of one scenario each, run beside each other in processes, and what is kept of them."""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import msgspec
+
+from lorikeet.core.request import Slo
+from lorikeet.simulator.scenario import Scenario
+from lorikeet.simulator.study import ScenarioResult, run_scenario
+
+
+class Trial(NamedTuple):
+    """One simulation to be run.
+
+    Attributes:
+        scenario: what to simulate.
+        rate: requests per second instead of the scenario's; None for that.
+    """
+
+    scenario: Scenario
+    rate: float | None = None
+
+
+class TrialResult(msgspec.Struct, frozen=True):
+    """What is kept of a simulation. Times are in seconds.
+
+    Attributes:
+        seed: of the scenario.
+        attainment: share of the requests that met the SLO; None without limits.
+        missed: share of the requests that missed each limit (``TTFT``, ``TPOT``, ``E2E``), or failed.
+        ttft_p50_s, ttft_p99_s, cold_ttft_p99_s, tpot_p99_s, e2e_p99_s: of complete answers.
+        goodput: requests per second that met the SLO.
+        preemptions: of all engines.
+        error: why it cannot be simulated; empty if it can.
+    """
+
+    seed: int
+    attainment: float | None = None
+    missed: dict[str, float] = {}
+    ttft_p50_s: float = 0.0
+    ttft_p99_s: float = 0.0
+    cold_ttft_p99_s: float = 0.0
+    tpot_p99_s: float = 0.0
+    e2e_p99_s: float = 0.0
+    goodput: float = 0.0
+    preemptions: int = 0
+    error: str = ""
+
+
+def run_trial(trial: Trial) -> TrialResult:
+    """Run one simulation. What has no meaning is an error in the result, so that others go on."""
+    try:
+        return summary(run_scenario(trial.scenario, lambda stage, done, total: None, trial.rate))
+    except ValueError as error:
+        return TrialResult(trial.scenario.seed, error=str(error))
+
+
+def summary(result: ScenarioResult) -> TrialResult:
+    """Return what is kept of a simulation."""
+    figures, limits = result.figures, result.scenario.limits()
+    records = result.simulated.run.exchanges
+
+    def at(values: object, percentile: str) -> float:
+        return float(getattr(values, percentile, 0.0))
+
+    missed = {
+        name: sum(not each.meets(only) for each in records if each.error is None) / len(records)
+        for name, only in (
+            ("TTFT", Slo(ttft_s=limits.ttft_s)),
+            ("TPOT", Slo(tpot_s=limits.tpot_s)),
+            ("E2E", Slo(e2e_s=limits.e2e_s)),
+        )
+        if only != Slo()
+    }
+    if figures.errors:
+        missed["failed"] = sum(each.count for each in figures.errors.values()) / len(records)
+    return TrialResult(
+        seed=result.scenario.seed,
+        attainment=figures.slo_attainment,
+        missed=missed,
+        ttft_p50_s=at(figures.ttft_s, "p50"),
+        ttft_p99_s=at(figures.ttft_s, "p99"),
+        cold_ttft_p99_s=at(figures.cold_ttft_s, "p99"),
+        tpot_p99_s=at(figures.tpot_s, "p99"),
+        e2e_p99_s=at(figures.e2e_s, "p99"),
+        goodput=figures.goodput or 0.0,
+        preemptions=sum(each.preemptions for each in result.simulated.stats),
+    )
+
+
+class TrialPool:
+    """Runs trials beside each other, and tells how far it is.
+
+    Args:
+        executor: runs them.
+        workers: how many at once.
+        show: called with the number of trials that have ended, the number that is expected, and the seconds that the
+            rest may take; None before the first has ended.
+        run: runs one.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        workers: int,
+        show: Callable[[int, int, float | None], None] = lambda done, expected, left_s: None,
+        run: Callable[[Trial], TrialResult] = run_trial,
+    ) -> None:
+        self.workers = workers
+        self.expected = 0
+        self.done = 0
+        self._executor, self._show, self._run = executor, show, run
+        self._began_s = time.monotonic()
+        self._running: dict[Future[TrialResult], Trial] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more can run at once."""
+        return len(self._running) >= self.workers
+
+    def submit(self, trial: Trial) -> "Future[TrialResult]":
+        """Start a trial."""
+        future = self._executor.submit(self._run, trial)
+        self._running[future] = trial
+        return future
+
+    def wait(self) -> None:
+        """Wait until a trial has ended."""
+        if not self._running:
+            return
+        ended, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        for each in ended:
+            del self._running[each]
+        self.done += len(ended)
+        self.expected = max(self.expected, self.done + len(self._running))
+        passed_s = time.monotonic() - self._began_s
+        self._show(self.done, self.expected, passed_s / self.done * (self.expected - self.done))
+
+    def all(self, trials: list[Trial]) -> list[TrialResult]:
+        """Run trials and return their results in order."""
+        futures = list[Future[TrialResult]]()
+        self.expected = max(self.expected, self.done + len(self._running) + len(trials))
+        for each in trials:
+            while self.is_full:
+                self.wait()
+            futures.append(self.submit(each))
+        while not all(future.done() for future in futures):
+            self.wait()
+        return [future.result() for future in futures]
+
+
+@contextmanager
+def process_pool(
+    workers: int, show: Callable[[int, int, float | None], None] = lambda done, expected, left_s: None
+) -> Iterator[TrialPool]:
+    """Yield a pool of processes, which are ended at the end."""
+    executor = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    try:
+        yield TrialPool(executor, workers, show)
+    finally:
+        executor.shutdown(cancel_futures=True)

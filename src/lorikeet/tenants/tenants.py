@@ -1,0 +1,116 @@
+"""All that a server knows of its tenants: keys in memory, and their ledger."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from lorikeet.tenants.keys import Access, ApiKey, KeySettings, digest_of
+from lorikeet.tenants.ledger import Ledger
+from lorikeet.tenants.store import TenantStore, UnknownKey
+
+_LEAST_REFRESH_S = 0.5
+"""Between two looks into the database for a secret that is not known."""
+
+
+class Tenants:
+    """Keys of tenants, and what counts their requests. Thread-safe.
+
+    ``find`` and ``by_id`` return at once; all others ask the database, and belong in a worker thread.
+
+    Args:
+        url: SQLAlchemy URL of the registry.
+        base: name of the base model, for usage.
+        now: returns Unix seconds.
+
+    Attributes:
+        store: the tables.
+        ledger: counts requests.
+
+    Raises:
+        ConfigError: the database cannot be opened.
+    """
+
+    def __init__(self, url: str, base: str, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._keys: dict[str, ApiKey] = {}
+        self._by_digest: dict[str, ApiKey] = {}
+        self._revision = 0
+        self._refreshed_s = -_LEAST_REFRESH_S
+        self.store = TenantStore(url, now)
+        self.refresh()
+        self.ledger = Ledger(self.store, base, now, self.refresh)
+
+    def find(self, secret: str) -> ApiKey | None:
+        """Return the key of a secret, if it is known and valid."""
+        digest = digest_of(secret)
+        key = self._by_digest.get(digest)
+        return key if key is not None and digest in key.digests(self._now()) else None
+
+    def by_id(self, key_id: str) -> ApiKey | None:
+        """Return a key, also one that is revoked."""
+        return self._keys.get(key_id)
+
+    def list(self) -> "list[ApiKey]":
+        """Return all keys, the oldest first, revoked ones too."""
+        return sorted(self._keys.values(), key=lambda key: (key.created_at, key.key_id))
+
+    def access_of(self, tenant: str) -> Access | None:
+        """Return what a tenant may do whose request waited: None if its key is revoked."""
+        key = self._keys.get(tenant)
+        if key is None:
+            return Access(actor=tenant)
+        return None if key.revoked_at is not None else Access(key, tenant)
+
+    def may_look_again(self) -> bool:
+        """Return whether it is time to ask the database for keys that other servers have made."""
+        return time.monotonic() - self._refreshed_s > _LEAST_REFRESH_S
+
+    def refresh(self) -> None:
+        """Read keys that were changed.
+
+        Raises:
+            StoreUnavailable: the database cannot be read.
+        """
+        self._refreshed_s = time.monotonic()
+        with self._lock:
+            keys, self._revision = self.store.keys_since(self._revision)
+            for key in keys:
+                old = self._keys.get(key.key_id)
+                self._keys[key.key_id] = key
+                for digest in () if old is None else (old.digest, old.old_digest):
+                    self._by_digest.pop(digest, None)
+                for digest in filter(None, (key.digest, key.old_digest)):
+                    self._by_digest[digest] = key
+
+    def create(self, name: str, settings: KeySettings, actor: str) -> tuple[ApiKey, str]:
+        """Make a key; return it and its secret."""
+        made = self.store.create(name, settings, actor)
+        self.refresh()
+        return made
+
+    def change(self, key_id: str, settings: KeySettings, actor: str) -> ApiKey:
+        """Let a key have other settings; raises UnknownKey."""
+        changed = self.store.change(key_id, settings, actor)
+        self.refresh()
+        return changed
+
+    def rotate(self, key_id: str, overlap_s: float, actor: str) -> tuple[ApiKey, str]:
+        """Give a key another secret; raises UnknownKey."""
+        rotated = self.store.rotate(key_id, overlap_s, actor)
+        self.refresh()
+        return rotated
+
+    def revoke(self, key_id: str, actor: str) -> ApiKey:
+        """Revoke a key; raises UnknownKey."""
+        revoked = self.store.revoke(key_id, actor)
+        self.refresh()
+        return revoked
+
+    def close(self) -> None:
+        """Write what is left, and close."""
+        self.ledger.close()
+        self.store.close()
+
+
+__all__ = ["Tenants", "UnknownKey"]

@@ -1,0 +1,92 @@
+"""Adapters of every kind that PEFT saves and that are served: how to make a random one over a base."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+Change = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def _changed(name: str, value: torch.Tensor) -> torch.Tensor:
+    noise = torch.randn_like(value)
+    if "magnitude" in name:
+        return value * (1 + 0.3 * noise)
+    if "ia3_l" in name:
+        return 1 + 0.3 * noise
+    if "lora_" in name or "bias" in name:
+        return noise * 0.15
+    if "norm" in name or "ln_" in name:
+        return value * (1 + 0.3 * noise)
+    return value + 0.1 * noise
+
+
+def make(model: PreTrainedModel, folder: Path, config: Any, seed: int = 3, vocabulary: int = 0) -> PeftModel:
+    """Save a random adapter of a config over a base, which is changed, and return PEFT's model of it."""
+    torch.manual_seed(seed)
+    if vocabulary:
+        model.resize_token_embeddings(vocabulary)
+    peft = get_peft_model(model, config).eval()
+    trained = {name for name, value in peft.named_parameters() if value.requires_grad}
+    with torch.no_grad():
+        for name, value in peft.named_parameters():
+            if name in trained or "trainable_tokens_delta" in name:
+                value.copy_(_changed(name, value))
+    peft.save_pretrained(str(folder))
+    return peft
+
+
+def lora(**options: Any) -> LoraConfig:
+    """A LoRA config of small rank."""
+    return LoraConfig(**{"r": 4, "lora_alpha": 6, "init_lora_weights": False, **options})
+
+
+def ia3(**options: Any) -> IA3Config:
+    """An IA³ config."""
+    return IA3Config(**options)
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+
+LLAMA_LIKE: dict[str, Callable[[], Any]] = {
+    "LoRA": lambda: lora(target_modules=LINEAR),
+    "rsLoRA": lambda: lora(target_modules=LINEAR, use_rslora=True),
+    "DoRA": lambda: lora(target_modules=LINEAR, use_dora=True),
+    "DoRA on the vocabulary": lambda: lora(target_modules=["embed_tokens", "lm_head", "q_proj"], use_dora=True),
+    "biases of LoRA's modules": lambda: lora(target_modules=ATTENTION, bias="lora_only"),
+    "all biases": lambda: lora(target_modules=["v_proj", "up_proj"], bias="all"),
+    "LoRA with biases": lambda: lora(target_modules=LINEAR, lora_bias=True),
+    "DoRA with biases": lambda: lora(target_modules=LINEAR, use_dora=True, bias="all"),
+    "whole norms": lambda: lora(target_modules=["q_proj"], modules_to_save=["norm"]),
+    "whole linear layers": lambda: lora(target_modules=["q_proj"], modules_to_save=["o_proj", "k_proj", "gate_proj"]),
+    "whole output layer": lambda: lora(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "whole vocabulary": lambda: lora(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"]),
+    "LoRA on the vocabulary": lambda: lora(target_modules=["embed_tokens", "lm_head", "down_proj"]),
+    "trained tokens": lambda: lora(target_modules=["q_proj"], trainable_token_indices=[3, 7, 11, 40]),
+    "IA3": lambda: ia3(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "IA3 on all": lambda: ia3(target_modules=LINEAR, feedforward_modules=["o_proj"], modules_to_save=["norm"]),
+}
+"""Over bases with Llama's names."""
+SAMPLE = ("LoRA", "DoRA with biases", "LoRA with biases", "whole norms", "whole linear layers", "trained tokens",
+          "LoRA on the vocabulary", "IA3")  # fmt: skip
+"""Some of them."""
+
+GPT2_LINEAR = ["c_attn", "c_proj", "c_fc"]
+GPT2_LIKE: dict[str, Callable[[], Any]] = {
+    "LoRA": lambda: lora(target_modules=GPT2_LINEAR, fan_in_fan_out=True),
+    "DoRA": lambda: lora(target_modules=GPT2_LINEAR, fan_in_fan_out=True, use_dora=True),
+    "all biases": lambda: lora(target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, bias="all"),
+    "LoRA with biases": lambda: lora(target_modules=GPT2_LINEAR, fan_in_fan_out=True, lora_bias=True),
+    "whole norms": lambda: lora(target_modules=["c_fc"], fan_in_fan_out=True, modules_to_save=["ln_1", "ln_f"]),
+    "whole linear layers": lambda: lora(target_modules=["c_fc"], fan_in_fan_out=True, modules_to_save=["c_attn"]),
+    "LoRA on the vocabulary": lambda: lora(target_modules=["wte", "c_fc"]),
+    "trained tokens": lambda: lora(
+        target_modules=["c_fc"], fan_in_fan_out=True, trainable_token_indices={"wte": [3, 7, 11, 40]}
+    ),
+    "IA3": lambda: ia3(target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"]),
+}
+"""Over GPT-2, whose linear layers are transposed."""
