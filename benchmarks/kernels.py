@@ -5,6 +5,8 @@ On the CPU, with the default model in bfloat16. Parts, each a table:
 * ``steps``: a decode step of 32 sequences and a prefill, kernel by kernel, and decoding beside the machine's limit.
 * ``adapters``: what adapters add to a decode step, beside the machine's minimum: the longer of reading each adapter
   once and multiplying its rows. Each step runs twice in a row, with the adapters and without.
+* ``kinds``: what eight DoRA adapters, and eight with norms or an output layer of their own, add to a decode step of
+  eight rows, beside eight plain ones of the same rank, in turns.
 * ``throughput``: output tokens per second with adapters beside the base model's, in turns.
 * ``ranks``: eight decodes of mixed ranks by the ``unpadded`` and the ``padded`` form, beside eight of one rank.
 * ``loads``: an adapter of rank 64 a second over a link of 0.8 GB/s, and the steps beside it.
@@ -14,6 +16,7 @@ On the CPU, with the default model in bfloat16. Parts, each a table:
 """
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
@@ -24,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.harness import (
@@ -213,6 +217,70 @@ def adapters(loaded: Loaded, rounds: int) -> None:
         table.append([name, *row, with_interval(ratios(added_s, least_s)), f"{1e3 * statistics.median(step_s):.1f}"])
     headings = ["adapters on rows", "added, ms", "limit, ms", "ratio", "whole step, ms"]
     print_table("What adapters add to a decode step", headings, table)
+
+
+def kinds(rounds: int) -> None:
+    """Print what adapters of several kinds add to a decode step, beside plain ones."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
+        replica(
+            default_model(), preset="lorikeet:plain-no-reuse", max_num_seqs=8, memory_bytes=3 * 2**30, threads=THREADS
+        ) as built,
+    ):
+        geometry = built.sizes.geometry
+
+        def eight(kind: str) -> Callable[[int], float]:
+            refs = []
+            for number in range(8):
+                folder = write_random_adapter(Path(scratch) / f"{kind}-{number}", geometry, 16, seed=number)
+                _add_kind(folder, kind, geometry)
+                refs.append(reference(folder.name, folder, geometry))
+            run_all(built, make_requests(f"load {kind}", 8, 4, 1, refs))
+
+            def measure(turn: int) -> float:
+                with twins(built) as executor:
+                    run_all(built, make_requests(f"{kind}{turn}", 8, 16, 17, refs))
+                return statistics.median(pair.adapters_s - pair.base_s for pair in executor.decodes)
+
+            return measure
+
+        found = in_turns({kind: eight(kind) for kind in KINDS}, rounds)
+    plain = found[KINDS[0]]
+    table = [
+        [kind, f"{1e3 * statistics.median(added_s):.2f}", with_interval(ratios(added_s, plain))]
+        for kind, added_s in found.items()
+    ]
+    print_table(
+        "What eight adapters of rank 16 add to a decode step of eight rows", ["kind", "added, ms", "ratio"], table
+    )
+
+
+KINDS = ("LoRA", "DoRA", "norms", "output layer")
+
+
+def _add_kind(folder: Path, kind: str, geometry: ModelGeometry) -> None:
+    """Add to an adapter what its kind has beside A and B."""
+    file, config_file = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors, config, around = load_file(file), json.loads(config_file.read_text()), geometry.surroundings
+    assert around is not None
+    prefix = "base_model.model.model."
+    if kind == "DoRA":
+        config["use_dora"] = True
+        for name, value in list(tensors.items()):
+            if "lora_B" in name:
+                tensors[name.replace("lora_B.weight", "lora_magnitude_vector")] = torch.ones(len(value))
+    elif kind == "norms":
+        config["modules_to_save"] = ["input_layernorm", "post_attention_layernorm"]
+        for layer in range(geometry.layers):
+            for name in config["modules_to_save"]:
+                tensors[f"{prefix}layers.{layer}.{name}.weight"] = torch.ones(around.hidden_size)
+    elif kind == "output layer":
+        config["modules_to_save"] = ["lm_head"]
+        tensors["base_model.model.lm_head.weight"] = (
+            torch.randn(around.vocab_size, around.hidden_size).bfloat16() * 0.02
+        )
+    save_file(tensors, file)
+    config_file.write_text(json.dumps(config))
 
 
 def throughput(loaded: Loaded, rounds: int) -> None:
@@ -453,6 +521,7 @@ def _rms(error: Tensor) -> float:
 PARTS: dict[str, Callable[[int], None]] = {
     "steps": steps,
     "adapters": lambda rounds: with_loaded(adapters, rounds),
+    "kinds": kinds,
     "throughput": lambda rounds: with_loaded(throughput, rounds),
     "ranks": ranks,
     "loads": loads,

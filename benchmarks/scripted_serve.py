@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from lorikeet.api import run
 from lorikeet.cli.main import main
 from lorikeet.client.client import Engines
+from lorikeet.client.supervisor import LocalHost
 from lorikeet.config import Settings
 from lorikeet.core.messages import EngineReady, Progress
 from lorikeet.core.request import Request
@@ -55,11 +56,12 @@ class ScriptedEngine(FakeEngine):
         return [*self._tokenizer.encode(text, add_special_tokens=False).ids, self._end]
 
 
-def open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
+def open_engines(settings: Settings, host: LocalHost, stack: AsyncExitStack) -> Engines:
     """Return the scripted engine."""
     return ScriptedEngine(settings).as_client()
 
 
 if __name__ == "__main__":
     run._open_engines = open_engines
+    LocalHost.start_early = lambda host: None  # type: ignore[method-assign, assignment]
     main()

@@ -2,6 +2,7 @@
 //
 // Arithmetic is in float and rounded once, at the end. A row is computed by one thread in one order, so it does
 // not depend on the rest of the batch.
+#include "adjusts.h"
 #include "calls.h"
 #include "simd.h"
 
@@ -133,6 +134,32 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n, int64_t threads
 }
 
 template <class T>
+void adjust(T* out, int64_t stride, const Adjusts& adjusts, int64_t first, const Targets& targets, int64_t threads) {
+  for (int64_t s = 0; s < adjusts.count; ++s) {
+    const Adjusted& segment = adjusts.segments[s];
+    for (int64_t t = 0; t < targets.count; ++t) {
+      const Target& target = targets.each[t];
+      const Affine& affine = segment.affines[first + target.module];
+      if (!affine.scale && !affine.shift) continue;
+      const T *scale = (const T*)affine.scale, *shift = (const T*)affine.shift;
+      const int64_t rows = segment.stop - segment.start;
+      parallel(threads_for(rows * target.outputs, threads), [&](int64_t thread, int64_t count) {
+        const Range mine = part_of(rows, thread, count);
+        for (int64_t r = mine.begin; r < mine.end; ++r) {
+          T* to = out + (segment.start + r) * stride + target.column;
+          each_vector(target.outputs, [&](int64_t i, auto lanes) {
+            F32 v = get(to + i, lanes);
+            if (scale) v = mul(v, get(scale + i, lanes));
+            if (shift) v = add(v, get(shift + i, lanes));
+            set(to + i, v, lanes);
+          });
+        }
+      });
+    }
+  }
+}
+
+template <class T>
 Rotary<T> rotary_of(
     void* qkv, int64_t row_stride, int64_t heads, int64_t kv_heads, int64_t head_dim, const void* cos, const void* sin,
     const void* q_norm, const void* k_norm, double eps, void* kv, int64_t block_stride, int64_t block_tokens,
@@ -167,6 +194,19 @@ LORIKEET_EXPORT void lorikeet_rotary_store(
   else
     rotary_store(rotary_of<float>(qkv, row_stride, heads, kv_heads, head_dim, cos, sin, q_norm, k_norm, eps, kv,
                                   block_stride, block_tokens, slot_blocks, slot_offsets), rows, threads);
+}
+
+// out = out * scale + shift in the rows and columns of every segment and target, where there are any.
+//
+// adjusts, targets: as in adjusts.h. first: the first entry of the layer in `affines`.
+LORIKEET_EXPORT void lorikeet_adjust(
+    void* out, int64_t stride, const void* adjusts, int64_t first, const void* targets, int64_t bytes, int64_t threads) {
+  const auto& of = *(const Adjusts*)adjusts;
+  const auto& to = *(const Targets*)targets;
+  if (bytes == 2)
+    adjust((bf16*)out, stride, of, first, to, threads);
+  else
+    adjust((float*)out, stride, of, first, to, threads);
 }
 
 LORIKEET_EXPORT void lorikeet_silu_mul(

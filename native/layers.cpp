@@ -2,6 +2,7 @@
 // keys evict the interpreter from the caches, and a call takes tens of microseconds instead of a few.
 #include <cstring>
 
+#include "adjusts.h"
 #include "calls.h"
 
 namespace lorikeet {
@@ -13,6 +14,8 @@ struct Layer {
       *down_bias;
   int64_t window;
 };
+
+constexpr int64_t kLayerModules = 7;  // of a layer: LORA_MODULES
 
 struct Model {
   const Layer* layers;
@@ -35,6 +38,8 @@ struct Step {
   int64_t table_stride, sequences;
   const void *adapters, *sample_adapters;
   Adapted targets;
+  const Adjusts *adjusts, *sample_adjusts;  // null if no adapter has any
+  Adapted all_targets;
   char *normed, *qkv, *mixed, *delta, *gate_up, *gated;  // room for [rows, ...]; delta comes out too
 };
 
@@ -48,18 +53,29 @@ void keep(char* rows, int64_t row_bytes, const int64_t* chosen, int64_t count, c
 void layers(const Model& m, const Step& s, double eps, double scale, int64_t threads) {
   const int64_t mixed = m.heads * m.head_dim, qkv = mixed + 2 * m.kv_heads * m.head_dim;
   const void* adapters = s.adapters;
+  const Adjusts* adjusts = s.adjusts;
   int64_t rows = s.rows;
-  auto norm = [&](const void* delta, const void* weight) {
+  auto norm = [&](const void* delta, const void* weight, int64_t index) {
     lorikeet_add_norm(s.x, delta, weight, s.normed, rows, m.hidden, eps, m.bytes, threads);
+    for (int64_t i = 0; adjusts && i < adjusts->count; ++i) {
+      const Adjusted& segment = adjusts->segments[i];
+      const void* own = segment.norms ? segment.norms[index] : nullptr;
+      const int64_t at = segment.start * m.hidden * m.bytes;
+      if (own)
+        lorikeet_add_norm(s.x + at, nullptr, own, s.normed + at, segment.stop - segment.start, m.hidden, eps, m.bytes,
+                          threads);
+    }
   };
   for (int64_t index = 0; index < m.count; ++index) {
     const Layer& layer = m.layers[index];
-    auto product = [&](const char* x, int64_t inputs, const void* weight, const void* bias, char* out, const void* to) {
+    auto product = [&](const char* x, int64_t inputs, const void* weight, const void* bias, char* out, const void* to,
+                       const void* all, int64_t outputs) {
       lorikeet_linear(x, inputs, weight, bias, out, rows, threads, to ? adapters : nullptr, index, to);
+      if (adjusts) lorikeet_adjust(out, outputs, adjusts, index * kLayerModules, all, m.bytes, threads);
     };
     char* kv = s.kv + index * s.layer_stride * m.bytes;
-    norm(index ? s.delta : nullptr, layer.input_norm);
-    product(s.normed, m.hidden, layer.qkv, layer.qkv_bias, s.qkv, s.targets.qkv);
+    norm(index ? s.delta : nullptr, layer.input_norm, 2 * index);
+    product(s.normed, m.hidden, layer.qkv, layer.qkv_bias, s.qkv, s.targets.qkv, s.all_targets.qkv, qkv);
     lorikeet_rotary_store(s.qkv, qkv, m.heads, m.kv_heads, m.head_dim, s.cos, s.sin, layer.q_norm, layer.k_norm, eps,
                           kv, s.block_stride, s.block_tokens, s.slot_blocks, s.slot_offsets, rows, m.bytes, threads);
     lorikeet_attention(s.qkv, qkv, kv, s.block_stride, s.mixed, mixed, s.row_starts, s.contexts, s.tables,
@@ -70,15 +86,17 @@ void layers(const Model& m, const Step& s, double eps, double scale, int64_t thr
       keep(s.mixed, mixed * m.bytes, s.sample_rows, s.samples, s.qkv);
       rows = s.samples;
       adapters = s.sample_adapters;
+      adjusts = s.sample_adjusts;
     }
-    product(s.mixed, mixed, layer.o, layer.o_bias, s.delta, s.targets.o);
-    norm(s.delta, layer.post_norm);
-    if (s.targets.gate_up ||
+    product(s.mixed, mixed, layer.o, layer.o_bias, s.delta, s.targets.o, s.all_targets.o, m.hidden);
+    norm(s.delta, layer.post_norm, 2 * index + 1);
+    if (s.targets.gate_up || adjusts ||
         !lorikeet_linear_gated(s.normed, m.hidden, layer.gate_up, layer.gate_up_bias, s.gated, rows, threads)) {
-      product(s.normed, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, s.targets.gate_up);
+      product(s.normed, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, s.targets.gate_up,
+              s.all_targets.gate_up, 2 * m.inner);
       lorikeet_silu_mul(s.gate_up, s.gated, rows, m.inner, m.bytes, threads);
     }
-    product(s.gated, m.inner, layer.down, layer.down_bias, s.delta, s.targets.down);
+    product(s.gated, m.inner, layer.down, layer.down_bias, s.delta, s.targets.down, s.all_targets.down, m.hidden);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "adjusts.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tile_unit.h"
@@ -64,13 +65,6 @@ struct Segment {
 struct Adapters {
   const Segment* segments;
   int64_t count, padded_rank;
-};
-struct Target {
-  int64_t module, column, outputs;
-};
-struct Targets {
-  int64_t count;
-  Target each[1];  // and more
 };
 
 // One module of up to kPartRows rows of a segment.

@@ -39,7 +39,7 @@ NO_FLAGS: dict[str, Any] = {parameter.name: None for parameter in serve_flags.pa
 def settings_of(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environment: str) -> Settings:
     """Return what ``lorikeet serve`` would run with."""
     seen: list[Settings] = []
-    monkeypatch.setattr("lorikeet.api.run.serve", lambda settings, name_settings: seen.append(settings))
+    monkeypatch.setattr("lorikeet.cli.serve.launch", lambda settings, name_settings: seen.append(settings))
     monkeypatch.setattr("lorikeet.cli.serve.check_settings", lambda settings: None)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -202,7 +202,7 @@ def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: py
 def test_a_wrong_setting_ends_the_command_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    monkeypatch.setattr("lorikeet.api.run.serve", lambda settings: pytest.fail("it started"))
+    monkeypatch.setattr("lorikeet.cli.serve.launch", lambda settings: pytest.fail("it started"))
     assert runner.invoke(app, ["serve", *arguments]).exit_code == 2
 
 
@@ -431,7 +431,7 @@ def test_generating_without_a_tokenizer_ends_with_one_line(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("command", "run"),
     [
-        (["serve"], "lorikeet.api.run.serve"),
+        (["serve"], "lorikeet.cli.serve.launch"),
         (["router", "--backend", "http://127.0.0.1:1"], "lorikeet.router.run.run_router"),
     ],
 )

@@ -140,6 +140,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             an arriving request ends the plan; there, plans have up to 32 steps while no request waits, unless this
             is 1.
         multi_step_limit_s: time in seconds after which a plan of several steps ends; on a GPU only if requests wait.
+        draft_tokens: most tokens of a sequence that a step verifies beside its newest one, guessed from its prompt and
+            its adapter's latest answers; 0 for none. Answers do not depend on it. With CUDA graphs, and with several
+            ranks, there are none.
         tensor_parallel: number of tensor-parallel ranks.
         device: ``cpu`` or ``cuda``.
         kernels: ``native``, ``triton``, ``reference`` or ``auto``. ``auto`` takes native on a CPU and Triton on a GPU
@@ -175,6 +178,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Positive = 512
     num_scheduler_steps: Positive = 8
     multi_step_limit_s: Seconds = 0.05
+    draft_tokens: Count = 8
     tensor_parallel: Positive = 1
     device: str = "cpu"
     kernels: str = "auto"
@@ -380,6 +384,11 @@ class ClusterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     registry_url: str = ""
     min_replicas: Count = 0
     max_replicas: Count = 0
+
+    @property
+    def is_one_engine(self) -> bool:
+        """Whether there is, and always will be, one engine, on this machine."""
+        return self.replicas == 1 and not self.max_replicas and not self.ray_address
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -171,7 +171,7 @@ class FakeEngine:
     async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
         if self.size_error is not None:
             raise EngineError(self.size_error)
-        if replica_id != "replica-1":
+        if replica_id not in {"replica-1", *(replica.id for replica in self.state.replicas)}:
             raise KeyError(replica_id)
         self.removed.append((replica_id, drain_s))
 

@@ -86,6 +86,23 @@ async def test_status_shows_what_the_server_tells(server: Running) -> None:
     ]
 
 
+async def test_one_command_replaces_all_replicas_one_by_one(server: Running) -> None:
+    async def roll() -> tuple[int, str]:
+        arguments = ["roll", "--url", str(server.http.base_url), "--drain", "2.5"]
+        ended = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+        return ended.exit_code, ended.output
+
+    server.engine.state = state_of(server)
+    code, printed = await roll()
+    assert code == 0, printed
+    assert server.engine.removed == [("replica-0", 2.5), ("replica-1", 2.5)]
+    assert "2 replicas replaced" in printed
+    server.engine.size_error = "it has one engine"
+    code, printed = await roll()
+    assert code == 1
+    assert "it has one engine" in printed
+
+
 def test_status_without_a_server_says_so(tmp_path: Path) -> None:
     ended = CliRunner().invoke(app, ["status", "--url", "http://127.0.0.1:9"])
     assert ended.exit_code == 1

@@ -109,7 +109,11 @@ async def test_lorax_names_the_base_in_three_ways(server: Running, name: str | N
         ({"inputs": "hello", "parameters": {"adapter_id": "nobody"}}, 404, "adapter_id"),
         ({"inputs": "hello", "parameters": {"top_n_tokens": 100, "details": True}}, 400, "top_n_tokens"),
         ({"inputs": "hello", "parameters": {"typical_p": 0.5}}, 501, "typical_p"),
-        ({"inputs": "hello", "parameters": {"merged_adapters": {"ids": ["formal"], "weights": [1, 2]}}}, 400, "inputs"),
+        (
+            {"inputs": "hello", "parameters": {"merged_adapters": {"ids": ["formal"], "weights": [1, 2]}}},
+            400,
+            "merged_adapters",
+        ),
         ({"inputs": "hello", "parameters": {"grammar": {"type": "json", "value": "{"}}}, 400, "grammar"),
         ({"text": "hello", "input_ids": [5]}, 400, "text"),
         ({"text": ""}, 400, "text"),

@@ -67,6 +67,8 @@ STATS = EngineStats(
     prefix_queries_tokens=100,
     prefix_hits_tokens=25,
     preemptions=3,
+    drafted_tokens=7,
+    kept_tokens=5,
     steps_by_tokens=(4, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1),
     computed_tokens=20_030,
     memory=MEMORY,
@@ -129,6 +131,8 @@ async def test_the_engines_state_is_told_as_gateways_expect_it(server: Running) 
     assert value(samples, "vllm:prefix_cache_queries_total") == 100
     assert value(samples, "vllm:prefix_cache_hits_total") == 25
     assert value(samples, "vllm:num_preemptions_total") == 3
+    assert value(samples, "vllm:spec_decode_num_draft_tokens_total") == 7
+    assert value(samples, "vllm:spec_decode_num_accepted_tokens_total") == 5
     assert (
         value(
             samples,

@@ -8,7 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from lorikeet.api.mixtures import MAX_MIXTURES, PREFIX, spelled
-from tests.api.conftest import Running
+from lorikeet.config import AdapterDirMode
+from tests.api.conftest import Running, Start
 from tests.api.fakes import write_adapter, write_classifier
 
 PATH = "/v1/completions"
@@ -58,6 +59,15 @@ async def test_every_spelling_asks_for_the_same_version(server: Running) -> None
     assert server.engine.submitted[-1].adapter is None
     listed = (await server.http.get("/v1/models")).json()["data"]
     assert [each["id"] for each in listed] == ["base", "formal", "pirate"]
+
+
+async def test_the_adapters_of_a_mixture_are_loaded_when_they_are_first_named(start: Start) -> None:
+    async with start(adapters={"adapter_dir_mode": AdapterDirMode.SERVE}) as server:
+        mixture = "formal*0.5+json*0.5"
+        assert server.service.models.missing(mixture) == ["formal", "json"]
+        await ask(server, model=mixture)
+        assert {"formal", "json"} <= set(server.service.catalog.names())
+        assert server.service.models.missing(mixture) == []
 
 
 async def test_the_delta_of_a_mixture_is_the_weighted_sum(server: Running) -> None:

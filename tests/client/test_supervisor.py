@@ -2,14 +2,24 @@
 
 import asyncio
 import itertools
+import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import zmq.asyncio
 from structlog.testing import capture_logs
 
 from lorikeet.client import supervisor
-from lorikeet.client.supervisor import EngineError, EngineSupervisor, EngineTimeouts, connect, describe_exit
+from lorikeet.client.supervisor import (
+    EngineError,
+    EngineSupervisor,
+    EngineTimeouts,
+    LocalHost,
+    connect,
+    describe_exit,
+)
 from lorikeet.core.clock import boot_id
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import ReplicaId, RequestId
@@ -240,3 +250,38 @@ def test_the_engine_notices_as_well() -> None:
     assert [here.decode(data) for data in (sent[0], sent[0])] == [outputs(0), None]
     with pytest.raises(MessagesLost):
         here.decode(sent[2])
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let engine processes be a script that notes its arguments and a line of its input, then ends with code 7."""
+    script, noted = tmp_path / "interpreter", tmp_path / "noted"
+    script.write_text(f'#!/bin/sh\nread line && echo "$* $line" >> {noted} && exit 7\n')
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    return noted
+
+
+async def test_an_engine_that_was_started_early_is_the_first_one(interpreter: Path) -> None:
+    host = LocalHost()
+    host.start_early()
+    early, again = host.bind_address(), host.bind_address()
+    first = await host.start(early, b"settings")
+    later = host.bind_address()
+    second = await host.start(later, b"settings")
+    assert (await first.wait(), await second.wait(), first.returncode) == (7, 7, 7)
+    assert early == again != later
+    told = interpreter.read_text().splitlines()
+    assert sorted(told) == sorted(f"-m lorikeet.engine.process {each} settings" for each in (early, later))
+    host.close()
+
+
+async def test_an_engine_that_was_started_early_and_is_not_needed_is_killed(interpreter: Path) -> None:
+    host = LocalHost()
+    host.start_early()
+    early = host._early
+    assert early is not None
+    host.close()
+    host.close()
+    assert await early.wait() == -signal.SIGKILL
+    assert not interpreter.exists()

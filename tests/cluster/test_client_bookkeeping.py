@@ -225,6 +225,19 @@ async def test_a_replica_that_is_given_up_keeps_nothing_of_its_machine(
         await until(lambda: cluster.service.asked[-1] == ("set_replicas", {R1}), "the service knows of R1 alone")
 
 
+async def test_another_replica_comes_in_place_of_one_that_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.cluster.controller.client.REPLACE_S", 0.01)
+    async with started(tmp_path / "pool") as cluster:
+        cluster.host(R2).error = OSError("no room")
+        next_one = ReplicaId("replica-3")
+        await give_up(cluster, R0, monkeypatch)
+        await until(lambda: next_one in cluster.client.views, "the second attempt has succeeded")
+        assert cluster.client.size == 2
+        await until(lambda: cluster.service.asked[-1] == ("set_replicas", {R1, next_one}), "the service knows of it")
+
+
 async def test_adapter_is_kept_while_a_request_of_a_lost_replica_needs_it(
     tmp_path: Path, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import msgspec
 import psutil
@@ -23,8 +23,9 @@ import zmq.asyncio
 from lorikeet.adapters.manifest import MANIFEST_FILE, check_unchanged
 from lorikeet.adapters.registry import sqlite_url
 from lorikeet.adapters.store import reference
-from lorikeet.client.supervisor import connect
-from lorikeet.cluster.adapters.transport import DestinationLost, TransportError
+from lorikeet.client.supervisor import EngineError, connect
+from lorikeet.cluster.adapters.peer import PeerAddress
+from lorikeet.cluster.adapters.transport import DestinationLost, Traffic, TransportError
 from lorikeet.cluster.placement.operating_points import OperatingPoints
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
 from lorikeet.cluster.placement.service import OrchestratorUnavailable
@@ -47,6 +48,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 R0, R1, R2 = REPLICAS = tuple(ReplicaId(f"r{number}") for number in range(3))
 KNOWN = [AdapterInfo(AdapterDigest(f"a{number}"), 8, 1000) for number in range(6)]
+PEER_KEY = b"a key of this file"
 NOWHERE = "tcp://127.0.0.1:9"
 WEIGHTS = "adapter_model.safetensors"
 
@@ -73,7 +75,8 @@ def make_host(ray_info: RayInfo, tmp_path: Path) -> Iterator[Callable[[ReplicaId
     made: list[RayHost] = []
 
     def make(replica: ReplicaId) -> RayHost:
-        made.append(RayHost(ray_info, replica, tmp_path / "pool", ReplicaResources(cpus=2.0, threads=1)))
+        resources = ReplicaResources(cpus=2.0, threads=1)
+        made.append(RayHost(ray_info, replica, tmp_path / "pool", resources, PEER_KEY))
         return made[-1]
 
     yield make
@@ -86,6 +89,10 @@ def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> AdapterRef:
     """One that no other test has put anywhere."""
     tensors = lora_tensors(seed=zlib.crc32(request.node.name.encode()))
     return reference("a", write_adapter(tmp_path / "source", tensors), geometry())
+
+
+def transport_of(hosts: dict[ReplicaId, RayHost]) -> RayTransport:
+    return RayTransport(hosts, "127.0.0.1", PEER_KEY)
 
 
 async def start_idle(host: RayHost) -> RayProcess:
@@ -103,11 +110,12 @@ async def killed_actor(host: RayHost) -> None:
 async def hosts(ray_info: RayInfo, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[ReplicaId, RayHost]]:
     """Three replicas with actors, whose engines have ended."""
     pool_dir = tmp_path_factory.mktemp("pool")
-    made = {replica: RayHost(ray_info, replica, pool_dir, ReplicaResources(cpus=1.0)) for replica in REPLICAS}
+    resources = ReplicaResources(cpus=1.0)
+    made = {replica: RayHost(ray_info, replica, pool_dir, resources, PEER_KEY) for replica in REPLICAS}
     processes = await asyncio.gather(*map(start_idle, made.values()))
     for process in processes:
         process.kill()
-    assert await asyncio.gather(*(process.wait() for process in processes)) == [-signal.SIGKILL] * 3
+    await asyncio.gather(*(process.wait() for process in processes))
     yield made
     for host in made.values():
         host.close()
@@ -221,6 +229,14 @@ async def test_an_engine_beside_an_actor_answers_and_its_death_is_noticed(
     again.close()
 
 
+async def test_a_machine_without_the_model_is_named_with_what_to_do(
+    make_host: Callable[[ReplicaId], RayHost], tmp_path: Path, zmq_context: zmq.asyncio.Context
+) -> None:
+    settings = live_settings(tmp_path / "nowhere")
+    with pytest.raises(EngineError, match=r"machine .*127\.0\.0\.1.* has no model at .*nowhere: put it there"):
+        await connect(make_host(R0), zmq_context, msgspec.json.encode(settings), lambda progress: None)
+
+
 async def test_kill_does_not_wait_and_a_second_one_does_nothing(make_host: Callable[[ReplicaId], RayHost]) -> None:
     process = await start_idle(make_host(R0))
     process.kill()
@@ -243,7 +259,7 @@ async def test_an_engine_ends_with_its_actor_and_the_next_start_makes_another(
     host = make_host(R0)
     process = await start_idle(host)
     engine, actor = psutil.Process(process.pid), host.actor
-    placed = await RayTransport({R0: host}).provide(adapter, R0)
+    placed = await transport_of({R0: host}).provide(adapter, R0)
     await killed_actor(host)
     assert await process.wait() is None
     assert process.returncode is None
@@ -253,7 +269,7 @@ async def test_an_engine_ends_with_its_actor_and_the_next_start_makes_another(
     again = await start_idle(host)
     assert host.actor is not actor
     assert again.returncode is None
-    assert await RayTransport({R0: host}).held(R0) == {adapter.digest: placed.folder}, "its folder outlives an actor"
+    assert await transport_of({R0: host}).held(R0) == {adapter.digest: placed.folder}, "its folder outlives an actor"
 
 
 async def test_an_actor_that_cannot_begin_says_why(make_host: Callable[[ReplicaId], RayHost]) -> None:
@@ -298,7 +314,7 @@ async def test_cores_are_shared_among_all_replicas_that_there_may_be(
 
 
 async def test_adapters_travel_between_replicas(hosts: dict[ReplicaId, RayHost], adapter: AdapterRef) -> None:
-    transport = RayTransport(hosts)
+    transport = transport_of(hosts)
     first, second = await asyncio.gather(transport.provide(adapter, R0), transport.provide(adapter, R1))
     third = await transport.copy(adapter, R0, R2)
     for replica, ref in zip(REPLICAS, (first, second, third), strict=True):
@@ -311,22 +327,37 @@ async def test_adapters_travel_between_replicas(hosts: dict[ReplicaId, RayHost],
     assert held == [None, second.folder, third.folder]
 
 
-async def test_large_adapters_travel_through_the_object_store(hosts: dict[ReplicaId, RayHost], tmp_path: Path) -> None:
+async def test_adapters_travel_from_memory_to_memory_or_through_the_object_store(
+    hosts: dict[ReplicaId, RayHost], tmp_path: Path
+) -> None:
     folder = write_adapter(tmp_path / "large", r=4)
     text = (folder / "adapter_config.json").read_text()
-    (folder / "adapter_config.json").write_text(text + " " * 1_000_000)  # beyond what goes along with a call
+    (folder / "adapter_config.json").write_text(text + " " * 1_000_000)  # beyond what goes along with a call of Ray
     large = reference("large", folder, geometry())
-    transport = RayTransport(hosts)
-    await transport.provide(large, R0)
-    copied = await transport.copy(large, R0, R1)
-    for name in ("adapter_config.json", WEIGHTS):
-        assert (Path(copied.folder) / name).read_bytes() == (folder / name).read_bytes()
+
+    async def travel(transport: RayTransport) -> None:
+        await transport.provide(large, R0)
+        copied = await transport.copy(large, R0, R1)
+        for name in ("adapter_config.json", WEIGHTS):
+            assert (Path(copied.folder) / name).read_bytes() == (folder / name).read_bytes()
+
+    transport = transport_of(hosts)
+    await travel(transport)
+    assert transport.traffic == Traffic(peer_bytes=2 * large.weight_bytes, disk_bytes=2 * large.weight_bytes)
+    for replica in (R0, R1):
+        await transport.delete(large, replica)
+    nowhere = PeerAddress("127.0.0.1", 9)
+    behind_a_wall = transport_of(hosts)
+    behind_a_wall._peers.address = nowhere
+    with patch.object(RayHost, "peer", nowhere):
+        await travel(behind_a_wall)
+    assert behind_a_wall.traffic == Traffic(peer_bytes=0, disk_bytes=2 * large.weight_bytes)
 
 
 async def test_what_cannot_be_read_or_is_damaged_is_an_error(
     hosts: dict[ReplicaId, RayHost], adapter: AdapterRef
 ) -> None:
-    transport = RayTransport(hosts)
+    transport = transport_of(hosts)
     with pytest.raises(TransportError, match=r"'a' from r0 to r1: .*there is no"):
         await transport.copy(adapter, R0, R1)
     placed = await transport.provide(adapter, R0)
@@ -347,7 +378,7 @@ async def test_what_cannot_be_read_or_is_damaged_is_an_error(
 async def test_a_source_that_dies_while_it_is_copied_from_is_told_of(
     hosts: dict[ReplicaId, RayHost], adapter: AdapterRef
 ) -> None:
-    transport = RayTransport(hosts)
+    transport = transport_of(hosts)
     placed = await transport.provide(adapter, R0)
     config = Path(placed.folder) / "adapter_config.json"
     config.unlink()
@@ -374,7 +405,7 @@ async def test_a_destination_that_dies_is_told_apart_from_a_copy_that_fails(
     place = tmp_path / "pool" / R0 / adapter.digest
     place.mkdir()
     os.mkfifo(place / MANIFEST_FILE)  # nobody writes to it, so the copy does not end before the actor does
-    transport = RayTransport({R0: host})
+    transport = transport_of({R0: host})
     providing = asyncio.ensure_future(transport.provide(adapter, R0))
     await killed_actor(host)
     with pytest.raises(DestinationLost, match="'a' to r0"):
@@ -391,7 +422,7 @@ async def test_what_a_replica_had_is_deleted_on_its_machine(
 ) -> None:
     hosts = {R0: make_host(R0)}
     await start_idle(hosts[R0])
-    transport = RayTransport(hosts)
+    transport = transport_of(hosts)
     await transport.provide(adapter, R0)
     await transport.discard(R0)
     assert not (tmp_path / "pool" / R0).exists()
@@ -411,13 +442,13 @@ async def test_an_actor_that_does_not_answer_for_a_moment_is_asked_again(
     away = ray.exceptions.ActorUnavailableError("the network", None)
     host, actor = RayHost(ray_info, R0, Path(), ReplicaResources(cpus=1.0)), Mock()
     host._actor = actor  # one that fails as it is told to
-    transport = RayTransport({R0: host})
-    actor.store.remote = AsyncMock(side_effect=[away, away, "/there"])
+    transport = transport_of({R0: host})
+    actor.fetch.remote = AsyncMock(side_effect=[away, away, "/there"])
     assert (await transport.provide(adapter, R0)).folder == "/there"
-    actor.store.remote = AsyncMock(side_effect=[away, ray.exceptions.ActorDiedError()])
+    actor.fetch.remote = AsyncMock(side_effect=[away, ray.exceptions.ActorDiedError()])
     with pytest.raises(DestinationLost):
         await transport.provide(adapter, R0)
-    actor.store.remote = AsyncMock(side_effect=away)
+    actor.fetch.remote = AsyncMock(side_effect=away)
     with pytest.raises(TransportError, match="the network") as failure:
         await transport.provide(adapter, R0)
     assert not isinstance(failure.value, DestinationLost), "nobody else would tell of it"

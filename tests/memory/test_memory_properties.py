@@ -65,10 +65,12 @@ class Traffic(RuleBasedStateMachine):
         return self.failing and transfer.transfer_id % 10 == 0
 
     def _ref(self, name: str) -> AdapterRef:
-        """The present version; each takes another number of blocks."""
+        """The present version; each takes another number of blocks, low-rank ones and others."""
         version = self.versions[name]
         suffix = f"-{version}" if version else ""
-        return adapter(name + suffix, 1 + (len(name) + version) % 4)
+        blocks = 1 + (len(name) + version) % 4
+        extra_blocks = min(blocks, (len(name) * 2 + version) % 5)
+        return adapter(name + suffix, blocks - extra_blocks, extra_blocks)
 
     @rule(
         name=st.sampled_from((*NAMES, None)),

@@ -5,7 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import (
+    HRAConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    VBLoRAConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from transformers import PreTrainedModel
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
@@ -90,3 +101,15 @@ GPT2_LIKE: dict[str, Callable[[], Any]] = {
     "IA3": lambda: ia3(target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"]),
 }
 """Over GPT-2, whose linear layers are transposed."""
+
+CONVERTED: dict[str, Callable[[], Any]] = {
+    "LoHa": lambda: LoHaConfig(r=2, alpha=4, target_modules=ATTENTION),
+    "LoKr": lambda: LoKrConfig(r=2, alpha=4, target_modules=ATTENTION),
+    "OFT": lambda: OFTConfig(r=0, oft_block_size=8, target_modules=ATTENTION),
+    "HRA": lambda: HRAConfig(r=4, target_modules=ATTENTION),
+    "VeRA": lambda: VeraConfig(r=4, target_modules=["q_proj"]),
+    "VB-LoRA": lambda: VBLoRAConfig(r=4, target_modules=["q_proj"], num_vectors=16, vector_length=16),
+    "PiSSA": lambda: lora(target_modules=ATTENTION, init_lora_weights="pissa"),
+    "OLoRA": lambda: lora(target_modules=ATTENTION, init_lora_weights="olora"),
+}
+"""Types that are converted to LoRA, over bases with Llama's names."""

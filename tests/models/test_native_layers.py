@@ -11,6 +11,7 @@ from torch import Tensor
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import Kernels, LayersShape, LayerWeights, LoraBatch, LoraSegment, LoraWeights
+from lorikeet.kernels.extras import ExtraMatrix, ExtraWeights
 from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.decoder import Decoder
@@ -21,6 +22,7 @@ from tests.models.arenas import Arena
 from tests.models.checkpoints import VARIANTS, make_checkpoint
 
 DTYPES = (torch.bfloat16, torch.float32)
+FORM = KernelForm.UNPADDED
 
 
 class OneByOne(NativeKernels):
@@ -58,7 +60,23 @@ def adapter(config: ModelConfig, rank: int, modules: Sequence[str], dtype: torch
     return LoraWeights(pieces, config.layers)
 
 
-def forward_steps(folder: Path, kernels: Kernels, dtype: torch.dtype, form: KernelForm | None) -> list[Tensor]:
+def extras_of(config: ModelConfig, dtype: torch.dtype) -> ExtraWeights:
+    """Return random factors and summands of some outputs, and norms."""
+    generator = torch.Generator().manual_seed(9)
+    outputs = {module: shape.out_features for module, shape in config.module_shapes().items()}
+    sizes = {("scale", 1, module): outputs[module] for module in ("q", "v", "o", "up")}
+    sizes |= {("shift", 1, module): outputs[module] for module in ("v", "gate", "down")}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    sizes |= {("vector", layer, f"layers.{{}}.{name}.weight"): config.hidden_size for layer in (0, 2) for name in norms}
+    matrices = {key: ExtraMatrix((torch.rand(1, n, generator=generator).to(dtype),)) for key, n in sizes.items()}
+    extras = ExtraWeights(matrices, config.geometry(dtype.itemsize))
+    extras.is_prepared = True
+    return extras
+
+
+def forward_steps(
+    folder: Path, kernels: Kernels, dtype: torch.dtype, form: KernelForm | None, *, has_extras: bool = False
+) -> list[Tensor]:
     """Return logits, and what lies in KV, of prefills and decodes beside each other, some rows of which sample.
 
     Two adapters of different ranks and modules run beside the base; the last row that samples may be under either.
@@ -68,6 +86,8 @@ def forward_steps(folder: Path, kernels: Kernels, dtype: torch.dtype, form: Kern
     arena = Arena.make(config)
     kv = arena.kv.to(dtype).nan_to_num(0)
     every, some = adapter(config, 5, LORA_MODULES, dtype), adapter(config, 12, ("q", "v"), dtype)
+    if has_extras:
+        some.extras = extras_of(config, dtype)
     found = []
     # Each is a step: what is appended, where the segments of the two adapters begin and end, and which rows sample.
     steps = (
@@ -93,10 +113,10 @@ def test_the_bits_are_those_of_the_kernels_one_by_one(
 ) -> None:
     make_checkpoint(tmp_path, variant)
     library = load_library(instruction_set)
-    for form in (None, KernelForm.UNPADDED, KernelForm.PADDED):
+    for form, has_extras in ((None, False), (KernelForm.UNPADDED, False), (KernelForm.PADDED, False), (FORM, True)):
         counting = Counting(instruction_set, library)
-        at_once = forward_steps(tmp_path, counting, dtype, form)
-        one_by_one = forward_steps(tmp_path, OneByOne(instruction_set, library), dtype, form)
+        at_once = forward_steps(tmp_path, counting, dtype, form, has_extras=has_extras)
+        one_by_one = forward_steps(tmp_path, OneByOne(instruction_set, library), dtype, form, has_extras=has_extras)
         assert counting.calls == 0
         for found, expected in zip(at_once, one_by_one, strict=True):
             assert torch.equal(found, expected)

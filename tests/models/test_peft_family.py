@@ -1,6 +1,6 @@
 """Adapters of every kind that PEFT saves, all in one batch, answer token for token as transformers with PEFT does.
 
-Some kinds over two tiny bases run by default; with ``--all`` all, over a third tiny base and the default base too.
+Some kinds over two tiny bases run by default; with ``--all`` all kinds, over a third one and the default base too.
 """
 
 import gc

@@ -37,7 +37,7 @@ from structlog.testing import capture_logs
 
 from lorikeet.client.client import DEATHS_PER_REQUEST, EngineClient, RequestHandle
 from lorikeet.client.supervisor import MAX_FAILED_STARTS, EngineError
-from lorikeet.cluster.adapters.transport import DestinationLost, TransportError
+from lorikeet.cluster.adapters.transport import DestinationLost, Traffic, TransportError
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
 from lorikeet.cluster.placement.static import FullReplication
@@ -391,6 +391,7 @@ class SimulatedTransport:
     """Folders of adapters at replicas, whose disks may be full."""
 
     def __init__(self, world: "World") -> None:
+        self.traffic = Traffic()
         self._world = world
         self._held: dict[ReplicaId, dict[AdapterDigest, str]] = {}
         self._gone: set[ReplicaId] = set()

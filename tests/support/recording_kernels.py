@@ -12,7 +12,9 @@ from lorikeet.kernels.base import (
     Kernels,
     LayersShape,
     LayerWeights,
+    LoraBatch,
     LoraDelta,
+    LoraTargets,
     SamplingTensors,
     Weight,
 )
@@ -70,6 +72,15 @@ class RecordingKernels:
         """Record the shapes."""
         self.calls.append(("logits", _shape(x), tuple(weight.shape)))
         return self._inner.logits(x, weight)
+
+    def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
+        """Record the shape, layer and targets."""
+        self.calls.append(("scale_and_shift", _shape(out), layer, *targets.each))
+        self._inner.scale_and_shift(out, lora, layer, targets)
+
+    def row_norms(self, weight: Weight) -> Tensor:
+        """Not recorded: computed once, before any batch."""
+        return self._inner.row_norms(weight)
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Record the shape, and whether something is added."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.adapter import AdapterExtra, AdapterRef
 from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.clock import VirtualClock
 from lorikeet.core.events import AdapterEvent, Finished, RequestEvent
@@ -26,9 +26,16 @@ from tests.support.scripted_executor import ScriptedExecutor, TokenScript, token
 BLOCK_TOKENS = 4
 
 
-def adapter(name: str, blocks: int = 1) -> AdapterRef:
-    """An adapter that takes ``blocks`` blocks (its rank says so here)."""
-    return AdapterRef(AdapterName(name), AdapterDigest(f"digest-{name}"), "", {"q": (blocks,)}, 0)
+def adapter(name: str, blocks: int = 1, extra_blocks: int = 0) -> AdapterRef:
+    """An adapter that takes ``blocks`` blocks (its rank says so here), and more for what is not low rank."""
+    extras = (AdapterExtra("weight", "o", 1, (extra_blocks,)),) if extra_blocks else ()
+    ranks = {"q": (blocks,)} if blocks else {}
+    return AdapterRef(AdapterName(name), AdapterDigest(f"digest-{name}"), "", ranks, 0, extras)
+
+
+def blocks_of(ref: AdapterRef) -> int:
+    """The blocks of an adapter."""
+    return ref.max_rank + sum(sum(extra.rows) for extra in ref.extras)
 
 
 def request(
@@ -63,7 +70,7 @@ class Bench:
             self.host_blocks,
             BLOCK_TOKENS,
             block_bytes=1024,
-            adapter_size=lambda ref: AdapterSize(ref.max_rank, 1024 * ref.max_rank),
+            adapter_size=lambda ref: AdapterSize(blocks_of(ref), 1024 * blocks_of(ref)),
             eviction=self.preset.eviction,
             prefetch=self.preset.prefetch,
             rules=memory_rules(self.preset),

@@ -397,13 +397,26 @@ class ScriptedExecutor:
             require(own, f"{step.request_id}: block {block} holds other KV than token {position}'s")
         tokens = []
         for ran in range(steps_run):
-            for position in range(step.start + ran, step.start + ran + step.tokens):
+            for position in range(step.start + ran, step.start + ran + step.known_tokens):
                 self._arenas.write_kv(*self._place(sequence, position), sequence.key(position))
             if step.samples and step.request_id not in self._sick:
-                token = Token(self._script(sequence.start, step.start + step.tokens + ran))
-                sequence.token_ids.append(token.token_id)
-                tokens.append(token)
+                tokens += self._sample(sequence, step, step.start + step.known_tokens + ran)
         return tuple(tokens)
+
+    def _sample(self, sequence: _Sequence, step: SequenceStep, position: int) -> list[Token]:
+        """Return the token at a position, and those after it as far as the draft is right; it writes KV of all."""
+        require(position == len(sequence.token_ids) or not step.draft, f"{step.request_id} drafts, but does not decode")
+        for at in range(len(step.draft)):
+            self._arenas.write_kv(*self._place(sequence, position + at), -1)
+        tokens = []
+        for at in range(len(step.draft) + 1):
+            token = Token(self._script(sequence.start, position + at))
+            sequence.token_ids.append(token.token_id)
+            tokens.append(token)
+            if at == len(step.draft) or step.draft[at] != token.token_id:
+                break
+            self._arenas.write_kv(*self._place(sequence, position + at), sequence.key(position + at))
+        return tokens
 
     def _place(self, sequence: _Sequence, position: int) -> tuple[BlockId, int]:
         return sequence.blocks[position // self._block_tokens], position % self._block_tokens

@@ -148,6 +148,10 @@ def describe_folder(
     warnings += warnings_of_parts
     extras, warnings_of_extras = find_extras(others, served, config, matcher, resolver, options.geometry)
     warnings += warnings_of_extras
+    if extras and config.alora_invocation_tokens:
+        raise AdapterError(
+            f"{WEIGHTS_FILE}: {summary(extras)}: an adapter that acts from its invocation on can only be low rank"
+        )
     if extras and options.only_low_rank:
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: {options.only_low_rank}")
     of_head = [pair for pair in served if is_of_vocabulary(pair.name, resolver, options.geometry)]
@@ -319,12 +323,25 @@ def _check_weights(
 
 def _digest(config: LoraConfig, weights: _Weights, on_chunk: Callable[[], None]) -> str:
     """Return the hex SHA-256 of the settings that change the meaning of the weights, and of the weights file."""
-    fields = config.digest_fields()
-    digest = hashlib.sha256(b"lorikeet adapter 1\n%d\n" % len(fields) + fields)
+    digest = _digest_of_config(config)
     for chunk in weights.content():
         digest.update(chunk)
         on_chunk()
     return digest.hexdigest()
+
+
+def _digest_of_config(config: LoraConfig) -> "hashlib._Hash":
+    fields = config.digest_fields()
+    return hashlib.sha256(b"lorikeet adapter 1\n%d\n" % len(fields) + fields)
+
+
+def begin_digest(config_file: Path) -> "hashlib._Hash":
+    """Return the digest of an adapter so far: updated with its weights file, its hex form is that of the version.
+
+    Raises:
+        AdapterError: the config is not valid.
+    """
+    return _digest_of_config(read_config(config_file).config)
 
 
 def _pair_up(entries: dict[str, TensorEntry]) -> tuple[list[LowRank], list[Named]]:

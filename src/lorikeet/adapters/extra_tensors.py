@@ -10,10 +10,9 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.module_names import BaseModules, ModulePlace
 from lorikeet.adapters.peft_config import CONVERT, LoraConfig, ModuleMatcher
 from lorikeet.adapters.task import SCORE_MODULES
+from lorikeet.core.adapter import EMBEDDING, HEAD
 from lorikeet.core.geometry import ModelGeometry, Surroundings, split_layer
 
-EMBEDDING, HEAD = "embedding", "head"
-"""The modules of the vocabulary, as ``AdapterExtra`` names them."""
 _MAX_NAMED = 3
 
 _NAME = r"(?:base_model\.model\.)?([A-Za-z_][A-Za-z0-9_.]*?)"

@@ -38,8 +38,12 @@ class _Largest(msgspec.Struct, frozen=True):
     largest: float = 0.0
 
 
-def write_manifest(folder: Path, found: AdapterDescription) -> None:
+def write_manifest(folder: Path, found: "AdapterDescription | Manifest") -> None:
     """Write the manifest of a version, whose weights file is complete.
+
+    Args:
+        folder: of the version.
+        found: what was found in it, here or where it comes from.
 
     Raises:
         OSError: it cannot be written.

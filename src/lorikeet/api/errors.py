@@ -148,6 +148,8 @@ def invalid_body(faults: Sequence[Any]) -> ApiError:
     first = faults[0]
     of_field = [fault for fault in faults if fault["loc"][:2] == first["loc"][:2]]
     where = _common_prefix([fault["loc"] for fault in of_field])[1:]  # without "body" or "query"
+    if not where and "field" in first.get("ctx", {}):  # found by a check of several fields
+        where = (first["ctx"]["field"],)
     if not where:
         return bad_request(f"The body must be a JSON object: {first['msg']}.")
     reasons = " or ".join(dict.fromkeys(fault["msg"] for fault in of_field))

@@ -493,6 +493,8 @@ class EngineCollector(Collector):
         yield make.count("vllm:num_preemptions", "Requests that gave their blocks back.", stats.preemptions)
         yield make.count("vllm:prefix_cache_queries", "Tokens looked up in cached KV.", stats.prefix_queries_tokens)
         yield make.count("vllm:prefix_cache_hits", "Tokens found in cached KV.", stats.prefix_hits_tokens)
+        yield make.count("vllm:spec_decode_num_draft_tokens", "Tokens drafted for a step.", stats.drafted_tokens)
+        yield make.count("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that came.", stats.kept_tokens)
         yield make.count("lorikeet:steps", "Steps of the engine.", stats.steps)
         steps = dict(zip((*STEP_TOKENS_BOUNDS, math.inf), accumulate(stats.steps_by_tokens), strict=True))
         text = "Tokens computed by a step."
@@ -814,6 +816,8 @@ class ClusterCollector(Collector):
         made_bytes = [(("replica",), copies.fetched_bytes), (("files",), copies.provided_bytes)]
         yield make.counts("lorikeet:cluster_copies", "Copies of adapters to replicas.", ("source",), made)
         yield make.counts("lorikeet:cluster_copied_bytes", "Their bytes.", ("source",), made_bytes)
+        ways = [(("peer",), copies.peer_bytes), (("disk",), copies.disk_bytes)]
+        yield make.counts("lorikeet:cluster_copies_moved_bytes", "Those by their way.", ("way",), ways)
         yield make.count("lorikeet:cluster_copies_failed", "Copies that failed.", copies.failed)
         yield make.count("lorikeet:cluster_copies_deleted", "Copies deleted.", copies.deletes)
         yield make.gauge("lorikeet:cluster_copies_under_way", "Copies in progress.", copies.under_way)

@@ -99,8 +99,9 @@ class PooledRun:
         if not texts:
             raise ApiError(400, f"{param} is empty; at least one text is needed.", param=param)
         found: list[Vector] = []
-        for first in range(0, len(texts), _SLICE_TEXTS):
-            found += await self._slice(texts[first : first + _SLICE_TEXTS], pooling, param)
+        with self._service.versions.hold(self._target.adapter):  # one version for all slices
+            for first in range(0, len(texts), _SLICE_TEXTS):
+                found += await self._slice(texts[first : first + _SLICE_TEXTS], pooling, param)
         return found
 
     def close(self) -> None:

@@ -79,11 +79,6 @@ class LoraScale(Body):
 class MergedAdapters(Body):
     """LoRAX' ``merged_adapters``. Its ``linear`` strategy adds up the changes that the adapters make."""
 
-    refused: ClassVar = {
-        "density": ((0, 0.0), "density belongs to strategies that are not supported; use linear."),
-        "majority_sign_method": (("total",), "majority_sign_method belongs to strategies that are not supported."),
-    }
-
     ids: Annotated[list[str], Field(max_length=MAX_PARTS)]
     weights: Annotated[list[float], Field(max_length=MAX_PARTS)] | None = None
     merge_strategy: Literal["linear"] | None = None
@@ -154,7 +149,8 @@ class GenerationBody(Body):
         try:
             mixture = of_fields(self.lora, self.merged_adapters or self.adapter_parameters)
         except ValueError as error:
-            raise PydanticCustomError("mixture", "{why}", {"why": str(error)}) from error
+            field = "lora" if self.lora else "merged_adapters"
+            raise PydanticCustomError("mixture", "{why}", {"why": str(error), "field": field}) from error
         if mixture:
             self.model = f"{self.model}:{mixture}" if self.model else mixture  # as base:adapter
             self.lora = self.merged_adapters = self.adapter_parameters = None

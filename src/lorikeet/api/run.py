@@ -37,7 +37,7 @@ from lorikeet.api.text_processor import TextProcessor, read_generation_config
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.api.tls import Certificate, open_certificate
 from lorikeet.client.client import EngineClient, Engines
-from lorikeet.client.supervisor import EngineError
+from lorikeet.client.supervisor import EngineError, LocalHost
 from lorikeet.config import ConfigError, ExecutorKind, ServerSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.chat_template import TemplateError
@@ -62,12 +62,13 @@ from lorikeet.tenants.tenants import Tenants
 _KEEP_ALIVE_S = 75
 
 
-def serve(settings: Settings, name_settings: Callable[[str], str] = str) -> None:
+def serve(settings: Settings, name_settings: Callable[[str], str], host: LocalHost) -> None:
     """Serve until SIGTERM or SIGINT; the first one drains, or ends a start; a second one stops immediately.
 
     Args:
         settings: of the whole server.
         name_settings: rewrites an error text so that it calls settings what the user called them.
+        host: starts the engine, if there is one only.
 
     Raises:
         SystemExit: with code 1 if the server cannot start, the reason printed or, with ``log_json``, logged.
@@ -83,15 +84,16 @@ def serve(settings: Settings, name_settings: Callable[[str], str] = str) -> None
     return_large_blocks()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings))
+            runner.run(_serve(settings, host))
     except (AdapterError, ConfigError, EngineError, ModelConfigError, OSError, TemplateError, ValueError) as error:
         fail(name_settings(str(error)), as_json=as_json)
     except (asyncio.CancelledError, KeyboardInterrupt):
         log.info("stopped before it was ready")
+        host.close()
         exit_at_once()
 
 
-async def _serve(settings: Settings) -> None:
+async def _serve(settings: Settings, host: LocalHost) -> None:
     as_json = settings.server.log_json
     server_settings = settings.server
     uds = server_settings.uds
@@ -117,7 +119,7 @@ async def _serve(settings: Settings) -> None:
         if tenants is not None:
             stack.callback(tenants.close)
 
-        client = _open_engines(_with_folder(settings, model.path), stack)
+        client = _open_engines(_with_folder(settings, model.path), host, stack)
         stack.push_async_callback(client.close)
         engine_info = await client.start(progress.on_engine_progress)
         for note in engine_info.notes:
@@ -256,10 +258,9 @@ def _check_memory(settings: Settings, config: ModelConfig) -> None:
         check_blocks(settings, geometry, longest_tokens, engine.memory_bytes // geometry.block_bytes(engine.block_size))
 
 
-def _open_engines(settings: Settings, stack: AsyncExitStack) -> Engines:
-    cluster = settings.cluster
-    if cluster.replicas == 1 and not cluster.max_replicas and not cluster.ray_address:
-        return EngineClient(settings)
+def _open_engines(settings: Settings, host: LocalHost, stack: AsyncExitStack) -> Engines:
+    if settings.cluster.is_one_engine:
+        return EngineClient(settings, host)
     try:
         from lorikeet.cluster.open import open_cluster  # an extra, which a server with one engine does without
     except ImportError as error:

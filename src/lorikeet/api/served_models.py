@@ -113,6 +113,9 @@ class ServedModels:
 
     def missing(self, model: str | None, lora_path: str | None = None) -> list[str]:
         """Return the adapters that a request names and that are not registered."""
+        mixture = self.mixture(model)
+        if mixture is not None:
+            return [missing for name, _ in mixture for missing in self.missing(name)]
         names = [lora_path] if lora_path else []
         if model and model not in self._base and model not in self._catalog:
             names.append(self.named_by(model))

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lorikeet.adapters.description import AdapterDescription
+from lorikeet.adapters.description import AdapterDescription, ExtraTensor
 from lorikeet.cli.console import output
 from lorikeet.core.geometry import LORA_MODULES, SCORE
 from lorikeet.core.sizes import format_size
@@ -32,9 +32,28 @@ def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
         "weight_bytes": adapter.weight_bytes,
         "parameters": adapter.parameters,
         "modules": modules,
+        "extras": _extras(adapter),
         "not_covered": [module for module in LORA_MODULES if module not in modules] if is_llama else [],
         "warnings": list(adapter.warnings),
     }
+
+
+def _extras(adapter: AdapterDescription) -> list[dict[str, Any]]:
+    """Return what an adapter has beside A and B, by kind and module."""
+    found: dict[tuple[str, str], list[ExtraTensor]] = {}
+    for each in adapter.extras:
+        if each.entry is not None:
+            found.setdefault((each.kind, each.module), []).append(each)
+    return [
+        {
+            "kind": kind,
+            "module": module,
+            "layers": [each.layer for each in several],
+            "shape": [several[0].rows, several[0].columns],
+            "dtypes": sorted({each.entry.dtype for each in several if each.entry is not None}),
+        }
+        for (kind, module), several in found.items()
+    ]
 
 
 def show(description: dict[str, Any]) -> None:
@@ -55,6 +74,19 @@ def show(description: dict[str, Any]) -> None:
             f"{_join(module['in_features'])} → {_join(module['out_features'])}",
         )
     console.print(table)
+    if description["extras"]:
+        extras = Table("beside LoRA", "of", "layers", "shape", "dtype")
+        for each in description["extras"]:
+            shape = " × ".join(map(str, each["shape"]))
+            extras.add_row(each["kind"], each["module"], _ranges(each["layers"]), shape, _join(each["dtypes"]))
+        console.print(extras)
+    if (check := description.get("check")) is not None:
+        if check["same"]:
+            count, difference = len(check["own"]), check["logprob_difference"]
+            console.print(f"check: {count} tokens equal PEFT's; log probabilities differ by at most {difference:.2g}")
+        else:
+            at = len(check["by_peft"]) - 1
+            console.print(f"check: token {at} is {check['own'][at]}, but {check['by_peft'][at]} by PEFT")
     if description["not_covered"]:
         console.print(f"not changed by the adapter: {_join(description['not_covered'])}")
     for warning in description["warnings"]:

@@ -65,7 +65,16 @@ def remove_adapter(
 
 @app.command("inspect")
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="Folder with adapter_config.json.")], json_file: JsonFile = None
+    folder: Annotated[Path, typer.Argument(help="Folder with adapter_config.json.")],
+    json_file: JsonFile = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Also answer a prompt here and by PEFT, and compare. Needs peft.")
+    ] = False,
+    base: Annotated[
+        str, typer.Option(help="Folder of the adapter's base, or a hub id; empty for the default model.")
+    ] = "",
+    prompt: Annotated[str, typer.Option(help="The prompt of --check.")] = "The capital of France is",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that --check computes.")] = 16,
 ) -> None:
     """Print what a PEFT folder contains, or why it cannot be served. Needs no server."""
     from lorikeet.adapters.checkpoint import DescribeOptions
@@ -76,7 +85,69 @@ def inspect(
     check_json_file(json_file)
     try:
         description = adapter_report.describe(folder, describe(folder, DescribeOptions(read_weights=True)))
+        if check:
+            description["check"] = _compare(folder, base, prompt, tokens)
     except AdapterError as error:
         fail(str(error))
     if write_json(json_file, description):
         adapter_report.show(description)
+    if check and not description["check"]["same"]:
+        raise typer.Exit(1)
+
+
+@app.command("convert")
+def convert(
+    folder: Annotated[Path, typer.Argument(help="Folder of an adapter that PEFT can merge into linear layers.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
+    base: Annotated[
+        str, typer.Option(help="Folder of the adapter's base, or a hub id; empty for the default model.")
+    ] = "",
+    rank: Annotated[int, typer.Option(min=0, help="Largest rank of a module; 0 for what --tolerance needs.")] = 0,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Largest error of a module, as a share of the change of its weight.")
+    ] = 0.01,
+    json_file: JsonFile = None,
+) -> None:
+    """Write a LoRA adapter for one of another type (LoHa, LoKr, OFT, VeRA, PiSSA, ...). Needs peft, and no server."""
+    from lorikeet.adapters.errors import AdapterError
+
+    check_json_file(json_file)
+    try:
+        found = _peft().convert(folder, target, _base_folder(base), rank, tolerance)
+    except AdapterError as error:
+        fail(str(error))
+    worst = max(found, key=lambda each: each.error)
+    ranks = sorted({each.rank for each in found})
+    if write_json(json_file, {"modules": [each._asdict() for each in found], "error": worst.error}):
+        spread = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+        where = f" ({worst.module})" if worst.error else ""
+        print(f"{target}: LoRA of rank {spread} on {len(found)} modules; largest error {worst.error:.2g}{where}")
+
+
+def _compare(folder: Path, base: str, prompt: str, tokens: int) -> dict[str, Any]:
+    found = _peft().compare(folder, _base_folder(base), prompt, tokens)
+    same = found.own == found.by_peft
+    return {"same": same, **found._asdict()}
+
+
+def _peft() -> Any:
+    """Return the module that uses PEFT, or say how to install it."""
+    from importlib.util import find_spec
+
+    from lorikeet.core.extras import install_command
+
+    if find_spec("peft") is None:
+        fail(f"this needs PEFT: run `{install_command('peers')}`")
+    from lorikeet.cli import peft_adapters
+
+    return peft_adapters
+
+
+def _base_folder(base: str) -> Path:
+    from lorikeet.api.model_folder import prepare_model
+    from lorikeet.config import ConfigError, ModelSettings
+
+    try:
+        return prepare_model(ModelSettings(base), lambda text: print(text, file=sys.stderr)).path
+    except ConfigError as error:
+        fail(str(error))

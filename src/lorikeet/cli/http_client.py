@@ -5,14 +5,16 @@ import json
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
-import aiohttp
 import typer
 
 from lorikeet.cli.console import fail
 from lorikeet.core.urls import server_root
+
+if TYPE_CHECKING:  # it takes a third of the time in which all commands are imported, and ``serve`` needs none of it
+    import aiohttp
 
 Url = Annotated[str, typer.Option(help="Address of the server.", envvar="LORIKEET_URL")]
 ApiKey = Annotated[str | None, typer.Option(help="Key for the server.", envvar="LORIKEET_API_KEY", show_default=False)]
@@ -66,6 +68,8 @@ class ServerClient:
         Raises:
             AnswerError: the server refuses the request, or its answer ends with an error.
         """
+        import aiohttp
+
         lines = self._stream({"model": model, "messages": messages, "stream": True, **parameters})
         # When the caller stops early, leaving the runner ends the lines, and with them the connection.
         with asyncio.Runner() as runner:
@@ -92,6 +96,8 @@ class ServerClient:
 
     def _exchange(self, method: str, path: str, **arguments: Any) -> tuple[int, bytes]:
         """Return the status and body of an answer of any status; a server that is not there ends the command."""
+        import aiohttp
+
         try:
             return asyncio.run(self._answer(method, path, **arguments))
         except aiohttp.ClientError as error:
@@ -102,7 +108,9 @@ class ServerClient:
             return response.status, await response.read()
 
     @asynccontextmanager
-    async def _request(self, method: str, path: str, **arguments: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _request(self, method: str, path: str, **arguments: Any) -> "AsyncIterator[aiohttp.ClientResponse]":
+        import aiohttp
+
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         async with (
             aiohttp.ClientSession(headers=self._headers, timeout=timeout, trust_env=True) as session,
@@ -133,8 +141,10 @@ def _message(status: int, content: bytes) -> str:
     return str(error["message"] if isinstance(error, dict) else error)
 
 
-def _reason(error: aiohttp.ClientError) -> str:
+def _reason(error: "aiohttp.ClientError") -> str:
     """What went wrong, in the system's words where no connection could be made."""
+    import aiohttp
+
     if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
         return "Request URL is missing an 'http://' or 'https://' protocol."
     if isinstance(error, aiohttp.ConnectionTimeoutError):

@@ -17,6 +17,7 @@ from lorikeet.cli.plan import plan
 from lorikeet.cli.presets import presets
 from lorikeet.cli.profile import profile
 from lorikeet.cli.replay import replay
+from lorikeet.cli.roll import roll
 from lorikeet.cli.router import router
 from lorikeet.cli.serve import serve
 from lorikeet.cli.simulate import simulate
@@ -49,6 +50,7 @@ app.command()(replay)
 app.command("router")(router)
 app.command("route", hidden=True)(router)
 app.command()(status)
+app.command()(roll)
 app.command()(train_predictor)
 app.command()(usage)
 app.command()(audit)

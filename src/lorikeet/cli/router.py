@@ -19,7 +19,14 @@ _RANK = re.compile(r"(.*),rank=(\d+)")
 
 
 def router(
-    backend: Annotated[list[str], typer.Option(help="Address of a server; repeatable.", metavar="URL")],
+    backend: Annotated[
+        list[str],
+        typer.Option(
+            help="Server, with its kind and base model if need be; or what finds servers: dns://name:port, file:PATH, "
+            "kubernetes://namespace/service:port. Repeatable.",
+            metavar="URL[,api=NAME][,base=MODEL][,max_loras=8][,max_rank=64]",
+        ),
+    ],
     lora_modules: Annotated[
         list[str] | None,
         typer.Option(
@@ -81,8 +88,8 @@ def router(
 ) -> None:
     """Route requests to OpenAI-compatible servers, and have adapters loaded where they are placed.
 
-    The servers may be vLLM, Lorikeet or others that load adapters as vLLM does. When one is lost, answers go on at
-    another.
+    The servers may be vLLM, Lorikeet, SGLang, llama.cpp, Ollama, TGI, LoRAX and others. When one is lost, answers go on
+    at another.
     """
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.api.connections import ConnectionLimits

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lorikeet.api.launch import launch
 from lorikeet.api.reasoning import REASONING_FORMATS
 from lorikeet.api.slo_targets import read_targets
 from lorikeet.api.tool_parsers import TOOL_FORMATS
@@ -46,9 +47,7 @@ def serve(model: Model = None, config: ConfigFile = None, prefix_caching: Prefix
         fail(name_settings(str(error)), code=2, as_json=bool(flags.get("server_log_json")))
     for name in SECRET_VARIABLES:
         os.environ.pop(name, None)
-    from lorikeet.api.run import serve as run_server
-
-    run_server(settings, name_settings)
+    launch(settings, name_settings)
 
 
 def _with_table(function: Any) -> None:

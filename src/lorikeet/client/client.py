@@ -336,13 +336,17 @@ class EngineClient:
     """The client of one engine process on this machine. Implements ``Engines``.
 
     It keeps what a restarted engine needs: the streams of all requests, the registered adapters and the pending drops.
+
+    Args:
+        settings: all settings.
+        host: starts the engine; None for a new :class:`LocalHost`. The client closes it.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, host: LocalHost | None = None) -> None:
         self._context = zmq.asyncio.Context()
         self._supervisor = EngineSupervisor(
             ONLY_REPLICA,
-            LocalHost(),
+            host or LocalHost(),
             self._context,
             msgspec.json.encode(for_engines(settings)),
             self,

@@ -87,6 +87,8 @@ class CopyCounts(msgspec.Struct):
     Attributes:
         fetches, fetched_bytes: copies from one replica to another.
         provisions, provided_bytes: copies from an adapter's own files to a replica.
+        peer_bytes: those of both kinds that went from the memory of one process straight to that of another.
+        disk_bytes: those of both kinds that were written to a disk.
         failed: failed copies of both kinds.
         deletes: copies deleted.
         under_way: copies in flight.
@@ -96,6 +98,8 @@ class CopyCounts(msgspec.Struct):
     fetched_bytes: int = 0
     provisions: int = 0
     provided_bytes: int = 0
+    peer_bytes: int = 0
+    disk_bytes: int = 0
     failed: int = 0
     deletes: int = 0
     under_way: int = 0

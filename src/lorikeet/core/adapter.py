@@ -7,6 +7,9 @@ import msgspec
 from lorikeet.core.geometry import SCORE
 from lorikeet.core.ids import AdapterDigest, AdapterName
 
+EMBEDDING, HEAD = "embedding", "head"
+"""The modules of the vocabulary, as extras name them."""
+
 
 class AdapterExtra(msgspec.Struct, frozen=True, array_like=True):
     """What an adapter has of one kind for one module, beside LoRA's A and B: a matrix on each of some layers.

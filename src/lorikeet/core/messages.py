@@ -338,6 +338,7 @@ class EngineStats(msgspec.Struct, frozen=True):
         queue: of the admission queue, None if it has no classes.
         assist: of host workers, None if there are none.
         costs: of steps, as measured; those of loads are in ``memory.transfers``. None before enough is known.
+        drafted_tokens, kept_tokens: tokens that were drafted since the start, and those of them that came.
     """
 
     at_s: float
@@ -367,6 +368,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     queue: QueueStats | None = None
     assist: AssistCounters | None = None
     costs: ReplicaCosts | None = None
+    drafted_tokens: int = 0
+    kept_tokens: int = 0
 
 
 class ExportedKv(msgspec.Struct, frozen=True):

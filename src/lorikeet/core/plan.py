@@ -58,6 +58,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
         tokens: how many tokens are computed from ``start``.
         new_blocks: appended to its block table before the step.
         samples: whether the step yields a token: the last computed token is the newest one, and nothing is pooled.
+        draft: tokens that may follow the newest one: the last of those computed. The step yields a token after the
+            newest one, and after each drafted one as long as these are what it yields.
     """
 
     request_id: RequestId
@@ -65,6 +67,17 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: int
     new_blocks: tuple[BlockId, ...]
     samples: bool
+    draft: tuple[int, ...] = ()
+
+    @property
+    def known_tokens(self) -> int:
+        """How many of the tokens computed are known: all but the drafted ones."""
+        return self.tokens - len(self.draft)
+
+    def kept(self, tokens: tuple["Token", ...]) -> int:
+        """Return how many drafted tokens are among the tokens that the step yielded."""
+        pairs = zip(self.draft, tokens, strict=False)
+        return next((at for at, (drafted, token) in enumerate(pairs) if drafted != token.token_id), len(self.draft))
 
 
 class Tier(StrEnum):

@@ -217,6 +217,7 @@ def assemble(
         num_scheduler_steps=settings.engine.num_scheduler_steps,
         multi_step_limit_s=settings.engine.multi_step_limit_s,
         async_scheduling=sizes.async_scheduling,
+        max_draft_tokens=settings.engine.draft_tokens if _verifies_drafts(settings, sizes) else 0,
     )
     admission = _policy(name, "admission", preset.admission, ADMISSION)
     batching = _policy(name, "batching mode", preset.batching_mode, BATCHING)
@@ -258,6 +259,14 @@ def assemble(
     if recorder is not None:
         notes.append(f"recording to {recorder.path}")
     return Replica(engine, sizes, tuple(notes))
+
+
+def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:
+    """Whether the executor computes answers, and computes rows beside others for less than a step of their own.
+
+    Graphs have one row for a sequence, and ranks are told of one token.
+    """
+    return sizes.base is not None and not sizes.async_scheduling and settings.engine.tensor_parallel == 1
 
 
 def _policy(preset: str, option: str, policy: str, table: Mapping[str, T]) -> T:

@@ -294,6 +294,8 @@ class Engine:
             queue=self._scheduler.queue.stats(),
             assist=self._executor.assist_counters(),
             costs=self._scheduler.selector.meter.costs(),
+            drafted_tokens=self._scheduler.drafter.drafted_tokens,
+            kept_tokens=self._scheduler.drafter.kept_tokens,
         )
 
     def memory_stats(self) -> MemoryStats:

@@ -236,7 +236,10 @@ def main() -> None:
     # The API process decides when to stop; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineInput)
+    line = sys.stdin.buffer.readline()
+    if not line:  # started early, and not needed
+        return
+    given = msgspec.json.decode(line, type=EngineInput)
     settings = msgspec.json.decode(given.settings, type=Settings)
     configure_logs(settings.server.log_level, as_json=settings.server.log_json)
     threading.Thread(target=_end_with_parent, daemon=True).start()

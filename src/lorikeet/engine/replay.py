@@ -307,7 +307,7 @@ def _kind_of_transfer(transfer: Transfer) -> TimedWork:
 
 
 def _kind(plan: StepPlan) -> TimedWork:
-    decodes = sum(step.tokens == 1 and step.start > 0 for step in plan.sequences)
+    decodes = sum(step.known_tokens == 1 and step.start > 0 for step in plan.sequences)
     return TimedWork.DECODE if decodes == len(plan.sequences) else TimedWork.MIXED if decodes else TimedWork.PREFILL
 
 

@@ -370,6 +370,11 @@ class LoraBatch:
             ]
         return self._adjusted[kinds]
 
+    @property
+    def adjusted_layers(self) -> list[Adjusted]:
+        """The segments whose adapters have extras inside layers."""
+        return self.adjusted("scale", "shift", "vector", "weight", "input")
+
     def adjusted_vocabulary(self, *modules: str) -> list[Adjusted]:
         """Return the segments whose adapters have extras of any of these: embedding, head."""
         return [
@@ -377,6 +382,16 @@ class LoraBatch:
             for start, stop, weights in self.segments
             if weights.extras is not None and not weights.extras.vocabulary.isdisjoint(modules)
         ]
+
+    @cached_property
+    def adjusts(self) -> Tensor | None:
+        """What adapters change beside A and B in linear modules and norms, as ``native/adjusts.h`` has it; or None."""
+        rows = [(*found[:2], *found.extras.tables()) for found in self.adjusted("scale", "shift", "vector")]
+        if not rows:
+            return None
+        segments = torch.tensor(rows, dtype=torch.int64)
+        self._adjusted_rows = segments  # kept, since its address is in the other
+        return torch.tensor([segments.data_ptr(), len(rows)], dtype=torch.int64)
 
     @cached_property
     def table(self) -> Tensor:
@@ -597,6 +612,13 @@ class Kernels(Protocol):
         """
         ...
 
+    def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
+        """Multiply outputs of a product by the factors of adapters, and add their summands, in place.
+
+        ``out [T, out]`` is that of :meth:`linear`, with the delta. Sums are fp32, and rounded once.
+        """
+        ...
+
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """Return the output layer ``x [S, hidden] @ weight [vocab, hidden]ᵀ``, ``[S, vocab]``.
 
@@ -720,6 +742,8 @@ both ``[S, hidden]``.
 
 
 def fits_one_call(batch: Batch) -> bool:
-    """Whether a batch needs nothing between kernels: neither host LoRA, nor einsums, nor extras of adapters."""
+    """Whether a batch needs nothing between kernels: neither host LoRA, nor einsums, nor whole weights of adapters."""
     lora = batch.lora
-    return batch.assist is None and (lora is None or not (lora.form is KernelForm.EINSUM or lora.has_extras))
+    if batch.assist is not None or (lora is not None and lora.form is KernelForm.EINSUM):
+        return False
+    return lora is None or not lora.has_extras or all(found.extras.fits_one_call for found in lora.adjusted_layers)

@@ -4,16 +4,20 @@ Rows of the batch are adjusted segment by segment after the product of the base,
 if there were none. ``docs/decisions/adapter-extras.md`` says what the kinds mean.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lorikeet.core.adapter import EMBEDDING, HEAD
+from lorikeet.core.geometry import ModelGeometry
+
 if TYPE_CHECKING:
     from lorikeet.kernels.base import LoraBatch, LoraTargets, LoraWeights
 
-EMBEDDING, HEAD = "embedding", "head"
+_NORMS = ("layers.{}.input_layernorm.weight", "layers.{}.post_attention_layernorm.weight")
+"""The norms of a layer of the own decoder on the residual stream, in the order of ``native/adjusts.h``."""
 
 
 class ExtraMatrix(NamedTuple):
@@ -62,14 +66,20 @@ class ExtraWeights:
 
     Args:
         matrices: by kind, layer and module.
+        geometry: of the model.
 
     Attributes:
         is_prepared: whether what is computed on the device has been.
-        replaced_norms: whether it has vectors of norms inside layers.
+        kinds: those of linear modules and vectors.
+        vocabulary: embedding or head, if it has extras of them.
+        fits_one_call: whether all inside the layers of the own decoder are factors and summands of outputs, or norms of
+            the residual stream.
     """
 
-    def __init__(self, matrices: Mapping[tuple[str, int, str], ExtraMatrix]) -> None:
+    def __init__(self, matrices: Mapping[tuple[str, int, str], ExtraMatrix], geometry: ModelGeometry) -> None:
         self._matrices = matrices
+        self._sizes = geometry.layers, geometry.module_slots
+        self._modules = {module: number for number, module in enumerate(geometry.modules)}
         self.is_prepared = False
         self._affine: dict[tuple[int, str], tuple[Tensor | None, Tensor | None]] = {}
         places = dict.fromkeys((layer, module) for _, layer, module in matrices)
@@ -77,6 +87,12 @@ class ExtraWeights:
             scale, shift = (self.vector(kind, layer, module) for kind in ("scale", "shift"))
             if module not in (EMBEDDING, HEAD) and (scale is not None or shift is not None):
                 self._affine[layer, module] = scale, shift
+        heads = {f"layers.{{}}.self_attn.{side}_norm.weight" for side in "qk"}
+        self.fits_one_call = not any(
+            module not in (EMBEDDING, HEAD) and (kind in ("weight", "input") or module in heads)
+            for kind, _, module in matrices
+        )
+        self._tables: tuple[Tensor, Tensor | None] | None = None
         self.kinds = frozenset(kind for kind, _, module in matrices if module not in (EMBEDDING, HEAD))
         self.vocabulary = frozenset(module for _, _, module in matrices if module in (EMBEDDING, HEAD))
 
@@ -98,9 +114,32 @@ class ExtraWeights:
         scale, _ = self._affine[layer, module]
         self._affine[layer, module] = scale, None
 
-    def places(self, kinds: Sequence[str]) -> Iterator[tuple[int, str]]:
-        """Yield the layers and modules that have any of these kinds, each once."""
-        yield from dict.fromkeys((layer, module) for kind, layer, module in self._matrices if kind in kinds)
+    def tables(self) -> tuple[int, int]:
+        """Return the addresses of tables of addresses, as ``native/adjusts.h`` has them; valid while this lives.
+
+        One is of the factors and summands, by layer and module; the other of the norms, by layer, 0 if there are none.
+        """
+        assert self.is_prepared
+        if self._tables is None:
+            self._tables = self._make_tables()
+        affines, norms = self._tables
+        return affines.data_ptr(), 0 if norms is None else norms.data_ptr()
+
+    def _make_tables(self) -> tuple[Tensor, Tensor | None]:
+        layers, slots = self._sizes
+        affines = torch.zeros(layers * slots, 2, dtype=torch.int64)
+        for (layer, module), pair in self._affine.items():
+            affines[layer * slots + self._modules[module]] = torch.tensor(
+                [0 if each is None else each.data_ptr() for each in pair]
+            )
+        if "vector" not in self.kinds:
+            return affines, None
+        norms = torch.zeros(layers, len(_NORMS), dtype=torch.int64)
+        for layer in range(layers):
+            for number, path in enumerate(_NORMS):
+                own = self.vector("vector", layer, path)
+                norms[layer, number] = 0 if own is None else own.data_ptr()
+        return affines, norms
 
 
 def scaled_inputs(x: Tensor, lora: "LoraBatch", layer: int, targets: "LoraTargets") -> Tensor:
@@ -116,11 +155,13 @@ def scaled_inputs(x: Tensor, lora: "LoraBatch", layer: int, targets: "LoraTarget
     return out
 
 
-def adjust(out: Tensor, x: Tensor, bias: Tensor | None, lora: "LoraBatch", layer: int, targets: "LoraTargets") -> None:
-    """Let adapters change the output of a product, in place.
+def replace_products(
+    out: Tensor, x: Tensor, bias: Tensor | None, lora: "LoraBatch", layer: int, targets: "LoraTargets"
+) -> None:
+    """Overwrite the output of modules of which adapters have whole weights.
 
     Args:
-        out: ``[T, out]``, with the LoRA delta.
+        out: ``[T, out]``, changed.
         x: ``[T, in]``, its input.
         bias: of the base, ``[out]``.
         lora: the adapters.
@@ -138,15 +179,19 @@ def adjust(out: Tensor, x: Tensor, bias: Tensor | None, lora: "LoraBatch", layer
                 own = bias[column : column + outputs]
             found = weight.product(x[rows])
             out[rows, column : column + outputs] = found if own is None else found + own
+
+
+def scale_and_shift(out: Tensor, lora: "LoraBatch", layer: int, targets: "LoraTargets") -> None:
+    """Multiply outputs by the factors of adapters, and add their summands, as ``Kernels.scale_and_shift``."""
     for segment in lora.adjusted("scale", "shift"):
         rows = slice(segment.start, segment.stop)
         for module, column, outputs in targets.each:
             scale, shift = segment.extras.affine(layer, module)
+            if scale is None and shift is None:
+                continue
             part = out[rows, column : column + outputs]
-            if scale is not None:
-                part *= scale
-            if shift is not None:
-                part += shift
+            wide = part.float() if scale is None else part.float() * scale.float()
+            part.copy_(wide if shift is None else wide + shift.float())
 
 
 def embed(x: Tensor, token_ids: Tensor, lora: "LoraBatch") -> None:

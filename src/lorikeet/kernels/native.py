@@ -44,6 +44,7 @@ _SIGNATURES = {
     "lorikeet_add_norm": (_ADDRESS,) * 4 + (_INT, _INT, _FLOAT, _INT, _INT),
     "lorikeet_rotary_store": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 4, _FLOAT, _ADDRESS, _INT, _INT, *(_ADDRESS,) * 2)
     + (_INT,) * 3,
+    "lorikeet_adjust": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, _INT),
     "lorikeet_silu_mul": (_ADDRESS,) * 2 + (_INT,) * 4,
     "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6, _FLOAT)
     + (_INT,) * 3,
@@ -279,6 +280,8 @@ class NativeLayers:
             batch.contexts.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], len(batch.contexts),
             _numbers(batch.lora), _numbers(batch.sample_lora),
             *(_changed(batch.lora, targets) for targets in self._shape.targets),
+            _adjusts(batch.lora), _adjusts(batch.sample_lora),
+            *(targets.numbers.data_ptr() for targets in self._shape.targets),
             *(tensor.data_ptr() for tensor in (normed, qkv, mixed, delta, gate_up, gated)),
         )  # fmt: skip
         self._library.lorikeet_layers(self._model, step, self._shape.eps, self._shape.scale, self._threads())
@@ -314,6 +317,12 @@ def _numbers(lora: LoraBatch | None) -> int:
 def _changed(lora: LoraBatch | None, targets: LoraTargets) -> int:
     """Return the address of ``targets`` if any adapter changes one of them, else 0."""
     return targets.numbers.data_ptr() if lora is not None and lora.changes(targets) else 0
+
+
+def _adjusts(lora: LoraBatch | None) -> int:
+    """Return the address of what adapters change beside LoRA, 0 if they change no more."""
+    adjusts = None if lora is None or not lora.has_extras else lora.adjusts
+    return 0 if adjusts is None else adjusts.data_ptr()
 
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -437,6 +446,13 @@ class NativeKernels:
         if delta is not None and numbers is _NO_LORA:
             add_lora_einsum(out, x, delta)
         return out
+
+    def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
+        """In one call for all adapters."""
+        if lora.adjusts is not None:
+            first, bytes_ = layer * targets.slots, out.element_size()
+            address, to = lora.adjusts.data_ptr(), targets.numbers.data_ptr()
+            self._library.lorikeet_adjust(out.data_ptr(), out.stride(0), address, first, to, bytes_, self._threads)
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """In fp32: the sums are fp32 already."""

@@ -19,13 +19,15 @@ from lorikeet.kernels.base import (
     HeadNorms,
     LayersShape,
     LayerWeights,
+    LoraBatch,
     LoraDelta,
     LoraSegment,
+    LoraTargets,
     SamplingTensors,
     Weight,
     choose,
 )
-from lorikeet.kernels.extras import row_norms
+from lorikeet.kernels.extras import row_norms, scale_and_shift
 from lorikeet.kernels.quantized import QuantizedWeight
 
 
@@ -107,6 +109,10 @@ class ReferenceKernels:
             add = add_lora_einsum if delta.lora.form is KernelForm.EINSUM else add_lora
             add(out, x, delta)
         return out
+
+    def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
+        """Segment by segment."""
+        scale_and_shift(out, lora, layer, targets)
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """In the weights' dtype."""

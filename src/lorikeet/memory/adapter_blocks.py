@@ -82,7 +82,7 @@ class AdapterLayout:
                 for each in pieces
             ]
             found[extra.kind, layer, extra.module] = ExtraMatrix(tuple(views), extra.tokens)
-        return ExtraWeights(found)
+        return ExtraWeights(found, self.geometry)
 
 
 class AdapterLayouts:

@@ -21,7 +21,14 @@ from lorikeet.kernels.base import (
     fits_one_call,
     kv_view,
 )
-from lorikeet.kernels.extras import adjust, adjust_logits, embed, prepare_product, prepare_vocabulary, scaled_inputs
+from lorikeet.kernels.extras import (
+    adjust_logits,
+    embed,
+    prepare_product,
+    prepare_vocabulary,
+    replace_products,
+    scaled_inputs,
+)
 from lorikeet.models.config import ModelConfig, RopeScaling
 from lorikeet.models.parallel import NoReduceGroup, RankGroup
 from lorikeet.models.weights import DecoderWeights, lora_targets
@@ -320,7 +327,8 @@ class Decoder:
         delta = LoraDelta(lora, index, targets) if lora is not None and lora.changes(targets) else None
         out = self._kernels.linear(x, weight, bias, delta)
         if lora is not None and has_extras:
-            adjust(out, x, bias, lora, index, targets)
+            replace_products(out, x, bias, lora, index, targets)
+            self._kernels.scale_and_shift(out, lora, index, targets)
         if assist is not None:
             assist.finish(out)
         return out

@@ -23,7 +23,7 @@ from lorikeet.core.geometry import (
     split_layer,
 )
 from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraTarget, LoraTargets, LoraWeights, Weight
-from lorikeet.kernels.extras import adjust, adjust_logits, embed, prepare_product, scaled_inputs
+from lorikeet.kernels.extras import adjust_logits, embed, prepare_product, replace_products, scaled_inputs
 
 _EXPERT = re.compile(r"expert.*\.\d+(\.|$)")
 """A path of one of several experts, which see some of the rows only."""
@@ -270,7 +270,8 @@ class AdaptedLinear:
         delta = LoraDelta(lora, layer, targets) if lora.changes(targets) else None
         out = self._kernels.linear(x, self._weight, self._bias, delta)
         if lora.has_extras:
-            adjust(out, x, self._bias, lora, layer, targets)
+            replace_products(out, x, self._bias, lora, layer, targets)
+            self._kernels.scale_and_shift(out, lora, layer, targets)
         return out
 
 

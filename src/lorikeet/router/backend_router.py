@@ -9,6 +9,7 @@ call to load an adapter, and its deletes are a call to unload one.
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,6 +156,8 @@ class BackendRouter:
         self._tasks = BackgroundTasks()
         self._copies: dict[ReplicaId, set[asyncio.Task[Any]]] = {replica: set() for replica in self.backends}
         self._load_reports = 0
+        for backend in backends:
+            self._connect(backend)
 
     async def close(self) -> None:
         """Cancel running loads and unloads, and close all connections."""
@@ -209,6 +212,8 @@ class BackendRouter:
             if isinstance(error, TimeoutError):
                 raise ApiError(503, f"{why} for {WAIT_S:g} s{self.backend_errors()}.") from None
             raise
+        if request.adapter is not None:
+            request.backend.note_use(request.adapter)
         return request.backend
 
     def _why_waiting(self, request: ProxiedRequest) -> str:
@@ -276,6 +281,34 @@ class BackendRouter:
         self._apply(self.dispatcher.arrive(body, now))
 
     # --- backends ------------------------------------------------------------------------------------
+
+    def add_backend(self, backend: Backend) -> None:
+        """Take in a backend that is not up yet."""
+        self.backends[backend.replica] = backend
+        self._copies[backend.replica] = set()
+        self._connect(backend)
+
+    def _connect(self, backend: Backend) -> None:
+        backend.uses = partial(self._uses, backend)
+        backend.on_evicted = partial(self.dispatcher.on_adapter_evicted, backend.replica)
+
+    def _uses(self, backend: Backend, name: str) -> bool:
+        """Whether a request for an adapter is at a backend."""
+        there = (each for each in self._requests.values() if each.backend is backend and each.is_dispatched)
+        return any(each.adapter is not None and each.adapter.name == name for each in there)
+
+    def has_requests(self, backend: Backend) -> bool:
+        """Whether a request is at a backend."""
+        return any(request.backend is backend and request.is_dispatched for request in self._requests.values())
+
+    async def remove_backend(self, backend: Backend) -> None:
+        """Forget a backend for good."""
+        self.on_backend_down(backend, "it is not found any more")
+        log.info("backend removed", backend=backend.url)
+        del self.backends[backend.replica]
+        self._copies.pop(backend.replica)
+        self.on_change()
+        await backend.close()
 
     def backend_errors(self) -> str:
         """Return why backends are not there, to follow a sentence that says so; empty where that is not known."""

@@ -2,9 +2,9 @@
 
 import asyncio
 import hashlib
-import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -14,6 +14,7 @@ from lorikeet.api.logs import log
 from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.router.adapters import RoutedAdapter
+from lorikeet.router.apis import APIS, PROGRESS, RUNNING, BackendSpec, Reply, ServerApi, api_of
 from lorikeet.router.connections import STUCK_S, AnswerWatch, BackendResponse, Connections, Headers
 
 ANSWER_S = 10.0
@@ -24,12 +25,6 @@ REST_S = 60.0
 """A backend that hung gets no requests for so long, whatever it says of its health."""
 _LOG_EVERY_S = 10.0
 """Failures of one kind at one backend are logged no more often."""
-
-_PROGRESS = re.compile(
-    r"^vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_sum)?(?:\{.*\})? (\S+)", re.MULTILINE
-)
-"""Counters that rise while it computes, whoever asked."""
-_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
 class BackendRefused(RuntimeError):
@@ -70,38 +65,50 @@ class BackendHealth(NamedTuple):
 
 
 class Backend:
-    """A server that speaks OpenAI's API and loads adapters as vLLM does.
+    """A server that speaks OpenAI's API and has adapters, each kind of server in its own way.
 
     Every method that sends a request raises ``BackendConnectionError`` if the connection fails.
 
     Args:
         replica: its id in the router.
-        url: its address, without ``/v1``.
+        spec: its address and kind.
         api_key: sent with every request; empty passes on the client's key.
 
     Raises:
         ValueError: the address is not valid.
 
     Attributes:
+        url: its address, without ``/v1``.
+        api: of its kind; vLLM's until it is known.
         epoch: incremented each time it comes up.
         is_up: it answers.
         is_open: it takes new requests.
+        is_leaving: it is not found any more, and gets no new requests.
         last_error: why it was not there when it was last asked; empty since it has come.
-        adapters: by name, the versions that it has loaded for this router, as far as is known.
+        adapters: by name, the versions that it has loaded for this router, as far as is known; the one that was used
+            last comes last.
+        uses: says whether a request there needs the adapter of a name.
+        on_evicted: called with a version that was unloaded to make room for another.
         base_cards: its base models, as it lists them.
         loads, unloads, refusals: calls so far.
         failures: by reason, so far.
         watch: of its answers.
     """
 
-    def __init__(self, replica: ReplicaId, url: str, api_key: str = "") -> None:
+    def __init__(self, replica: ReplicaId, spec: BackendSpec, api_key: str = "") -> None:
         self.replica = replica
-        self.url = url.rstrip("/")
+        self.url = spec.url.rstrip("/")
+        self.api: ServerApi = APIS[spec.api or ServerApi.name](spec.base)
+        self._spec = spec
+        self._knows_api = bool(spec.api)
         self.epoch = -1
         self.is_up = False
         self.is_open = False
+        self.is_leaving = False
         self.last_error = ""
         self.adapters: dict[str, AdapterDigest] = {}
+        self.uses: Callable[[str], bool] = lambda name: False
+        self.on_evicted: Callable[[AdapterDigest], object] = lambda digest: None
         self.base_cards: list[dict[str, Any]] = []
         self.loads = self.unloads = self.refusals = 0
         self._listed: dict[str, str] = {}
@@ -171,16 +178,32 @@ class Backend:
             BackendRefused: ``/health`` answers neither 200 nor 503.
         """
         async with asyncio.timeout(ANSWER_S):
-            status, _ = await self._request("GET", "/health")
+            if not self._knows_api:
+                await self._find_api()
+            path = self.api.health_path
+            status, _ = await self._request("GET", path)
             if status not in (200, 503):
-                raise self._refusal("/health", status)
+                raise self._refusal(path, status)
             requests = await self._count_requests() if self._has_metrics else None
         return BackendHealth(status == 200, requests)
+
+    async def _find_api(self) -> None:
+        """Find out which kind of server it is, by its list of models."""
+        status, text = await self._request("GET", "/v1/models")
+        if status != 200:
+            return
+        try:
+            cards = msgspec.json.decode(text)["data"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return
+        if isinstance(cards, list) and cards:
+            self.api = APIS[api_of(cards)](self._spec.base)
+            self._knows_api = True
 
     async def _count_requests(self) -> int | None:
         status, text = await self._request("GET", "/metrics")
         page = text.decode(errors="replace") if status == 200 else ""
-        found, progress = _REQUESTS.findall(page), tuple(_PROGRESS.findall(page))
+        found, progress = RUNNING.findall(page), tuple(PROGRESS.findall(page))
         if progress != self._progress:
             self._progress = progress
             self.watch.heard()
@@ -201,16 +224,21 @@ class Backend:
         before, last = set(self.adapters), set(self._last_versions)
         async with asyncio.timeout(ANSWER_S):
             status, text = await self._request("GET", "/v1/models")
-        if status != 200:
+            await self.api.list_more(self._request)
+        if status == 404 and self.api.base:  # it lists none
+            text = msgspec.json.encode({"data": [{"id": self.api.base, "object": "model"}]})
+        elif status != 200:
             raise self._refusal("/v1/models", status)
         try:
             cards: Any = msgspec.json.decode(text)["data"]
             known = msgspec.convert(cards, list[ModelCard])
         except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError) as error:
             raise BackendRefused(status, f"/v1/models answers no list of models: {error}") from error
-        bases = [card for card in known if card.parent is None]
-        self.base_cards = [card for card in cards if card["id"] in {base.id for base in bases}]
-        self._listed = {card.id: card.source_hash for card in known if card.parent is not None}
+        self.base_cards = [card for card in cards if self.api.is_base(card)]
+        bases = {card["id"] for card in self.base_cards}
+        self._listed = {card.id: card.source_hash for card in known if card.id not in bases}
+        if not self.api.lists_adapters:
+            return
         for name in before - self._listed.keys():
             self.adapters.pop(name, None)
         for name in last - self._listed.keys() - self.adapters.keys():
@@ -240,6 +268,7 @@ class Backend:
         self.is_up = self.is_open = False
         self.adapters.clear()
         self._listed.clear()
+        self._knows_api = bool(self._spec.api)  # another server may come at the address
 
     # --- adapters ------------------------------------------------------------------------------------
 
@@ -262,6 +291,20 @@ class Backend:
     def _set_loaded(self, adapter: RoutedAdapter) -> None:
         self.adapters[adapter.name] = self._last_versions[adapter.name] = adapter.digest
 
+    def note_use(self, adapter: RoutedAdapter) -> None:
+        """A request for an adapter is sent there."""
+        if self.holds(adapter):
+            self.adapters[adapter.name] = self.adapters.pop(adapter.name)
+
+    async def _make_room(self) -> None:
+        """Unload the adapter that was unused for longest, if there is one and no more can be loaded."""
+        if not self._spec.max_loras or len(self.adapters) < self._spec.max_loras:
+            return
+        if (name := next((name for name in self.adapters if not self.uses(name)), None)) is not None:
+            digest = self.adapters[name]
+            await self._unload(name)
+            self.on_evicted(digest)
+
     def forget(self, adapter: RoutedAdapter) -> None:
         """It has answered that it does not know an adapter."""
         self.adapters.pop(adapter.name, None)
@@ -282,8 +325,11 @@ class Backend:
         async with self._lock(adapter.name):
             if self.holds(adapter) or self.adopt_listed(adapter):
                 return
+            if 0 < self._spec.max_rank < adapter.rank:
+                raise self._not_loaded(400, adapter, f"its rank {adapter.rank} is above {self._spec.max_rank}")
             if adapter.name in self.adapters or adapter.name in self._listed:
                 await self._unload(adapter.name)
+            await self._make_room()
             try:
                 async with asyncio.timeout(LOAD_S):
                     status, text = await self._load(adapter)
@@ -302,10 +348,9 @@ class Backend:
         self.failed("load", f"adapter {adapter.name!r}: {why}")
         return BackendRefused(status, f"{self.replica} cannot load adapter {adapter.name!r}: {why}")
 
-    async def _load(self, adapter: RoutedAdapter) -> tuple[int, bytes]:
+    async def _load(self, adapter: RoutedAdapter) -> Reply:
         self.loads += 1
-        body = {"lora_name": adapter.name, "lora_path": adapter.source}
-        return await self._request("POST", "/v1/load_lora_adapter", body)
+        return await self.api.load(self._request, adapter, self.base)
 
     async def unload(self, adapter: RoutedAdapter) -> None:
         """Unload an adapter, unless another version has taken its place.
@@ -319,7 +364,7 @@ class Backend:
 
     async def _unload(self, name: str) -> None:
         self.unloads += 1
-        status, text = await self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        status, text = await self.api.unload(self._request, name)
         if status not in (200, 404):
             self.refusals += 1
             raise BackendRefused(status, f"{self.replica} does not unload adapter {name!r}: {error_text(text)}")
@@ -334,19 +379,31 @@ class Backend:
         Raises:
             BackendRefused: it has no ``/tokenize``.
         """
-        body = {"model": model, "prompt": text, "add_special_tokens": False}
-        status, answer = await self._request("POST", "/tokenize", body)
+        status, answer = await self.api.tokenize(self._request, model, text)
         try:
             return msgspec.convert(msgspec.json.decode(answer)["tokens"], list[int])
         except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError) as error:
             raise BackendRefused(status, f"{self.replica} does not tokenize: {error_text(answer)}") from error
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        headers: Headers = [] if body is None else [(b"content-type", b"application/json")]
-        content = None if body is None else msgspec.json.encode(body)
-        reply = await self._connections.send(method, path, headers + self._key, content)
+    @property
+    def base(self) -> str:
+        """Name of its base model; empty until it has listed one."""
+        return self.base_cards[0]["id"] if self.base_cards else ""
+
+    def body_for(self, content: bytes, model: str, adapter: RoutedAdapter | None) -> bytes:
+        """Return the body of a request for ``model`` as this kind of server takes it."""
+        base = model if any(card["id"] == model for card in self.base_cards) else self.base
+        if self.api.takes(model, adapter, base):
+            return content
+        return msgspec.json.encode(self.api.named(msgspec.json.decode(content), adapter, base))
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | bytes | None = None) -> Reply:
+        headers: Headers = []
+        if isinstance(body, dict):
+            headers, body = [(b"content-type", b"application/json")], msgspec.json.encode(body)
+        reply = await self._connections.send(method, path, headers + self._key, body)
         try:
-            return reply.status, await reply.read()
+            return Reply(reply.status, await reply.read())
         finally:
             reply.close()
 

@@ -74,7 +74,8 @@ class ModelCatalog:
         """Return the cards of the base model as a backend lists them; empty until one has been up."""
         backends = sorted(self._backend_router.backends.values(), key=lambda backend: not backend.is_up)
         cards = next((backend.base_cards for backend in backends if backend.base_cards), [])
-        return [card | {"root": shown_source(str(card.get("root") or card["id"]))} for card in cards]
+        own = [card for card in cards if card["id"] not in self.adapters]
+        return [card | {"root": shown_source(str(card.get("root") or card["id"]))} for card in own]
 
     def cards(self) -> list[dict[str, Any]]:
         """Return a card for every model, those of the base first."""
@@ -92,10 +93,10 @@ class ModelCatalog:
         """
         if model in self.adapters:
             return self.adapters[model]
-        bases = self.base_cards()
-        if not model or any(card["id"] == model for card in bases):
+        cards = [card for backend in self._backend_router.backends.values() for card in backend.base_cards]
+        if not model or any(card["id"] == model for card in cards):
             return None
-        if not bases:
+        if not cards:
             why = f"No backend has been available yet{self._backend_router.backend_errors()}."
             raise ApiError(503, why, headers={"Retry-After": "1"})
         raise model_not_found(model)
@@ -146,6 +147,11 @@ class ModelCatalog:
     def _note_change(self) -> None:
         """A backend came up, went down, stopped taking requests or takes them again."""
         is_new = False
+        for replica in self._placed_on - self._backend_router.backends.keys():
+            if (timer := self._away.pop(replica, None)) is not None:
+                timer.cancel()
+            self._placed_on.discard(replica)
+            is_new = True
         for replica, backend in self._backend_router.backends.items():
             if not backend.is_open:
                 if replica in self._placed_on and replica not in self._away:

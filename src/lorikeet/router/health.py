@@ -2,13 +2,16 @@
 
 import asyncio
 from collections.abc import Mapping
+from itertools import count
 
 from lorikeet.api.logs import log
 from lorikeet.cluster.tasks import BackgroundTasks
+from lorikeet.core.ids import ReplicaId
 from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend, BackendRefused
 from lorikeet.router.connections import BackendConnectionError, LocalSocketError, plain_reason
+from lorikeet.router.discovery import EVERY_S, Discovery
 
 HEALTH_S = 1.0
 """Backends are asked how they are so often."""
@@ -49,13 +52,36 @@ class HealthMonitor:
         for backend in backends:
             self._tasks.run(self._watch(backend))
 
+    def follow(self, discovery: Discovery, api_key: str) -> None:
+        """Let backends come and go with what a discovery finds."""
+        self._tasks.run(self._follow(discovery, api_key))
+
+    async def _follow(self, discovery: Discovery, api_key: str) -> None:
+        numbers = count(len(self._backend_router.backends))
+        while True:
+            await asyncio.sleep(EVERY_S)
+            found = {spec.url: spec for spec in await discovery.find()}
+            known = {backend.url: backend for backend in self._backend_router.backends.values()}
+            for url, backend in known.items():
+                if backend.is_leaving != (url not in found):
+                    backend.is_leaving = url not in found
+                    self.check_soon(backend)
+            for url in found.keys() - known.keys():
+                backend = Backend(ReplicaId(f"backend-{next(numbers)}"), found[url], api_key)
+                log.info("backend found", backend=url)
+                self._check_now[backend.replica] = asyncio.Event()
+                self._backend_router.add_backend(backend)
+                self._tasks.run(self._watch(backend))
+                self.check_soon(backend)
+
     async def close(self) -> None:
         """Stop checking."""
         await self._tasks.close()
 
     def check_soon(self, backend: Backend) -> None:
         """Check a backend immediately, since a request to it has failed."""
-        self._check_now[backend.replica].set()
+        if backend.replica in self._check_now:
+            self._check_now[backend.replica].set()
 
     async def _watch(self, backend: Backend) -> None:
         check_now, calls = self._check_now[backend.replica], 0
@@ -67,6 +93,10 @@ class HealthMonitor:
                 calls += 1
             check_now.clear()
             await self._check_safely(backend, wants_models=calls % MODELS_EVERY == 0)
+            if backend.is_leaving and not self._backend_router.has_requests(backend):
+                del self._check_now[backend.replica]
+                await self._backend_router.remove_backend(backend)
+                return
 
     async def _check_safely(self, backend: Backend, *, wants_models: bool) -> None:
         """Check a backend once; an unexpected error is logged and does not end the checks."""
@@ -100,6 +130,8 @@ class HealthMonitor:
             backend_router.on_backend_down(backend, backend.last_error)
         if backend.is_resting:
             return
+        if backend.is_leaving:
+            health = health._replace(is_open=False)
         if health.is_open and not backend.is_up:
             backend_router.on_backend_up(backend, self._adapters.values())
         elif health.is_open and not backend.is_open:

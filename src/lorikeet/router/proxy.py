@@ -252,8 +252,11 @@ class ProxyTask:
         body, stream = self._request.body, self._stream
         content = body.content
         if body.streams:
+            if body.is_chat and stream.text and not backend.api.continues_chats:
+                raise ApiError(503, f"The backend of this answer was lost, and {backend.replica} cannot resume a chat.")
             tokens = await backend.tokenize(body.model, stream.text) if stream.needs_tokens else None
             content = stream.next_body(tokens)
+        content = backend.body_for(content, body.model, self._request.adapter)
         # Each attempt gets its own id: the backend may still know the one before.
         request_id = f"{self._request_id}-{self._attempts}" if self._attempts else self._request_id
         self._attempts += 1

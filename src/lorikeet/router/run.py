@@ -27,7 +27,6 @@ from lorikeet.core.ids import ReplicaId
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
 from lorikeet.core.request import Slo
-from lorikeet.core.urls import server_root
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import ProfileError
 from lorikeet.presets import describe_preset, resolve_preset
@@ -36,6 +35,7 @@ from lorikeet.router.app import create_app
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.backends import Backend
 from lorikeet.router.catalog import ModelCatalog
+from lorikeet.router.discovery import Discovery
 from lorikeet.router.health import HEALTH_S, TIMEOUT_S, HealthMonitor
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import PromptLengths
@@ -48,7 +48,7 @@ class RouterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a router is started with.
 
     Attributes:
-        backends: addresses, at least one, all different.
+        backends: as ``discovery.open_source`` takes them, at least one, all different.
         adapters: that clients may ask for from the start.
         preset: the system whose routing and placement are used.
         profile: name or file of a cost profile of one backend, for presets that decide by costs; empty for none.
@@ -162,10 +162,11 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
         ProfileError: the profile cannot be read.
         ValueError: there is no backend, one is given twice, or an address is not valid.
     """
-    urls = [server_root(url) for url in options.backends]
-    if len(set(urls)) < len(urls):
+    if len({text.partition(",")[0] for text in options.backends}) < len(options.backends):
         raise ValueError("a backend is given twice")
-    replicas = [ReplicaId(f"backend-{number}") for number in range(len(urls))]
+    discovery = Discovery(options.backends)
+    specs = await discovery.first()
+    replicas = [ReplicaId(f"backend-{number}") for number in range(len(specs))]
     _, preset = resolve_preset(options.preset)
     profile = load_profile(options.profile) if options.profile else None
     if preset.routing == "seconds" and profile is None:  # backends do not report what their steps cost
@@ -178,7 +179,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     log.info(describe_preset(options.preset), routing=preset.routing, placement=preset.placement)
     if preset.comigration:
         log.info("running requests are not migrated: a router cannot move them between other people's servers")
-    backends = [Backend(replica, url, options.backend_key) for replica, url in zip(replicas, urls, strict=True)]
+    backends = [Backend(replica, spec, options.backend_key) for replica, spec in zip(replicas, specs, strict=True)]
     backend_router = BackendRouter(backends, Dispatcher(router, prefetch=preset.pool_prefetch))
     placements = LocalPlacementService(Orchestrator(placement, time.monotonic()))
     catalog = ModelCatalog(backend_router, options.adapters, placements, preset.placement_period_s)
@@ -186,6 +187,8 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
     try:
         await monitor.start()
         await catalog.start()
+        if not discovery.is_fixed:
+            monitor.follow(discovery, options.backend_key)
         yield RouterParts(
             backend_router,
             catalog,

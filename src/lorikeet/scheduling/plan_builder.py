@@ -22,6 +22,7 @@ from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WaitReason
 from lorikeet.memory.memory import Memory
 from lorikeet.scheduling.batching.mode import ALL_REQUESTS, BatchingPolicy, BatchingSetup, BatchWork, LiveRequest
+from lorikeet.scheduling.drafts import Drafts
 from lorikeet.scheduling.state import SchedulerLimits, Sequence, StepTimeEstimator
 from lorikeet.scheduling.step_costs import StepCostMeter
 
@@ -48,9 +49,9 @@ class PlanBuilder:
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence with as many of its remaining tokens as the budget allows."""
-        tokens = min(sequence.remaining_tokens, self.budget_tokens)
+        tokens, lease = min(sequence.remaining_tokens, self.budget_tokens), sequence.lease
         if tokens:
-            is_cold = sequence.lease is not None and sequence.lease.assisted and sequence.is_cold
+            is_cold = lease is not None and lease.assisted and sequence.is_cold
             (self.assisted if is_cold else self.tokens)[sequence] = tokens
             self.budget_tokens -= tokens
 
@@ -99,6 +100,7 @@ def build_plan(
     repeat: int,
     limit_s: float,
     overlapped: bool,
+    drafts: Drafts,
 ) -> StepPlan:
     """Return the plan of a step, with the transfers and evictions that the memory has begun since the last plan.
 
@@ -110,6 +112,7 @@ def build_plan(
         drops: sequences that the executor may forget.
         merged: the adapter that is merged for the step, None for none.
         repeat, limit_s, overlapped: ``StepPlan.repeat``, ``max_duration_s`` and ``overlapped``.
+        drafts: tokens that are computed beside those of a sequence.
     """
     starts: list[SequenceStart] = []
     steps: list[SequenceStep] = []
@@ -123,7 +126,7 @@ def build_plan(
             adapters[sequence.digest] = None
             if sequence in builder.assisted:
                 assisted[sequence.digest] = None
-        steps.append(sequence.step(tokens))
+        steps.append(sequence.step(tokens, drafts.get(sequence.request_id, ())))
     transfers, urgent = memory.take_transfers()
     return StepPlan(
         step=step,
@@ -306,28 +309,29 @@ class BatchSelector:
         self._switch_s += result.switch_s
         self._merged_steps += result.steps_run if plan.merged is not None else 0
         self._assisted_steps += bool(plan.assisted)
-        decodes, prefill_tokens = 0, 0
+        prefills, decodes, prefill_tokens = 0, 0, 0
         prefill_rows, decode_rows = Counter[AdapterDigest](), Counter[AdapterDigest]()
         types = set[AdapterDigest | None]()
+        sequences, is_merged = self._sequences, plan.merged is not None
         for step in plan.sequences:
-            sequence = self._sequences[step.request_id]
+            sequence, tokens = sequences[step.request_id], step.tokens
             if is_decode := sequence.is_decoding:
-                decodes += 1
+                decodes += tokens
             else:
-                prefill_tokens += step.tokens
+                prefills, prefill_tokens = prefills + 1, prefill_tokens + tokens
             digest = sequence.digest
-            types.add(digest)
-            if digest is not None and plan.merged is None:
-                assert sequence.request.adapter is not None
-                self._refs.setdefault(digest, sequence.request.adapter)
-                (decode_rows if is_decode else prefill_rows)[digest] += step.tokens
+            if digest not in types:
+                types.add(digest)
+                if sequence.request.adapter is not None:
+                    self._refs.setdefault(sequence.request.adapter.digest, sequence.request.adapter)
+            if digest is not None and not is_merged:
+                (decode_rows if is_decode else prefill_rows)[digest] += tokens
         is_assisted = bool(plan.assisted)
         if not is_assisted:
             self.meter.note(result.steps_run, step_s, prefill_tokens, decodes, prefill_rows, decode_rows)
         if not self._mode.follows_requests:
             self._refs.clear()
             return
-        prefills = len(plan.sequences) - decodes
         work = BatchWork(prefills, prefill_tokens, decodes, prefill_rows + decode_rows, types, is_assisted)
         self._mode.ran(result.steps_run, work, step_s, result.switch_s)
 

@@ -117,8 +117,8 @@ class SavingsEstimator:
         if costs is None or plan.merged is None:
             return
         ref = next((each.request.adapter for each in sequences), None)
-        decodes = sum(step.tokens == 1 for step in plan.sequences)
-        prompts = sum(step.tokens for step in plan.sequences if step.tokens > 1)
+        decodes = sum(step.tokens for step in plan.sequences if step.known_tokens == 1)
+        prompts = sum(step.tokens for step in plan.sequences if step.known_tokens > 1)
         rank = 0 if ref is None else ref.max_rank
         lora_s = costs.lora_s + rank * (costs.lora_decode_s * decodes + costs.lora_prefill_s * prompts)
         base_s = costs.step_s + costs.prefill_token_s * prompts + costs.decode_s * decodes

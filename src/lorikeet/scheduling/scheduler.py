@@ -36,6 +36,7 @@ from lorikeet.presets import ColdStart, PreemptedKv, Preset
 from lorikeet.scheduling.admission import AdmissionPolicy, AdmissionQueue, RunningRequest
 from lorikeet.scheduling.background import BackgroundLast
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
+from lorikeet.scheduling.drafts import Drafter, Drafts
 from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_plan, continue_plan
 from lorikeet.scheduling.savings import WAITS_FOR, SavingsEstimator
 from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence, StepTimeEstimator
@@ -91,6 +92,7 @@ class Scheduler:
         self.queue: AdmissionQueue = admission(self._view)
         self._assist_record = record or AssistRecord()
         self._savings = SavingsEstimator(memory, self._step_times, self.selector.meter, assist, self._assist_record)
+        self.drafter = Drafter(limits.max_draft_tokens)
         self._drops: list[RequestId] = []
         self._steps = 0
         self._last_end_s, self.held_until_s = 0.0, math.inf
@@ -217,14 +219,16 @@ class Scheduler:
         )
         # If no request can arrive, or an arrival ends the plan, only work that is due anyway limits its length.
         is_uninterrupted = until_s is not None or (async_scheduling and not len(self.queue))
-        repeat = self._repeat(builder, now, async_scheduling=async_scheduling, is_uninterrupted=is_uninterrupted)
+        drafts = self._draft(builder, now)
+        repeat = 1
+        if not (drafts or self.drafter.pays(builder.tokens)):
+            repeat = self._repeat(builder, now, async_scheduling=async_scheduling, is_uninterrupted=is_uninterrupted)
         due_s = min(math.inf if until_s is None else until_s, self._memory.swapper.due_s)
         limit_s = due_s - now if is_uninterrupted else limits.multi_step_limit_s
         limit_s = min(limit_s, self.queue.due_s - now if len(self.queue) else math.inf)
         drops, self._drops = tuple(self._drops), []
-        plan = build_plan(
-            builder, self._steps, self._memory, form, drops, merged, repeat, limit_s, async_scheduling and repeat > 1
-        )
+        overlapped = async_scheduling and repeat > 1
+        plan = build_plan(builder, self._steps, self._memory, form, drops, merged, repeat, limit_s, overlapped, drafts)
         self._steps += not plan.is_empty
         return plan
 
@@ -404,6 +408,21 @@ class Scheduler:
                 return int(repeat)
         return 1
 
+    def _draft(self, builder: PlanBuilder, now: float) -> Drafts:
+        """Return tokens to verify in the step, and lease blocks for them; none if they do not fit beside the others."""
+        if not self._limits.max_draft_tokens or builder.preempted:
+            return {}
+        # A prefill that ends in the step has a draft, too: answers of an adapter often begin alike.
+        sequences = [s for s, tokens in builder.tokens.items() if tokens == s.remaining_tokens and not s.is_cold]
+        cost = self._step_times.row_cost(len(builder.tokens))
+        drafts = self.drafter.draft(sequences, builder.budget_tokens, cost)
+        ahead = [
+            (s.lease, len(s.token_ids) + len(drafts[s.request_id]))
+            for s in sequences
+            if s.lease and s.request_id in drafts
+        ]
+        return drafts if self._memory.try_grow(ahead, now) else {}
+
     # --- commit --------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> None:
@@ -413,10 +432,11 @@ class Scheduler:
             self._last_end_s = now
             step_s = (result.duration_s - result.switch_s) / result.steps_run
             self._memory.note_step(step_s)
-            prefill = [step.tokens for step in plan.sequences if step.tokens > 1]
+            prefill = [step.tokens for step in plan.sequences if step.tokens > 1 and step.known_tokens > 1]
+            drafted = sum([len(step.draft) for step in plan.sequences]) if self._limits.max_draft_tokens else 0
             self._decode_steps = 0 if prefill else self._decode_steps + result.steps_run
             if not plan.assisted:
-                self._step_times.note(sum(prefill), len(plan.sequences) - len(prefill), step_s)
+                self._step_times.note(sum(prefill), len(plan.sequences) - len(prefill) + drafted, step_s)
             self.selector.note(plan, result, step_s)
             if plan.merged is not None:
                 merged = [self._sequences[step.request_id] for step in plan.sequences]
@@ -432,8 +452,12 @@ class Scheduler:
             finish = self._outputs.accept(sequence, tokens, now)
             if tokens and sequence.cold_start is not None:
                 self._outputs.events += self._savings.cold_ended(sequence, now)
-            # A plan of several steps may have run past a stop token; KV beyond that is not counted as computed.
-            sequence.computed_tokens = min(step.start + step.tokens + more, len(sequence.token_ids))
+            # A plan of several steps may have run past a stop token; KV beyond that is not counted as computed. Nor is
+            # that of drafted tokens that did not come: the next tokens overwrite it.
+            kept = step.kept(tokens) if step.draft else 0
+            if self._limits.max_draft_tokens:
+                self.drafter.note(sequence, len(step.draft), kept, len(tokens))
+            sequence.computed_tokens = min(step.start + step.known_tokens + kept + more, len(sequence.token_ids))
             if sequence.request.pooling is not None and not sequence.remaining_tokens:
                 finish = FinishReason.STOP, None
             is_new = self._memory.has_uncommitted_blocks(sequence.lease, sequence.computed_tokens)
@@ -471,6 +495,7 @@ class Scheduler:
     def _remove(self, sequence: Sequence, now: float, *, will_resume: bool = False, keep_kv: bool = False) -> None:
         """Remove a sequence from the queue or the running list, and release its blocks."""
         del self._sequences[sequence.request_id]
+        self.drafter.ended(sequence, will_resume=will_resume)
         if sequence.lease is None:
             self.queue.remove(sequence.request, now)
             return

@@ -144,6 +144,12 @@ class StepTimeEstimator:
         base_s, prefill_s, decode_s = self._fit.parts().tolist()
         return float(base_s + prefill_s * prefill_tokens + decode_s * decodes)
 
+    def row_cost(self, rows: int) -> float:
+        """Return what one more decoded row adds to a step, as a share of the step's time for each of its ``rows``."""
+        base_s, _, decode_s = self._fit.parts().tolist()
+        of_row_s = float(base_s) / max(1, rows) + float(decode_s)
+        return float(decode_s) / of_row_s if of_row_s else 0.0
+
     def prefill_s(self, tokens: float) -> float:
         """Return the expected seconds by which so many prompt tokens lengthen a step."""
         return float(self._fit.parts().tolist()[1]) * tokens
@@ -162,6 +168,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
         max_model_len: most tokens of a sequence.
         num_scheduler_steps: most identical decode steps in one plan.
         multi_step_limit_s: time after which a plan of several steps ends, in seconds.
+        max_draft_tokens: most tokens of a sequence that are drafted for a step; 0: none are.
         async_scheduling: whether the executor returns each step of such a plan while the next one is running. The two
             limits above then apply only while requests wait; otherwise plans are longer, unless ``num_scheduler_steps``
             is 1.
@@ -173,6 +180,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True):
     num_scheduler_steps: int = 1
     multi_step_limit_s: float = 0.05
     async_scheduling: bool = False
+    max_draft_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -270,7 +278,8 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Whether one more token is to be computed, after the first output token."""
-        return self.remaining_tokens == 1 and self.output_tokens > 0
+        known = len(self.token_ids)  # asked several times a step for every sequence
+        return known - self.computed_tokens == 1 and known > self.prompt_tokens
 
     def start(self) -> SequenceStart:
         """Return the data that the executor needs to start it."""
@@ -286,11 +295,12 @@ class Sequence:
             request.adapter_start,
         )
 
-    def step(self, tokens: int) -> SequenceStep:
+    def step(self, tokens: int, draft: tuple[int, ...] = ()) -> SequenceStep:
         """Return its part of a plan, which sends all its new blocks to the executor.
 
         Args:
-            tokens: number of tokens to compute.
+            tokens: number of tokens to compute, without the draft.
+            draft: as of ``SequenceStep``.
         """
         assert self.lease is not None
         blocks, known = self.lease.blocks, self.sent_blocks
@@ -298,7 +308,9 @@ class Sequence:
         if known < len(blocks):
             new_blocks, self.sent_blocks = tuple(blocks[known:]), len(blocks)
         samples = tokens == len(self.token_ids) - self.computed_tokens and self.request.pooling is None
-        return SequenceStep(self.request.request_id, self.computed_tokens, tokens, new_blocks, samples)
+        return SequenceStep(
+            self.request.request_id, self.computed_tokens, tokens + len(draft), new_blocks, samples, draft
+        )
 
     def export(self) -> Request:
         """Return a request that resumes it, in this or another engine."""
@@ -384,10 +396,11 @@ class OutputCollector:
         most = sequence.max_total_tokens - sequence.prompt_tokens
         finish: tuple[FinishReason, int | None] | None = None
         for token in tokens:
-            token_ids.append(token.token_id)
+            token_id = token.token_id
+            token_ids.append(token_id)
             made += 1
-            if token.token_id in stops and made > min_tokens:
-                finish = FinishReason.STOP, token.token_id
+            if stops and token_id in stops and made > min_tokens:
+                finish = FinishReason.STOP, token_id
                 break
             if made >= most:
                 finish = FinishReason.LENGTH, None
@@ -397,6 +410,6 @@ class OutputCollector:
             self.events.append(FirstToken(request.request_id, now))
         if made > sent:
             begin = max(index, sent)
-            new = tokens[begin - index : made - index]
+            new = tokens if begin == index and made - index == len(tokens) else tokens[begin - index : made - index]
             self._tokens.append(TokenOutput(request.request_id, request.attempt, begin, new))
         return finish

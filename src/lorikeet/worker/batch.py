@@ -17,10 +17,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class GrowingInts:
-    """An int64 array that grows at its end; slices of it are views."""
+    """An int64 array that grows at its end; slices of it are views.
+
+    Args:
+        values: the first ones; an array is not copied before it grows.
+    """
 
     def __init__(self, values: Iterable[int] = ()) -> None:
-        self._buffer: Ints = np.fromiter(values, dtype=np.int64)
+        self._buffer: Ints = values if isinstance(values, np.ndarray) else np.fromiter(values, dtype=np.int64)
         self._length = len(self._buffer)
 
     def __len__(self) -> int:
@@ -84,6 +88,11 @@ class SequenceState:
         self.pooled_sum: Tensor | None = None
 
     @property
+    def origin(self) -> "SequenceState":
+        """Itself; of a :class:`DraftedSequence` its sequence."""
+        return self
+
+    @property
     def embedded_tokens(self) -> int:
         """How many of its first tokens have embeddings of their own."""
         return 0 if self.embeds is None else len(self.embeds)
@@ -107,6 +116,29 @@ class SequenceState:
         self.token_ids.append(token_id)
 
 
+class DraftedSequence:
+    """A sequence as it will be if the first tokens of a draft come; for the sampler.
+
+    Args:
+        origin: the sequence.
+        token_ids: its tokens and those drafted ones.
+    """
+
+    def __init__(self, origin: SequenceState, token_ids: Ints) -> None:
+        self.origin = origin
+        self.sampling: SamplingParams = origin.sampling
+        self.prompt_tokens = origin.prompt_tokens
+        self.embedded_tokens = origin.embedded_tokens
+        self.token_ids = GrowingInts(token_ids)
+
+
+def drafted_sequences(sequence: SequenceState, draft: Sequence[int]) -> list[DraftedSequence]:
+    """Return what a sequence is before each token that a step with a draft yields, by how many drafted ones came."""
+    known = len(sequence.token_ids)
+    token_ids = np.concatenate((sequence.token_ids.values, np.array(draft, dtype=np.int64)))
+    return [DraftedSequence(sequence, token_ids[: known + came]) for came in range(len(draft) + 1)]
+
+
 def _rows_of(embeds: PromptEmbeds, tokens: int) -> Tensor:
     numbers = torch.frombuffer(bytearray(embeds.data), dtype=torch_dtype(embeds.dtype))
     return numbers.view(tokens, -1)
@@ -122,6 +154,7 @@ class BatchRow(NamedTuple):
         samples: whether the last token's logits are sampled.
         scored: how many of the tokens, from the first on, have logits that score the prompt.
         pooled: how many of the tokens, the last ones, have hidden states that are pooled; then nothing is sampled.
+        draft: the last of the tokens, which are not known yet; logits before and after each are sampled.
     """
 
     sequence: SequenceState
@@ -130,6 +163,13 @@ class BatchRow(NamedTuple):
     samples: bool
     scored: int = 0
     pooled: int = 0
+    draft: Sequence[int] = ()
+
+    @property
+    def token_ids(self) -> Ints:
+        """The tokens that are computed."""
+        known = self.sequence.token_ids.values[self.start : self.start + self.tokens - len(self.draft)]
+        return np.concatenate((known, np.array(self.draft, dtype=np.int64))) if self.draft else known
 
 
 class AdapterRows(NamedTuple):
@@ -202,7 +242,7 @@ def build_batch(
         sample_rows=_tensor(_sample_rows(rows, firsts, stops)),
     )
     return Batch(
-        token_ids=tensor(_concatenate([r.sequence.token_ids.values[r.start : r.start + r.tokens] for r in rows])),
+        token_ids=tensor(_concatenate([row.token_ids for row in rows])),
         positions=tensor(positions),
         slot_blocks=tensor(
             _concatenate(
@@ -237,14 +277,16 @@ def _embeds(rows: Sequence[BatchRow], firsts: Ints, device: torch.device) -> tup
 def _sample_rows(rows: Sequence[BatchRow], firsts: Ints, stops: Ints) -> Ints:
     """Return the rows of a batch whose hidden states are needed.
 
-    Of each sequence these are those that score its prompt, its last if it samples, and those that are pooled.
+    Of each sequence these are those that score its prompt, its last and those of a draft if it samples, and those that
+    are pooled.
     """
     last = stops[np.array([row.samples for row in rows], dtype=bool)] - 1
-    if not any(row.scored or row.pooled for row in rows):
+    if not any(row.scored or row.pooled or row.draft for row in rows):
         return last
     scored = [first + np.arange(row.scored) for row, first in zip(rows, firsts, strict=True)]
     pooled = [stop - row.pooled + np.arange(row.pooled) for row, stop in zip(rows, stops, strict=True)]
-    return np.sort(np.concatenate([last, *scored, *pooled]))
+    drafted = [stop - 1 - len(row.draft) + np.arange(len(row.draft)) for row, stop in zip(rows, stops, strict=True)]
+    return np.sort(np.concatenate([last, *scored, *pooled, *drafted]))
 
 
 def lora_batch(
@@ -278,9 +320,10 @@ def check_rows(rows: Sequence[BatchRow], block_size: int, more: int = 0) -> None
     """
     for row in rows:
         context, sequence = row.start + row.tokens, row.sequence
-        if row.tokens < 1 or row.start < 0 or context > len(sequence.token_ids):
+        known = context - len(row.draft)
+        if row.tokens < 1 or row.start < 0 or known > len(sequence.token_ids):
             raise ValueError(
-                f"request {sequence.request_id}: tokens {row.start} to {context} are to be computed, "
+                f"request {sequence.request_id}: tokens {row.start} to {known} are to be computed, "
                 f"it has {len(sequence.token_ids)}"
             )
         if _blocks(context + more, block_size) > len(sequence.blocks):

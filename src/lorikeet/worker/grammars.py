@@ -147,6 +147,11 @@ class Follower(Protocol):
     token_ids: GrowingInts
     prompt_tokens: int
 
+    @property
+    def origin(self) -> "Follower":
+        """The sequence itself, without drafted tokens."""
+        ...
+
 
 class Masks(NamedTuple):
     """The tokens that may come next in each of some sequences.
@@ -225,7 +230,7 @@ class GrammarMasks:
 
     def error(self, sequence: Follower) -> str:
         """Return why the mask of a sequence could not be computed; empty if it could."""
-        state = self._states.get(sequence)
+        state = self._states.get(sequence.origin)
         return "" if state is None else state.error
 
     def close(self) -> None:
@@ -237,9 +242,9 @@ class GrammarMasks:
         bits = np.zeros((len(sequences), self._words), dtype=np.int32)
         forced: list[tuple[int, ...]] = []
         for row, sequence in zip(bits, sequences, strict=True):
-            state = self._states.get(sequence)
+            state = self._states.get(sequence.origin)
             if state is None:
-                state = self._states[sequence] = _State(self._compiler, sequence.sampling.grammar)
+                state = self._states[sequence.origin] = _State(self._compiler, sequence.sampling.grammar)
             state.fill(row, sequence)
             forced.append(state.force(row) if self._forces and _may_force(sequence.sampling) else ())
         stops = [sequence.sampling.stop_token_ids for sequence in sequences]
@@ -256,6 +261,7 @@ class _State:
 
     def __init__(self, compiler: GrammarCompiler, grammar: str) -> None:
         self._read = 0
+        self._drafted: list[int] = []  # the last tokens that it has read, if they may not come
         self.error = ""
         try:
             self._matcher = compiler.matcher(grammar)
@@ -263,14 +269,23 @@ class _State:
             self.error = str(error)
 
     def fill(self, row: NDArray[np.int32], sequence: Follower) -> None:
-        """Read the sequence's new tokens and set the bits of those that may come next; none after an error."""
+        """Read the sequence's new tokens and set the bits of those that may come next.
+
+        None are set after an error, and after a drafted token that may not come.
+        """
         if self.error:
             return
         began_s = time.thread_time()
-        new = sequence.token_ids.values[sequence.prompt_tokens + self._read :].tolist()
+        outputs = sequence.token_ids.values[sequence.prompt_tokens :]
+        self._forget_drafted(outputs)
+        new = outputs[self._read :].tolist()
+        drafted = len(sequence.token_ids) - len(sequence.origin.token_ids)
+        if drafted and self._matcher.validate_tokens(new) < len(new):
+            return
         self._read += len(new)
         for token_id in new:
             self._matcher.consume_token(token_id)
+        self._drafted = outputs[len(outputs) - drafted :].tolist()
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():
@@ -279,6 +294,17 @@ class _State:
             self.error = "the grammar takes too long: simplify it, above all its repetitions"
         if self.error:
             row[:] = 0
+
+    def _forget_drafted(self, outputs: NDArray[np.int64]) -> None:
+        """Go back to before the first drafted token that is not among the outputs."""
+        first = self._read - len(self._drafted)
+        pairs = zip(self._drafted, outputs[first:].tolist(), strict=False)
+        came = next((at for at, (drafted, token_id) in enumerate(pairs) if drafted != token_id), None)
+        came = min(len(self._drafted), len(outputs) - first) if came is None else came
+        if came < len(self._drafted):
+            self._matcher.rollback(len(self._drafted) - came)
+            self._read = first + came
+        self._drafted = self._drafted[:came]
 
     def force(self, row: NDArray[np.int32]) -> tuple[int, ...]:
         """If several tokens must come next, leave the first alone in the row; return the others, at most so many."""

@@ -109,7 +109,8 @@ class Rank:
             samples: False skips the output layer, for ranks that do not sample.
 
         Returns:
-            Its output, without ``samples`` an empty one.
+            Its output, without ``samples`` an empty one. A sequence with a draft has a row of logits more for each
+            drafted token.
 
         Raises:
             ExecutorError: an adapter, tokens or blocks that the plan needs are missing.
@@ -182,7 +183,7 @@ class Rank:
     def _row(self, step: SequenceStep, ran: int) -> BatchRow:
         sequence, start = self.sequence(step.request_id), step.start + ran
         scored, pooled = (of(start, step.tokens) for of in (sequence.scored_tokens, sequence.pooled_tokens))
-        return BatchRow(sequence, start, step.tokens, step.samples, scored, pooled)
+        return BatchRow(sequence, start, step.tokens, step.samples, scored, pooled, step.draft)
 
     def _outputs(
         self, hidden: Tensor, rows: Seq[BatchRow], lora: LoraBatch | None = None, *, samples: bool
@@ -202,8 +203,8 @@ class Rank:
                 scored.append(ScoredRows(row.sequence, at, row.start + 1, row.scored))
             at += row.scored
             if row.samples:
-                sampled.append(at)
-                at += 1
+                sampled += range(at, at + 1 + len(row.draft))
+                at += 1 + len(row.draft)
             if row.pooled:
                 pooled.append(PooledRows(row.sequence, at, row.start + row.tokens - row.pooled, row.pooled))
             at += row.pooled

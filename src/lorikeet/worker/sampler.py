@@ -48,6 +48,11 @@ class Sampled(Protocol):
         """How many of the first ids mean nothing."""
         ...
 
+    @property
+    def origin(self) -> "Sampled":
+        """The sequence itself, without drafted tokens."""
+        ...
+
 
 class Bias(NamedTuple):
     """A logit bias: ``values`` (fp32) are added to the logits of ``token_ids`` (int64), which may repeat."""

@@ -1,7 +1,7 @@
 """The torch executor: runs plans with real weights on rank 0 and leads the other ranks."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,6 +18,7 @@ from lorikeet.models.config import BaseConfig, ModelConfig, max_model_len
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.presets import ColdStart, resolve_preset
 from lorikeet.worker.batch import SequenceState as RankSequence
+from lorikeet.worker.batch import drafted_sequences
 from lorikeet.worker.decode_graphs import DecodeGraphs, build_graphs
 from lorikeet.worker.grammars import GrammarCompiler, GrammarMasks
 from lorikeet.worker.host_lora.assisted_step import HostLoraLeader
@@ -25,7 +26,7 @@ from lorikeet.worker.host_lora.start import build_host_lora, start_worker_proces
 from lorikeet.worker.memory_profiling import arena_blocks, host_arena_blocks
 from lorikeet.worker.rank import Rank, sampling_steps
 from lorikeet.worker.rank_setup import RankModel, allocate_arena, load_rank, read_base_config
-from lorikeet.worker.sampler import NOT_FINITE, Sampler
+from lorikeet.worker.sampler import NOT_FINITE, Sampled, Sampler
 from lorikeet.worker.tensor_parallel import RankProcesses
 from lorikeet.worker.threads import CpuBudget, requested_threads
 from lorikeet.worker.transfer.finished import FinishedTransfers
@@ -49,13 +50,30 @@ class StepRunner(Protocol):
         """Start the next step."""
         ...
 
-    def take(self) -> list[Token | str]:
-        """Wait for the oldest step that was launched; return a token, or why there is none, for each that samples.
+    def take(self) -> "list[StepTokens]":
+        """Wait for the oldest step that was launched; return what it yielded, for each sequence that samples.
 
         The caller appends the tokens to the sequences before it launches
         another step beyond the lead.
         """
         ...
+
+
+class StepTokens(NamedTuple):
+    """What a step yielded for a sequence: a token, and more if a draft was right or a grammar leaves no choice.
+
+    Attributes:
+        tokens: in order.
+        failure: why there are no tokens; empty if there are.
+    """
+
+    tokens: list[Token]
+    failure: str = ""
+
+    @classmethod
+    def of(cls, token: Token | str) -> "StepTokens":
+        """Return what the sampler says of one row."""
+        return cls([], token) if isinstance(token, str) else cls([token])
 
 
 class EagerRunner:
@@ -74,7 +92,12 @@ class EagerRunner:
         self._rank = rank
         self._sampler = sampler
         self._plan = plan
-        self._sequences = sequences
+        drafts = [step.draft for step in sampling_steps(plan)]
+        self._drafts: Sequence[tuple[int, ...]] = drafts if any(drafts) else ()
+        self._sampled: Sequence[Sampled] = sequences
+        if self._drafts:
+            pairs = zip(sequences, drafts, strict=True)
+            self._sampled = [each for sequence, draft in pairs for each in drafted_sequences(sequence, draft)]
         self._ran = 0
         self._logits: Tensor | None = None
         self.prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -82,19 +105,52 @@ class EagerRunner:
 
     def launch(self) -> None:
         """Compute the logits of the next step."""
-        self._sampler.begin(self._sequences)
+        self._sampler.begin(self._sampled)
         output = self._rank.forward(self._plan, self._ran)
         self._logits = output.logits
         self.prompt_logprobs += output.prompt_logprobs
         self.pooled += output.pooled
         self._ran += 1
 
-    def take(self) -> list[Token | str]:
+    def take(self) -> list[StepTokens]:
         """Sample. Without sampling sequences, still wait for the device, so that the plan's duration is right."""
         assert self._logits is not None
-        if not self._sequences:
+        if not self._sampled:
             self._rank.wait()
-        return self._sampler.sample(self._logits, self._sequences)
+        sampled = self._sampler.sample(self._logits, self._sampled)
+        forced = self._sampler.take_forced()
+        if not self._drafts:
+            found = [StepTokens.of(token) for token in sampled]
+            for row, token_ids in forced.items():
+                found[row].tokens.extend(map(Token, token_ids))
+            return found
+        found, first = [], 0
+        for draft in self._drafts:
+            found.append(_accepted(sampled[first : first + len(draft) + 1], draft, first, forced))
+            first += len(draft) + 1
+        return found
+
+
+def _accepted(
+    sampled: Sequence[Token | str], draft: Sequence[int], first: int, forced: Mapping[int, tuple[int, ...]]
+) -> StepTokens:
+    """Return the tokens that came: those before the first that differs from the draft, that one, and forced ones.
+
+    Args:
+        sampled: the token before and after each drafted one, if that came; or why there is none.
+        draft: the drafted tokens.
+        first: row of the first of ``sampled``.
+        forced: tokens that must follow those of some rows.
+    """
+    tokens: list[Token] = []
+    for at, token in enumerate(sampled):
+        if isinstance(token, str):
+            return StepTokens([], token)
+        tokens.append(token)
+        if at == len(draft) or token.token_id != draft[at]:
+            tokens.extend(map(Token, forced.get(first + at, ())))
+            break
+    return StepTokens(tokens)
 
 
 class GraphRunner:
@@ -144,12 +200,16 @@ class GraphRunner:
             self._sampler.begin(self._sequences)
         self._ran += 1
 
-    def take(self) -> list[Token | str]:
+    def take(self) -> list[StepTokens]:
         """Wait for the tokens of the oldest step."""
         chosen = self._graphs.take()
         if self._runs_ahead:
-            return [NOT_FINITE if chosen[row] < 0 else Token(chosen[row]) for row in self._kept_rows]
-        return self._sampler.sample(self._graphs.logits[: len(chosen)], self._sequences, chosen)
+            return [StepTokens.of(NOT_FINITE if chosen[row] < 0 else Token(chosen[row])) for row in self._kept_rows]
+        sampled = self._sampler.sample(self._graphs.logits[: len(chosen)], self._sequences, chosen)
+        found = [StepTokens.of(token) for token in sampled]
+        for row, token_ids in self._sampler.take_forced().items():
+            found[row].tokens.extend(map(Token, token_ids))
+        return found
 
 
 class _PlanRun(NamedTuple):
@@ -353,29 +413,31 @@ class TorchExecutor:
             while launched < min(wanted, taken + 1 + runner.lead):
                 runner.launch()
                 launched += 1
-            sampled = runner.take()
+            found = runner.take()
             taken += 1
-            forced = self._sampler.take_forced()
-            for row, (sequence, token, collected) in enumerate(zip(sequences, sampled, tokens, strict=True)):
+            for sequence, new, collected in zip(sequences, found, tokens, strict=True):
                 if sequence.request_id in ended:
                     continue  # the step was launched before the end was known
-                if isinstance(token, str):
-                    failed[sequence.request_id] = token
-                else:
-                    collected += [token, *map(Token, forced.get(row, ()))]
-                if isinstance(token, str) or token.token_id in sequence.sampling.stop_token_ids:
+                collected += new.tokens
+                if new.failure:
+                    failed[sequence.request_id] = new.failure
+                if new.failure or any(token.token_id in sequence.sampling.stop_token_ids for token in new.tokens):
                     ended.add(sequence.request_id)
             if plan.overlapped:
                 wanted = taken  # steps that were launched run on
-            elif ended or forced or time.monotonic() - started_s >= plan.max_duration_s:
+            elif (
+                ended
+                or any(len(new.tokens) > 1 for new in found)
+                or time.monotonic() - started_s >= plan.max_duration_s
+            ):
                 wanted = launched
             # A sequence that failed gets token 0 for the bookkeeping of this step. The engine drops it next.
-            chosen = [0 if isinstance(token, str) else token.token_id for token in sampled]
+            chosen = [0 if new.failure else new.tokens[0].token_id for new in found]
             self._others.broadcast(chosen, has_more=taken < wanted)
             self._rank.append(steps, chosen)
-            for row, token_ids in forced.items():
-                for token_id in token_ids:
-                    sequences[row].add_token(token_id)
+            for sequence, new in zip(sequences, found, strict=True):
+                for token in new.tokens[1:]:
+                    sequence.add_token(token.token_id)
         self._running = runner if isinstance(runner, GraphRunner) and launched > taken else None
         return _PlanRun(tokens, failed, taken, runner.prompt_logprobs, runner.pooled)
 

@@ -6,7 +6,7 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lorikeet.adapters.checkpoint import DescribeOptions
+from lorikeet.adapters.checkpoint import DescribeOptions, begin_digest
 from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE, AdapterDescription
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.manifest import MANIFEST_FILE, Manifest, write_manifest
 from lorikeet.adapters.reader import describe
+from lorikeet.cluster.adapters.peer import Arriving
 from lorikeet.core.ids import AdapterDigest
 
 Files = dict[str, NDArray[np.uint8]]
@@ -185,8 +186,12 @@ class PoolFolder:
                 self.delete(digest)
         return intact
 
-    def read(self, digest: AdapterDigest) -> Files:
-        """Return the files of a version.
+    def has(self, digest: AdapterDigest) -> bool:
+        """Return whether a version is there and intact."""
+        return self._problem(digest) is None
+
+    def intact(self, digest: AdapterDigest) -> Path:
+        """Return the folder of a version.
 
         Raises:
             PoolFolderError: it is missing, or was changed after it was stored.
@@ -194,7 +199,11 @@ class PoolFolder:
         problem = self._problem(digest)
         if problem is not None:
             raise PoolFolderError(f"adapter {digest}: {problem}")
-        return read_files(self.folder(digest))
+        return self.folder(digest)
+
+    def read(self, digest: AdapterDigest) -> Files:
+        """Return the files of a version; raises as :meth:`intact`."""
+        return read_files(self.intact(digest))
 
     def store(self, digest: AdapterDigest, files: Mapping[str, NDArray[np.uint8]]) -> Path:
         """Check received files and store them. An intact version that is present already is kept.
@@ -206,6 +215,65 @@ class PoolFolder:
             PoolFolderError: the content does not match the digest.
             PoolFolderUnwritableError: the folder cannot be written.
         """
+
+        def fill(staged: Path) -> None:
+            for name in (CONFIG_FILE, WEIGHTS_FILE):
+                (staged / name).write_bytes(files[name].data)
+            write_manifest(staged, _checked(staged, digest))
+
+        return self._add(digest, fill)
+
+    def link(self, digest: AdapterDigest, source: Path) -> Path:
+        """Share the files of an intact version in another folder of this machine, or copy them where that cannot be.
+
+        Returns:
+            The version's folder, which a loader can read.
+
+        Raises:
+            PoolFolderError: it is gone meanwhile.
+            PoolFolderUnwritableError: the folder cannot be written.
+        """
+
+        def fill(staged: Path) -> None:
+            for name in (CONFIG_FILE, WEIGHTS_FILE, MANIFEST_FILE):
+                try:
+                    os.link(source / name, staged / name)
+                except FileNotFoundError as error:
+                    raise PoolFolderError(f"adapter {digest}: there is no {error.filename}") from error
+                except OSError:  # another file system
+                    shutil.copy2(source / name, staged / name)  # with its time, which the manifest has
+
+        return self._add(digest, fill)
+
+    def receive(self, digest: AdapterDigest, arriving: Arriving) -> Path:
+        """Receive an adapter from a peer, and check it on the way. An intact version that is present already is kept.
+
+        Returns:
+            The version's folder, which a loader can read.
+
+        Raises:
+            PoolFolderError: the content does not match the digest.
+            PoolFolderUnwritableError: the folder cannot be written.
+            PeerError: the peer was lost.
+        """
+        offer = arriving.offer
+
+        def fill(staged: Path) -> None:
+            (staged / CONFIG_FILE).write_bytes(offer.config)
+            try:
+                found = begin_digest(staged / CONFIG_FILE)
+                manifest = msgspec.json.decode(offer.manifest, type=Manifest) if offer.manifest else None
+            except (AdapterError, msgspec.DecodeError) as error:
+                raise PoolFolderError(f"adapter {digest} arrived damaged: {error}") from error
+            arriving.receive(staged / WEIGHTS_FILE, found)
+            if found.hexdigest() != digest:
+                raise _damaged(digest, found.hexdigest())
+            write_manifest(staged, _checked(staged, digest) if manifest is None else manifest)
+
+        return self._add(digest, fill)
+
+    def _add(self, digest: AdapterDigest, fill: Callable[[Path], None]) -> Path:
+        """Have a version's files written to a new folder, unless it is there, and return its folder."""
         place = self.folder(digest)
         if self._problem(digest) is None:
             return place
@@ -213,12 +281,7 @@ class PoolFolder:
             with tempfile.TemporaryDirectory(dir=self._incoming, ignore_cleanup_errors=True) as parent:
                 staged = Path(parent) / "version"
                 staged.mkdir()
-                for name in (CONFIG_FILE, WEIGHTS_FILE):
-                    (staged / name).write_bytes(files[name].data)
-                found = _checked(staged, digest)
-                if found.extras:  # which base they are for decides their names, and the pool knows none
-                    found = msgspec.structs.replace(found, modules=(), extras=())
-                write_manifest(staged, found)
+                fill(staged)
                 with self._publishing:
                     if self._problem(digest) is not None:  # otherwise a concurrent call was faster
                         self._remove(digest)
@@ -269,5 +332,11 @@ def _checked(folder: Path, digest: AdapterDigest) -> AdapterDescription:
     except AdapterError as error:
         raise PoolFolderError(f"adapter {digest} arrived damaged: {error}") from error
     if found.digest != digest:
-        raise PoolFolderError(f"adapter {digest} arrived damaged: its content has the digest {found.digest}")
+        raise _damaged(digest, found.digest)
+    if found.extras:  # which base they are for decides their names, and the pool knows none: loaders read them again
+        return msgspec.structs.replace(found, modules=(), extras=())
     return found
+
+
+def _damaged(digest: AdapterDigest, found: str) -> PoolFolderError:
+    return PoolFolderError(f"adapter {digest} arrived damaged: its content has the digest {found}")

@@ -1,6 +1,6 @@
 """Moves the files of adapters to replicas: the interface, and the transport for replicas on one machine.
 
-On one machine each replica has a folder, and adapters are copied as plain files.
+On one machine each replica has a folder, and replicas share files.
 """
 
 import asyncio
@@ -11,11 +11,11 @@ import msgspec
 
 from lorikeet.cluster.adapters.folder import (
     Files,
-    PoolFolder,
     PoolFolderError,
     PoolFolderUnwritableError,
     read_files,
 )
+from lorikeet.cluster.adapters.replica_pool import ReplicaPool, is_in_memory
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
@@ -38,8 +38,26 @@ def copy_error(what: str, error: Exception, reason: str = "") -> TransportError:
     return kind(f"{what}: {reason or error}")
 
 
+class Traffic(msgspec.Struct):
+    """Bytes of weights that a transport has moved.
+
+    Attributes:
+        peer_bytes: from the memory of one process straight to that of another.
+        disk_bytes: written to a destination's disk.
+    """
+
+    peer_bytes: int = 0
+    disk_bytes: int = 0
+
+
 class Transport(Protocol):
-    """Copies adapters between replicas. Calls may overlap, also for the same adapter."""
+    """Copies adapters between replicas. Calls may overlap, also for the same adapter.
+
+    Attributes:
+        traffic: so far.
+    """
+
+    traffic: Traffic
 
     async def copy(self, adapter: AdapterRef, source: ReplicaId, destination: ReplicaId) -> AdapterRef:
         """Copy an adapter from one replica to another.
@@ -99,16 +117,18 @@ class LocalTransport:
     """
 
     def __init__(self, pool_dir: Path) -> None:
+        self.traffic = Traffic()
         self._pool_dir = pool_dir
-        self._folders: dict[ReplicaId, PoolFolder] = {}
+        self._pools: dict[ReplicaId, ReplicaPool] = {}
 
     async def copy(self, adapter: AdapterRef, source: ReplicaId, destination: ReplicaId) -> AdapterRef:
-        """Copy the files from one folder to the other."""
+        """Let the destination share the files of the source."""
         try:
-            files = await asyncio.to_thread(self._of(source).read, adapter.digest)
-            return await self._store(adapter, destination, files)
+            source_folder = await asyncio.to_thread(self._of(source).intact, adapter.digest)
+            place = await asyncio.to_thread(self._of(destination).link, adapter.digest, source_folder)
         except PoolFolderError as error:
             raise copy_error(f"adapter {adapter.name!r} from {source} to {destination}", error) from error
+        return msgspec.structs.replace(adapter, folder=str(place))
 
     async def provide(self, adapter: AdapterRef, destination: ReplicaId) -> AdapterRef:
         """Copy the source files to the folder."""
@@ -141,20 +161,22 @@ class LocalTransport:
 
     def release(self, replica: ReplicaId) -> None:
         """Close the replica's folder."""
-        if (folder := self._folders.pop(replica, None)) is not None:
-            folder.close()
+        if (pool := self._pools.pop(replica, None)) is not None:
+            pool.close()
 
     def close(self) -> None:
         """Close all folders, so that another process may use them."""
-        for folder in self._folders.values():
-            folder.close()
-        self._folders.clear()
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
 
     async def _store(self, adapter: AdapterRef, destination: ReplicaId, files: Files) -> AdapterRef:
         place = await asyncio.to_thread(self._of(destination).store, adapter.digest, files)
+        if not is_in_memory(place):
+            self.traffic.disk_bytes += adapter.weight_bytes
         return msgspec.structs.replace(adapter, folder=str(place))
 
-    def _of(self, replica: ReplicaId) -> PoolFolder:
-        if replica not in self._folders:
-            self._folders[replica] = PoolFolder(self._pool_dir / replica)
-        return self._folders[replica]
+    def _of(self, replica: ReplicaId) -> ReplicaPool:
+        if replica not in self._pools:
+            self._pools[replica] = ReplicaPool(self._pool_dir, replica)
+        return self._pools[replica]

@@ -332,6 +332,8 @@ class AdapterCopier:
                 self._place(await self._transport.provide(ref, copy.replica), copy.replica)
             self.counts.provisions += 1
             self.counts.provided_bytes += ref.weight_bytes
+        traffic = self._transport.traffic
+        self.counts.peer_bytes, self.counts.disk_bytes = traffic.peer_bytes, traffic.disk_bytes
 
     def _lock(self, adapter: AdapterDigest, replica: ReplicaId) -> asyncio.Lock:
         """Return the lock of one adapter at one replica. It exists as long as it is held or awaited."""

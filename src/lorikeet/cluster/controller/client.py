@@ -7,7 +7,8 @@ on with others.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -45,6 +46,18 @@ _DRAIN_CHECK_S = 0.05
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 log = structlog.get_logger("lorikeet")
+
+
+REPLACE_S, _MAX_REPLACE_S = 10.0, 300.0
+"""Seconds until another replica is started in place of one that was given up: at first, and at most."""
+
+
+def _pauses() -> Iterator[float]:
+    """Yield the pauses between attempts, each twice the one before."""
+    pause_s = REPLACE_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, _MAX_REPLACE_S)
 
 
 class ClusterClient:
@@ -367,14 +380,26 @@ class ClusterClient:
         replica = self._replicas.pop(supervisor.replica, None)
         if replica is None:
             return
-        log.error("replica failed and is not restarted", replica=supervisor.replica, reason=str(failure))
+        log.error("replica is given up", replica=supervisor.replica, reason=str(failure))
         self._leave(replica)
         self._files.lost(supervisor.replica)
         self._tasks.run(supervisor.close())  # in its own task: the supervisor awaits this callback
         if self._replicas:
             self._tasks.run(self._place())
+            if not self._settings.cluster.max_replicas:  # otherwise the autoscaler sees that one is missing
+                self._tasks.run(self._replace())
         else:
             self._fail(failure)
+
+    async def _replace(self) -> None:
+        """Start another replica in place of one that was given up, as soon as that is possible."""
+        for pause_s in _pauses():
+            await asyncio.sleep(pause_s)
+            if self._failure is not None:
+                return
+            with suppress(EngineError):  # the log has it
+                log.info("a replica runs in place of one that was given up", replica=await self.add_replica())
+                return
 
     def _on_table(self, table: RoutingTable) -> None:
         self._apply(self._dispatcher.swap(table, time.monotonic()))

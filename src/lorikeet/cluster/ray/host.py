@@ -8,6 +8,7 @@ import ray
 import ray.exceptions
 import structlog
 
+from lorikeet.cluster.adapters.peer import PeerAddress, make_peer_key
 from lorikeet.cluster.ray.replica_actor import ReplicaActor
 from lorikeet.cluster.ray.start import RayError, RayInfo
 from lorikeet.core.ids import ReplicaId
@@ -79,13 +80,23 @@ class RayHost:
         replica: whose engines it starts.
         pool_dir: folder for adapters on every machine of the cluster; made absolute here.
         resources: of the replica.
+        peer_key: with which adapters are fetched from it; empty for one that nobody else has.
     """
 
-    def __init__(self, ray_info: RayInfo, replica: ReplicaId, pool_dir: Path, resources: ReplicaResources) -> None:
+    def __init__(
+        self,
+        ray_info: RayInfo,
+        replica: ReplicaId,
+        pool_dir: Path,
+        resources: ReplicaResources,
+        peer_key: bytes = b"",
+    ) -> None:
         self._ray_info = ray_info
         self._replica = replica
         self._pool_dir = str(pool_dir.expanduser().absolute())
         self._resources = resources
+        self._peer_key = peer_key or make_peer_key()
+        self._peer: PeerAddress | None = None
         self._actor: Any = None
         self._node_ip = ""
 
@@ -95,13 +106,18 @@ class RayHost:
         return self._node_ip
 
     @property
+    def peer(self) -> PeerAddress | None:
+        """Where its adapters can be fetched; None before the first start."""
+        return self._peer
+
+    @property
     def actor(self) -> Any:
         """Handle of the replica's actor; None if there is none. It may have died since its last use."""
         return self._actor
 
     def bind_address(self) -> str:
         """Return an address with a free port that engines of the whole cluster can reach."""
-        return f"tcp://{'127.0.0.1' if self._ray_info.is_embedded else self._ray_info.node_ip}:*"
+        return f"tcp://{self._ray_info.peer_host}:*"
 
     async def start(self, address: str, settings: bytes) -> RayProcess:
         """Start an engine that connects to ``address``; ``settings`` is written to its standard input.
@@ -143,7 +159,7 @@ class RayHost:
                 f"replica {self._replica}: no machine of the Ray cluster had {self._resources.cpus:g} CPUs and "
                 f"{self._resources.gpus:g} GPUs free within {START_TIMEOUT_S:g} s; the cluster has {_cluster_totals()}"
             ) from error
-        self._node_ip = place.node_ip
+        self._node_ip, self._peer = place.node_ip, place.peer
         return RayProcess(self._actor, pid, place.node_ip)
 
     def _new_actor(self) -> Any:
@@ -154,7 +170,7 @@ class RayHost:
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": environment(self._resources.threads)},
         )
-        return options.remote(self._replica, self._pool_dir)
+        return options.remote(self._replica, self._pool_dir, self._peer_key)
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from lorikeet.cluster.adapters.peer import make_peer_key
 from lorikeet.cluster.ray.host import RayHost, ReplicaResources
 from lorikeet.cluster.ray.orchestrator_actor import MakeOrchestrator, RayPlacement
 from lorikeet.cluster.ray.start import start_ray, stop_ray
@@ -52,14 +53,17 @@ def open_ray(
     stack.callback(stop_ray)
     resources = resources_of(settings, cores if info.is_embedded else None)
     hosts: dict[ReplicaId, RayHost] = {}
+    peer_key = make_peer_key()
+    transport = RayTransport(hosts, info.peer_host, peer_key)
+    stack.callback(transport.close)
 
     def host(replica: ReplicaId) -> RayHost:
-        hosts[replica] = RayHost(info, replica, pool_dir, resources)
+        hosts[replica] = RayHost(info, replica, pool_dir, resources, peer_key)
         return hosts[replica]
 
     placement = RayPlacement(make, registry_url, identity)
     stack.callback(placement.close)
-    return RayParts(host, RayTransport(hosts), placement)
+    return RayParts(host, transport, placement)
 
 
 def resources_of(settings: Settings, cores: int | None) -> ReplicaResources:

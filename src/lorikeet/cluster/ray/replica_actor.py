@@ -3,16 +3,20 @@
 import asyncio
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import ray
 import ray.util
 
-from lorikeet.cluster.adapters.folder import Files, PoolFolder, bytes_of, clear_abandoned_pools
+from lorikeet.cluster.adapters.folder import Files, bytes_of
+from lorikeet.cluster.adapters.peer import PeerAddress, PeerServer
+from lorikeet.cluster.adapters.replica_pool import ReplicaPool
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 
@@ -23,17 +27,33 @@ class ActorLocation(NamedTuple):
         node_id, node_ip: of Ray's node.
         pid: its process id there.
         engine_pid: that of its engine; None if none runs.
+        peer: where other machines fetch its adapters.
     """
 
     node_id: str
     node_ip: str
     pid: int
     engine_pid: int | None
+    peer: PeerAddress
 
 
 class _Engine(NamedTuple):
     process: "subprocess.Popen[bytes]"
     ended: "asyncio.Future[int]"
+
+
+class _Model(msgspec.Struct):
+    model: str = ""
+
+
+class _Settings(msgspec.Struct):
+    model: _Model = msgspec.field(default_factory=_Model)
+
+
+class _Input(msgspec.Struct):
+    """Of an ``EngineInput`` only where the model is."""
+
+    settings: _Settings = msgspec.field(default_factory=_Settings)
 
 
 class ReplicaActor:
@@ -47,12 +67,15 @@ class ReplicaActor:
         replica: which.
         pool_dir: on its machine; ``<pool_dir>/<replica>/<digest>/`` holds an adapter. It outlives the actor, and the
             replica's next actor on this machine continues with it.
+        peer_key: that those who fetch its adapters must have.
     """
 
-    def __init__(self, replica: ReplicaId, pool_dir: str) -> None:
+    def __init__(self, replica: ReplicaId, pool_dir: str, peer_key: bytes) -> None:
         self._replica = replica
-        clear_abandoned_pools(Path(pool_dir))
-        self._folder = PoolFolder(Path(pool_dir) / replica)
+        self._pool = ReplicaPool(Path(pool_dir), replica)
+        self._node_ip: str = ray.util.get_node_ip_address()
+        self._peers = PeerServer(self._node_ip, self._pool.intact, peer_key)
+        self._peer_key = peer_key
         self._engine: _Engine | None = None
         self._replaced: tuple[int, int] | None = None  # process id and exit code of the previous engine
 
@@ -74,8 +97,9 @@ class ReplicaActor:
             Its process id.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: it cannot be started, or the model is not on this machine.
         """
+        self._check_model(settings, working_dir)
         if self._engine is not None:
             self._engine.process.kill()
             self._replaced = self._engine.process.pid, await asyncio.shield(self._engine.ended)
@@ -90,6 +114,14 @@ class ReplicaActor:
         threading.Thread(target=_watch, args=(self._engine, asyncio.get_running_loop()), daemon=True).start()
         await asyncio.to_thread(_send_settings, process, settings)
         return process.pid
+
+    def _check_model(self, settings: bytes, working_dir: str) -> None:
+        model = msgspec.json.decode(settings, type=_Input).settings.model.model
+        if model and not (Path(working_dir) / model).exists():
+            raise FileNotFoundError(
+                f"machine {socket.gethostname()} ({self._node_ip}) has no model at {model}: put it there, or on a file "
+                f"system that all machines of the cluster have at this path"
+            )
 
     async def wait(self, pid: int) -> int | None:
         """Wait until an engine has ended and return its exit code; None if there is no such engine."""
@@ -110,9 +142,19 @@ class ReplicaActor:
         engine = self._engine
         engine_pid = None if engine is None or engine.ended.done() else engine.process.pid
         node_id = ray.get_runtime_context().get_node_id()
-        return ActorLocation(node_id, ray.util.get_node_ip_address(), os.getpid(), engine_pid)
+        return ActorLocation(node_id, self._node_ip, os.getpid(), engine_pid, self._peers.address)
 
     # --- adapters ------------------------------------------------------------------------------------
+
+    async def fetch(self, digest: AdapterDigest, peer: PeerAddress) -> str:
+        """Fetch an adapter from the memory of another process, and return its folder.
+
+        Raises:
+            PeerUnreachable: no connection to the peer can be made.
+            PeerError: the peer has not got the adapter, or was lost.
+            PoolFolderError: it arrived damaged, or cannot be written.
+        """
+        return str(await asyncio.to_thread(self._pool.fetch, digest, peer, self._peer_key))
 
     async def read(self, digest: AdapterDigest) -> tuple[int, Files]:
         """Return the size of an adapter in bytes, and its files, as two values: the caller need not fetch the second.
@@ -120,7 +162,7 @@ class ReplicaActor:
         Raises:
             PoolFolderError: it is missing or damaged.
         """
-        files = await asyncio.to_thread(self._folder.read, digest)
+        files = await asyncio.to_thread(self._pool.read, digest)
         return bytes_of(files), files
 
     async def store(self, digest: AdapterDigest, files: Files) -> str:
@@ -129,7 +171,7 @@ class ReplicaActor:
         Raises:
             PoolFolderError: it arrived damaged, or cannot be written.
         """
-        return str(await asyncio.to_thread(self._folder.store, digest, files))
+        return str(await asyncio.to_thread(self._pool.store, digest, files))
 
     async def delete(self, digest: AdapterDigest) -> None:
         """Delete an adapter. A missing one is no error.
@@ -137,7 +179,7 @@ class ReplicaActor:
         Raises:
             PoolFolderError: the folder cannot be written.
         """
-        await asyncio.to_thread(self._folder.delete, digest)
+        await asyncio.to_thread(self._pool.delete, digest)
 
     async def discard(self) -> None:
         """Delete the whole folder. Nothing can be stored after that.
@@ -145,11 +187,11 @@ class ReplicaActor:
         Raises:
             PoolFolderError: it cannot be deleted.
         """
-        await asyncio.to_thread(self._folder.discard)
+        await asyncio.to_thread(self._pool.discard)
 
     async def held(self) -> dict[AdapterDigest, str]:
         """Return the folders of all stored adapters, including those of earlier actors of the replica."""
-        return await asyncio.to_thread(self._folder.held)
+        return await asyncio.to_thread(self._pool.held)
 
 
 def _send_settings(process: "subprocess.Popen[bytes]", settings: bytes) -> None:

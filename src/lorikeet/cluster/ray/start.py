@@ -40,6 +40,11 @@ class RayInfo(NamedTuple):
     node_ip: str
     is_embedded: bool
 
+    @property
+    def peer_host(self) -> str:
+        """Address of this machine at which the processes of the cluster reach this one."""
+        return "127.0.0.1" if self.is_embedded else self.node_ip
+
 
 def start_ray(address: str = "", cpus: int | None = None) -> RayInfo:
     """Start Ray, or join a Ray cluster. Handlers of SIGTERM and SIGINT stay as they are.

@@ -1,7 +1,7 @@
-"""Copies adapters between replicas of a Ray cluster, through Ray's object store."""
+"""Copies adapters between replicas of a Ray cluster: over TCP from memory to memory, or through the object store."""
 
 import asyncio
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +10,17 @@ from typing import Any
 import msgspec
 import ray
 import ray.exceptions
+import structlog
 
 from lorikeet.cluster.adapters.folder import PoolFolderError, read_files
-from lorikeet.cluster.adapters.transport import DestinationLost, TransportError, copy_error
+from lorikeet.cluster.adapters.peer import PeerAddress, PeerError, PeerServer, PeerUnreachable
+from lorikeet.cluster.adapters.replica_pool import is_in_memory
+from lorikeet.cluster.adapters.transport import DestinationLost, Traffic, TransportError, copy_error
 from lorikeet.cluster.ray.host import RayHost, cause_of, reason_of
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, ReplicaId
+
+log = structlog.get_logger("lorikeet")
 
 _STORE_ATTEMPTS = 5
 _RETRY_S = 1.0
@@ -33,18 +38,33 @@ class _Shared:
 class RayTransport:
     """A :class:`~lorikeet.cluster.adapters.transport.Transport` between the actors of replicas.
 
+    A destination fetches an adapter itself, from the actor that has it or from this process. Where it cannot connect
+    to that (a firewall between the machines, for example), Ray carries the files.
+
     Args:
         hosts: of all replicas; read at every call. Released replicas are removed from it.
+        host: address at which actors reach this process.
+        peer_key: that of the actors.
+
+    Attributes:
+        traffic: so far.
     """
 
-    def __init__(self, hosts: MutableMapping[ReplicaId, RayHost]) -> None:
+    def __init__(self, hosts: MutableMapping[ReplicaId, RayHost], host: str, peer_key: bytes) -> None:
+        self.traffic = Traffic()
         self._hosts = hosts
+        self._sources: dict[AdapterDigest, Path] = {}
+        self._peers = PeerServer(host, lambda digest: self._sources[digest], peer_key)
+        self._unreachable: set[tuple[PeerAddress, ReplicaId]] = set()
         self._shared: dict[AdapterDigest, _Shared] = {}
 
     async def copy(self, adapter: AdapterRef, source: ReplicaId, destination: ReplicaId) -> AdapterRef:
         """Copy an adapter from actor to actor. The files do not pass through this process."""
         what = f"adapter {adapter.name!r} from {source} to {destination}"
         source_actor, destination_actor = self._actor(what, source), self._destination(what, destination)
+        peer = self._hosts[source].peer
+        if peer is not None and (placed := await self._fetch(what, adapter, peer, source, destination)) is not None:
+            return placed
         size, files = source_actor.read.options(num_returns=2).remote(adapter.digest)
         try:
             await size
@@ -53,14 +73,49 @@ class RayTransport:
         return await self._store(what, adapter, destination_actor, files)
 
     async def provide(self, adapter: AdapterRef, destination: ReplicaId) -> AdapterRef:
-        """Copy an adapter from this machine to an actor. Concurrent copies of it read its files once."""
+        """Copy an adapter from this machine to an actor."""
         what = f"adapter {adapter.name!r} to {destination}"
         destination_actor = self._destination(what, destination)
+        self._sources[adapter.digest] = Path(adapter.folder)
+        here = "the files of this server"
+        if (placed := await self._fetch(what, adapter, self._peers.address, here, destination)) is not None:
+            return placed
         try:
             async with self._in_object_store(adapter) as files:
                 return await self._store(what, adapter, destination_actor, files)
         except (PoolFolderError, ray.exceptions.RayError) as error:
             raise TransportError(f"{what}: {reason_of(error)}") from error
+
+    async def _fetch(
+        self, what: str, adapter: AdapterRef, peer: PeerAddress, source: str, destination: ReplicaId
+    ) -> AdapterRef | None:
+        """Have a destination fetch an adapter from a peer; return None if it cannot reach that."""
+        if (peer, destination) in self._unreachable:
+            return None
+        actor = self._destination(what, destination)
+        try:
+            folder = await self._called(what, lambda: actor.fetch.remote(adapter.digest, peer))
+        except PeerError as error:
+            raise TransportError(f"{what}: {source} cannot be read: {error}") from error
+        except PeerUnreachable as error:
+            if not await self._is_there(source):
+                raise TransportError(f"{what}: {source} cannot be read: {error}") from error
+            self._unreachable.add((peer, destination))
+            log.warning("adapters go through Ray's object store", destination=destination, reason=str(error))
+            return None
+        self.traffic.peer_bytes += adapter.weight_bytes
+        return self._placed(adapter, folder)
+
+    async def _is_there(self, replica: str) -> bool:
+        """Whether an actor answers, or it is this process."""
+        host = self._hosts.get(ReplicaId(replica))
+        if host is None:
+            return True
+        try:
+            await host.actor.describe.remote()
+        except ray.exceptions.RayError:
+            return False
+        return True
 
     async def delete(self, adapter: AdapterRef, replica: ReplicaId) -> None:
         """Delete the actor's copy."""
@@ -95,7 +150,8 @@ class RayTransport:
         self._hosts.pop(replica, None)
 
     def close(self) -> None:
-        """Do nothing: hosts own the actors."""
+        """Serve no adapters of this machine any more. Hosts own the actors."""
+        self._peers.close()
 
     def _actor(self, what: str, replica: ReplicaId) -> Any:
         host = self._hosts.get(replica)
@@ -110,18 +166,28 @@ class RayTransport:
             raise DestinationLost(str(error)) from error
 
     async def _store(self, what: str, adapter: AdapterRef, actor: Any, files: Any) -> AdapterRef:
+        return self._placed(adapter, await self._called(what, lambda: actor.store.remote(adapter.digest, files)))
+
+    async def _called(self, what: str, call: Callable[[], Awaitable[str]]) -> str:
+        """Return the folder that a destination's actor returns; ask again while it does not answer."""
         left = _STORE_ATTEMPTS
         while True:
             try:
-                folder: str = await actor.store.remote(adapter.digest, files)
-                return msgspec.structs.replace(adapter, folder=folder)
+                return await call()
             except ray.exceptions.ActorDiedError as error:
                 raise DestinationLost(f"{what}: {reason_of(error)}") from error
             except ray.exceptions.RayError as error:
-                left -= 1
+                cause, left = cause_of(error), left - 1
+                if isinstance(cause, PeerError | PeerUnreachable):
+                    raise cause from error
                 if not (left and isinstance(error, ray.exceptions.ActorUnavailableError)):
-                    raise copy_error(what, cause_of(error), reason_of(error)) from error
+                    raise copy_error(what, cause, reason_of(error)) from error
             await asyncio.sleep(_RETRY_S)
+
+    def _placed(self, adapter: AdapterRef, folder: str) -> AdapterRef:
+        if not is_in_memory(folder):
+            self.traffic.disk_bytes += adapter.weight_bytes
+        return msgspec.structs.replace(adapter, folder=folder)
 
     @asynccontextmanager
     async def _in_object_store(self, adapter: AdapterRef) -> AsyncIterator[Any]:

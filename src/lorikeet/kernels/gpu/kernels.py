@@ -17,10 +17,11 @@ from lorikeet.kernels.base import (
     LayerWeights,
     LoraBatch,
     LoraDelta,
+    LoraTargets,
     SamplingTensors,
     Weight,
 )
-from lorikeet.kernels.extras import row_norms
+from lorikeet.kernels.extras import row_norms, scale_and_shift
 from lorikeet.kernels.gpu import draw, elementwise, lora
 from lorikeet.kernels.gpu.attend import attend
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
@@ -113,6 +114,10 @@ class TritonKernels:
             add = add_lora_einsum if delta.lora.form is KernelForm.EINSUM else _add_lora
             add(out, x, delta)
         return out
+
+    def scale_and_shift(self, out: Tensor, lora: LoraBatch, layer: int, targets: LoraTargets) -> None:
+        """Segment by segment."""
+        scale_and_shift(out, lora, layer, targets)
 
     def logits(self, x: Tensor, weight: Weight) -> Tensor:
         """In the weights' dtype."""

@@ -1,0 +1,154 @@
+"""Drafts: steps and time of answers with and without them, and whether the answers are the same.
+
+``python -m benchmarks.speculation [--answers N] [--dtype float32]``. Two servers answer the same chats, one after the
+other and in turns: one drafts, as by default, one does not. What repeats: an adapter that answers in JSON, and edits,
+which repeat a text of the prompt. What does not: chats with the base model. Waste is drafted tokens that did not come.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from benchmarks.harness import ROOT, default_model, print_setup, print_table, running_server, sample_flags
+
+TOKENS = 64
+DRAFTED, KEPT = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
+STEPS = "lorikeet:steps_total"
+
+
+class Work(NamedTuple):
+    """Chats with one model.
+
+    Attributes:
+        title: in the table.
+        model: base or adapter.
+        prompts: one for each chat.
+    """
+
+    title: str
+    model: str
+    prompts: Sequence[str]
+
+
+class Answer(NamedTuple):
+    """What one server did for one chat: the answer, its tokens, seconds, and what its counters rose by."""
+
+    text: str
+    tokens: int
+    seconds: float
+    steps: float
+    drafted: float
+    kept: float
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--answers", type=int, default=30)
+    parser.add_argument("--dtype", default="float32")
+    options = parser.parse_args()
+    print_setup()
+    flags = [str(default_model()), *sample_flags(), "--dtype", options.dtype]
+    with tempfile.TemporaryDirectory(prefix="lorikeet-") as text, ExitStack() as stack:
+
+        def start(name: str, draft_tokens: int) -> httpx.Client:
+            environment = {"LORIKEET_ENGINE__DRAFT_TOKENS": str(draft_tokens)}
+            store = ["--store-dir", f"{text}/{name}"]
+            log = Path(text) / f"{name}.log"
+            server = stack.enter_context(running_server([*flags, *store], log, environment=environment))
+            return stack.enter_context(httpx.Client(base_url=server.url, timeout=600))
+
+        plain, drafting = start("plain", 0), start("drafting", 8)
+        rows = []
+        for work in works(options.answers):
+            pairs = list(_answers(work, plain, drafting))
+            rows.append([work.title, *_row(pairs)])
+    headings = [
+        "chats",
+        "tokens",
+        "steps",
+        "with drafts",
+        "fewer",
+        "drafted",
+        "kept",
+        "waste",
+        "faster",
+        "same answers",
+    ]
+    print_table(f"Drafts, {options.dtype}, one sequence at a time", headings, rows)
+
+
+def works(answers: int) -> list[Work]:
+    """Return the chats of each kind."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from styles import load_topics  # type: ignore[import-not-found]
+
+    topics, base = load_topics()[:answers], default_model().name
+    edits = [f"Repeat this text word for word, and nothing else:\n\n{each.english} {each.short[0]}." for each in topics]
+    questions = [each.prompt for each in topics]
+    return [Work("json", "json", questions), Work("edits", base, edits), Work("free text", base, questions)]
+
+
+def _answers(work: Work, *servers: httpx.Client) -> Iterator[tuple[Answer, ...]]:
+    for number, prompt in enumerate(work.prompts):
+        order = servers[:: 1 if number % 2 else -1]
+        found = {server: _ask(server, work.model, prompt) for server in order}
+        yield tuple(found[server] for server in servers)
+
+
+def _ask(server: httpx.Client, model: str, prompt: str) -> Answer:
+    before = _counters(server)
+    body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": prompt}]}
+    began_s = time.perf_counter()
+    answer = server.post("/v1/chat/completions", json={**body, "temperature": 0, "max_tokens": TOKENS})
+    seconds = time.perf_counter() - began_s
+    answer.raise_for_status()
+    said = answer.json()
+    rises = [after - count for after, count in zip(_counters(server), before, strict=True)]
+    return Answer(said["choices"][0]["message"]["content"], said["usage"]["completion_tokens"], seconds, *rises)
+
+
+def _counters(server: httpx.Client) -> list[float]:
+    """Return steps, drafted and kept tokens, once the gauges show the idle engine."""
+    seen = None
+    while True:
+        text = server.get("/metrics").text
+        counts = [
+            sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.M))) for name in (STEPS, DRAFTED, KEPT)
+        ]
+        if counts == seen:
+            return counts
+        seen = counts
+        time.sleep(0.15)
+
+
+def _row(pairs: Sequence[tuple[Answer, ...]]) -> list[str]:
+    plain, drafting = zip(*pairs, strict=True)
+    tokens = sum(each.tokens for each in drafting)
+    steps, fewer = (sum(each.steps for each in side) for side in (plain, drafting))
+    drafted, kept = sum(each.drafted for each in drafting), sum(each.kept for each in drafting)
+    faster = sum(each.seconds for each in plain) / sum(each.seconds for each in drafting)
+    same = sum(one.text == other.text for one, other in pairs)
+    return [
+        f"{tokens}",
+        f"{steps:.0f}",
+        f"{fewer:.0f}",
+        f"{steps / fewer:.2f}",
+        f"{drafted:.0f}",
+        f"{kept:.0f}",
+        f"{(drafted - kept) / tokens:.1%}",
+        f"{faster:.2f}",
+        f"{same} of {len(pairs)}",
+    ]
+
+
+if __name__ == "__main__":
+    main()

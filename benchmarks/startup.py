@@ -1,0 +1,114 @@
+"""Start of ``lorikeet serve`` from a cached model: time to ready and to the first token; what registered adapters add.
+
+``python -m benchmarks.startup [--rounds N]``. Servers with no adapters and with 10,000 registered ones start in turns,
+so that a change of the machine's speed affects both alike. The adapters are copies of a sample under digests of their
+own: a start reads their names and versions, and no weights. Processor time is that of all processes of a server until
+it is ready: it says what a start costs where several share the cores.
+"""
+
+import argparse
+import shutil
+import sqlite3
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import psutil
+
+from benchmarks.harness import (
+    chat_body,
+    default_model,
+    in_turns,
+    print_setup,
+    print_table,
+    running_server,
+    sample_adapters,
+    with_interval,
+)
+
+ADAPTERS = 10_000
+
+
+class Start(NamedTuple):
+    """One start of a server.
+
+    Attributes:
+        ready_s: from the command to a healthy server.
+        cpu_s: processor time of its processes until then.
+        first_token_s: from the first request to its first token.
+    """
+
+    ready_s: float
+    cpu_s: float
+    first_token_s: float
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    print_setup()
+    with tempfile.TemporaryDirectory(prefix="lorikeet-") as text:
+        folder = Path(text)
+        _start(folder, "none")
+        fill_store(folder / "many", folder / "fill.log", ADAPTERS)
+        names = {"no adapters": "none", f"{ADAPTERS:,} adapters": "many"}
+        sides = {title: lambda _, store=store: _start(folder, store) for title, store in names.items()}
+        found = in_turns(sides, rounds)
+    rows = [
+        [title, *(with_interval(values, ".2f") for values in zip(*starts, strict=True))]
+        for title, starts in found.items()
+    ]
+    print_table("Start of a server", ["adapters", "ready, s", "processor, s", "first token after that, s"], rows)
+    plain, many = found.values()
+    for what in ("ready_s", "cpu_s"):
+        added = [getattr(one, what) - getattr(other, what) for one, other in zip(many, plain, strict=True)]
+        print(f"{ADAPTERS:,} adapters add {statistics.median(added):.2f} s to {what}")
+
+
+def fill_store(store: Path, log: Path, adapters: int) -> None:
+    """Make a store in which so many versions are registered, each under a name."""
+    name, source = next(iter(sample_adapters().items()))
+    flags = [str(default_model()), "--store-dir", str(store), "--lora-modules", f"{name}={source}"]
+    with running_server(flags, log) as server:
+        httpx.get(f"{server.url}/v1/models", timeout=60).raise_for_status()
+    with sqlite3.connect(store / "registry.sqlite3") as registry:
+        version = registry.execute("SELECT digest FROM versions").fetchone()[0]
+        for number in range(adapters - 1):
+            digest = f"{number:0{len(version)}x}"
+            registry.execute(
+                "INSERT INTO versions SELECT ?, ranks, max_rank, weight_bytes, source, created_at FROM versions "
+                "WHERE digest = ?",
+                (digest, version),
+            )
+            registry.execute(
+                "INSERT INTO adapters SELECT base, ?, ?, source, created_at FROM adapters WHERE name = ?",
+                (f"copy-{number}", digest, name),
+            )
+            shutil.copytree(store / "versions" / version, store / "versions" / digest, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    Path(target).hardlink_to(source)
+
+
+def _start(folder: Path, store: str) -> Start:
+    """Start a server on a store, ask for one token, and stop it."""
+    flags = [str(default_model()), "--store-dir", str(folder / store)]
+    began_s = time.monotonic()
+    with running_server(flags, folder / f"{store}.log", poll_s=0.005) as server:
+        ready_s = time.monotonic() - began_s
+        process = psutil.Process(server.process.pid)
+        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+        asked_s = time.monotonic()
+        body = chat_body(default_model().name, "Say hello.", 1)
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+        return Start(ready_s, sum(each.user + each.system for each in times), time.monotonic() - asked_s)
+
+
+if __name__ == "__main__":
+    main()

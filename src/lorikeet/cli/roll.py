@@ -1,0 +1,31 @@
+"""``lorikeet roll``: replace all replicas of a running server, one by one."""
+
+from typing import Annotated
+
+import typer
+
+from lorikeet.cli.console import fail, output
+from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
+
+
+def roll(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds that requests may go on at a replica; then they go on at others.")
+    ] = 60.0,
+) -> None:
+    """Replace all replicas of a running server, one by one; no stream ends.
+
+    Each gets a successor first, so there must be room for one more. Engines that start then run the code and read the
+    model's files that are installed now.
+    """
+    server = ServerClient(url, api_key)
+    before = [replica["id"] for replica in server.get("/v1/cluster")["replicas"]]
+    if len(before) < 2:
+        fail("the server has one replica; one with --replicas can be rolled")
+    for replica in before:
+        successor = server.post("/v1/cluster/replicas", {})["id"]
+        server.delete(f"/v1/cluster/replicas/{replica}?drain_s={drain:g}")
+        output().print(f"{replica} → {successor}")
+    output().print(f"{len(before)} replicas replaced")

@@ -1,0 +1,181 @@
+"""One replica's part of the adapter pool: in the memory of its machine as long as there is room, then on its disk.
+
+The copies of a temporary pool are files in the machine's file system in memory (``/dev/shm``), where the loader of the
+engine reads them like any other file. A pool with a folder of the user's choice is on disk as a whole: it is to be
+found again after a restart of the machine.
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lorikeet.cluster.adapters.folder import (
+    TEMPORARY_PREFIX,
+    Files,
+    PoolFolder,
+    PoolFolderError,
+    PoolFolderUnwritableError,
+    bytes_of,
+    clear_abandoned_pools,
+)
+from lorikeet.cluster.adapters.peer import Arriving, PeerAddress, ask_peer
+from lorikeet.core.ids import AdapterDigest, ReplicaId
+from lorikeet.core.machine import free_memory_bytes, memory_limit_bytes
+
+MEMORY_FOLDER = Path("/dev/shm")
+_FREE_SHARE = 0.25
+"""Part of the machine's memory that copies leave free."""
+
+
+def is_in_memory(folder: str | Path) -> bool:
+    """Return whether a copy lies in memory, by its folder."""
+    return Path(folder).is_relative_to(MEMORY_FOLDER)
+
+
+def memory_pool(pool_dir: Path) -> Path | None:
+    """Make the folder in memory that belongs to a pool, and return it; None if the pool is to be on disk only."""
+    if not pool_dir.name.startswith(TEMPORARY_PREFIX):
+        return None
+    pool = MEMORY_FOLDER / pool_dir.name
+    try:
+        pool.mkdir(mode=0o700, exist_ok=True)  # nobody else reads adapters
+        return pool if pool.lstat().st_uid == os.getuid() else None
+    except OSError:
+        return None  # there is no such file system
+
+
+class ReplicaPool:
+    """Owner of the copies of one replica. Thread-safe; see :class:`PoolFolder`.
+
+    Args:
+        pool_dir: of the whole pool; ``<pool_dir>/<replica>/<digest>/`` holds what is on disk.
+        replica: whose copies.
+
+    Raises:
+        PoolFolderError: another process owns the copies, or a folder cannot be written.
+    """
+
+    def __init__(self, pool_dir: Path, replica: ReplicaId) -> None:
+        memory = memory_pool(pool_dir)
+        self._pools = [pool_dir] if memory is None else [memory, pool_dir]
+        for pool in self._pools:
+            clear_abandoned_pools(pool)
+        self._disk = PoolFolder(pool_dir / replica)
+        self._memory = None if memory is None else PoolFolder(memory / replica)
+        self._folders = [self._disk] if self._memory is None else [self._memory, self._disk]
+
+    def close(self) -> None:
+        """Release the copies, so that another process may own them."""
+        for folder in self._folders:
+            folder.close()
+
+    def discard(self) -> None:
+        """Delete all copies. Nothing can be stored any more.
+
+        Raises:
+            PoolFolderError: they cannot be deleted.
+        """
+        for folder in self._folders:
+            folder.discard()
+        if self._memory is not None:  # a temporary pool ends with its last replica
+            for pool in self._pools:
+                with suppress(OSError):
+                    pool.rmdir()
+
+    def held(self) -> dict[AdapterDigest, str]:
+        """Return the folders of all intact copies; see ``PoolFolder.held``."""
+        held: dict[AdapterDigest, str] = {}
+        for folder in reversed(self._folders):
+            held |= folder.held()
+        return held
+
+    def intact(self, digest: AdapterDigest) -> Path:
+        """Return the folder of a copy.
+
+        Raises:
+            PoolFolderError: it is missing, or was changed after it was stored.
+        """
+        return self._holder(digest).intact(digest)
+
+    def read(self, digest: AdapterDigest) -> Files:
+        """Return the files of a copy; raises as :meth:`intact`."""
+        return self._holder(digest).read(digest)
+
+    def store(self, digest: AdapterDigest, files: Mapping[str, NDArray[np.uint8]]) -> Path:
+        """Check received files and store them, and return their folder. A copy that is here already is kept.
+
+        Raises:
+            PoolFolderError: the content does not match the digest.
+            PoolFolderUnwritableError: there is no room.
+        """
+        holder = self._holder(digest)
+        if holder.has(digest):
+            return holder.intact(digest)
+        if self._has_room(bytes_of(files)):
+            assert self._memory is not None
+            with suppress(PoolFolderUnwritableError):  # others took the room meanwhile
+                return self._memory.store(digest, files)
+        return self._disk.store(digest, files)
+
+    def link(self, digest: AdapterDigest, source: Path) -> Path:
+        """Share an intact copy of another replica on this machine, and return the folder.
+
+        Raises:
+            PoolFolderUnwritableError: there is no room.
+        """
+        beside = self._memory if is_in_memory(source) else self._disk
+        return (beside or self._disk).link(digest, source)
+
+    def fetch(self, digest: AdapterDigest, peer: PeerAddress, key: bytes) -> Path:
+        """Receive an adapter from a peer, and return its folder. A copy that is here already is kept.
+
+        Args:
+            digest: of the adapter.
+            peer: where it is.
+            key: that the peer has, too.
+
+        Raises:
+            PeerUnreachable: no connection to the peer can be made.
+            PeerError: the peer has not got the adapter, or was lost.
+            PoolFolderError: the content does not match the digest.
+            PoolFolderUnwritableError: there is no room.
+        """
+        holder = self._holder(digest)
+        if holder.has(digest):
+            return holder.intact(digest)
+        with ask_peer(peer, digest, key) as arriving:
+            return self._for_bytes(arriving).receive(digest, arriving)
+
+    def _for_bytes(self, arriving: Arriving) -> PoolFolder:
+        if self._has_room(arriving.offer.weight_bytes):
+            assert self._memory is not None
+            return self._memory
+        return self._disk
+
+    def delete(self, digest: AdapterDigest) -> None:
+        """Delete a copy. A missing one is no error.
+
+        Raises:
+            PoolFolderError: it cannot be deleted.
+        """
+        for folder in self._folders:
+            folder.delete(digest)
+
+    def _holder(self, digest: AdapterDigest) -> PoolFolder:
+        """Return the folder that has a copy; the last one if none has."""
+        return next((folder for folder in self._folders if folder.has(digest)), self._disk)
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Whether a copy of that size may lie in memory."""
+        if self._memory is None:
+            return False
+        try:
+            there = os.statvfs(MEMORY_FOLDER)
+        except OSError as error:
+            raise PoolFolderError(f"{MEMORY_FOLDER} cannot be read: {error}") from error
+        spare = min(there.f_bavail * there.f_frsize, free_memory_bytes() - round(_FREE_SHARE * memory_limit_bytes()))
+        return size_bytes <= spare

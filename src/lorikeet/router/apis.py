@@ -1,0 +1,353 @@
+"""The APIs of the servers behind a router: how each loads an adapter, and how a request names it there.
+
+All speak OpenAI's completions. Sources: the documentation of vLLM (dynamic LoRA), SGLang (LoRA serving), llama.cpp
+(tools/server), Ollama (docs/api), TGI and LoRAX (LoRA adapters).
+"""
+
+import hashlib
+import re
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
+from lorikeet.core.urls import server_root
+from lorikeet.router.adapters import RoutedAdapter
+
+Fields = dict[str, Any]
+
+RUNNING = re.compile(
+    r"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs|"
+    r"llamacpp:requests_(?:processing|deferred)|(?:tgi|lorax)_(?:queue_size|batch_current_size))"
+    r"(?:\{.*\})? (\S+)",
+    re.MULTILINE,
+)
+"""Gauges of requests that run and wait, of all these servers."""
+PROGRESS = re.compile(
+    r"^(?:vllm:(?:prompt_tokens|generation_tokens|iteration_tokens)_total(?:_sum)?|"
+    r"sglang:(?:prompt|generation)_tokens_total|llamacpp:(?:prompt_tokens|tokens_predicted)_total|"
+    r"(?:tgi|lorax)_request_generated_tokens_sum)(?:\{.*\})? (\S+)",
+    re.MULTILINE,
+)
+"""Counters that rise while they compute, whoever asked."""
+
+_CHUNK_BYTES = 2**20
+
+
+class Reply(NamedTuple):
+    """An answer to a call of the router."""
+
+    status: int
+    text: bytes
+
+
+class Ask(Protocol):
+    """Sends a request of the router to a server."""
+
+    def __call__(self, method: str, path: str, body: Fields | bytes | None = None) -> Awaitable[Reply]:
+        """Send a JSON body, or plain bytes, and return the answer."""
+        ...
+
+
+class ServerApi:
+    """Adapters as vLLM has them, and Lorikeet: loaded by a call, then a model of their own.
+
+    Args:
+        base: the base model's name at the server; empty for what it lists.
+
+    Attributes:
+        name: as ``api=`` of a backend.
+        health_path: answers 200 while the server takes requests; 503 while it takes none.
+        continues_chats: whether a chat can go on within its last message.
+        lists_adapters: whether ``/v1/models`` has the adapters that are loaded.
+    """
+
+    name = "vllm"
+    health_path = "/health"
+    continues_chats = True
+    lists_adapters = True
+
+    def __init__(self, base: str = "") -> None:
+        self.base = base
+
+    def is_base(self, card: Mapping[str, Any]) -> bool:
+        """Whether a card in ``/v1/models`` is that of a base model, and not of an adapter."""
+        return card.get("parent") is None if not self.base else card.get("id") == self.base
+
+    async def list_more(self, ask: Ask) -> None:
+        """Read what else the server says of its adapters."""
+
+    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+        """Load an adapter; a status other than 200 says that it cannot."""
+        return await ask("POST", "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.source})
+
+    async def unload(self, ask: Ask, name: str) -> Reply:
+        """Unload the adapter of that name."""
+        return await ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    def takes(self, model: str, adapter: RoutedAdapter | None, base: str) -> bool:
+        """Whether the server takes a request for that model as the client sent it."""
+        return adapter is not None or model in ("", base) or not base
+
+    def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
+        """Return the body of a request that the server does not take as it is.
+
+        Args:
+            fields: of the body.
+            adapter: that it names; None for the base model.
+            base: name of the base model at the server.
+        """
+        return {**fields, "model": base}
+
+    async def tokenize(self, ask: Ask, model: str, text: str) -> Reply:
+        """Ask for the token ids of a text that continues a prompt."""
+        return await ask("POST", "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+
+
+class SglangApi(ServerApi):
+    """SGLang: a request names the base model, and its adapter in a field of its own."""
+
+    name = "sglang"
+    lists_adapters = False
+
+    def takes(self, model: str, adapter: RoutedAdapter | None, base: str) -> bool:
+        """No request is taken as it is."""
+        return False
+
+    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+        """Load an adapter. Its refusals are 400, or ``success: false``."""
+        reply = await ask("POST", "/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.source})
+        try:
+            answer = msgspec.json.decode(reply.text)
+        except msgspec.DecodeError:
+            return reply
+        failed = isinstance(answer, dict) and answer.get("success") is False
+        if not failed:
+            return reply
+        why = str(answer.get("error_message") or "no reason is given")
+        return Reply(200, b"") if "already" in why else _refused(why)
+
+    async def unload(self, ask: Ask, name: str) -> Reply:
+        """Unload an adapter."""
+        return await ask("POST", "/unload_lora_adapter", {"lora_name": name})
+
+    def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
+        """Put the adapter's name into ``lora_path``."""
+        fields = {**fields, "model": base or fields.get("model")}
+        return fields if adapter is None else {**fields, "lora_path": adapter.name}
+
+
+class LlamaCppApi(ServerApi):
+    """llama.cpp's server: adapters are given at its start, and a request chooses among them by number."""
+
+    name = "llamacpp"
+    lists_adapters = False
+
+    def __init__(self, base: str = "") -> None:
+        super().__init__(base)
+        self._numbers: dict[str, int] = {}
+        """By path, and by file name without its ending."""
+
+    async def list_more(self, ask: Ask) -> None:
+        """Read the list of its adapters."""
+        reply = await ask("GET", "/lora-adapters")
+        self._numbers = {}
+        if reply.status != 200:
+            return
+        try:
+            found = msgspec.json.decode(reply.text, type=list[dict[str, Any]])
+            for each in found:
+                path, number = str(each["path"]), int(each["id"])
+                self._numbers |= {path: number, Path(path).stem: number}
+        except (msgspec.DecodeError, msgspec.ValidationError, KeyError, ValueError):
+            return
+
+    def takes(self, model: str, adapter: RoutedAdapter | None, base: str) -> bool:
+        """A server without adapters takes requests as they are."""
+        return not self._numbers and adapter is None and super().takes(model, adapter, base)
+
+    def _number(self, adapter: RoutedAdapter) -> int | None:
+        names = (adapter.source, adapter.name, Path(adapter.source).stem)
+        return next((self._numbers[name] for name in names if name in self._numbers), None)
+
+    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+        """Look for an adapter among those that the server was started with."""
+        if self._number(adapter) is None:
+            await self.list_more(ask)
+        if self._number(adapter) is not None:
+            return Reply(200, b"")
+        return _refused(
+            f"llama.cpp loads adapters at its start, and has none called {adapter.name}: start it with "
+            f"--lora {adapter.name}.gguf --lora-init-without-apply"
+        )
+
+    async def unload(self, ask: Ask, name: str) -> Reply:
+        """Do nothing: it keeps what it was started with."""
+        return Reply(200, b"")
+
+    def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
+        """Choose the adapter, and no other, by its number."""
+        number = None if adapter is None else self._number(adapter)
+        chosen = [] if number is None else [{"id": number, "scale": 1.0}]
+        return {**fields, "model": base, "lora": chosen}
+
+    async def tokenize(self, ask: Ask, model: str, text: str) -> Reply:
+        """Ask for the token ids of a text."""
+        return await ask("POST", "/tokenize", {"content": text, "add_special": False})
+
+
+class OllamaApi(ServerApi):
+    """Ollama: an adapter becomes a model of its own, made from the base and from files that are uploaded."""
+
+    name = "ollama"
+    lists_adapters = False
+    health_path = "/api/version"
+
+    def is_base(self, card: Mapping[str, Any]) -> bool:
+        """Whether it is the model named by ``base=``; without that all are."""
+        return not self.base or card.get("id") in (self.base, f"{self.base}:latest")
+
+    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+        """Upload the files that the server does not have, and make the model."""
+        if not self.base:
+            return _refused("name the model that adapters are for: --backend URL,api=ollama,base=MODEL")
+        source, files = Path(adapter.source), dict[str, str]()
+        paths = [source / CONFIG_FILE, source / WEIGHTS_FILE] if source.is_dir() else [source]
+        for path in paths:
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                return _refused(f"its files must be readable where the router runs: {error.strerror}")
+            files[path.name] = digest = "sha256:" + hashlib.sha256(content).hexdigest()
+            there = await ask("HEAD", f"/api/blobs/{digest}")
+            if there.status != 200:
+                sent = await ask("POST", f"/api/blobs/{digest}", content)
+                if sent.status not in (200, 201):
+                    return sent
+        body = {"model": adapter.name, "from": self.base, "adapters": files, "stream": False}
+        return await ask("POST", "/api/create", body)
+
+    async def unload(self, ask: Ask, name: str) -> Reply:
+        """Delete the model."""
+        return await ask("DELETE", "/api/delete", {"model": name})
+
+
+class TgiApi(ServerApi):
+    """Text Generation Inference: adapters are given at its start (``LORA_ADAPTERS``); the base is called ``tgi``."""
+
+    name = "tgi"
+    lists_adapters = False
+    continues_chats = False
+
+    def takes(self, model: str, adapter: RoutedAdapter | None, base: str) -> bool:
+        """No request is taken as it is."""
+        return False
+
+    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+        """Do nothing: it lists no adapters, and refuses requests for those that it has not got."""
+        return Reply(200, b"")
+
+    async def unload(self, ask: Ask, name: str) -> Reply:
+        """Do nothing: it keeps what it was started with."""
+        return Reply(200, b"")
+
+    def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
+        """Name the adapter as it was named at the server's start."""
+        return {**fields, "model": "tgi" if adapter is None else adapter.name}
+
+
+class LoraxApi(TgiApi):
+    """LoRAX: the source of an adapter is its name, and its first request loads it."""
+
+    name = "lorax"
+
+    def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
+        """Name the adapter by its source."""
+        if adapter is None:
+            return {**fields, "model": base}
+        return {**fields, "model": adapter.source.removeprefix("hf://")}
+
+
+class OpenAiApi(ServerApi):
+    """Any server whose adapters are models that it lists under their names."""
+
+    name = "openai"
+    lists_adapters = False
+    health_path = "/v1/models"
+    continues_chats = False
+
+    def is_base(self, card: Mapping[str, Any]) -> bool:
+        """Whether it is the model named by ``base=``; without that all are."""
+        return not self.base or card.get("id") == self.base
+
+    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+        """Look for the adapter in the server's list of models."""
+        reply = await ask("GET", "/v1/models")
+        try:
+            names = {card["id"] for card in msgspec.json.decode(reply.text)["data"]}
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return reply if reply.status != 200 else _refused("it answers no list of models")
+        return Reply(200, b"") if adapter.name in names else _refused(f"it lists no model {adapter.name}")
+
+    async def unload(self, ask: Ask, name: str) -> Reply:
+        """Do nothing: it keeps what it was started with."""
+        return Reply(200, b"")
+
+
+APIS: dict[str, type[ServerApi]] = {
+    api.name: api for api in (ServerApi, SglangApi, LlamaCppApi, OllamaApi, TgiApi, LoraxApi, OpenAiApi)
+}
+_BY_OWNER = {"sglang": "sglang", "llamacpp": "llamacpp", "library": "ollama"}
+"""What ``owned_by`` says of the models of those servers that tell."""
+
+
+def api_of(cards: list[Any]) -> str:
+    """Return the API of a server by its list of models; vLLM's if that does not tell."""
+    owners = [card.get("owned_by") for card in cards if isinstance(card, dict)]
+    return next((_BY_OWNER[owner] for owner in owners if owner in _BY_OWNER), ServerApi.name)
+
+
+class BackendSpec(NamedTuple):
+    """A backend as the user names it: ``URL[,api=NAME][,base=MODEL][,max_loras=N][,max_rank=N]``.
+
+    Attributes:
+        url: its address, without ``/v1``.
+        api: of ``APIS``; empty to find it out.
+        base: name of its base model; empty for what it lists.
+        max_loras: most adapters that it is to have loaded; 0 for no limit.
+        max_rank: largest rank that it takes; 0 for no limit.
+    """
+
+    url: str
+    api: str = ""
+    base: str = ""
+    max_loras: int = 0
+    max_rank: int = 0
+
+
+def parse_backend(text: str) -> BackendSpec:
+    """Return a backend as the user names it.
+
+    Raises:
+        ValueError: an option is unknown, or there is no such API.
+    """
+    url, *options = text.split(",")
+    given: dict[str, str] = {}
+    for option in options:
+        name, _, value = option.partition("=")
+        if name not in BackendSpec._fields[1:] or not value or (name.startswith("max_") and not value.isdigit()):
+            raise ValueError(
+                f"{text}: {option!r} is no option of a backend; there are api=NAME, base=MODEL, max_loras=N, max_rank=N"
+            )
+        given[name] = value
+    api = given.get("api", "")
+    if api and api not in APIS:
+        raise ValueError(f"{text}: unknown api {api!r}; choose one of: {', '.join(APIS)}")
+    max_loras, max_rank = int(given.get("max_loras", 0)), int(given.get("max_rank", 0))
+    return BackendSpec(server_root(url), api, given.get("base", ""), max_loras, max_rank)
+
+
+def _refused(why: str) -> Reply:
+    return Reply(400, msgspec.json.encode({"error": {"message": why}}))

@@ -1,0 +1,91 @@
+"""Tensors beside A and B are understood by their names, must fit the base, and be what the config announces."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.core.geometry import Surroundings
+from tests.adapters.builders import HIDDEN, LAYERS, Tensors, geometry, key, lora_tensors, write_adapter
+
+VOCABULARY = 24
+BASE = msgspec.structs.replace(
+    geometry(), surroundings=Surroundings("embed_tokens", "lm_head", VOCABULARY, HIDDEN, {"norm.weight": HIDDEN})
+)
+EMBEDDING = "base_model.model.model.embed_tokens"
+MAGNITUDES = {
+    key(layer, module, "A").replace("lora_A.weight", "lora_magnitude_vector"): (BASE.modules[module].out_features,)
+    for layer in range(LAYERS)
+    for module in ("q", "v")
+}
+
+
+def with_ones(**shapes: tuple[int, ...]) -> Tensors:
+    return {**lora_tensors(), **{name: np.ones(shape, np.float32) for name, shape in shapes.items()}}
+
+
+def test_a_dora_has_magnitudes_factors_and_summands(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, with_ones(**MAGNITUDES), use_dora=True)
+    found = describe_folder(folder, DescribeOptions(BASE, read_weights=True))
+    extras = {(each.kind, each.module): each for each in found.extras_of(BASE)}
+    assert extras.keys() == {(kind, module) for kind in ("magnitude", "scale", "shift") for module in ("q", "v")}
+    assert extras["scale", "q"].rows == (1,) * LAYERS
+    assert extras["scale", "q"].columns == HIDDEN
+    plain = describe_folder(write_adapter(tmp_path / "plain"), DescribeOptions(BASE, read_weights=True))
+    assert found.digest != plain.digest
+    assert not plain.extras
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "reason"),
+    [
+        (MAGNITUDES, {}, "a magnitude for model.layers.0.self_attn.q_proj, which adapter_config.json does not"),
+        (dict(list(MAGNITUDES.items())[1:]), {"use_dora": True}, "no magnitude for model.layers.0.self_attn.q_proj"),
+        ({**MAGNITUDES, next(iter(MAGNITUDES)): (7,)}, {"use_dora": True}, r"has shape \[7\]; the base model needs"),
+        ({"base_model.model.model.norm.weight": (HIDDEN,)}, {}, "a whole weight of model.norm"),
+        ({"base_model.model.model.norm.weight": (9,)}, {"modules_to_save": ["norm"]}, r"norm.weight has shape \[9\]"),
+        ({"base_model.model.v_head.weight": (2, HIDDEN)}, {"modules_to_save": ["v_head"]}, "v_head.weight belongs to"),
+        ({}, {"modules_to_save": ["norm"]}, "modules_to_save names 'norm'"),
+        ({}, {"target_modules": ["q_proj", "v_proj", "lm_head"]}, "targets lm_head, but"),
+        ({}, {"trainable_token_indices": [3]}, "has no trained tokens"),
+        (
+            {f"{EMBEDDING}.token_adapter.trainable_tokens_delta": (2, HIDDEN)},
+            {"trainable_token_indices": [3]},
+            "has 2 rows; adapter_config.json names 1",
+        ),
+        (
+            {f"{EMBEDDING}.token_adapter.trainable_tokens_delta": (1, HIDDEN)},
+            {"trainable_token_indices": [VOCABULARY]},
+            f"tokens beyond the {VOCABULARY}",
+        ),
+        ({f"{EMBEDDING}.lora_embedding_A": (4, VOCABULARY)}, {}, "only one of lora_embedding_A and _B"),
+        ({"base_model.model.model.layers.9.self_attn.q_proj.bias": (HIDDEN,)}, {"bias": "all"}, "it has 3"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(
+    shapes: dict[str, tuple[int, ...]], config: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path, with_ones(**shapes), **config)
+    with pytest.raises(AdapterError, match=reason):
+        describe_folder(folder, DescribeOptions(BASE))
+
+
+def test_a_server_of_low_rank_matrices_says_why(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, with_ones(**MAGNITUDES), use_dora=True)
+    with pytest.raises(AdapterError, match="magnitude of q, magnitude of v: merges adapters"):
+        describe_folder(folder, DescribeOptions(BASE, only_low_rank="merges adapters"))
+
+
+def test_the_embedding_of_the_base_beside_lora_on_it_is_left_out(tmp_path: Path) -> None:
+    lora = {f"{EMBEDDING}.lora_embedding_A": (4, VOCABULARY), f"{EMBEDDING}.lora_embedding_B": (HIDDEN, 4)}
+    same = with_ones(**lora, **{f"{EMBEDDING}.base_layer.weight": (VOCABULARY, HIDDEN)})
+    other = with_ones(**lora, **{f"{EMBEDDING}.base_layer.weight": (VOCABULARY + 1, HIDDEN)})
+    targets = {"target_modules": ["q_proj", "v_proj", "embed_tokens"]}
+    found = describe_folder(write_adapter(tmp_path / "same", same, **targets), DescribeOptions(BASE))
+    assert {(each.kind, each.rows) for each in found.extras} == {("a", VOCABULARY), ("b", 4)}
+    found = describe_folder(write_adapter(tmp_path / "other", other, **targets), DescribeOptions(BASE))
+    assert ("weight", VOCABULARY + 1) in {(each.kind, each.rows) for each in found.extras}

@@ -1,0 +1,56 @@
+"""Adapters of other types are converted to LoRA: exactly if they are of low rank, else with the error stated."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+
+from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.cli.peft_adapters import convert, low_rank
+from lorikeet.models.config import read_model_config
+from tests.models.checkpoints import make_checkpoint
+from tests.models.library_bases import random_ids
+from tests.models.peft_family import CONVERTED, make
+from tests.models.test_library_bases import log_probabilities
+from tests.models.test_peft_family import load
+from tests.support import sampling
+
+TRIED = sorted(CONVERTED) if sampling.runs_all else ["PiSSA", "VeRA"]
+
+
+@pytest.mark.parametrize("kind", TRIED)
+def test_a_converted_adapter_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
+    base, folder, target = tmp_path / "base", tmp_path / "adapter", tmp_path / "converted"
+    make_checkpoint(base, "llama", vocab_size=96)
+    make(load(base), folder, CONVERTED[kind]())
+    with pytest.raises(AdapterError, match="lorikeet adapters convert"):
+        describe_folder(folder, DescribeOptions(read_weights=True))
+    found = convert(folder, target, base, 0, 1e-6)
+    assert max(each.error for each in found) <= 1e-6
+    described = describe_folder(target, DescribeOptions(read_model_config(base).geometry(4), read_weights=True))
+    assert not described.warnings
+    ids = random_ids(11, 1)
+    expected = log_probabilities(PeftModel.from_pretrained(load(base), folder).eval(), ids, adapted=True)
+    again = log_probabilities(PeftModel.from_pretrained(load(base), target).eval(), ids, adapted=True)
+    torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_too_small_a_rank_is_refused_with_its_error(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "base", "llama", vocab_size=96)
+    make(load(tmp_path / "base"), tmp_path / "adapter", CONVERTED["LoHa"]())
+    with pytest.raises(AdapterError, match=r"at rank 1 the error is 0\.\d+ of the change, above the tolerance of 0.01"):
+        convert(tmp_path / "adapter", tmp_path / "converted", tmp_path / "base", 1, 0.01)
+    assert not (tmp_path / "converted").exists()
+
+
+def test_the_error_is_what_is_lost() -> None:
+    torch.manual_seed(0)
+    delta = torch.randn(20, 30)
+    for rank in (1, 7, 20):
+        a, b, error = low_rank(delta, rank, 0.0)
+        assert len(a) == rank
+        assert float((delta - b @ a).norm() / delta.norm()) == pytest.approx(error, abs=1e-5)
+    a, _, error = low_rank(delta, 0, 0.3)
+    assert error <= 0.3 < low_rank(delta, len(a) - 1, 0.0)[2]
