@@ -112,7 +112,7 @@ def add_experts(lora: LoraModules, experts: Iterable[Experts], model: Any) -> No
 
 def _old_paths(path: str, modules: Sequence[str], conversions: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
     """Return the paths of the parts of a parameter in checkpoints that store each expert by itself."""
-    found = [(module.partition("#")[0],) for module in modules]
+    found: list[tuple[str, ...]] = [(module.partition("#")[0],) for module in modules]
     renamed = []
     for each in conversions:
         sources = [_literal(source) for source in each.source_patterns]

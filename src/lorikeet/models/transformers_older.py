@@ -54,5 +54,5 @@ def _falcon(
         q, k, v = module._split_heads(qkv)
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-    out, _ = call_attention(module, q, k, v, attention_mask, scaling=module.inv_norm_factor)
+    out = call_attention(module, q, k, v, attention_mask, scaling=module.inv_norm_factor)[0]
     return module.dense(out.flatten(2)), None
