@@ -255,7 +255,7 @@ _TENANT_PATHS = frozenset(
         "/classify",
         "/model_info",
         "/openapi.json",
-        "/redoc",
+        "/ui",
         "/rerank",
         "/score",
         "/tokenize",
