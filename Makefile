@@ -19,7 +19,7 @@ SAMPLES := $(patsubst examples/adapters/%/adapter_config.json,%,$(wildcard examp
 # Tests start hundreds of processes, which need not compile the same modules each.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup serve lint types style docs test test-fast test-all fuzz wheel check-wheel smoke-wheel constraints
+.PHONY: help setup serve ui lint types style docs test test-fast test-all fuzz wheel check-wheel smoke-wheel constraints
 
 help:
 	@echo "make serve [PORT=8000]   serve the default model with the sample adapters on 127.0.0.1"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-all            the tests with every combination"
 	@echo "make fuzz [CASES=15000]  run so many random cases of every fuzz test"
 	@echo "make docs                build the docs site in build/site"
+	@echo "make ui                  build the pages of the server from ui/; needs Node"
 	@echo "make wheel               build the source distribution and the wheel in dist/"
 	@echo "make check-wheel         check what make wheel built"
 	@echo "make smoke-wheel         install the wheel in a new environment of PYTHON and ask it a question"
@@ -71,6 +72,10 @@ style: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
+
+# The pages at /ui and /docs. What is built is tracked, and a test compares it.
+ui:
+	cd ui && npm ci --no-audit --no-fund --ignore-scripts && npm run build
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -48,7 +48,7 @@ from lorikeet.core.executor import Executor
 from lorikeet.core.plan import StepPlan, StepResult
 from lorikeet.core.request import Request
 from lorikeet.engine.build import Replica, build_replica
-from lorikeet.kernels.base import Batch, SamplingTensors
+from lorikeet.kernels.base import Batch, LoraBatch, SamplingTensors
 from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.worker.rank_setup import RankModel
 from lorikeet.worker.transfer.device import BlockCopy, Cuda, StreamEvent
@@ -146,7 +146,8 @@ class Rig:
 
     def __init__(self, folder: Path, shape: str = SHAPE, **engine: object) -> None:
         self._folder = folder
-        self._engine: dict[str, Any] = {"device": "cuda"} | engine
+        # Steps with drafts are no plain decodes.
+        self._engine: dict[str, Any] = {"device": "cuda", "draft_tokens": 0} | engine
         self.model = write_model_shape(folder / shape, shape)
         self.config: ModelConfig = read_model_config(self.model)
 
@@ -435,7 +436,7 @@ class TimedDevice:
         self.steps.take(self._called_s)
         return torch.zeros(len(batch.sample_rows), 1)
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor, lora: LoraBatch | None = None) -> Tensor:
         """Return zeros as logits."""
         return self._logits.expand(len(hidden), -1)
 

@@ -54,7 +54,7 @@ file and the environment take bytes. Flags of vLLM and SGLang with the same mean
 
 | variable | meaning |
 |---|---|
-| `LORIKEET_URL`, `LORIKEET_API_KEY` | server and its key, for `chat`, `batch`, `adapters`, `status` and `bench serve` |
+| `LORIKEET_URL`, `LORIKEET_API_KEY` | server and its key, for the commands that talk to a server |
 | `LORIKEET_BACKEND_KEY` | key of `lorikeet router` for its backends |
 | `VLLM_API_KEY` | of a server that is given no other API key |
 | `XDG_CACHE_HOME` | `lorikeet/models` in it (else in `~/.cache`) holds converted weights |

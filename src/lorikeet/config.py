@@ -143,8 +143,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             is 1.
         multi_step_limit_s: time in seconds after which a plan of several steps ends; on a GPU only if requests wait.
         draft_tokens: most tokens of a sequence that a step verifies beside its newest one, guessed from its prompt and
-            its adapter's latest answers; 0 for none. Answers do not depend on it. With CUDA graphs, and with several
-            ranks, there are none.
+            its adapter's latest answers; 0 for none. Answers do not depend on it. On a GPU, and with several ranks,
+            there are none.
         tensor_parallel: number of tensor-parallel ranks.
         device: ``cpu`` or ``cuda``.
         kernels: ``native``, ``triton``, ``reference`` or ``auto``. ``auto`` takes native on a CPU and Triton on a GPU
@@ -273,6 +273,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         request_timeout_s: time after which a request ends with an error; 0 for never.
         drain_timeout_s: time for which accepted requests may continue after SIGTERM.
         metrics_adapters: number of adapters with their own metrics; the others share the label ``other``.
+        otlp_traces_endpoint: URL that gets OpenTelemetry traces by OTLP over HTTP, such as
+            ``http://collector:4318/v1/traces``; empty for none.
         tenants: take keys of the registry's database, too, each with scopes and limits (`lorikeet keys`). Every request
             then needs a key; needs ``admin_keys``.
         tenant_header: header that names the tenant of a request; its value is trusted. Empty, or for a request without
@@ -322,6 +324,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_timeout_s: Seconds = 600.0
     drain_timeout_s: Seconds = 120.0
     metrics_adapters: Count = 20
+    otlp_traces_endpoint: str = ""
     tenants: bool = False
     tenant_header: str = ""
     shared_prefix_cache: bool = False

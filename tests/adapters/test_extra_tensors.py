@@ -88,4 +88,5 @@ def test_the_embedding_of_the_base_beside_lora_on_it_is_left_out(tmp_path: Path)
     found = describe_folder(write_adapter(tmp_path / "same", same, **targets), DescribeOptions(BASE))
     assert {(each.kind, each.rows) for each in found.extras} == {("a", VOCABULARY), ("b", 4)}
     found = describe_folder(write_adapter(tmp_path / "other", other, **targets), DescribeOptions(BASE))
-    assert ("weight", VOCABULARY + 1) in {(each.kind, each.rows) for each in found.extras}
+    assert ("weight", VOCABULARY) in {(each.kind, each.rows) for each in found.extras}
+    assert "those from 24 on are not used" in found.warnings[0]

@@ -270,7 +270,9 @@ async def test_the_own_routes_add_list_show_and_delete(server: Running) -> None:
     assert added.status_code == 201
     card = added.json()
     assert (card["name"], card["source"], card["base"], card["rank"]) == ("org/pirate", "pirate", "base", 4)
-    assert (await server.http.get("/v1/adapters/org/pirate")).json() == card
+    shown = (await server.http.get("/v1/adapters/org/pirate")).json()
+    assert shown.items() >= card.items()
+    assert (shown["also_named"], shown["stats"]["requests"]) == ([], 0)
     listed = (await server.http.get("/v1/adapters")).json()
     assert [entry["name"] for entry in listed["data"]] == ["formal", "org/pirate"]
     assert (listed["has_more"], listed["next_cursor"], listed["total"]) == (False, None, 2)

@@ -54,7 +54,8 @@ async def test_requests_by_the_schema(start: Start, fuzz: Fuzzing) -> None:
 
     def run(http: httpx.Client, schema: dict[str, Any]) -> None:
         operations = [found.ok() for found in schemathesis.openapi.from_dict(schema).get_all_operations()]
-        operations = [each for each in operations if each.path != "/pause"]  # after which requests wait
+        # After one, requests wait; the other never ends.
+        operations = [each for each in operations if each.path not in ("/pause", "/v1/stats/stream")]
         assert sum(bool(operation.body) for operation in operations) >= 10, "bodies are described"
         with_body = [operation for operation in operations if operation.body]
         cases = [

@@ -10,7 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from lorikeet.api.metrics import RequestCounts, RequestMetrics
+from lorikeet.api.metrics import TTFT_BOUNDS_S, AdapterUsage, RequestCounts, RequestMetrics
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArrived, Queued, RequestTimings
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
@@ -391,3 +391,56 @@ async def test_gateways_get_the_load_with_an_answer_if_they_ask(server: Running)
     assert (form, json.loads(report)["named_metrics"]["num_requests_waiting"]) == ("JSON", 5)
     for unasked in ({}, {asked: "binary"}):
         assert "endpoint-load-metrics" not in (await server.http.post(CHAT, json=body(), headers=unasked)).headers
+
+
+def test_half_of_the_labels_are_for_adapters_that_were_slow_lately() -> None:
+    now = [0.0]
+    usage = AdapterUsage(4, lambda: now[0])
+    for name, requests, ttft_s in (("busy", 50, 0.1), ("second", 40, 0.1), ("rare", 1, 9.0), ("lame", 2, 3.0)):
+        for _ in range(requests):
+            usage.of(name).add(RequestCounts(requests=1, ttft_count=1, ttft_ns=round(ttft_s * 1e9)))
+    for number in range(20):
+        usage.of(f"other-{number}").add(RequestCounts(requests=3, ttft_ns=10**8))
+    assert set(usage.labelled()) == {"busy", "second", "rare", "lame", "other"}
+    now[0] = 3600.0
+    usage.of("new").add(RequestCounts(requests=1, ttft_ns=10**9))
+    assert "new" in usage.labelled(), "what was slow an hour ago counts for little"
+
+
+async def test_each_labelled_adapter_has_a_histogram_of_ttft(server: Running) -> None:
+    for _ in range(3):
+        await server.http.post(CHAT, json=body(model="formal"))
+    samples = await page(server)
+    counts = {
+        sample.labels["le"]: sample.value
+        for sample in samples["lorikeet:adapter_ttft_seconds_bucket"]
+        if sample.labels["adapter"] == "formal"
+    }
+    assert len(counts) == len(TTFT_BOUNDS_S)
+    assert counts["+Inf"] == value(samples, "lorikeet:adapter_ttft_seconds_count", adapter="formal") == 3
+    assert list(counts.values()) == sorted(counts.values())
+    total_s = value(samples, "lorikeet:adapter_time_to_first_token_seconds_total", adapter="formal")
+    assert value(samples, "lorikeet:adapter_ttft_seconds_sum", adapter="formal") == total_s
+
+
+async def test_openmetrics_names_a_request_beside_its_times(server: Running) -> None:
+    await server.http.post(CHAT, json=body(), headers={"X-Request-Id": "x" * 100})
+    text = (await server.http.get("/metrics", headers={"Accept": "application/openmetrics-text"})).text
+    found = [
+        sample.exemplar.labels["request_id"]
+        for family in openmetrics_families(text)
+        for sample in family.samples
+        if sample.name == "vllm:time_to_first_token_seconds_bucket" and sample.exemplar
+    ]
+    assert found == ["x" * 64]
+
+
+def test_time_in_the_queue_is_counted_by_cause() -> None:
+    metrics, timings = RequestMetrics("base", 256), RequestTimings(0.0)
+    name = RequestId("r")
+    timings.apply(Queued(name, 1.0))
+    timings.apply(Admitted(name, 3.0, 0, waited_for="memory for its KV"))
+    metrics.observe_request(timings, 1, 1, "stop", 4.0)
+    labels = {**metrics.labels, "cause": "kv_blocks"}
+    assert metrics.registry.get_sample_value("lorikeet:request_queue_seconds_total", labels) == 2.0
+    assert metrics.registry.get_sample_value("lorikeet:request_queue_seconds_total", labels | {"cause": "order"}) == 0.0

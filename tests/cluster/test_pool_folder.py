@@ -72,6 +72,23 @@ def test_what_is_stored_is_read_back_and_a_loader_takes_it(root: Path, adapter: 
         check_unchanged(stored)
 
 
+def test_names_that_only_the_base_explains_are_read_again_by_the_loader(root: Path, tmp_path: Path) -> None:
+    """The pool knows no base, for which a fused layer is three modules."""
+    shapes = geometry().modules
+    rows = sum(shapes[module].out_features for module in "qkv")
+    generator, tensors = np.random.default_rng(0), {}
+    for layer in range(geometry().layers):
+        name = f"base_model.model.model.layers.{layer}.self_attn.qkv_proj"
+        for side, size in (("A", (4, shapes["q"].in_features)), ("B", (rows, 4))):
+            tensors[f"{name}.lora_{side}.weight"] = generator.normal(size=size).astype(np.float32)
+    fused = reference("a", write_adapter(tmp_path / "fused", tensors, target_modules=["qkv_proj"]), geometry())
+    place = PoolFolder(root).store(fused.digest, read_files(Path(fused.folder)))
+    stored = msgspec.structs.replace(fused, folder=str(place))
+    ours, theirs = (list(load_weights(ref, geometry(), "float32")) for ref in (stored, fused))
+    assert [each.module for each in ours] == ["q", "k", "v"] * geometry().layers
+    assert all(np.array_equal(own.bt, other.bt) for own, other in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 def test_damage_on_the_way_is_an_error_and_leaves_nothing(
     root: Path, adapter: AdapterRef, files: Files, name: str

@@ -1,4 +1,4 @@
-"""Three Ray nodes: adapters go from memory to memory, a node is lost and another comes, and no stream notices."""
+"""Three Ray nodes, only with --all: a node is lost and another comes, adapters move, and no stream notices."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -19,14 +19,13 @@ from lorikeet.core.events import FinishReason
 from lorikeet.core.machine import free_memory_bytes, memory_limit_bytes
 from lorikeet.core.request import Request
 from lorikeet.engine.build import build_replica
-from tests.support import sampling
 from tests.support.live import TIE, finish, greedy, live_settings, make_adapter, make_model, prompt, run
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow, pytest.mark.timeout(600)]
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
-ADAPTERS, REQUESTS = (60, 200) if sampling.runs_all else (12, 40)
+ADAPTERS, REQUESTS = 60, 200
 TURNS = "lorikeet:plain,placement=everywhere,routing=round-robin,placement_period_s=0.2"
 """Every replica is to have every adapter that it is asked for, wherever it was before."""
 

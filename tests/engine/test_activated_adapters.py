@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from lorikeet.adapters.checkpoint import DescribeOptions
+from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.reader import describe
 from lorikeet.adapters.store import reference
 from lorikeet.adapters.task import AdapterTask
@@ -30,11 +32,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-def make_alora(folder: Path, model: Path, seed: int) -> AdapterRef:
+def make_alora(folder: Path, model: Path, seed: int, **more: Any) -> AdapterRef:
     torch.manual_seed(seed)
-    config = LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj", "up_proj"], alora_invocation_tokens=INVOCATION
-    )
+    targets = ["q_proj", "v_proj", "up_proj"]
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, alora_invocation_tokens=INVOCATION, **more)
     peft = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
     with torch.no_grad():
         for name, parameter in peft.named_parameters():
@@ -108,6 +109,11 @@ def test_tokens_are_those_of_peft_from_every_start_and_beside_others(model: Path
         assert found[len(requests) - 1] == found[-1]  # without an invocation it is the base
     finally:
         engine.close()
+
+
+def test_an_alora_that_changes_what_comes_before_its_invocation_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="alora_invocation_tokens"):
+        make_alora(tmp_path / "one", model, seed=1, modules_to_save=["norm"])
 
 
 def renamed(requests: list[Request], turn: int) -> list[Request]:

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lorikeet.models.config import ARCHITECTURES
+from lorikeet.models.transformers_older import OLDER
 
 VOCABULARY = 96
 NOT_TRIED = "not tried: "
@@ -79,6 +80,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon": {"multi_query": True, "alibi": False},
     "gemma3_text": {"layer_types": _MIXED * 2},
     "gemma4_text": {"num_hidden_layers": 6, "layer_types": _MIXED * 3, "num_kv_shared_layers": 2},
     "gemma4_unified_text": {"num_hidden_layers": 6, "layer_types": _MIXED * 3, "num_kv_shared_layers": 2},
@@ -110,7 +112,7 @@ def decoders() -> dict[str, type[PreTrainedModel]]:
         model = model_class(kind)
         parameters = inspect.signature(CONFIG_MAPPING[kind].__init__).parameters
         is_encoder = "is_decoder" in parameters or getattr(CONFIG_MAPPING[kind], "is_decoder", None) is not None
-        if model._supports_attention_backend and not is_encoder:
+        if model.__name__ in OLDER or (model._supports_attention_backend and not is_encoder):
             found[kind] = model
     return found
 
@@ -162,8 +164,9 @@ def make_base(folder: Path, kind: str, **overrides: Any) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter) * 0.1
-            # Gemma 4 does not scale its scores down, so that large weights would give large rounding errors.
-            factor = 1 if kind.startswith("gemma4") else 2
+            # Gemma 4 does not scale its scores down, so that large weights give large rounding errors: with a factor of
+            # 1, transformers' own log probabilities in fp32 differ from those in fp64 by 2e-4.
+            factor = 0.5 if kind.startswith("gemma4") else 2
             parameter.copy_(noise + 1.0 if parameter.dim() == 1 else noise * factor)
     model.save_pretrained(folder)
     return model

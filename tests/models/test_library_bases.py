@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from lorikeet.adapters.store import reference
@@ -62,7 +63,7 @@ _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 def linear_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """Return the linear layers below the output layer, by name."""
-    kinds = (nn.Linear, Conv1D)
+    kinds = (nn.Linear, Conv1D, FalconLinear)
     output = model.get_output_embeddings()
     below = [(name, module) for name, module in model.named_modules() if not name.startswith("lm_head.")]
     return [(name, module) for name, module in below if type(module) in kinds and module is not output]

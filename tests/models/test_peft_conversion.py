@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.cli.main import app
 from lorikeet.cli.peft_adapters import convert, low_rank
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
@@ -17,6 +21,7 @@ from tests.models.test_library_bases import log_probabilities
 from tests.models.test_peft_family import load
 from tests.support import sampling
 
+runner = CliRunner()
 TRIED = sorted(CONVERTED) if sampling.runs_all else ["PiSSA", "VeRA"]
 
 
@@ -35,6 +40,23 @@ def test_a_converted_adapter_is_what_peft_loads(kind: str, tmp_path: Path) -> No
     expected = log_probabilities(PeftModel.from_pretrained(load(base), folder).eval(), ids, adapted=True)
     again = log_probabilities(PeftModel.from_pretrained(load(base), target).eval(), ids, adapted=True)
     torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_commands_convert_and_compare_an_answer_with_peft(tmp_path: Path) -> None:
+    base, folder, target = tmp_path / "base", tmp_path / "adapter", tmp_path / "converted"
+    make_checkpoint(base, "llama", vocab_size=96)
+    words = {f"w{number}": number for number in range(95)} | {"?": 95}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(str(base))
+    make(load(base), folder, CONVERTED["LoKr"]())
+    done = runner.invoke(app, ["adapters", "convert", str(folder), str(target), "--base", str(base)])
+    assert done.exit_code == 0, done.output
+    assert "LoRA of rank" in done.output
+    arguments = ["--check", "--base", str(base), "--prompt", "w3 w5 w9", "--tokens", "4"]
+    done = runner.invoke(app, ["adapters", "inspect", str(target), *arguments])
+    assert done.exit_code == 0, done.output
+    assert "check: 4 tokens equal PEFT's" in done.output
 
 
 def test_too_small_a_rank_is_refused_with_its_error(tmp_path: Path) -> None:

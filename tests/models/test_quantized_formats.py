@@ -18,6 +18,7 @@ from lorikeet.models.config import ModelConfigError, read_model_config
 from lorikeet.models.default import prepare_default_model
 from lorikeet.models.loading import WeightError, load_weights
 from lorikeet.models.parallel import SingleRankGroup
+from lorikeet.models.transformers_decoder import load_model
 from lorikeet.models.weights import DecoderWeights
 from lorikeet.worker.rank_setup import load_rank
 from tests.models import quantized_checkpoints as writers
@@ -102,6 +103,14 @@ def test_the_numbers_are_those_of_the_format(name: str, tmp_path: Path) -> None:
     assert all(isinstance(weight, QuantizedWeight) is is_packed for weight in linear)
     assert ("dequantised to float32" in weights.stored) is not is_packed
     assert isinstance(weights.lm_head, Tensor)
+
+
+@formats
+def test_the_modules_of_transformers_get_the_numbers_of_the_format(name: str, tmp_path: Path) -> None:
+    meant = make_quantized(tmp_path, name)
+    found = load_model(tmp_path, torch.float32, torch.device("cpu")).state_dict()
+    for name, tensor in meant.items():
+        torch.testing.assert_close(found[name], tensor.float(), rtol=1e-6, atol=1e-7)
 
 
 @formats

@@ -23,6 +23,7 @@ from lorikeet.adapters.description import (
     TensorEntry,
 )
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.experts import check_parameters, describe_experts, parameter_of, row_range
 from lorikeet.adapters.extra_tensors import LowRank, Named, find_extras, is_of_vocabulary, named, summary
 from lorikeet.adapters.module_names import BaseModules
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
@@ -140,6 +141,9 @@ def describe_folder(
     on_stage(f"the patterns of {CONFIG_FILE}")
     matcher = ModuleMatcher(config)
     resolver = BaseModules(options.geometry)
+    if config.target_parameters:
+        check_parameters(config.target_parameters, resolver)
+        pairs = [LowRank(parameter_of(name, resolver, matcher.covers_parameter), a, b) for name, a, b in pairs]
     served, warnings_of_parts = _served(pairs, others, resolver, options.geometry)
     warnings += warnings_of_parts
     extras, warnings_of_extras = find_extras(others, served, config, matcher, resolver, options.geometry)
@@ -150,6 +154,8 @@ def describe_folder(
         )
     if extras and options.only_low_rank:
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: {options.only_low_rank}")
+    if extras and config.alora_invocation_tokens:  # they would change the KV before the invocation
+        raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: not supported with alora_invocation_tokens")
     of_head = [pair for pair in served if is_of_vocabulary(pair.name, resolver, options.geometry)]
     served = [pair for pair in served if pair not in of_head]
     if config.bias != "none" and not any(each.kind == "bias" for each in others):
@@ -405,14 +411,19 @@ def _served(
 def _described(pair: LowRank, matcher: ModuleMatcher, resolver: BaseModules) -> Iterator[ModuleTensors]:
     """Yield the LoRA of each module of a linear layer: a fused one has several, which share A."""
     rank, scaling = matcher.rank_and_scaling(pair.name)
+    place = resolver.place(pair.name)
+    assert place is not None
+    if place.experts:
+        yield from describe_experts(place, resolver.rows(place), rank, scaling, pair.a, pair.b)
+        return
+    if matcher.has_parameters and not resolver.knows_base and pair.a.shape[0] % rank == 0:
+        rank = pair.a.shape[0]  # perhaps of several experts
     for entry, found in ((pair.a, pair.a.shape[0]), (pair.b, pair.b.shape[1])):
         if found != rank:
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {entry.name} has shape {list(entry.shape)}, so rank {found}; "
                 f"{CONFIG_FILE} says {rank}"
             )
-    place = resolver.place(pair.name)
-    assert place is not None
     if len(place.modules) == 1:
         yield ModuleTensors(place.layer, place.modules[0], rank, scaling, pair.a, pair.b)
         return
@@ -422,13 +433,10 @@ def _described(pair: LowRank, matcher: ModuleMatcher, resolver: BaseModules) -> 
             f"{WEIGHTS_FILE}: tensor {pair.b.name} has shape {list(pair.b.shape)}; "
             f"the base model needs {[sum(rows), rank]}"
         )
-    row_bytes = (pair.b.stop - pair.b.start) // pair.b.shape[0]
-    start = pair.b.start
+    first = 0
     for module, count in zip(place.modules, rows, strict=True):
-        stop = start + count * row_bytes
-        b = msgspec.structs.replace(pair.b, shape=(count, rank), start=start, stop=stop)
-        yield ModuleTensors(place.layer, module, rank, scaling, pair.a, b)
-        start = stop
+        yield ModuleTensors(place.layer, module, rank, scaling, pair.a, row_range(pair.b, first, count))
+        first += count
 
 
 def _in_order(modules: Sequence[ModuleTensors], resolver: BaseModules) -> tuple[ModuleTensors, ...]:
@@ -452,11 +460,13 @@ def _check_fit(each: ModuleTensors, geometry: ModelGeometry, max_rank: int) -> N
     if max_rank and each.rank > max_rank:
         raise AdapterError(f"{name} has rank {each.rank}, at most {max_rank} is allowed")
     shape = geometry.modules[each.module]
-    for entry, expected in ((each.a, (each.rank, shape.in_features)), (each.b, (shape.out_features, each.rank))):
-        if entry.shape != expected:
+    for entry, found, expected in (
+        (each.a, each.a.shape, (each.rank, shape.in_features)),
+        (each.b, each.b_shape, (shape.out_features, each.rank)),
+    ):
+        if found != expected:
             raise AdapterError(
-                f"{WEIGHTS_FILE}: tensor {entry.name} has shape {list(entry.shape)}; "
-                f"the base model needs {list(expected)}"
+                f"{WEIGHTS_FILE}: tensor {entry.name} has shape {list(found)}; the base model needs {list(expected)}"
             )
 
 
@@ -473,19 +483,25 @@ def _check_coverage(
     Returns:
         Warnings about targets that the base model does not have, which PEFT ignores.
     """
+    prefix = resolver.prefix_of(pairs[0].name)
+    parameters, experts = resolver.names_of_parameters(prefix), resolver.names_of_experts(prefix)
     for pair in pairs:
-        if not matcher.covers(pair.name):
+        if not (matcher.covers_parameter(pair.name) if pair.name in parameters else matcher.covers(pair.name)):
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {pair.a.name} is of a module that {CONFIG_FILE} does not target"
             )
     present = {(each.layer, each.module) for each in modules}
-    names = resolver.names(resolver.prefix_of(pairs[0].name))
-    for name, place in names.items():
-        if any((place.layer, module) not in present for module in place.modules) and matcher.covers(name):
-            raise AdapterError(f"{CONFIG_FILE} targets {name}, but {WEIGHTS_FILE} has no tensors for it")
-    for name in resolver.vocabulary_names(resolver.prefix_of(pairs[0].name)):
+    names = resolver.names(prefix)
+    # A base whose experts are parameters has no modules for them, so that their names cover nothing there.
+    wanted = names | experts if any(pair.name in experts for pair in pairs) else names
+    for places, covers in ((wanted, matcher.covers), (parameters, matcher.covers_parameter)):
+        for name, place in places.items():
+            if any((place.layer, module) not in present for module in place.modules) and covers(name):
+                raise AdapterError(f"{CONFIG_FILE} targets {name}, but {WEIGHTS_FILE} has no tensors for it")
+    for name in resolver.vocabulary_names(prefix):
         if isinstance(config.target_modules, list) and matcher.covers(name) and name not in others:
             raise AdapterError(f"{CONFIG_FILE} targets {name}, but {WEIGHTS_FILE} has no tensors for it")
+    names |= wanted
     targets = config.target_modules
     endings = {name[start:] for name in (*names, *others) for start in _starts(name)}
     missing = [target for target in targets if target not in endings] if isinstance(targets, list) else []

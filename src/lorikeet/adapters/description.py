@@ -43,7 +43,8 @@ class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
         rank: its rank.
         scaling: the factor of B·A, with rsLoRA and patterns applied.
         a: A, ``[rank, in_features]``.
-        b: B, ``[out_features, rank]``.
+        b: B, ``[out_features, rank]``, or B of several experts with all their columns.
+        columns: the first of its columns in ``b``, and the distance to the next.
     """
 
     layer: int
@@ -52,6 +53,13 @@ class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
     scaling: float
     a: TensorEntry
     b: TensorEntry
+    columns: tuple[int, int] = (0, 1)
+
+    @property
+    def b_shape(self) -> tuple[int, ...]:
+        """Of its own B."""
+        first, step = self.columns
+        return *self.b.shape[:1], len(range(first, self.b.shape[1], step))
 
 
 class ExtraTensor(msgspec.Struct, frozen=True, array_like=True):

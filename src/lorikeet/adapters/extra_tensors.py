@@ -131,9 +131,10 @@ class _Finder:
         if module != HEAD:
             raise _refusal(pair.a, "is a linear module's, but belongs to the embedding")
         rank, scaling = self._matcher.rank_and_scaling(pair.name)
-        vocabulary, hidden = self._sizes(pair.b.shape[0], pair.a.shape[1])
+        b = self._kept(pair.b)
+        _, hidden = self._sizes(0, pair.a.shape[1])
         a = self._extra("a", HEAD, 0, pair.a, rank, hidden)
-        return [a, self._extra("b", HEAD, 0, pair.b, vocabulary, rank, scaling)]
+        return [a, self._extra("b", HEAD, 0, b, b.shape[0], rank, scaling)]
 
     def of(self, each: Named) -> list[ExtraTensor]:
         """Return the extras that a tensor makes."""
@@ -221,7 +222,8 @@ class _Finder:
             if kind == "base" and (base is None or shape[0] == base.vocab_size):
                 return []  # the base's own, which PEFT saves beside LoRA on it
             _, hidden = self._sizes(0, shape[1])
-            return [self._extra("weight", module, 0, entry, shape[0], hidden)]
+            kept = self._kept(entry)
+            return [self._extra("weight", module, 0, kept, kept.shape[0], hidden)]
         if kind == "rows" and len(shape) == 2 and module == EMBEDDING:
             tokens = tuple(self._config.tokens_of(each.name))
             if len(tokens) != shape[0]:
@@ -242,6 +244,20 @@ class _Finder:
             vocabulary, _ = self._sizes(prod(shape), 0)
             return [self._extra(kind, module, 0, entry, vocabulary, 1, scaling if kind == "lora_bias" else 1.0)]
         raise _refusal(entry, f"is {kind} of the {module}, which is not supported")
+
+    def _kept(self, entry: TensorEntry) -> TensorEntry:
+        """Return the rows of a tensor whose tokens the server knows: those that the base's vocabulary has."""
+        rows, columns = entry.shape
+        around = self._geometry.surroundings if self._geometry is not None else None
+        if around is None or rows <= around.vocab_size:
+            return entry
+        self.warnings.append(
+            f"{WEIGHTS_FILE}: tensor {entry.name} has {rows} rows; those from {around.vocab_size} on are not used: "
+            f"the base model has tokens below {around.vocab_size} only"
+        )
+        row_bytes = (entry.stop - entry.start) // rows
+        stop = entry.start + around.vocab_size * row_bytes
+        return TensorEntry(entry.name, entry.dtype, (around.vocab_size, columns), entry.start, stop)
 
     def _sizes(self, vocabulary: int, hidden: int) -> tuple[int, int]:
         """Return the sizes of the vocabulary, given those of a tensor for a base that is not known."""

@@ -10,7 +10,7 @@ from lorikeet.adapters.description import WEIGHTS_FILE, AdapterDescription, Extr
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.reader import describe
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.geometry import SCORE, ModelGeometry
 
 MANIFEST_FILE = "version.json"
 
@@ -103,7 +103,7 @@ def check_unchanged(ref: AdapterRef) -> Tensors:
 
 
 def tensors_of(ref: AdapterRef, geometry: ModelGeometry) -> Tensors:
-    """Return the tensors of an adapter, from its manifest if that has them; else its folder is read again.
+    """Return the tensors of an adapter, from its manifest if that has those of the base; else its folder is read again.
 
     Args:
         ref: the adapter.
@@ -112,9 +112,10 @@ def tensors_of(ref: AdapterRef, geometry: ModelGeometry) -> Tensors:
     Raises:
         AdapterError: it is missing, has changed, or is not valid.
     """
-    listed = check_unchanged(ref)
-    if any(listed):
-        return listed
+    modules, extras = check_unchanged(ref)
+    # Whoever wrote it may not have known the base, as a cluster's pool does not.
+    if (modules or extras) and all(each.module in geometry.modules or each.module == SCORE for each in modules):
+        return modules, extras
     try:
         found = describe(Path(ref.folder), DescribeOptions(geometry, checks_fit=False))
         return found.modules, found.extras

@@ -1,15 +1,23 @@
 """Finds the modules of a base that an adapter names."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from lorikeet.core.geometry import DECODER_NAMES, LORA_MODULES, ModelGeometry, ModulePath, split_layer
+from lorikeet.core.geometry import DECODER_NAMES, LORA_MODULES, ExpertsPath, ModelGeometry, split_layer
 
 
 class ModulePlace(NamedTuple):
-    """A linear layer of a base: its layer, and the modules of the geometry that it consists of."""
+    """A linear layer of a base: its layer, and the modules of the geometry that it consists of.
+
+    Attributes:
+        layer: of the base.
+        modules: of one linear layer, or of all experts', one expert after the other.
+        experts: 0, or the number of experts whose linear layers these are.
+    """
 
     layer: int
     modules: tuple[str, ...]
+    experts: int = 0
 
 
 class BaseModules:
@@ -25,8 +33,23 @@ class BaseModules:
         self._paths: dict[str, list[tuple[str, ...]]] = {}
         for each in self._names.paths:
             self._paths.setdefault(each.path, []).append(each.modules)
+        self._single_experts: list[tuple[str, tuple[str, ...]]] = []
+        self._all_experts: dict[str, list[ExpertsPath]] = {}
+        for experts in self._names.experts:
+            self._all_experts.setdefault(experts.path, []).append(experts)
+            for i in range(experts.experts):
+                for module, spellings in zip(experts.modules_of(i), experts.spellings, strict=True):
+                    for path in spellings:
+                        spelled = path.replace("*", str(i))
+                        self._paths.setdefault(spelled, []).append((module,))
+                        self._single_experts.append((spelled, (module,)))
         modules = LORA_MODULES if geometry is None else tuple(geometry.modules)
         self._numbers = {module: number for number, module in enumerate(modules)}
+
+    @property
+    def knows_base(self) -> bool:
+        """Whether there is a geometry."""
+        return self._geometry is not None
 
     def prefix_of(self, name: str) -> str:
         """Return the longest of the known prefixes that a name has, "" if it has none."""
@@ -46,7 +69,21 @@ class BaseModules:
         known = self._paths.get(path, [])
         if self._geometry is None:
             return ModulePlace(layer, known[0] if known and len(known[0]) == 1 else (path,))
+        for each in self._all_experts.get(path, ()):
+            modules = tuple(module for i in range(each.experts) for module in each.modules_of(i))
+            if self._is_on(layer, modules):
+                return ModulePlace(layer, modules, each.experts)
         return next((ModulePlace(layer, modules) for modules in known if self._is_on(layer, modules)), None)
+
+    def parameters(self, name: str) -> list[str]:
+        """Return the full names of the parameters of experts that a module has, in the order in which PEFT wraps them.
+
+        Args:
+            name: the full name of the module, as in ``model.layers.0.mlp.experts``.
+        """
+        path, _ = split_layer(name.removeprefix(self.prefix_of(name)))
+        found = [each.rpartition(".") for each in self._all_experts]
+        return [f"{name}.{parameter}" for parent, _, parameter in found if parent == path]
 
     def rows(self, place: ModulePlace) -> tuple[int, ...]:
         """Return the output features of each module of a linear layer."""
@@ -58,14 +95,26 @@ class BaseModules:
         return self._numbers.get(module, len(self._numbers))
 
     def names(self, prefix: str) -> dict[str, ModulePlace]:
-        """Return all linear layers by their full names with this prefix."""
+        """Return all linear layers by their full names with this prefix, but for those of experts."""
+        return self._named(prefix, ((path.path, path.modules) for path in self._names.paths))
+
+    def names_of_experts(self, prefix: str) -> dict[str, ModulePlace]:
+        """Return the linear layers of single experts by their full names, as checkpoints with separate experts do."""
+        return self._named(prefix, self._single_experts)
+
+    def names_of_parameters(self, prefix: str) -> dict[str, ModulePlace]:
+        """Return the parameters of experts by their full names."""
+        names = self._named(prefix, ((each.path, each.modules_of(0)) for each in self._names.experts))
+        return {name: place for name in names if (place := self.place(name)) is not None}
+
+    def _named(self, prefix: str, paths: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, ModulePlace]:
         geometry = self._geometry
         assert geometry is not None
         return {
-            prefix + path.path.replace("{}", str(layer)): ModulePlace(layer, path.modules)
-            for path in self._names.paths
-            for layer in (range(geometry.layers) if "{}" in path.path else (0,))
-            if self._exists(layer, path)
+            prefix + path.replace("{}", str(layer)): ModulePlace(layer, modules)
+            for path, modules in paths
+            for layer in (range(geometry.layers) if "{}" in path else (0,))
+            if all(geometry.has_module(layer, module) for module in modules)
         }
 
     def vocabulary_names(self, prefix: str) -> list[str]:
@@ -80,7 +129,3 @@ class BaseModules:
         geometry = self._geometry
         assert geometry is not None
         return layer >= geometry.layers or all(geometry.has_module(layer, module) for module in modules)
-
-    def _exists(self, layer: int, path: ModulePath) -> bool:
-        assert self._geometry is not None
-        return all(self._geometry.has_module(layer, module) for module in path.modules)

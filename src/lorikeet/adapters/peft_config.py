@@ -38,7 +38,6 @@ _REFUSED = {
     "loftq_config": "LoftQ changes the base weights: serve the base that it has written, with init_lora_weights true",
     "megatron_config": "Megatron layers are not supported",
     "layer_replication": "it copies layers of the base: merge the adapter, and serve the larger model as a base",
-    "target_parameters": "LoRA on bare parameters is not supported",
 }
 _IGNORED = {
     "created_at", "created_by", "_commit_hash", "description", "library_name", "license", "merge_weights", "model_name",
@@ -70,7 +69,8 @@ class LoraConfig(msgspec.Struct, frozen=True):
 
     r: int
     lora_alpha: float
-    target_modules: list[str] | str
+    target_modules: list[str] | str = []
+    target_parameters: list[str] = []
     peft_type: str = "LORA"
     use_rslora: bool = False
     use_dora: bool = False
@@ -104,6 +104,8 @@ class LoraConfig(msgspec.Struct, frozen=True):
         """Return the keys that change the meaning of the weights, in a canonical form. The order of patterns counts."""
         others = {
             "fan_in_fan_out": self.fan_in_fan_out and bool(self.modules_to_save),
+            # The names of tensors do not tell them.
+            "target_parameters": sorted(self.target_parameters),
             "peft_type": "" if self.peft_type == "LORA" else self.peft_type,
             "trainable_token_indices": self.trainable_token_indices,
             "use_dora": self.use_dora,
@@ -152,6 +154,15 @@ class ModuleMatcher:
         if isinstance(targets, str):
             return targets.lower() == ALL_LINEAR or _is_in(name, self._targets)
         return name in targets or (_is_in(name, self._targets) and self._covers_layer(name))
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the LoRA changes any parameter by its name."""
+        return bool(self._config.target_parameters)
+
+    def covers_parameter(self, name: str) -> bool:
+        """Return whether the LoRA changes a parameter, by its full name."""
+        return _is_in(name, self._config.target_parameters)
 
     def _covers_layer(self, name: str) -> bool:
         wanted = self._config.layers_to_transform
@@ -319,14 +330,16 @@ def _check_values(config: LoraConfig) -> None:
         raise AdapterError(f"r and the values of rank_pattern must be at least 1, and at most {_MAX_RANK}")
     if not all(math.isfinite(alpha) for alpha in (config.lora_alpha, *config.alpha_pattern.values())):
         raise AdapterError("lora_alpha and the values of alpha_pattern must be finite")
-    if not config.target_modules:
+    if not config.target_modules and not config.target_parameters:
         raise AdapterError("target_modules is empty")
     patterns = len(config.rank_pattern) + len(config.alpha_pattern) + len(config.patterns_of_layers)
     if patterns > _MAX_PATTERNS:
         raise AdapterError(f"rank_pattern, alpha_pattern and layers_pattern have more than {_MAX_PATTERNS} entries")
-    for listing in (config.target_modules, config.exclude_modules):
+    for listing in (config.target_modules, config.exclude_modules, config.target_parameters):
         if isinstance(listing, list) and len(listing) > _MAX_PATTERNS:
-            raise AdapterError(f"target_modules or exclude_modules has more than {_MAX_PATTERNS} entries")
+            raise AdapterError(
+                f"target_modules, exclude_modules or target_parameters has more than {_MAX_PATTERNS} entries"
+            )
 
 
 def _without_nulls(raw: dict[str, Any]) -> dict[str, Any]:

@@ -51,13 +51,20 @@ def load_weights(
         AdapterError: the files are missing, have changed since they were registered, or overflow ``dtype``.
     """
     (modules, _), file = tensors_of(ref, geometry), Path(ref.folder) / WEIGHTS_FILE
+    of_experts: dict[int, NDArray[Any]] = {}
     try:
         with FileIO(file) as stream:
             for each in modules:
                 layer, module = each.layer, each.module
                 where = f"adapter {ref.name!r}: {module} of layer {layer}"
                 columns, rows = _share(module, each.b.shape[0], geometry, rank, size)
-                a, b = _read(stream, each.a)[:, columns], _read(stream, each.b)[rows]
+                whole = of_experts.get(each.b.start)
+                if whole is None:
+                    whole = _read(stream, each.b)
+                first, step = each.columns
+                if step > 1:  # experts alternate between a few tensors; each is read once
+                    of_experts = {**dict(list(of_experts.items())[-1:]), each.b.start: whole}
+                a, b = _read(stream, each.a)[:, columns], whole[rows, first::step]
                 shape = geometry.shape_of(module)
                 if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
                     raise AdapterError(

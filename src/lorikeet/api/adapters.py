@@ -27,9 +27,11 @@ from lorikeet.api.logs import log
 from lorikeet.api.protocol import AdapterChange, DynamoAdapter, LoadAdapter, NewAdapter, UnloadAdapter
 from lorikeet.api.served_models import describe_chat
 from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
+from lorikeet.api.stats import figures_of
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.api.uploads import check_config, receive_weights, write_config
 from lorikeet.client.supervisor import EngineError
+from lorikeet.core.messages import EngineStats
 from lorikeet.costs.model import adapter_elements
 from lorikeet.tenants.keys import Access
 
@@ -285,9 +287,10 @@ async def unload_adapter(service: Service, name: str, access: Access) -> int | N
 
 
 def _forget_counts(service: Service, name: str) -> None:
-    """Drop the counts of a removed adapter, unless its name was loaded again meanwhile."""
+    """Drop what is kept of a removed adapter, unless its name was loaded again meanwhile."""
     if name not in service.catalog.names():
         service.observer.usage.forget(name)
+        service.observer.live.forget(name)
 
 
 async def _drop_version(service: Service, record: AdapterRecord) -> int:
@@ -446,22 +449,13 @@ def _warnings(warnings: Sequence[str]) -> dict[str, Sequence[str]]:
 
 @router.get("/v1/adapters/{name:path}/stats")
 async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Return the traffic of one adapter since the server started; to a tenant only of its own ones."""
+    """Return the traffic of one adapter, and its latest requests and errors; to a tenant only of its own ones."""
     record = _record(service, name, sender.access)
     _check_owner(service, sender.access, name)
-    usage = service.observer.usage.peek(name)
-    total = usage.total
+    total = service.observer.usage.peek(name).total
     return {
-        "name": name,
-        "digest": record.digest,
-        **_residency(service, record),
-        "requests_running": usage.running,
-        "requests": total.requests,
-        "requests_aborted": total.aborted,
-        "requests_failed": total.failed,
-        "prompt_tokens": total.prompt_tokens,
-        "cached_tokens": total.cached_tokens,
-        "generation_tokens": total.completion_tokens,
+        **figures_of(service, record).details(sender),
+        "level": _level(service, record),
         "mean_ttft_s": total.ttft_s / total.ttft_count if total.ttft_count else None,
         "mean_e2e_s": total.e2e_s / total.requests if total.requests else None,
         "mean_load_wait_s": total.adapter_wait_s / total.requests if total.requests else None,
@@ -471,10 +465,20 @@ async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> di
 
 @router.get("/v1/adapters/{name:path}")
 async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
-    """Return one adapter."""
+    """Return one adapter; to its owner and the operator also its figures, latest requests and errors."""
     if service.models.missing(name) and name in await _unloaded(service, sender.access):
         return _unloaded_card(service, name)
-    return _card(service, _record(service, name, sender.access))
+    record = _record(service, name, sender.access)
+    card = _card(service, record)
+    if not sender.access.owns(service.catalog.owner(name) or ""):
+        return card
+    names = {each.name for each in service.catalog.list() if each.digest == record.digest} - {record.name}
+    return {
+        **card,
+        "also_named": sorted(filter(sender.access.may_see, names)),
+        "replicas": [str(replica) for replica, view in service.client.views.items() if _holds(view.stats, record)],
+        "stats": figures_of(service, record).details(sender),
+    }
 
 
 @router.patch("/v1/adapters/{name:path}", dependencies=[JsonBody])
@@ -548,7 +552,22 @@ def _card(service: Service, record: AdapterRecord) -> dict[str, Any]:
 def _residency(service: Service, record: AdapterRecord) -> dict[str, Any]:
     stats = [view.stats for view in service.client.views.values() if view.stats is not None]
     blocks = sum(each.resident_adapters.get(record.digest, 0) for each in stats)
-    return {"level": "gpu" if blocks else None, "device_bytes": blocks * service.client.engine_info.block_bytes}
+    return {
+        "level": _level(service, record),
+        "device_bytes": blocks * service.client.engine_info.block_bytes,
+    }
+
+
+def _level(service: Service, record: AdapterRecord) -> str | None:
+    """Return where the weights are: ``gpu``, ``cpu`` for the host tier, or None."""
+    stats = [view.stats for view in service.client.views.values() if view.stats is not None]
+    if any(_holds(each, record) for each in stats):
+        return "gpu"
+    return "cpu" if any(record.digest in each.hosted_adapters for each in stats) else None
+
+
+def _holds(stats: EngineStats | None, record: AdapterRecord) -> bool:
+    return stats is not None and record.digest in stats.resident_adapters
 
 
 # --- vLLM -----------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Builds the service from its parts, and the ASGI application with its middleware, routes and error handlers."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
@@ -9,7 +10,19 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.task import AdapterTask
 from lorikeet.adapters.task_files import read_task
-from lorikeet.api import adapters, classification, cluster, completions, embeddings, info, messages, responses, training
+from lorikeet.api import (
+    adapters,
+    classification,
+    cluster,
+    completions,
+    embeddings,
+    info,
+    messages,
+    responses,
+    stats,
+    training,
+    web,
+)
 from lorikeet.api import tenants as tenant_routes
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
@@ -21,6 +34,7 @@ from lorikeet.api.dialects import generate, sagemaker, sglang, tgi, vllm
 from lorikeet.api.errors import ApiError, install_handlers
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate, PromptProcesses
 from lorikeet.api.length_prediction import AnswerLengthPredictor, LengthCollector
+from lorikeet.api.live_stats import LiveStats
 from lorikeet.api.load_reports import LoadReports
 from lorikeet.api.logs import log
 from lorikeet.api.metrics import (
@@ -48,9 +62,13 @@ from lorikeet.api.versions import HeldVersions
 from lorikeet.client.client import Engines
 from lorikeet.config import Settings
 from lorikeet.core.events import AdapterEvent, AdapterLoaded
+from lorikeet.core.ids import AdapterDigest
 from lorikeet.presets import resolve_preset
 from lorikeet.tenants.keys import OPERATOR
 from lorikeet.tenants.tenants import Tenants
+
+if TYPE_CHECKING:
+    from lorikeet.api.tracing import RequestTraces
 
 
 def create_service(
@@ -61,6 +79,7 @@ def create_service(
     models: ServedModels,
     request_log: RequestLog | None = None,
     lengths: AnswerLengthPredictor | None = None,
+    traces: "RequestTraces | None" = None,
     tenants: Tenants | None = None,
 ) -> Service:
     """Put the parts of a server together.
@@ -73,6 +92,7 @@ def create_service(
         models: names of the base model and the adapters.
         request_log: None for none.
         lengths: predicts the lengths of answers; None for no predictions.
+        traces: makes spans of requests; None for none.
         tenants: keys of the registry's database; None for none.
 
     Raises:
@@ -82,6 +102,8 @@ def create_service(
     usage = AdapterUsage(settings.server.metrics_adapters)
     lengths = lengths or AnswerLengthPredictor()
     forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
+
+    live = LiveStats(lambda: client.views)
 
     async def load(name: str, source: str) -> None:
         await adapters.load_adapter(service, name, source, access=OPERATOR, replace=False, persistent=False)
@@ -112,7 +134,7 @@ def create_service(
         prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
         grammars=GrammarChecks(chats.base.text_processor, chats.base.limits),
         observer=RequestObserver(
-            metrics, usage, request_log, lengths, forecast, None if tenants is None else tenants.ledger
+            metrics, usage, request_log, lengths, forecast, live, traces, None if tenants is None else tenants.ledger
         ),
         tenants=tenants,
         responses=StoredResponses(
@@ -132,7 +154,11 @@ def create_service(
     metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": models.base}))
     metrics.add_collector(LengthCollector(lengths, metrics.labels))
 
+    def names(digest: AdapterDigest) -> list[str]:
+        return [ref.name for ref in service.adapters_by_digest({digest}).get(digest, ())]
+
     def on_adapter_event(event: AdapterEvent) -> None:
+        live.on_adapter_event(event, names)
         if isinstance(event, AdapterLoaded):
             if event.error is not None:
                 log.warning("adapter could not be loaded", digest=event.digest, error=event.error)
@@ -155,22 +181,11 @@ def _base_task(chats: AdapterChats) -> AdapterTask:
 
 def create_app(service: Service) -> FastAPI:
     """Return the ASGI application that serves ``service``."""
-    app = FastAPI(title="Lorikeet", version=__version__)
+    app = FastAPI(title="Lorikeet", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     # A request is matched with each route before its own.
-    pooled = (embeddings, classification)
-    for routes in (
-        completions,
-        responses,
-        messages,
-        *pooled,
-        batches,
-        info,
-        adapters,
-        tenant_routes,
-        cluster,
-        training,
-    ):
+    answers = (completions, responses, messages, embeddings, classification, batches)
+    for routes in (*answers, info, adapters, stats, tenant_routes, cluster, training, web):
         app.include_router(routes.router)
     for dialect in (generate, tgi, sglang, sagemaker, vllm):
         app.include_router(dialect.router)
@@ -193,6 +208,7 @@ def create_app(service: Service) -> FastAPI:
     )
     app.add_middleware(messages.AnthropicErrors)
     app.add_middleware(LoadReports, load=partial(load_of, service.client))
+    app.add_middleware(web.SecurityHeaders)
     if root_path := service.settings.root_path.rstrip("/"):
         app.add_middleware(RootPath, prefix=root_path)
     return app

@@ -186,7 +186,7 @@ class Generation:
         too_late = ApiError(504, f"The request did not finish within {timeout_s:g} s.")
         self._timer = loop.call_later(timeout_s, self.stop, too_late) if timeout_s > 0 else None
         self.read_until_s = loop.time() + timeout_s + _READ_S if timeout_s > 0 else None
-        self._end_reason = FinishReason.ABORT
+        self._end_reason, self._end_error = FinishReason.ABORT, ""
         self.closed = asyncio.Event()
 
     async def deltas(self) -> AsyncIterator[OutputDelta]:
@@ -215,7 +215,7 @@ class Generation:
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.handle.abort()
-                choice.watch.finished(choice.completion_tokens, self._end_reason.value)
+                choice.watch.finished(choice.completion_tokens, self._end_reason.value, self._end_error)
         self._on_close()
 
     def abort(self) -> None:
@@ -226,7 +226,7 @@ class Generation:
 
     def stop(self, error: ApiError) -> None:
         """End the request with ``error``, which the reader gets next; it counts as failed, not as aborted."""
-        self._end_reason = FinishReason.ERROR
+        self._end_reason, self._end_error = FinishReason.ERROR, error.message
         self._deltas.put_nowait(error)
 
     async def _pump(self, choice: ActiveChoice) -> None:
@@ -249,8 +249,9 @@ class Generation:
             self._fail(choice, unexpected_failure())
 
     def _fail(self, choice: ActiveChoice, error: ApiError) -> None:
-        self._end_reason = FinishReason.ERROR  # of the other choices, which no client has aborted
+        # Of the other choices, which no client has aborted.
+        self._end_reason, self._end_error = FinishReason.ERROR, error.message
         choice.finish_reason = FinishReason.ERROR.value
         choice.handle.abort()  # if the failure was in this process, the engine may still compute it
-        choice.watch.finished(choice.completion_tokens, FinishReason.ERROR.value)
+        choice.watch.finished(choice.completion_tokens, FinishReason.ERROR.value, error.message)
         self._deltas.put_nowait(error)

@@ -46,7 +46,8 @@ async def ready(service: ServiceDep) -> JSONResponse:
     return JSONResponse(body, 200 if status == "ready" else 503)
 
 
-@router.api_route("/ping", methods=["GET", "POST"])
+@router.get("/ping")
+@router.post("/ping", operation_id="ping_by_post")
 async def ping(service: ServiceDep) -> Response:
     """Return the status of ``/health``, under SageMaker's name."""
     return Response(status_code=(await ready(service)).status_code)
@@ -77,7 +78,7 @@ async def request(request_id: str, service: ServiceDep, sender: SenderDep) -> di
     Raises:
         ApiError: 404 if it is not known, or is of another key.
     """
-    found = service.observer.records.find(request_id, sender.tenant)
+    found = service.observer.records.find(request_id, sender.may_see)
     if not found:
         raise ApiError(404, f"There is no request {request_id!r} among the latest {MOST_RECORDS}.")
     return {"object": "request", "id": request_id, "sequences": [record.as_json() for record in found]}

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.api.errors import unexpected_failure
+from lorikeet.api.trace_context import TraceHeaders, trace_headers
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("lorikeet.api")
 
@@ -36,7 +37,9 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        trace_headers.set(TraceHeaders(headers.get("traceparent", ""), headers.get("tracestate", "")))
+        given = headers.get("x-request-id", "")
         request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         status, started_s = 0, time.monotonic()

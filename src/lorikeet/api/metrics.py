@@ -6,6 +6,7 @@ statistics at every scrape; the label ``engine`` names the replica. Only the bus
 Names and labels: https://docs.vllm.ai/en/latest/design/metrics/
 """
 
+import bisect
 import heapq
 import math
 import time
@@ -19,6 +20,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from lorikeet.api.causes import CAUSES, cause_of
 from lorikeet.client.client import Engines
 from lorikeet.client.state import ReplicaView
 from lorikeet.core.adapter import AdapterRef
@@ -36,23 +38,29 @@ from lorikeet.core.messages import (
 OTHER = "other"
 """Label of all adapters without one of their own.
 
-A server may have ten thousand adapters, and a metrics page must stay small: only the busiest K are labelled. The
-busiest change with the traffic. So a label counts from when its adapter got it (its first request, while labels are
-free), and ``other`` holds everything that is not labelled. When an adapter loses its label, its counts move to
-``other``. So the sum over all labels is exact, and ``other`` never decreases.
+A server may have ten thousand adapters, and a metrics page must stay small: only K are labelled, half of them because
+they are the busiest, the others because they were the slowest lately, which are often rare. Both change with the
+traffic. So a label counts from when its adapter got it (its first request, while labels are free), and ``other`` holds
+everything that is not labelled. When an adapter loses its label, its counts move to ``other``. So the sum over all
+labels is exact, and ``other`` never decreases.
 """
+
+TTFT_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, math.inf)
+"""Upper bounds of an adapter's histogram of TTFT: few, since each is a series for every labelled adapter."""
+_NO_TTFT = (0,) * len(TTFT_BOUNDS_S)
 
 _HALF_LIFE_S = 300.0
 _HYSTERESIS = 1.5
-"""An adapter replaces the least busy labelled one only if it is busier by this factor."""
+"""An adapter replaces a labelled one only if it is busier, or slower, by this factor."""
 
 
 @dataclass
 class RequestCounts:
     """Sums over finished requests, and over those that were refused.
 
-    ``ttft_met`` and the like count requests with such a target. Times are whole nanoseconds: differences of float sums
-    have rounding errors, and a counter that decreases by one looks to Prometheus like a restart.
+    ``ttft_met`` and the like count requests with such a target, ``ttft_buckets`` requests by ``TTFT_BOUNDS_S``. Times
+    are whole nanoseconds: differences of float sums have rounding errors, and a counter that decreases by one looks to
+    Prometheus like a restart.
     """
 
     requests: int = 0
@@ -71,11 +79,20 @@ class RequestCounts:
     ttft_missed: int = 0
     tpot_met: int = 0
     tpot_missed: int = 0
+    ttft_buckets: tuple[int, ...] = _NO_TTFT
 
     def plus(self, other: "RequestCounts", sign: int = 1) -> "RequestCounts":
         """Return the sum, or with ``sign`` -1 the difference."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return RequestCounts(*(mine + sign * theirs for mine, theirs in pairs))
+        result = RequestCounts()
+        for name, mine in vars(self).items():
+            theirs = getattr(other, name)
+            total = (
+                tuple(a + sign * b for a, b in zip(mine, theirs, strict=True))
+                if name == "ttft_buckets"
+                else mine + sign * theirs
+            )
+            setattr(result, name, total)
+        return result
 
     @property
     def ttft_s(self) -> float:
@@ -99,8 +116,15 @@ class RequestCounts:
 
     def add(self, other: "RequestCounts") -> None:
         """Add ``other`` in place."""
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+        vars(self).update(vars(self.plus(other)))
+
+
+def ttft_bucket(seconds: float | None) -> tuple[int, ...]:
+    """Return the ``ttft_buckets`` of one request; None if it had no first token."""
+    if seconds is None:
+        return _NO_TTFT
+    at = bisect.bisect_left(TTFT_BOUNDS_S, seconds)
+    return tuple(int(number == at) for number in range(len(TTFT_BOUNDS_S)))
 
 
 def nanoseconds(seconds: float) -> int:
@@ -119,6 +143,7 @@ class AdapterTraffic:
         running: running requests.
         last_used_s: monotonic time of the latest end.
         activity: number of requests, decaying with time.
+        slowest_s: largest TTFT, decaying likewise.
         baseline: ``total`` when the adapter got its label; None without a label.
     """
 
@@ -128,19 +153,28 @@ class AdapterTraffic:
     running: int = 0
     last_used_s: float = 0.0
     activity: float = 0.0
+    slowest_s: float = 0.0
     baseline: RequestCounts | None = None
 
     def add(self, request: RequestCounts) -> None:
         """Count one finished request."""
         now_s = self.clock()
         self.activity = self.activity_at(now_s) + 1
+        self.slowest_s = max(self.slowest_at(now_s), request.ttft_s)
         self.last_used_s = now_s
         self.total.add(request)
         self.all_adapters.add(request)
 
     def activity_at(self, now_s: float) -> float:
         """Return the activity, decayed until ``now_s``."""
-        return self.activity * math.exp2((self.last_used_s - now_s) / _HALF_LIFE_S)
+        return self.activity * self._decay(now_s)
+
+    def slowest_at(self, now_s: float) -> float:
+        """Return the largest TTFT, decayed until ``now_s``."""
+        return self.slowest_s * self._decay(now_s)
+
+    def _decay(self, now_s: float) -> float:
+        return math.exp2((self.last_used_s - now_s) / _HALF_LIFE_S)
 
 
 class AdapterUsage:
@@ -177,6 +211,16 @@ class AdapterUsage:
         """The base model's counts."""
         return self._base.total
 
+    @property
+    def base_traffic(self) -> AdapterTraffic:
+        """The base model's usage."""
+        return self._base
+
+    @property
+    def all_adapters(self) -> RequestCounts:
+        """The sum over all adapters, without the base model."""
+        return self._all_adapters
+
     def peek(self, adapter: str) -> AdapterTraffic:
         """Return the usage of an adapter, read only; one without traffic gets neither a record nor a label."""
         return self._adapters.get(adapter) or AdapterTraffic(self._clock, self._all_adapters)
@@ -185,13 +229,19 @@ class AdapterUsage:
         """Choose the labelled adapters; return the counts under each label, ``other`` included."""
         now_s = self._clock()
 
-        def rank(item: tuple[str, AdapterTraffic]) -> tuple[float, str]:
-            name, usage = item
-            return usage.activity_at(now_s) * (_HYSTERESIS if usage.baseline else 1.0), name
+        def kept(usage: AdapterTraffic) -> float:
+            return _HYSTERESIS if usage.baseline else 1.0
 
         # An adapter called "other" is counted in that sum, since two sums cannot have one label.
-        named = (item for item in self._adapters.items() if item[0] != OTHER)
-        chosen = dict(heapq.nlargest(self._labels, named, key=rank))
+        named = [item for item in self._adapters.items() if item[0] != OTHER]
+        busiest = heapq.nlargest(
+            (self._labels + 1) // 2, named, key=lambda item: (item[1].activity_at(now_s) * kept(item[1]), item[0])
+        )
+        chosen = dict(busiest)
+        rest = (item for item in named if item[0] not in chosen)
+        chosen |= heapq.nlargest(
+            self._labels - len(chosen), rest, key=lambda item: (item[1].slowest_at(now_s) * kept(item[1]), item[0])
+        )
         for name, usage in self._adapters.items():
             if name not in chosen:
                 usage.baseline = None
@@ -244,9 +294,20 @@ class MetricFamilies:
 
     def histogram(self, name: str, text: str, counts: Mapping[float, int], total: float) -> Metric:
         """Return a histogram: ``counts`` by upper bound, each with those below, and the sum of all values."""
-        family = HistogramMetricFamily(name, text, labels=tuple(self._labels))
-        buckets = [("+Inf" if bound == math.inf else str(float(bound)), count) for bound, count in counts.items()]
-        family.add_metric(tuple(self._labels.values()), buckets, total)
+        return self.histograms(name, text, (), [((), counts, total)])
+
+    def histograms(
+        self,
+        name: str,
+        text: str,
+        labels: tuple[str, ...],
+        values: Iterable[tuple[tuple[str, ...], Mapping[float, int], float]],
+    ) -> Metric:
+        """Return a histogram for each combination of ``labels``: counts and sum as of :meth:`histogram`."""
+        family = HistogramMetricFamily(name, text, labels=(*self._labels, *labels))
+        for chosen, counts, total in values:
+            buckets = [("+Inf" if bound == math.inf else str(float(bound)), count) for bound, count in counts.items()]
+            family.add_metric((*self._labels.values(), *chosen), buckets, total)
         return family
 
     def _fill(self, family: GaugeMetricFamily | CounterMetricFamily, values: Values) -> Metric:
@@ -325,6 +386,14 @@ class RequestMetrics:
                 ("lost", "Seconds that they waited more because of it, where it did not pay."),
             )
         )
+        self._queue_by = Counter(
+            "lorikeet:request_queue_seconds",
+            "Time in the admission queue by what requests were refused for last.",
+            (*self.labels, "cause"),
+            registry=self.registry,
+        )
+        for cause in CAUSES:
+            self._queue_by.labels(**self.labels, cause=cause)
         for mechanism in Mechanism:
             for counter in (self._saved, self._lost):
                 counter.labels(**self.labels, mechanism=mechanism)
@@ -376,8 +445,16 @@ class RequestMetrics:
         ended_s: float,
         *,
         latencies: bool = True,
+        exemplar: Mapping[str, str] | None = None,
     ) -> None:
-        """Count one request that ended at ``ended_s`` for ``reason``, with or without its times."""
+        """Count one request that ended at ``ended_s`` for ``reason``, with or without its times.
+
+        Args:
+            timings, prompt_tokens, completion_tokens, reason, ended_s: of the request.
+            latencies: whether its times count.
+            exemplar: names it beside its TTFT and its other times.
+        """
+        named = dict(exemplar) if exemplar else None
         for mechanism, saved_s in timings.saved_s.items():
             counter = self._saved if saved_s > 0 else self._lost
             counter.labels(**self.labels, mechanism=mechanism).inc(abs(saved_s))
@@ -388,19 +465,20 @@ class RequestMetrics:
         self._preemptions.observe(timings.preemptions)
         if not latencies:
             return
-        self._e2e.observe(ended_s - timings.arrival_s)
+        self._e2e.observe(ended_s - timings.arrival_s, named)
         if timings.adapter_wait_s:
-            self._adapter_wait.observe(timings.adapter_wait_s)
+            self._adapter_wait.observe(timings.adapter_wait_s, named)
         if timings.kv_wait_s:
             self._kv_wait.observe(timings.kv_wait_s)
         queued_s, admitted_s, first_s = timings.queued_s, timings.admitted_s, timings.first_token_s
         if queued_s is None or admitted_s is None:
             return
-        self._queue.observe(admitted_s - queued_s)
+        self._queue.observe(admitted_s - queued_s, named)
+        self._queue_by.labels(**self.labels, cause=cause_of(timings)).inc(max(0.0, admitted_s - queued_s))
         self._inference.observe(ended_s - admitted_s)
         if first_s is None:
             return
-        self._first_token.observe(first_s - timings.arrival_s)
+        self._first_token.observe(first_s - timings.arrival_s, named)
         self._prefill.observe(first_s - admitted_s)
         self._decode.observe(ended_s - first_s)
         if completion_tokens > 1:
@@ -489,6 +567,12 @@ class EngineCollector(Collector):
             "The deferred ones by what they wait for.",
             ("for",),
             transfers,
+        )
+        yield make.gauges(
+            "lorikeet:num_requests_queued",
+            "Those without blocks by what they were refused for last; order: they are behind others.",
+            ("cause",),
+            [((cause,), stats.queued.get(cause, 0)) for cause in CAUSES],
         )
         yield make.count("vllm:num_preemptions", "Requests that gave their blocks back.", stats.preemptions)
         yield make.count("vllm:prefix_cache_queries", "Tokens looked up in cached KV.", stats.prefix_queries_tokens)
@@ -612,6 +696,7 @@ class UsageCollector(Collector):
         for name, text, value in _PER_ADAPTER:
             values = [((adapter,), value(counts)) for adapter, counts in by_adapter.items()]
             yield self._make.counts(f"lorikeet:adapter_{name}", text, ("adapter",), values)
+        yield self._ttft(by_adapter)
         with_base = {"": self._usage.base, **by_adapter}
         shed = [((adapter,), float(counts.shed)) for adapter, counts in with_base.items()]
         yield self._make.counts("lorikeet:shed_requests", "Refused: too late for their TTFT.", ("adapter",), shed)
@@ -623,6 +708,18 @@ class UsageCollector(Collector):
         ]
         labels = ("adapter", "target", "met")
         yield self._make.counts("lorikeet:slo_requests", "Requests by whether they met a target.", labels, met)
+
+    def _ttft(self, by_adapter: Mapping[str, RequestCounts]) -> Metric:
+        """Return a histogram for each label."""
+        values = [
+            (
+                (adapter,),
+                dict(zip(TTFT_BOUNDS_S, accumulate(counts.ttft_buckets), strict=True)),
+                counts.ttft_s,
+            )
+            for adapter, counts in by_adapter.items()
+        ]
+        return self._make.histograms("lorikeet:adapter_ttft_seconds", "TTFT.", ("adapter",), values)
 
 
 _KINDS: tuple[tuple[str, Callable[[TierBytes], int]], ...] = (

@@ -221,6 +221,8 @@ def _foreign_host(host: str) -> ASGIApp:
 
 
 _OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/load", "/version", "/metrics"})
+_PAGES = frozenset({"ui", "docs"})
+"""First part of the paths of pages and their files, which hold nothing of this server and ask for a key themselves."""
 _ADMIN_POSTS = frozenset(
     {
         "/v1/load_lora_adapter",
@@ -233,6 +235,8 @@ _ADMIN_POSTS = frozenset(
         "/resume",
     }
 )
+_ADMIN_GETS = frozenset({"/v1/cluster", "/v1/stats", "/v1/stats/stream"})
+"""What names machines, processes and digests, and the requests of all tenants."""
 _ADMIN_PREFIXES = ("/v1/adapters", "/v1/loras", "/v1/cluster", "/adapters")
 _KEY_PREFIXES = ("/v1/keys", "/v1/audit")
 """Reading them is for admins, too."""
@@ -251,7 +255,6 @@ _TENANT_PATHS = frozenset(
         "/classify",
         "/model_info",
         "/openapi.json",
-        "/redoc",
         "/rerank",
         "/score",
         "/tokenize",
@@ -313,6 +316,8 @@ class KeyRing:
 class Auth:
     """Middleware that checks API keys and sets the tenant of a request, and its access (``state.tenant``, ``.access``).
 
+    ``state.is_admin`` says whether it has an admin key.
+
     Args:
         app: the wrapped application.
         api_keys: keys for all routes but health, version and metrics; empty for open access.
@@ -344,8 +349,8 @@ class Auth:
         key = await self._tenant_key(_key(headers))
         state = scope.setdefault("state", {})
         if key is not None:
-            refusal = _tenant_refusal(scope["path"].rstrip("/"))
-            state |= {"tenant": key.key_id, "access": Access(key, key.key_id)}
+            refusal = _tenant_refusal(scope["method"], scope["path"].rstrip("/"))
+            state |= {"tenant": key.key_id, "access": Access(key, key.key_id), "is_admin": False}
             if refusal is None:
                 state["rate_report"] = report = RateReport()
                 send = _with_headers(send, report)
@@ -354,7 +359,8 @@ class Auth:
         refusal = self._refusal(scope)
         if refusal is None:
             tenant = self._tenant(headers)
-            state |= {"tenant": tenant, "access": Access(actor=tenant)}
+            is_admin = self._admin.holds(_key(headers))
+            state |= {"tenant": tenant, "access": Access(actor=tenant), "is_admin": is_admin}
             if len(tenant) > _MAX_TENANT_CHARACTERS:
                 refusal = bad_request(
                     f"{self._tenant_header} is longer than {_MAX_TENANT_CHARACTERS} characters."
@@ -384,7 +390,7 @@ class Auth:
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         path = scope["path"].rstrip("/")
         is_open = path in _OPEN_PATHS and not (self._tenants is not None and path in _OPERATORS_WITH_TENANTS)
-        if is_open or scope["method"] == "OPTIONS":
+        if is_open or scope["method"] == "OPTIONS" or _is_page(scope["method"], path):
             return None
         key = _key(Headers(scope=scope))
         is_api, is_admin = self._api.holds(key), self._admin.holds(key)
@@ -403,8 +409,12 @@ def key_name(key: str) -> str:
     return f"key-{_digest(key).hex()[:12]}"
 
 
+def _is_page(method: str, path: str) -> bool:
+    return method in ("GET", "HEAD") and path.removeprefix("/").partition("/")[0] in _PAGES
+
+
 def _is_for_admins(method: str, path: str) -> bool:
-    if path in _ADMIN_POSTS or path == "/v1/cluster":  # which names machines, processes and digests
+    if path in _ADMIN_POSTS or path in _ADMIN_GETS:
         return True
     if _is_below(path, _KEY_PREFIXES):
         return True
@@ -415,10 +425,10 @@ def _is_below(path: str, prefixes: Iterable[str]) -> bool:
     return any(path == prefix or path.startswith(f"{prefix}/") for prefix in prefixes)
 
 
-def _tenant_refusal(path: str) -> JSONResponse | None:
+def _tenant_refusal(method: str, path: str) -> JSONResponse | None:
     """Return the answer to a tenant who calls a route of the operator."""
     is_open = path in _OPEN_PATHS and path not in _OPERATORS_WITH_TENANTS
-    if is_open or path in _TENANT_PATHS or _is_below(path, _TENANT_PREFIXES):
+    if is_open or _is_page(method, path) or path in _TENANT_PATHS or _is_below(path, _TENANT_PREFIXES):
         return None
     return ApiError(403, "This route needs a key of the operator.").response()
 

@@ -4,19 +4,28 @@ All of them derive from the same timings.
 """
 
 import time
+from typing import TYPE_CHECKING
 
 from lorikeet.api.length_prediction import AnswerLengthPredictor
-from lorikeet.api.metrics import AdapterUsage, RequestCounts, RequestMetrics, nanoseconds
+from lorikeet.api.live_stats import LiveStats
+from lorikeet.api.metrics import AdapterUsage, RequestCounts, RequestMetrics, nanoseconds, ttft_bucket
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.request_records import RequestRecords
 from lorikeet.api.shedding import TtftForecast
 from lorikeet.api.slo_targets import attainment, missed
 from lorikeet.api.tenancy import record_usage
+from lorikeet.api.trace_context import trace_headers
 from lorikeet.client.client import RequestHandle
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Slo
 from lorikeet.tenants.ledger import Ledger
+
+if TYPE_CHECKING:
+    from lorikeet.api.tracing import RequestTraces
+
+_MOST_EXEMPLAR = 64
+"""Characters of an id in an exemplar. OpenMetrics allows 128 for all its labels."""
 
 
 class RequestObserver:
@@ -28,6 +37,8 @@ class RequestObserver:
         request_log: None if there is none.
         lengths: learns from the lengths of answers.
         forecast: learns how fast requests are admitted; None without shedding.
+        live: keeps the latest requests of each adapter.
+        traces: makes their spans; None for none.
         ledger: adds up what tenants use; None without tenants.
 
     Attributes:
@@ -41,6 +52,8 @@ class RequestObserver:
         request_log: RequestLog | None,
         lengths: AnswerLengthPredictor,
         forecast: TtftForecast | None,
+        live: LiveStats,
+        traces: "RequestTraces | None" = None,
         ledger: Ledger | None = None,
     ) -> None:
         self.metrics = metrics
@@ -48,6 +61,8 @@ class RequestObserver:
         self.request_log = request_log
         self.lengths = lengths
         self.forecast = forecast
+        self.live = live
+        self.traces = traces
         self.ledger = ledger
         self.records = RequestRecords()
 
@@ -58,6 +73,7 @@ class RequestObserver:
     def refused(self, adapter: AdapterRef | None, slo: Slo | None, requests: int, *, shed: bool) -> None:
         """Count ``requests`` that were refused because too many are running, or ``shed`` by the forecast."""
         self.metrics.count_refused(requests, shed=shed)
+        self.live.refused(adapter, requests)
         counts = missed(slo, requests)
         counts.shed = requests if shed else 0
         self.usage.of(None if adapter is None else adapter.name).add(counts)
@@ -70,7 +86,9 @@ class RequestWatch:
         self._observer = observer
         self._handle = handle
         self._last_output_s: float | None = None
+        self._trace_headers = trace_headers.get()
         self._record = observer.records.begin(handle.request, handle.timings)
+        self._live = observer.live.begin(handle.request, handle.timings)
         self._is_background = handle.request.background
         self._forecast = None if self._is_background else observer.forecast
         if self._forecast is not None:
@@ -91,16 +109,19 @@ class RequestWatch:
         now_s = time.monotonic()
         if self._last_output_s is None and self._forecast is not None:
             self._forecast.on_first_token(self._handle.timings)
-        if self._last_output_s is not None and not self._is_background:
-            self._observer.metrics.inter_token.observe(now_s - self._last_output_s)
+        gap_s = None if self._last_output_s is None or self._is_background else now_s - self._last_output_s
+        if gap_s is not None:
+            self._observer.metrics.inter_token.observe(gap_s)
+        self._observer.live.output(self._live, tokens, gap_s)
         self._last_output_s = now_s
 
-    def finished(self, completion_tokens: int, reason: str) -> None:
+    def finished(self, completion_tokens: int, reason: str, error: str = "") -> None:
         """Record the end.
 
         Args:
             completion_tokens: generated in all.
             reason: the finish reason; ``abort`` if the client disconnected, ``error`` if the request failed.
+            error: what the client was told then.
         """
         request, timings = self._handle.request, self._handle.timings
         ended_s = timings.finished_s if timings.finished_s is not None else time.monotonic()
@@ -114,11 +135,13 @@ class RequestWatch:
             completion_tokens=completion_tokens,
             ttft_count=ttft_s is not None,
             ttft_ns=nanoseconds(ttft_s or 0.0),
+            ttft_buckets=ttft_bucket(ttft_s),
             e2e_ns=nanoseconds(ended_s - timings.arrival_s),
             adapter_wait_ns=nanoseconds(timings.adapter_wait_s),
             kv_wait_ns=nanoseconds(timings.kv_wait_s),
         )
-        self._record.finished(completion_tokens, reason, ended_s)
+        self._record.finished(completion_tokens, reason, ended_s, error)
+        self._observer.live.end(self._live, request, completion_tokens, reason, error, ended_s)
         counts.add(attainment(request.slo, timings, completion_tokens, reason, ended_s))
         self._usage.add(counts)
         self._usage.running -= 1
@@ -126,6 +149,10 @@ class RequestWatch:
             self._forecast.on_ended(request)
         if request.pooling is None:
             self._observer.lengths.on_ended(request, completion_tokens, reason)
+        exemplar = {"request_id": request.request_id[:_MOST_EXEMPLAR]}
+        if (traces := self._observer.traces) is not None:
+            trace_id = traces.ended(self._trace_headers, request, timings, completion_tokens, reason, error, ended_s)
+            exemplar |= {"trace_id": trace_id} if trace_id else {}
         self._observer.metrics.observe_request(
             timings,
             len(request.prompt_token_ids),
@@ -133,6 +160,7 @@ class RequestWatch:
             reason,
             ended_s,
             latencies=not self._is_background,
+            exemplar=exemplar,
         )
         if self._observer.ledger is not None:
             record_usage(self._observer.ledger, request, timings, completion_tokens, reason)

@@ -2,6 +2,7 @@
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from lorikeet.api.decisions import decision, waits
@@ -34,12 +35,13 @@ class RequestRecord:
         self._clock_s = clock_s
         self._end: dict[str, Any] = {}
 
-    def finished(self, completion_tokens: int, reason: str, ended_s: float) -> None:
-        """Record its end."""
+    def finished(self, completion_tokens: int, reason: str, ended_s: float, error: str = "") -> None:
+        """Record its end, and what the client was told if it failed."""
         self._end = {
             "finish_reason": reason,
             "output_tokens": completion_tokens,
             "e2e_s": round(ended_s - self._timings.arrival_s, 6),
+            **({"error": error} if error else {}),
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -67,33 +69,32 @@ class RequestRecords:
     def __init__(self, most: int = MOST_RECORDS) -> None:
         self._most = most
         self._records = OrderedDict[RequestId, RequestRecord]()
-        self._of_request: dict[tuple[str, str], list[RequestId]] = {}
+        self._of_request: dict[str, list[RequestId]] = {}
         self._clock_s = time.time() - time.monotonic()
 
     def begin(self, request: Request, timings: RequestTimings) -> RequestRecord:
         """Remember a sequence that was submitted."""
         record = self._records[request.request_id] = RequestRecord(request, timings, self._clock_s)
-        self._of_request.setdefault((request.tenant, _client_id(request.request_id)), []).append(request.request_id)
+        self._of_request.setdefault(_client_id(request.request_id), []).append(request.request_id)
         while len(self._records) > self._most:
-            self._forget(*self._records.popitem(last=False))
+            self._forget(self._records.popitem(last=False)[0])
         return record
 
-    def find(self, request_id: str, tenant: str) -> list[RequestRecord]:
-        """Return the sequences of a tenant's request; empty if there is none.
+    def find(self, request_id: str, may_see: Callable[[str], bool]) -> list[RequestRecord]:
+        """Return the sequences of a request; empty if there is none.
 
         Args:
             request_id: that of the client's request, of its answer, or of one sequence.
-            tenant: that asks.
+            may_see: whether who asks may see requests of a tenant.
         """
         for prefix in _ID_PREFIXES:
             request_id = request_id.removeprefix(prefix)
-        one = self._records.get(RequestId(request_id))
-        if one is not None:
-            return [one] if one.tenant == tenant else []
-        return [self._records[each] for each in self._of_request.get((tenant, request_id), ())]
+        one = RequestId(request_id)
+        ids = [one] if one in self._records else self._of_request.get(request_id, [])
+        return [record for record in map(self._records.__getitem__, ids) if may_see(record.tenant)]
 
-    def _forget(self, request_id: RequestId, record: RequestRecord) -> None:
-        key = record.tenant, _client_id(request_id)
+    def _forget(self, request_id: RequestId) -> None:
+        key = _client_id(request_id)
         self._of_request[key].remove(request_id)
         if not self._of_request[key]:
             del self._of_request[key]

@@ -66,7 +66,12 @@ ROUTES = (
         ("GET/POST /ping", "GET /version", "GET /load", "GET /metrics"),
         '`/version`: `{"version"}`; `/load`: `{"server_load"}`, sequences accepted and not finished',
     ),
-    ApiRoutes(("GET /docs", "GET /redoc", "GET /openapi.json"), "the routes, for browsers and client generators"),
+    ApiRoutes(("GET /docs", "GET /openapi.json"), "the routes, for browsers and client generators"),
+    ApiRoutes(("GET /ui",), "the console: see [console.md](console.md)"),
+    ApiRoutes(
+        ("GET /v1/stats", "GET /v1/stats/stream"),
+        "what the server does now, adapter by adapter: see [Statistics](#statistics)",
+    ),
     ApiRoutes(("GET /v1/adapters", "POST /v1/adapters"), "see [Adapters](#adapters)"),
     ApiRoutes(("GET /v1/adapters/{name}", "DELETE /v1/adapters/{name}", "PATCH /v1/adapters/{name}")),
     ApiRoutes(("POST /v1/adapters/upload",), "weights in the body"),
@@ -74,7 +79,7 @@ ROUTES = (
         ("POST /pause", "POST /resume", "GET /is_paused", "GET /get_world_size"),
         "see [training loops](#training-loops)",
     ),
-    ApiRoutes(("GET /v1/adapters/{name}/stats",), "traffic, TTFT, waits for transfers, whether it is on the device"),
+    ApiRoutes(("GET /v1/adapters/{name}/stats",), "its figures of [Statistics](#statistics), means, latest requests"),
     ApiRoutes(("POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter"), "vLLM's"),
     ApiRoutes(("POST /load_lora_adapter", "POST /unload_lora_adapter"), "SGLang's"),
     ApiRoutes(

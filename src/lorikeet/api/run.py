@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
@@ -58,6 +59,9 @@ from lorikeet.models.config import (
 )
 from lorikeet.presets import MERGING_MODES, resolve_preset
 from lorikeet.tenants.tenants import Tenants
+
+if TYPE_CHECKING:
+    from lorikeet.api.tracing import RequestTraces
 
 _KEEP_ALIVE_S = 75
 
@@ -148,7 +152,8 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
             names,
             request_log,
             lengths,
-            tenants,
+            traces=_open_traces(server_settings.otlp_traces_endpoint, names.base, stack),
+            tenants=tenants,
         )
         stack.push_async_callback(service.prompt_processes.close)
         stack.push_async_callback(service.loader.close)
@@ -181,6 +186,23 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         with frozen_gc():
             await server.serve()
+
+
+def _open_traces(endpoint: str, model_name: str, stack: AsyncExitStack) -> "RequestTraces | None":
+    """Return what makes spans, and have it closed with ``stack``; None without an address.
+
+    Raises:
+        ConfigError: its library is not installed.
+    """
+    if not endpoint:
+        return None
+    try:
+        from lorikeet.api.tracing import RequestTraces, open_exporter
+    except ImportError as error:
+        raise ConfigError(f"server.otlp_traces_endpoint: run `{install_command('tracing')}` ({error})") from error
+    traces = RequestTraces(model_name, open_exporter(endpoint))
+    stack.push_async_callback(in_daemon_thread, traces.close)  # it sends what is left, for seconds if nobody listens
+    return traces
 
 
 class _StartProgress:

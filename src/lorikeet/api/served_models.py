@@ -90,11 +90,11 @@ class ServedModels:
             raise bad_request(f"model asks for adapter {target.name!r}, lora_path for {lora_path!r}.", "lora_path")
         return self._adapter(lora_path, lora_path, access)
 
-    def mixture(self, model: str | None) -> list[tuple[str, float]] | None:
+    def mixture(self, model: str | None, access: Access = OPERATOR) -> list[tuple[str, float]] | None:
         """Return names and weights if a request names a mixture, as in ``a*0.7+b*0.3`` or ``base:a*0.7+b*0.3``.
 
         Adapters without a weight, which change nothing, are left out. A number that is no adapter's name is llama.cpp's
-        index of one.
+        index of one, among those that the sender may see.
 
         Raises:
             ApiError: 400, the mixture is not valid.
@@ -103,12 +103,12 @@ class ServedModels:
             return None
         name = next((model[len(base) + 1 :] for base in self._base if model.startswith(f"{base}:")), model)
         parts = spelled(name)
-        return None if parts is None else [(self._by_index(part), weight) for part, weight in parts if weight]
+        return None if parts is None else [(self._by_index(part, access), weight) for part, weight in parts if weight]
 
-    def _by_index(self, name: str) -> str:
+    def _by_index(self, name: str, access: Access) -> str:
         if not name.isdecimal() or name in self._catalog:
             return name
-        names = [each for each in self._catalog.names() if not each.startswith(PREFIX)]
+        names = [each for each in self._catalog.names() if not each.startswith(PREFIX) and access.may_see(each)]
         return names[int(name)] if int(name) < len(names) else name
 
     def missing(self, model: str | None, lora_path: str | None = None) -> list[str]:

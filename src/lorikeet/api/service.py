@@ -115,6 +115,7 @@ class Sender(NamedTuple):
         is_batch: whether it is a line of a batch: no client waits for it.
         access: what it may do.
         report: gets what is left of its limits.
+        is_admin: whether it has an admin key, with which requests of all tenants are shown.
     """
 
     request_id: str
@@ -122,6 +123,11 @@ class Sender(NamedTuple):
     is_batch: bool
     access: Access
     report: RateReport
+    is_admin: bool = False
+
+    def may_see(self, tenant: str) -> bool:
+        """Return whether requests of a tenant are shown to it."""
+        return self.is_admin or tenant == self.tenant
 
 
 def _set_event() -> asyncio.Event:
@@ -166,6 +172,8 @@ class Service:
     """Versions that requests used, so that metrics can name those whose name was removed."""
     generations: set[Generation] = field(default_factory=set)
     """Running requests."""
+    stats_streams: int = 0
+    """Open streams of ``/v1/stats/stream``."""
     cache_epoch: str = ""
     """Changes when the prefix cache is reset, and tells KV from before and after apart."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
@@ -201,7 +209,7 @@ class Service:
         """
         if generates:
             await self.unpaused.wait()
-        mixture = self.models.mixture(model)
+        mixture = self.models.mixture(model, access)
         if mixture is not None:
             if lora_path:
                 raise bad_request("model names a mixture, so lora_path cannot name an adapter.", "lora_path")
@@ -559,11 +567,12 @@ def access_of(request: HttpRequest) -> Access:
 async def _sender(request: HttpRequest) -> Sender:
     state = request.scope["state"]
     return Sender(
-        request.state.request_id,
-        request.state.tenant,
+        state["request_id"],
+        state["tenant"],
         state.get("is_batch", False),
         access_of(request),
         state.get("rate_report", RateReport()),
+        state.get("is_admin", False),
     )
 
 

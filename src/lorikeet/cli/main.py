@@ -22,6 +22,7 @@ from lorikeet.cli.router import router
 from lorikeet.cli.serve import serve
 from lorikeet.cli.simulate import simulate
 from lorikeet.cli.status import status
+from lorikeet.cli.top import top
 from lorikeet.cli.train_predictor import train_predictor
 from lorikeet.cli.usage import audit, usage
 from lorikeet.cli.why import why
@@ -50,6 +51,7 @@ app.command()(replay)
 app.command("router")(router)
 app.command("route", hidden=True)(router)
 app.command()(status)
+app.command()(top)
 app.command()(roll)
 app.command()(train_predictor)
 app.command()(usage)

@@ -260,6 +260,7 @@ FLAGS = (
     Flag("--request-timeout", "server.request_timeout_s", float, "Seconds until a request is ended; 0: never."),
     Flag("--drain-timeout", "server.drain_timeout_s", float, "Seconds that requests may go on after SIGTERM."),
     Flag("--metrics-adapters", "server.metrics_adapters", int, "Adapters with metrics of their own."),
+    Flag("--otlp-traces-endpoint", "server.otlp_traces_endpoint", str, "Where OpenTelemetry traces are sent, a URL."),
     Flag(
         "--tenants",
         "server.tenants",

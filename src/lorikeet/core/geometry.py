@@ -55,6 +55,28 @@ class ModulePath(msgspec.Struct, frozen=True, array_like=True):
     modules: tuple[str, ...]
 
 
+class ExpertsPath(msgspec.Struct, frozen=True, array_like=True):
+    """The linear layers of all experts of a layer, whose weights are one parameter of three dimensions.
+
+    In names of one expert's module ``*`` stands for the expert.
+
+    Attributes:
+        path: of the parameter, as in ``layers.{}.mlp.experts.gate_up_proj``.
+        experts: their number.
+        modules: the modules of the geometry of which the linear layer of one expert consists, as of ``ModulePath``.
+        spellings: of each of the modules, the paths that checkpoints with separate experts use.
+    """
+
+    path: str
+    experts: int
+    modules: tuple[str, ...]
+    spellings: tuple[tuple[str, ...], ...]
+
+    def modules_of(self, expert: int) -> tuple[str, ...]:
+        """Return the modules of one expert."""
+        return tuple(module.replace("*", str(expert)) for module in self.modules)
+
+
 class ModuleNames(msgspec.Struct, frozen=True):
     """How adapters may name the modules of a base.
 
@@ -63,11 +85,13 @@ class ModuleNames(msgspec.Struct, frozen=True):
         paths: the linear layers on which LoRA is supported. Two paths may stand for the same module, and one path for
             several, each on other layers.
         unused: beginnings of the names of modules that text requests do not use, such as those of a vision tower.
+        experts: of mixtures of experts, in the order in which PEFT wraps the parameters of a layer.
     """
 
     prefixes: tuple[str, ...]
     paths: tuple[ModulePath, ...]
     unused: tuple[str, ...] = ()
+    experts: tuple[ExpertsPath, ...] = ()
 
 
 PREFIXES = ("model.", "model.language_model.", "language_model.model.", "model.text_model.")
@@ -167,10 +191,13 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         return module in self.modules and layer in self.module_layers.get(module, range(self.layers))
 
     def full_ranks(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the ranks of an adapter of all modules, as in ``AdapterRef.ranks``."""
+        """Return the ranks of an adapter of all modules but those of experts, as in ``AdapterRef.ranks``."""
+        paths = () if self.names is None else self.names.experts
+        of_experts = {module for path in paths for expert in range(path.experts) for module in path.modules_of(expert)}
         return {
             module: tuple(rank if self.has_module(layer, module) else 0 for layer in range(self.layers))
             for module in self.modules
+            if module not in of_experts
         }
 
     def kv_shapes(self) -> tuple[KvShape, ...]:

@@ -338,6 +338,9 @@ class EngineStats(msgspec.Struct, frozen=True):
         queue: of the admission queue, None if it has no classes.
         assist: of host workers, None if there are none.
         costs: of steps, as measured; those of loads are in ``memory.transfers``. None before enough is known.
+        hosted_adapters: digests of the adapters in the host tier.
+        queued: requests without blocks by what they wait for, in the lower-case names of ``WaitReason``; ``order``
+            for those that were not refused, but are behind others.
         drafted_tokens, kept_tokens: tokens that were drafted since the start, and those of them that came.
     """
 
@@ -368,6 +371,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     queue: QueueStats | None = None
     assist: AssistCounters | None = None
     costs: ReplicaCosts | None = None
+    hosted_adapters: tuple[AdapterDigest, ...] = ()
+    queued: dict[str, int] = {}
     drafted_tokens: int = 0
     kept_tokens: int = 0
 

@@ -262,11 +262,11 @@ def assemble(
 
 
 def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:
-    """Whether the executor computes answers, and computes rows beside others for less than a step of their own.
+    """Whether the executor computes answers, and may yield several tokens of a sequence in a step.
 
-    Graphs have one row for a sequence, and ranks are told of one token.
+    CUDA graphs have one row for a sequence, as has the memory that a GPU sets aside, and ranks are told of one token.
     """
-    return sizes.base is not None and not sizes.async_scheduling and settings.engine.tensor_parallel == 1
+    return sizes.base is not None and settings.engine.device == "cpu" and settings.engine.tensor_parallel == 1
 
 
 def _policy(preset: str, option: str, policy: str, table: Mapping[str, T]) -> T:

@@ -294,6 +294,8 @@ class Engine:
             queue=self._scheduler.queue.stats(),
             assist=self._executor.assist_counters(),
             costs=self._scheduler.selector.meter.costs(),
+            hosted_adapters=self._memory.hosted(),
+            queued=self._scheduler.queued(),
             drafted_tokens=self._scheduler.drafter.drafted_tokens,
             kept_tokens=self._scheduler.drafter.kept_tokens,
         )

@@ -216,21 +216,15 @@ def adjust_logits(logits: Tensor, hidden: Tensor, lora: "LoraBatch", *, is_tied:
     """Return logits with the output layers of adapters that have their own.
 
     Args:
-        logits: ``[S, vocab]`` of the base, changed in place unless an adapter has more tokens.
+        logits: ``[S, vocab]`` of the base, changed in place.
         hidden: ``[S, hidden]``, the input of the output layer.
         lora: the adapters of these rows.
         is_tied: whether the base's output layer is its embedding, so that trained rows of one are of both.
 
     Returns:
-        ``[S, vocab]``, with columns of minus infinity for tokens that an adapter of the batch has and another has not.
+        The logits; minus infinity for tokens that an adapter's smaller vocabulary lacks.
     """
-    segments = lora.adjusted_vocabulary(EMBEDDING, HEAD)
-    sizes = [weight.rows for s in segments if (weight := s.extras.get("weight", 0, HEAD)) is not None]
-    if sizes and max(sizes) > logits.shape[1]:
-        wider = logits.new_full((len(logits), max(sizes)), -torch.inf)
-        wider[:, : logits.shape[1]] = logits
-        logits = wider
-    for segment in segments:
+    for segment in lora.adjusted_vocabulary(EMBEDDING, HEAD):
         rows, extras = slice(segment.start, segment.stop), segment.extras
         x, part = hidden[rows].to(logits.dtype), logits[rows]
         if (weight := extras.get("weight", 0, HEAD)) is not None:

@@ -97,6 +97,15 @@ class WaitReason(Enum):
     """Its adapter is being read into the host tier; other requests may be admitted."""
 
 
+WAITS_FOR = {
+    WaitReason.KV_BLOCKS: "memory for its KV",
+    WaitReason.ADAPTER_BLOCKS: "memory for its adapter",
+    WaitReason.SLOT: "a place beside the adapters or the batch that run",
+    WaitReason.TRANSFER: "its adapter to be read into host memory",
+}
+"""What a refused request waits for, for people."""
+
+
 @dataclass(eq=False, slots=True)
 class SequenceLease:
     """Blocks and pins of one admitted sequence.

@@ -264,6 +264,10 @@ class Memory:
         entries = map(self.tree.adapters.__getitem__, self.tree.adapters_on_device())
         return {entry.ref.digest: len(entry.device_blocks) for entry in entries}
 
+    def hosted(self) -> tuple[AdapterDigest, ...]:
+        """Return the adapters in the host tier."""
+        return tuple(self.tree.adapters[node].ref.digest for node in self.tree.adapters_on_host())
+
     @property
     def transfers_in_flight(self) -> int:
         """Transfers that have not ended."""

@@ -173,6 +173,10 @@ class DependencyTree:
         """Return the adapters whose weights are on the device."""
         return np.flatnonzero(self.on_device[: self._end] & (self.kind[: self._end] == NodeKind.ADAPTER)).tolist()
 
+    def adapters_on_host(self) -> list[int]:
+        """Return the adapters whose weights are in the host tier."""
+        return np.flatnonzero(self.on_host[: self._end] & (self.kind[: self._end] == NodeKind.ADAPTER)).tolist()
+
     def device_size(self, nodes: Nodes) -> npt.NDArray[np.int32]:
         """Return the device blocks that nodes have now; nodes in flight are not counted."""
         blocks: npt.NDArray[np.int32] = np.where(self.on_device[nodes], self.size[nodes], self.kept[nodes])

@@ -435,7 +435,7 @@ class _SafetensorsCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._where = _locate_tensors(folder)
+        self._where = locate_tensors(folder)
         config = read_quantization(read_json_section(folder / "config.json"))
         self.method = config.method if config else ""
         self._ways = stored_weights(config) if config else ()
@@ -515,7 +515,7 @@ def _check_equal(file: Path, name: str, other: str, target: WeightTarget) -> Non
             )
 
 
-def _locate_tensors(folder: Path) -> dict[str, Path]:
+def locate_tensors(folder: Path) -> dict[str, Path]:
     """Return the file of each tensor of the checkpoint."""
     if (folder / INDEX_FILE).is_file():
         index = read_json_section(folder / INDEX_FILE).get("weight_map")

@@ -98,9 +98,10 @@ def handling(attention: _Pass) -> Iterator[None]:
         _RUNNING.current = None
 
 
-def _call(
+def call_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *_: Any, **arguments: Any
 ) -> tuple[Tensor, None]:
+    """Compute one call of attention, as transformers calls it; see :class:`_Pass` for the shapes."""
     assert _RUNNING.current is not None, "a model runs outside of a step"
     return _RUNNING.current.attend(module, query, key, value, attention_mask, arguments), None
 
@@ -114,8 +115,8 @@ def _mark(*_: Any, mask_function: Callable[..., Any] | None = None, **__: Any) -
 
 def register() -> None:
     """Make our functions known to transformers."""
-    AttentionInterface.register(STEP, _call)
-    AttentionInterface.register(PROBE, _call)
+    AttentionInterface.register(STEP, call_attention)
+    AttentionInterface.register(PROBE, call_attention)
     AttentionMaskInterface.register(PROBE, _mark)
 
 

@@ -19,13 +19,14 @@ from transformers.utils import logging as transformers_logging
 
 from lorikeet.core.geometry import KvShape, ModelGeometry, split_layer
 from lorikeet.core.messages import LOADING_WEIGHTS
-from lorikeet.kernels.base import Batch, HostMetadata, Kernels, LoraBatch, LoraTargets, LoraWeights, to_device
+from lorikeet.kernels.base import Batch, HostMetadata, Kernels, LoraBatch, LoraWeights, to_device
 from lorikeet.kernels.extras import prepare_vocabulary
 from lorikeet.kernels.quantized import QuantizedWeight
 from lorikeet.models.config import ModelConfigError, TransformersConfig, read_eos_token_ids, read_json_section
-from lorikeet.models.gguf import GGUF_FILE, GgufFile, read_gguf, transformers_names
+from lorikeet.models.gguf import GGUF_FILE, read_gguf, transformers_names
 from lorikeet.models.gguf_weights import decode_gguf
 from lorikeet.models.loading import Progress, WeightError
+from lorikeet.models.quantization_config import read_quantization
 from lorikeet.models.transformers_attention import (
     PROBE,
     STEP,
@@ -40,6 +41,7 @@ from lorikeet.models.transformers_attention import (
     register,
     window_of,
 )
+from lorikeet.models.transformers_experts import AdaptedExperts, add_experts, are_experts, experts_of
 from lorikeet.models.transformers_modules import (
     AdaptedEmbedding,
     AdaptedLinear,
@@ -55,12 +57,18 @@ from lorikeet.models.transformers_modules import (
     surroundings_of,
     take_weight,
 )
+from lorikeet.models.transformers_older import OLDER, replace_attention
+from lorikeet.models.transformers_quantized import dequantised_weights
 
 _PROBE_TOKENS = 11
 """Tokens of the probe: odd and prime, so that a product that sees other rows than the tokens shows."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 """Largest difference from eager attention at the start, relative to the logits. An error of method is of order one;
 in half precision random experts may differ a lot for another reason."""
+
+
+_STATEFUL = frozenset({"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent"})
+"""Types of layers that keep more than keys and values."""
 
 
 def read_transformers_config(folder: Path) -> TransformersConfig:
@@ -70,12 +78,16 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
         ModelConfigError: it cannot be read, or transformers has no such architecture.
     """
     settings = read_json_section(folder / "config.json")
-    for key in ("quantization_config", "compression_config"):
-        if settings.get(key) is not None:
-            raise settings.error(key, "transformers' modules take weights in 16 bits, or GGUF")
-    architecture = _class_of(folder).__name__
+    read_quantization(settings)  # raises what is not supported before weights are looked at
     config = _read_config(folder)
     text = config.get_text_config(decoder=True)
+    if stateful := sorted(_STATEFUL.intersection(getattr(text, "layer_types", None) or ())):
+        raise settings.error(
+            "layer_types",
+            f"{', '.join(stateful)}: these layers carry state from token to token beside keys and values, which is not "
+            "supported",
+        )
+    architecture = _class_of(folder).__name__
     context = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2048
     dtype = settings.get("dtype") or settings.get("torch_dtype") or getattr(text, "dtype", None) or "float32"
     eos = read_eos_token_ids(folder, settings)
@@ -93,8 +105,13 @@ def read_transformers_config(folder: Path) -> TransformersConfig:
 
 
 def _read_config(folder: Path) -> Any:
+    """Return the config of a checkpoint, as if that were not quantised."""
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        for section in (config, config.get_text_config(decoder=True)):
+            for key in ("quantization_config", "compression_config"):
+                vars(section).pop(key, None)
+        return config
     except Exception as error:  # transformers checks values by exceptions of many kinds
         raise ModelConfigError(f"{folder / 'config.json'}: transformers cannot read it: {error}") from error
 
@@ -108,7 +125,7 @@ def _class_of(folder: Path) -> type[PreTrainedModel]:
     if not inspect.isclass(found) or not issubclass(found, PreTrainedModel):
         raise settings.error("architectures", f"transformers {transformers.__version__} has no {named[0]}")
     model_class: type[PreTrainedModel] = found
-    if not model_class._supports_attention_backend:
+    if not model_class._supports_attention_backend and named[0] not in OLDER:
         raise settings.error("architectures", f"{named[0]} does not let transformers' attention be replaced")
     return model_class
 
@@ -152,8 +169,7 @@ def load_model(
                 torch.manual_seed(seed)
                 model = found._from_config(config, dtype=dtype, attn_implementation="eager")
             else:
-                file = folder / GGUF_FILE
-                weights = _gguf_weights(read_gguf(file), dtype) if file.is_file() else None
+                weights = _decoded_weights(folder, dtype)
                 model, info = found.from_pretrained(
                     folder if weights is None else None,
                     config=config,
@@ -177,8 +193,11 @@ def load_model(
     return model
 
 
-def _gguf_weights(file: GgufFile, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the tensors of a GGUF file, dequantised, by their names in transformers."""
+def _decoded_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """Return the weights of a quantised checkpoint, dequantised, by their names in transformers; None of another."""
+    if not (folder / GGUF_FILE).is_file():
+        return dequantised_weights(folder, dtype)
+    file = read_gguf(folder / GGUF_FILE)
     decoded = {name: decode_gguf(file, stored) for name, stored in transformers_names(file).items()}
     return {
         name: each.dequantized(dtype) if isinstance(each, QuantizedWeight) else each.to(dtype)
@@ -305,7 +324,7 @@ class TransformersDecoder:
             Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``.
         """
         assert batch.assist is None, "host LoRA needs the own decoder"
-        self._step.lora, self._step.rows = batch.lora, len(batch.token_ids)
+        self._step.begin(batch.lora, len(batch.token_ids))
         try:
             with handling(PagedPass(self._calls, self._layers(kv), batch, self._kernels)):
                 found = self._run(batch.token_ids, batch.positions)
@@ -368,16 +387,19 @@ class TransformersDecoder:
             norms[module] = -1
 
         def see_rows(module: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
-            rows.setdefault(module, set()).add(inputs[0].numel() // inputs[0].shape[-1])
+            if inputs:
+                rows.setdefault(module, set()).add(inputs[0].numel() // inputs[0].shape[-1])
 
         def see_layer(name: str) -> Callable[..., None]:
             return lambda *_: ran.add(name)
 
         probe = Probe()
-        self._model.set_attn_implementation(PROBE)
+        if type(self._model).__name__ in OLDER:
+            replace_attention(self._model)
+        self._attend_by(PROBE)
         with ExitStack() as hooks, handling(probe):
             for name, module in self._decoder.named_modules():
-                if is_linear(module):
+                if is_linear(module) or are_experts(module):
                     hooks.callback(module.register_forward_hook(see_rows).remove)
                 if is_norm(module):
                     hooks.callback(module.register_forward_hook(see_norm).remove)
@@ -392,9 +414,16 @@ class TransformersDecoder:
                 edits = f"'{Mask.__name__}' object" in str(error)
                 why = "its attention is sparse: it edits its masks" if edits else f"its modules fail: {error}"
                 raise UnsupportedAttention(why) from error
-        self._model.set_attn_implementation(STEP)
+        self._attend_by(STEP)
         self._check_layers(probe.calls, ran)
         return _Found(probe.calls, rows, {module: at for module, at in norms.items() if at >= 0}, hidden)
+
+    def _attend_by(self, name: str) -> None:
+        """Set the attention function, and the masks that are made for it."""
+        if type(self._model).__name__ in OLDER:
+            self._model.config._attn_implementation = name
+        else:
+            self._model.set_attn_implementation(name)
 
     def _check_layers(self, calls: Sequence[AttentionCall], ran: set[str]) -> None:
         """Check that every layer that ran has called the attention function."""
@@ -416,6 +445,7 @@ class TransformersDecoder:
         self._linears: list[AdaptedLinear] = []
         idle = [each.name for each in linears if each.module not in found.rows and "expert" not in each.name]
         linears = [linear for linear in linears if linear.module in found.rows]
+        experts = [each for each in experts_of(prefix, self._decoder) if found.rows.get(each.module) == {_PROBE_TOKENS}]
         seen = [linear for linear in linears if found.rows[linear.module] == {_PROBE_TOKENS}]
         names = {module: name for name, module in self._decoder.named_modules()}
         layers, qkv = 0, {}
@@ -425,22 +455,26 @@ class TransformersDecoder:
             heads, key_dim, value_dim = call.shape.heads, call.shape.key_dim, call.shape.value_dim
             qkv[layer] = (call.heads * key_dim, heads * key_dim, heads * value_dim)
         lora = find_modules(seen, prefix, layers, qkv, idle)
-        modules = tuple(lora.shapes)
+        add_experts(lora, experts, self._model)
         step = StepLora()
-        slots = _slots(lora)
         embeddings = {id(each.weight) for each in self._model.modules() if isinstance(each, nn.Embedding)}
         for linear in linears:
-            targets = None
-            if parts := lora.parts.get(linear.name):
-                targets = LoraTargets(*parts, modules=modules, slots=slots)
             bias = linear.module.bias
             is_shared = id(linear.module.weight) in embeddings
             weight = take_weight(linear, self._kernels, keep=is_shared)
             adapted = AdaptedLinear(
-                weight, bias if isinstance(bias, Tensor) else None, self._kernels, step, linear.layer, targets
+                weight,
+                bias if isinstance(bias, Tensor) else None,
+                self._kernels,
+                step,
+                linear.layer,
+                lora.targets(linear.name),
             )
             linear.module.forward = adapted
             self._linears.append(adapted)
+        for each in experts:
+            each.module.forward = of_experts = AdaptedExperts(each, self._kernels, step, lora)
+            self._linears += of_experts.linears
         for module in self._decoder.modules():
             if norm := rms_norm_of(module, self._kernels):
                 module.forward = norm
@@ -534,10 +568,6 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 class _Taken(NamedTuple):
     lora: LoraModules
     step: StepLora
-
-
-def _slots(lora: LoraModules) -> int:
-    return ModelGeometry(lora.layers, 1, 1, lora.shapes, 1).module_slots
 
 
 def _accepted(decoder: nn.Module) -> Mapping[str, Any]:

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -13,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from lorikeet.core.geometry import (
     PREFIXES,
     UNUSED_PARTS,
+    ModelGeometry,
     ModuleNames,
     ModulePath,
     ModuleShape,
@@ -32,14 +35,34 @@ FUSED: dict[str, tuple[str, ...]] = {
 """Names of fused linear layers, and of those of which they consist, in the order of their outputs."""
 
 
-@dataclass
 class StepLora:
-    """The adapters of the step that runs; None: none. Shared by all linear layers of a model."""
+    """The adapters of the step that runs. Shared by all linear layers of a model.
 
-    lora: LoraBatch | None = None
-    rows: int = 0
-    head_lora: LoraBatch | None = None
-    """While logits are computed: the adapters of their rows, if any has more than A and B."""
+    Attributes:
+        lora: None: none.
+        rows: of the step.
+        head_lora: while logits are computed: the adapters of their rows, if any has more than A and B.
+    """
+
+    def __init__(self) -> None:
+        self.lora: LoraBatch | None = None
+        self.rows = 0
+        self.head_lora: LoraBatch | None = None
+        self._segments: npt.NDArray[np.int64] | None = None
+
+    def begin(self, lora: LoraBatch | None, rows: int) -> None:
+        """Begin a step."""
+        self.lora, self.rows, self._segments = lora, rows, None
+
+    @property
+    def segments(self) -> npt.NDArray[np.int64]:
+        """The number of the segment of each row, -1 for none."""
+        assert self.lora is not None
+        if self._segments is None:
+            self._segments = np.full(self.rows, -1)
+            for number, segment in enumerate(self.lora.segments):
+                self._segments[segment.start : segment.stop] = number
+        return self._segments
 
     @property
     def extras(self) -> LoraBatch | None:
@@ -71,7 +94,7 @@ class Linear(NamedTuple):
 
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module computes ``x Wᵀ + b`` and nothing else."""
-    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear"
 
 
 @dataclass
@@ -80,15 +103,59 @@ class LoraModules:
 
     Attributes:
         layers: number of layers that have any.
-        shapes, module_layers, names: as of ``ModelGeometry``.
+        shapes, names: as of ``ModelGeometry``.
+        layers_of: the layers that have a module.
         parts: of each linear layer by its full name, the modules that it consists of.
     """
 
     layers: int = 0
     shapes: dict[str, ModuleShape] = field(default_factory=dict)
-    module_layers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    layers_of: dict[str, list[int]] = field(default_factory=dict)
     names: ModuleNames | None = None
     parts: dict[str, tuple[LoraTarget, ...]] = field(default_factory=dict)
+
+    @property
+    def module_layers(self) -> dict[str, tuple[int, ...]]:
+        """As of ``ModelGeometry``."""
+        everywhere = list(range(self.layers))
+        return {module: tuple(each) for module, each in self.layers_of.items() if each != everywhere}
+
+    def add_module(self, path: str, layer: int, shape: ModuleShape) -> str:
+        """Add what is under a path on a layer; return its module.
+
+        Layers whose shapes differ from the first one's have modules of their own.
+        """
+        name = path
+        while self.shapes.setdefault(name, shape) != shape:
+            name = f"{path}#{int(name.rpartition('#')[2]) + 1 if '#' in name else 2}"
+        self.layers_of.setdefault(name, []).append(layer)
+        return name
+
+    def add(self, name: str, parts: Sequence[tuple[str, int]], layer: int, inputs: int) -> tuple[str, ...]:
+        """Add a linear layer.
+
+        Args:
+            name: its full name.
+            parts: the paths of the linear layers of which it consists, with their outputs.
+            layer: of the model.
+            inputs: its input features.
+
+        Returns:
+            The modules.
+        """
+        targets, column = [], 0
+        for path, outputs in parts:
+            targets.append(LoraTarget(self.add_module(path, layer, ModuleShape(inputs, outputs)), column, outputs))
+            column += outputs
+        self.parts[name] = tuple(targets)
+        return tuple(target.module for target in targets)
+
+    def targets(self, name: str) -> LoraTargets | None:
+        """Return the modules of a linear layer; None if adapters do not change it. All must have been added."""
+        if not (parts := self.parts.get(name)):
+            return None
+        slots = ModelGeometry(self.layers, 1, 1, self.shapes, 1).module_slots
+        return LoraTargets(*parts, modules=tuple(self.shapes), slots=slots)
 
 
 def find_modules(
@@ -107,32 +174,22 @@ def find_modules(
         parts_of_qkv: by layer, the features of its queries, keys and values.
         idle: full names of linear layers that text requests do not run.
     """
-    shapes: dict[str, ModuleShape] = {}
-    on: dict[str, list[int]] = {}
-    parts: dict[str, tuple[LoraTarget, ...]] = {}
+    found = LoraModules()
     spelled: dict[str, dict[tuple[str, ...], None]] = {}
     for linear in linears:
         if _EXPERT.search(linear.path):
             continue
         outputs, inputs = linear.weight.shape
-        targets, column = [], 0
-        for path, features in _split(linear.path, outputs, parts_of_qkv.get(linear.layer, ())):
-            module = _module(path, ModuleShape(inputs, features), shapes)
-            on.setdefault(module, []).append(linear.layer)
-            targets.append(LoraTarget(module, column, features))
-            column += features
-        parts[linear.name] = tuple(targets)
-        modules = tuple(target.module for target in targets)
+        parts = _split(linear.path, outputs, parts_of_qkv.get(linear.layer, ()))
+        modules = found.add(linear.name, parts, linear.layer, inputs)
         spelled.setdefault(linear.path, {})[modules] = None
-    layers = max([layers, *(layer + 1 for each in on.values() for layer in each)])
+    found.layers = max([layers, *(layer + 1 for each in found.layers_of.values() for layer in each)])
     paths = [ModulePath(path, modules) for path, several in spelled.items() for modules in several]
-    paths += [ModulePath(path, (path,)) for path in shapes if path not in spelled and "#" not in path]
-    paths += _fused_spellings(shapes, spelled)
-    everywhere = list(range(layers))
-    partly = {module: tuple(each) for module, each in on.items() if each != everywhere}
+    paths += [ModulePath(path, (path,)) for path in found.shapes if path not in spelled and "#" not in path]
+    paths += _fused_spellings(found.shapes, spelled)
     spellings = tuple(dict.fromkeys((prefix, *PREFIXES)))
-    names = ModuleNames(spellings, tuple(paths), (*UNUSED_PARTS, *idle))
-    return LoraModules(layers, shapes, partly, names, parts)
+    found.names = ModuleNames(spellings, tuple(paths), (*UNUSED_PARTS, *idle))
+    return found
 
 
 def _split(path: str, outputs: int, qkv: tuple[int, ...]) -> list[tuple[str, int]]:
@@ -143,14 +200,6 @@ def _split(path: str, outputs: int, qkv: tuple[int, ...]) -> list[tuple[str, int
     if name == "gate_up_proj" and outputs % 2 == 0:
         return [(head + dot + part, outputs // 2) for part in FUSED[name]]
     return [(path, outputs)]
-
-
-def _module(path: str, shape: ModuleShape, shapes: dict[str, ModuleShape]) -> str:
-    """Return the module for a path. Layers whose shapes differ from the first one's have modules of their own."""
-    name = path
-    while shapes.setdefault(name, shape) != shape:
-        name = f"{path}#{int(name.rpartition('#')[2]) + 1 if '#' in name else 2}"
-    return name
 
 
 def _fused_spellings(shapes: Mapping[str, ModuleShape], spelled: Container[str]) -> list[ModulePath]:
@@ -205,21 +254,25 @@ class AdaptedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x Wᵀ + b``, plus the LoRA delta of each row's adapter."""
-        flat = x.reshape(-1, x.shape[-1])
-        lora, targets = self._step.lora, self._targets
-        delta = None
-        extras = self._step.extras if targets is not None else None
-        if extras is not None and targets is not None:
-            flat = scaled_inputs(flat, extras, self._layer, targets)
-        if lora is not None and targets is not None and lora.changes(targets):
-            assert len(flat) == self._step.rows, "a module with LoRA sees other rows than those of the step"
-            delta = LoraDelta(lora, self._layer, targets)
-        out = self._kernels.linear(flat, self._weight, self._bias, delta)
-        if extras is not None and targets is not None:
-            assert len(flat) == self._step.rows, "a module with extras sees other rows than those of the step"
-            replace_products(out, flat, self._bias, extras, self._layer, targets)
-            self._kernels.scale_and_shift(out, extras, self._layer, targets)
-        return out.view(*x.shape[:-1], -1)
+        flat, lora = x.reshape(-1, x.shape[-1]), self._step.lora
+        if lora is not None and self._targets is not None:
+            is_changed = lora.has_extras or lora.changes(self._targets)
+            assert not is_changed or len(flat) == self._step.rows, "a module sees other rows than those of the step"
+        return self.compute(flat, lora).view(*x.shape[:-1], -1)
+
+    def compute(self, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        """Return the same for ``x [rows, in]``, with the adapters of these rows."""
+        if lora is None or self._targets is None:
+            return self._kernels.linear(x, self._weight, self._bias)
+        layer, targets = self._layer, self._targets
+        if lora.has_extras:
+            x = scaled_inputs(x, lora, layer, targets)
+        delta = LoraDelta(lora, layer, targets) if lora.changes(targets) else None
+        out = self._kernels.linear(x, self._weight, self._bias, delta)
+        if lora.has_extras:
+            replace_products(out, x, self._bias, lora, layer, targets)
+            self._kernels.scale_and_shift(out, lora, layer, targets)
+        return out
 
 
 class AdaptedVectors:

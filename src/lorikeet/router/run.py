@@ -27,6 +27,7 @@ from lorikeet.core.ids import ReplicaId
 from lorikeet.core.logs import configure_logs
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
 from lorikeet.core.request import Slo
+from lorikeet.core.urls import server_root
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import ProfileError
 from lorikeet.presets import describe_preset, resolve_preset
@@ -162,7 +163,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
         ProfileError: the profile cannot be read.
         ValueError: there is no backend, one is given twice, or an address is not valid.
     """
-    if len({text.partition(",")[0] for text in options.backends}) < len(options.backends):
+    if len({server_root(text.partition(",")[0]) for text in options.backends}) < len(options.backends):
         raise ValueError("a backend is given twice")
     discovery = Discovery(options.backends)
     specs = await discovery.first()

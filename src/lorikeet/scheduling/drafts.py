@@ -20,7 +20,7 @@ _ORDERS = (3, 1)
 _LONGEST_MATCH = 12
 """More agreeing tokens say no more."""
 _KEPT_TOKENS = 4096
-"""Of the latest answers of an adapter."""
+"""Of the latest answers of an adapter; and of a sequence when it first gets a draft, to which later ones are added."""
 _KEPT_ADAPTERS, _KNOWN_ADAPTERS = 64, 4096
 """Adapters whose answers are kept, some hundred kilobytes each, and of which anything is known: those used last."""
 _LEAST_CHANCE = 0.5
@@ -69,11 +69,16 @@ class Guess(NamedTuple):
 class NgramIndex:
     """Finds the latest earlier place of the last tokens of a text.
 
+    Args:
+        begin: how many tokens of the text are left out at its beginning.
+
     Attributes:
-        tokens: the text so far.
+        begin: see above.
+        tokens: the text so far, without these.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: int = 0) -> None:
+        self.begin = begin
         self.tokens: list[int] = []
         self._after: dict[tuple[int, ...], tuple[int, int]] = {}
 
@@ -209,8 +214,11 @@ class Drafter:
 
     def _guess(self, sequence: Sequence, adapter: _Adapter, most: int, least_chance: float) -> list[Guess]:
         """Return what is likely to follow the newest token; one token, to try, if little is known."""
-        text = self._texts.setdefault(sequence.request_id, NgramIndex())
-        text.extend(sequence.token_ids[len(text.tokens) :])
+        text = self._texts.get(sequence.request_id)
+        if text is None:
+            begin = max(0, len(sequence.token_ids) - _KEPT_TOKENS)
+            text = self._texts[sequence.request_id] = NgramIndex(begin)
+        text.extend(sequence.token_ids[text.begin + len(text.tokens) :])
         tail, stops = sequence.token_ids[-_LONGEST_MATCH:], sequence.request.sampling.stop_token_ids
         guesses: list[Guess] = []
         chance = 1.0

@@ -11,20 +11,12 @@ import numpy as np
 from lorikeet.core.assist_costs import AssistCosts, AssistRecord
 from lorikeet.core.events import Decided, Mechanism
 from lorikeet.core.plan import StepPlan, StepResult, Tier
-from lorikeet.memory.blocks import SequenceLease, WaitReason
+from lorikeet.memory.blocks import SequenceLease
 from lorikeet.memory.memory import Memory
 from lorikeet.memory.tree import BASE, NodeKind, NodeTransfer
 from lorikeet.presets import ColdStart
 from lorikeet.scheduling.state import Sequence, StepTimeEstimator
 from lorikeet.scheduling.step_costs import StepCostMeter
-
-WAITS_FOR = {
-    WaitReason.KV_BLOCKS: "memory for its KV",
-    WaitReason.ADAPTER_BLOCKS: "memory for its adapter",
-    WaitReason.SLOT: "a place beside the adapters or the batch that run",
-    WaitReason.TRANSFER: "its adapter to be read into host memory",
-}
-"""What a refused request waits for, for people."""
 
 
 class SavingsEstimator:

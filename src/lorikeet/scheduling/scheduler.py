@@ -7,6 +7,7 @@ kernels, and it touches blocks only through ``Memory``.
 
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
 from contextlib import suppress
@@ -29,7 +30,7 @@ from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import TokenOutput
 from lorikeet.core.plan import StepPlan, StepResult, Tier, TransferDone
 from lorikeet.core.request import Request
-from lorikeet.memory.blocks import SequenceLease, WaitReason
+from lorikeet.memory.blocks import WAITS_FOR, SequenceLease, WaitReason
 from lorikeet.memory.memory import ComputedTokens, Memory
 from lorikeet.memory.tree import NodeKind, NodeTransfer
 from lorikeet.presets import ColdStart, PreemptedKv, Preset
@@ -38,7 +39,7 @@ from lorikeet.scheduling.background import BackgroundLast
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
 from lorikeet.scheduling.drafts import Drafter, Drafts
 from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_plan, continue_plan
-from lorikeet.scheduling.savings import WAITS_FOR, SavingsEstimator
+from lorikeet.scheduling.savings import SavingsEstimator
 from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence, StepTimeEstimator
 
 MAX_UNINTERRUPTED_STEPS = 32
@@ -158,6 +159,11 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return the numbers of requests by state."""
         return SchedulerStats.of(self._running, len(self._sequences))
+
+    def queued(self) -> dict[str, int]:
+        """Return the number of requests without blocks by what they wait for; see ``EngineStats.queued``."""
+        without = (each for each in self._sequences.values() if each.lease is None)
+        return dict(Counter("order" if each.refused is None else each.refused.name.lower() for each in without))
 
     def take_outputs(self) -> tuple[tuple[TokenOutput, ...], tuple[RequestEvent, ...]]:
         """Return the tokens and events since the last call."""
@@ -415,7 +421,9 @@ class Scheduler:
         # A prefill that ends in the step has a draft, too: answers of an adapter often begin alike.
         sequences = [s for s, tokens in builder.tokens.items() if tokens == s.remaining_tokens and not s.is_cold]
         cost = self._step_times.row_cost(len(builder.tokens))
-        drafts = self.drafter.draft(sequences, builder.budget_tokens, cost)
+        # Twice as many rows of logits as without drafts at most, for which there is memory.
+        most = min(builder.budget_tokens, max(self._limits.max_num_seqs, self._limits.max_draft_tokens))
+        drafts = self.drafter.draft(sequences, most, cost)
         ahead = [
             (s.lease, len(s.token_ids) + len(drafts[s.request_id]))
             for s in sequences

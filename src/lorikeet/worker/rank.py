@@ -127,7 +127,7 @@ class Rank:
             raise ExecutorError(f"step {plan.step} has assisted prefills, but there are no host workers")
         with self._host_lora.assisting(batch.lora, partial) as assist:
             hidden = self._decoder.hidden(replace(batch, assist=assist), self._kv)
-        return self._outputs(hidden, rows, samples=samples)
+        return self._outputs(hidden, rows, batch.head_lora, samples=samples)
 
     def wait(self) -> None:
         """Block until the device has finished all steps so far.

@@ -23,6 +23,7 @@ from lorikeet.models.config import (
     ModelConfigError,
     TransformersConfig,
     max_model_len,
+    read_json_section,
     read_model_config,
     wants_own_decoder,
 )
@@ -30,6 +31,7 @@ from lorikeet.models.decoder import Decoder
 from lorikeet.models.gguf import GGUF_FILE
 from lorikeet.models.loading import load_weights
 from lorikeet.models.parallel import RankGroup
+from lorikeet.models.quantization_config import ALIASES, GGUF, read_quantization
 from lorikeet.models.weights import DecoderWeights, pack_weights
 from lorikeet.presets import MERGING_MODES, MergeBy, resolve_preset
 from lorikeet.worker.merging import Merger, linear_bytes
@@ -186,9 +188,12 @@ def _load_transformers(
     from lorikeet.models.transformers_attention import UnsupportedAttention
     from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 
-    if (wanted := settings.model.quantization) not in ("auto", "none", "gguf"):
+    quantized = read_quantization(read_json_section(folder / "config.json"))
+    method = GGUF if (folder / GGUF_FILE).is_file() else quantized.method if quantized else ""
+    wanted = ALIASES.get(settings.model.quantization, settings.model.quantization)
+    if wanted not in ("auto", "none", method):
         raise ConfigError(
-            f"quantization: {config.architecture} runs by transformers' modules, whose weights stay in 16 bits, not "
+            f"quantization: {config.architecture} runs by transformers' modules, whose weights stay in 16 bits, not as "
             f"{wanted}"
         )
     kernels = _kernels(settings, dtype, device)
@@ -198,7 +203,8 @@ def _load_transformers(
     except UnsupportedAttention as error:
         raise ModelConfigError(f"{folder / 'config.json'}: {config.architecture} cannot be served: {error}") from error
     config = msgspec.structs.replace(config, vocab_size=decoder.vocab_size)
-    stored = "dequantised from GGUF" if (folder / GGUF_FILE).is_file() else ""
+    names = {GGUF: "GGUF"}
+    stored = f"dequantised from {names.get(method, method)}" if method else ""
     return RankModel(config, decoder, kernels, dtype, device, decoder.geometry, weights=stored)
 
 

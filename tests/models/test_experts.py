@@ -1,0 +1,123 @@
+"""Adapters on experts answer as transformers with PEFT does, beside each other and beside the base."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.store import reference
+from lorikeet.core.geometry import ModelGeometry
+from lorikeet.kernels.backends import choose_kernels
+from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
+from tests.models.library_bases import make_base, random_ids
+from tests.models.test_library_bases import MAX_MODEL_LEN, check, make_peft_adapter, request, run, settings_of
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def geometry_of(folder: Path) -> ModelGeometry:
+    kernels = choose_kernels("auto", torch.float32, torch.device("cpu"))
+    model = load_model(folder, torch.float32, torch.device("cpu"))
+    return TransformersDecoder(model, kernels, MAX_MODEL_LEN).geometry
+
+
+def write_separate_experts(model: PreTrainedModel, folder: Path, names: tuple[str, str, str], rank: int) -> PeftModel:
+    """Save an adapter as transformers 4 had it, with a linear layer for each expert; return PEFT's model of it."""
+    config = model.config
+    hidden, queries = config.hidden_size, model.get_submodule("model.layers.0.self_attn.q_proj").out_features
+    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    generator = torch.Generator().manual_seed(rank)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def add(name: str, inputs: int, outputs: int) -> None:
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.1
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * 0.1
+
+    block, gate, up, down = "block_sparse_moe" if names[0] == "w1" else "mlp", *names
+    for layer in range(config.num_hidden_layers):
+        add(f"model.layers.{layer}.self_attn.q_proj", hidden, queries)
+        for expert in range(4):
+            head = f"model.layers.{layer}.{block}.experts.{expert}"
+            for name, inputs, outputs in ((gate, hidden, inner), (up, hidden, inner), (down, inner, hidden)):
+                add(f"{head}.{name}", inputs, outputs)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", *names]}
+    (folder / "adapter_config.json").write_text(json.dumps({**values, "task_type": "CAUSAL_LM"}))
+    return PeftModel.from_pretrained(model, str(folder)).eval()
+
+
+def on_parameters(model: PreTrainedModel, folder: Path, rank: int, **options: Any) -> PeftModel:
+    given = {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS, "r": rank, **options}
+    return make_peft_adapter(model, folder, **given)
+
+
+def test_experts_of_qwen3_equal_peft(tmp_path: Path) -> None:
+    """As one parameter, and as a linear layer for each expert."""
+    base = make_base(tmp_path / "base", "qwen3_moe")
+    peft = {
+        "first": on_parameters(copy.deepcopy(base), tmp_path / "first", 3),
+        "second": write_separate_experts(
+            copy.deepcopy(base), tmp_path / "second", ("gate_proj", "up_proj", "down_proj"), 5
+        ),
+    }
+    serve(tmp_path, base, peft)
+
+
+def test_experts_of_gpt_oss_equal_peft(tmp_path: Path) -> None:
+    """Transposed weights, biases and outputs that alternate; one adapter changes a single parameter, by a pattern."""
+    base = make_base(tmp_path / "base", "gpt_oss")
+    only_down = {"target_parameters": EXPERTS[1:], "rank_pattern": {"down_proj": 2}, "alpha_pattern": {"down_proj": 3}}
+    peft = {
+        "first": on_parameters(copy.deepcopy(base), tmp_path / "first", 4),
+        "second": on_parameters(copy.deepcopy(base), tmp_path / "second", 4, **only_down),
+    }
+    serve(tmp_path, base, peft)
+
+
+def test_separate_experts_of_mixtral_equal_peft(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "mixtral")
+    peft = {"first": write_separate_experts(copy.deepcopy(base), tmp_path / "first", ("w1", "w3", "w2"), 3)}
+    serve(tmp_path, base, peft)
+
+
+def serve(folder: Path, base: PreTrainedModel, peft: dict[str, PeftModel]) -> None:
+    """Compare prompts in chunks, prefixes from the cache and decodes of all adapters and the base in one batch."""
+    geometry = geometry_of(folder / "base")
+    refs = {name: reference(name, folder / name, geometry) for name in peft}
+    names = [*peft, "base"]
+    waves = [
+        [request(f"{name} {length} {i}", random_ids(length, i), refs.get(name), 5) for i in range(2) for name in names]
+        for length in (20, 24)
+    ]
+    outcome = run(settings_of(folder / "base", memory_bytes=32 * 2**20, max_num_seqs=8), waves)
+    requests = [each for wave in waves for each in wave]
+    for name, model in peft.items():
+        own = [each for each in requests if each.request_id.startswith(name)]
+        assert check(outcome, own, base, model) < 1e-4
+    first = next(iter(peft.values()))
+    assert check(outcome, [each for each in requests if each.adapter is None], base, first) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"target_parameters": ["mlp.gate.weight"]}, "target_parameters names 'mlp.gate.weight'"),
+        ({"r": 2}, r"4 experts of rank 2 need \[8, 32\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    base = make_base(tmp_path / "base", "qwen3_moe")
+    on_parameters(base, tmp_path / "adapter", 3)
+    config = tmp_path / "adapter/adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
+    with pytest.raises(AdapterError, match=reason):
+        describe_folder(tmp_path / "adapter", DescribeOptions(geometry_of(tmp_path / "base")))

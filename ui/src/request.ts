@@ -1,0 +1,78 @@
+// One request as a timeline: what it waited for, what was decided for it.
+
+import { get } from "./api.js";
+import { facts } from "./adapter.js";
+import { partsTable } from "./chart.js";
+import { h, set } from "./dom.js";
+import { count, time } from "./format.js";
+import { card } from "./overview.js";
+import type { Page } from "./page.js";
+import type { Sequence } from "./types.js";
+
+export function request(id: string): Page {
+  const body = h("div", { class: "stack" });
+  const field = h("input", { id: "request-id", name: "id", value: id, autocomplete: "off", spellcheck: "false", size: "40" });
+  const form = h("form", { class: "tools", submit: (event) => { event.preventDefault(); location.hash = `#/requests/${encodeURIComponent(field.value.trim())}`; } },
+    h("label", { for: "request-id" }, "X-Request-Id or id of an answer "), field, h("button", {}, "Show"));
+
+  async function show(): Promise<void> {
+    if (!id) {
+      set(body, h("p", { class: "dim" }, "The latest 4096 requests are remembered. Each page of an adapter links to its own."));
+      return;
+    }
+    try {
+      const found = await get<{ sequences: Sequence[] }>(`v1/requests/${encodeURIComponent(id)}`);
+      set(body, ...found.sequences.map(sequence));
+    } catch (error) {
+      set(body, h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
+    }
+  }
+
+  void show();
+  return { title: "Request", element: h("section", {}, h("h1", {}, "Request"), form, body) };
+}
+
+function sequence(each: Sequence): HTMLElement {
+  const queue = each.queue_s ?? 0, ttft = each.ttft_s ?? queue + each.adapter_wait_s + each.kv_wait_s;
+  const parts = { queue, adapter: each.adapter_wait_s, kv: each.kv_wait_s, prefill: Math.max(0, ttft - queue - each.adapter_wait_s - each.kv_wait_s) };
+  return card(h("h2", {}, h("code", {}, each.id)), timeline(each, parts),
+    h("div", { class: "columns" },
+      h("div", {}, h("h3", {}, "Time to the first token"), partsTable(parts)),
+      facts([
+        ["Adapter", each.adapter ? h("a", { href: `#/adapters/${encodeURIComponent(each.adapter)}` }, each.adapter) : "none: the base model"],
+        ["Arrived", new Date(each.arrival_unix_s * 1000).toLocaleString()],
+        ["State", each.error ? h("span", { class: "bad" }, each.error) : each.finish_reason ?? each.status],
+        ["Tokens", `${count(each.input_tokens)} (${count(each.cached_tokens)} cached) + ${count(each.output_tokens ?? 0)}`],
+        ["Waited in the queue for", each.waited_for || "its turn"],
+        ["TTFT", time(each.ttft_s)],
+        ["All", time(each.e2e_s)],
+        ["Preempted", `${each.preemptions} times`],
+      ])),
+    h("h3", {}, "Decisions"),
+    each.decisions.length
+      ? h("ol", { class: "decisions" }, ...each.decisions.map((made) => h("li", {}, h("strong", {}, made.mechanism.replaceAll("_", " ")),
+          ` after ${time(made.after_s)}, ${made.saved_s < 0 ? `cost ${time(-made.saved_s)}` : `saved ${time(made.saved_s)}`}: ${made.why}`)))
+      : h("p", { class: "dim" }, "None."));
+}
+
+function timeline(each: Sequence, parts: Record<"queue" | "adapter" | "kv" | "prefill", number>): HTMLElement {
+  const whole = each.e2e_s ?? Object.values(parts).reduce((sum, value) => sum + value, 0);
+  const decode = Math.max(0, whole - (each.ttft_s ?? whole));
+  const pieces: [string, string, number][] = [
+    ["queue", "queue", parts.queue], ["adapter", "adapter", parts.adapter], ["kv", "KV", parts.kv],
+    ["prefill", "prefill", parts.prefill], ["decode", "decode", decode],
+  ];
+  const bar = h("div", { class: "bar tall", role: "img", "aria-label": `Timeline: ${pieces.map(([, name, s]) => `${name} ${time(s)}`).join(", ")}` });
+  for (const [part, name, seconds] of pieces) {
+    const piece = h("i", { class: `part-${part}`, title: `${name} ${time(seconds)}` });
+    piece.style.width = `${whole > 0 ? (100 * seconds) / whole : 0}%`;
+    bar.append(piece);
+  }
+  const marks = each.decisions.map((made) => {
+    const mark = h("i", { class: "mark", title: `${made.mechanism}: ${made.why}` });
+    mark.style.left = `${whole > 0 ? Math.min(100, (100 * made.after_s) / whole) : 0}%`;
+    return mark;
+  });
+  return h("figure", { class: "timeline" }, bar, h("div", { class: "marks", "aria-hidden": "true" }, ...marks),
+    h("figcaption", { class: "span dim" }, h("span", {}, "arrival"), h("span", {}, pieces.filter(([, , s]) => s > 0).map(([, name, s]) => `${name} ${time(s)}`).join(" · ")), h("span", {}, time(whole))));
+}
