@@ -4,8 +4,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,12 +13,12 @@ from lorikeet.adapters import sources as adapter_sources
 from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.errors import ApiError, model_not_found
 from lorikeet.config import AdapterDirMode, AdapterSettings
-from lorikeet.core.messages import EngineStats
 from lorikeet.core.request import Request
 from tests.api.conftest import END, TOKENIZER, Running, Start
 from tests.api.fakes import write_adapter
 from tests.api.test_adapter_chat import OWN_TEMPLATE
 from tests.api.test_chat import CHAT, body
+from tests.support.scripted import Bench
 from tests.support.waiting import until
 
 SERVED = {"adapter_dir_mode": AdapterDirMode.SERVE}
@@ -193,7 +192,7 @@ async def test_a_version_can_be_named_and_another_is_not_found(start: Start) -> 
 async def test_an_adapter_that_is_warmed_is_answered_with_its_place_whose_gauges_come_later(start: Start) -> None:
     async with start(adapters=SERVED) as server:
         resident: dict[str | None, int] = {}
-        server.engine.stats = cast(EngineStats, SimpleNamespace(resident_adapters=resident))
+        server.engine.stats = msgspec.structs.replace(Bench().engine.stats(), resident_adapters=resident)
 
         def answer(request: Request) -> list[int]:
             asyncio.get_running_loop().call_later(0.05, resident.setdefault, request.digest, 3)

@@ -578,8 +578,6 @@ async def load_lora_adapter(body: LoadAdapter, service: ServiceDep, sender: Send
     """Load an adapter as vLLM does."""
     if not body.lora_name or not body.lora_path:
         raise invalid_input("Both 'lora_name' and 'lora_path' must be provided.")
-    if body.is_3d_lora_weight:
-        raise ApiError(501, "Adapters of mixture-of-experts models are not supported.", param="is_3d_lora_weight")
     loaded = await load_adapter(
         service, body.lora_name, body.lora_path, access=sender.access, replace=body.load_inplace
     )

@@ -421,7 +421,10 @@ class DetokenizeRequest(Body):
 
 
 class LoadAdapter(Body):
-    """Body of ``POST /v1/load_lora_adapter`` (vLLM) and ``/load_lora_adapter`` (SGLang)."""
+    """Body of ``POST /v1/load_lora_adapter`` (vLLM) and ``/load_lora_adapter`` (SGLang).
+
+    Whether the weights of experts are in three dimensions is seen in the adapter's files.
+    """
 
     lora_name: str = ""
     lora_path: str = ""

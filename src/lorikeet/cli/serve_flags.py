@@ -54,8 +54,6 @@ def preload_pair(text: str) -> str:
     module = json.loads(text)
     if not (isinstance(module, dict) and isinstance(module.get("name"), str) and isinstance(module.get("path"), str)):
         raise ValueError(f"{text!r} needs at least a name and a path")
-    if module.get("is_3d_lora_weight"):
-        raise ValueError(f"{text!r}: adapters of experts (is_3d_lora_weight) are not served")
     return f"{module['name']}={module['path']}"
 
 
