@@ -85,7 +85,9 @@ def start(tmp_path: Path, sources: Path) -> Start:
             settings.adapters, "base", GEOMETRY, reserved_names=("base",), dtype="bfloat16", fit_chat=chats.fit
         )
         models = ServedModels(("base",), ("/models/base",), "/models/base", catalog, limits.max_model_len)
-        service = create_service(settings, engine.as_client(), catalog, chats, models, request_log, lengths, tenants)
+        service = create_service(
+            settings, engine.as_client(), catalog, chats, models, request_log, lengths, tenants=tenants
+        )
         config = uvicorn.Config(create_app(service), lifespan="off", log_level="error", access_log=False)
         try:
             async with (

@@ -104,6 +104,6 @@ async def test_routes_answer_with_and_without_the_root_path_and_keys_count_for_b
             body = {"model": "base", "prompt": "a"}
             assert (await http.post(f"{prefix}/v1/completions", headers=user, json=body)).status_code == 200
         assert (await http.get("/llmv1/models", headers=user)).status_code == 404
-        assert "/llm/openapi.json" in (await http.get("/llm/docs", headers=user)).text
+        assert (await http.get("/llm/docs", headers=user)).status_code == 200
         described = (await http.get("/llm/openapi.json", headers=user)).json()
         assert described["servers"] == [{"url": "/llm"}]

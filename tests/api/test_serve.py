@@ -207,7 +207,7 @@ async def test_host_tier_reads_adapters_before_any_request(model: Path, tmp_path
         await server.http.post("/v1/adapters", json={"name": "two", "source": str(tmp_path / "two")})
         line = 'num_cpu_loaded_lora_adapters{engine="0",model_name="tiny"} 2.0'
         await _until_reply(server, "/metrics", lambda reply: line in reply.text, "the host tier has both adapters")
-        assert (await server.http.get("/v1/adapters/one")).json()["level"] is None
+        assert (await server.http.get("/v1/adapters/one")).json()["level"] == "cpu"
         asked = (await server.http.post(CHAT, json={**LONG, "model": "one", "max_tokens": 20})).json()
         assert asked["usage"]["completion_tokens"] == 20
         page = await _metrics(server)
