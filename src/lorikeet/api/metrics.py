@@ -234,14 +234,16 @@ class AdapterUsage:
 
         # An adapter called "other" is counted in that sum, since two sums cannot have one label.
         named = [item for item in self._adapters.items() if item[0] != OTHER]
-        busiest = heapq.nlargest(
-            (self._labels + 1) // 2, named, key=lambda item: (item[1].activity_at(now_s) * kept(item[1]), item[0])
-        )
-        chosen = dict(busiest)
+
+        def busy(item: tuple[str, AdapterTraffic]) -> tuple[float, str]:
+            return item[1].activity_at(now_s) * kept(item[1]), item[0]
+
+        def slow(item: tuple[str, AdapterTraffic]) -> tuple[float, tuple[float, str]]:
+            return item[1].slowest_at(now_s) * kept(item[1]), busy(item)
+
+        chosen = dict(heapq.nlargest((self._labels + 1) // 2, named, key=busy))
         rest = (item for item in named if item[0] not in chosen)
-        chosen |= heapq.nlargest(
-            self._labels - len(chosen), rest, key=lambda item: (item[1].slowest_at(now_s) * kept(item[1]), item[0])
-        )
+        chosen |= heapq.nlargest(self._labels - len(chosen), rest, key=slow)
         for name, usage in self._adapters.items():
             if name not in chosen:
                 usage.baseline = None
