@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.cluster.adapters.pool import Fetch
-from lorikeet.cluster.adapters.transport import DestinationLost, LocalTransport, TransportError
+from lorikeet.cluster.adapters.transport import DestinationLost, LocalTransport, Traffic, TransportError
 from lorikeet.cluster.controller.adapter_files import AdapterCopier
 from lorikeet.cluster.controller.dispatcher import Provision
 from lorikeet.core.adapter import AdapterRef
@@ -37,6 +37,7 @@ class Copies:
     error: Exception | None = None
 
     def __init__(self) -> None:
+        self.traffic = Traffic()
         self.held_at: dict[ReplicaId, dict[AdapterDigest, str]] = {}
         self.before_end: Callable[[], None] = lambda: None
 
