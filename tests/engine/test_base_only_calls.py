@@ -25,7 +25,8 @@ def test_a_base_only_batch_makes_the_same_calls_with_twenty_adapters_resident_as
     make_checkpoint(tmp_path / "model", "llama")
     kernels = RecordingKernels(ReferenceKernels())
     settings = Settings(
-        ModelSettings(model=str(tmp_path / "model"), dtype="float32"), EngineSettings(memory_bytes=2**24, threads=1)
+        ModelSettings(model=str(tmp_path / "model"), dtype="float32"),
+        EngineSettings(memory_bytes=2**24, threads=1, draft_tokens=0),
     )
     with mock.patch("lorikeet.worker.rank_setup.choose_kernels", return_value=kernels):
         built = build_replica(settings)

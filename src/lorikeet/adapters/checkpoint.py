@@ -148,10 +148,6 @@ def describe_folder(
     warnings += warnings_of_parts
     extras, warnings_of_extras = find_extras(others, served, config, matcher, resolver, options.geometry)
     warnings += warnings_of_extras
-    if extras and config.alora_invocation_tokens:
-        raise AdapterError(
-            f"{WEIGHTS_FILE}: {summary(extras)}: an adapter that acts from its invocation on can only be low rank"
-        )
     if extras and options.only_low_rank:
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: {options.only_low_rank}")
     if extras and config.alora_invocation_tokens:  # they would change the KV before the invocation
