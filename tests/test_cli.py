@@ -271,7 +271,7 @@ def test_a_pool_that_is_too_small_ends_the_command_before_weights_are_loaded(tmp
 def test_triton_without_a_gpu_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     done = runner.invoke(app, ["serve", "--kernels", "triton"])
-    assert "error: kernels: triton runs on a GPU" in done.output
+    assert "error: --kernels: triton runs on a GPU" in done.output
     assert done.exit_code == 2
 
 

@@ -477,7 +477,7 @@ class Evictor:
                 self.offer(node)
 
     def free_kv(self, nodes: Sequence[int], now: float) -> int:
-        """Free the blocks of KV on both tiers and remove it from the tree.
+        """Free the blocks of KV on both tiers and remove it from the tree, and ancestors that are empty then.
 
         Args:
             nodes: KV in no transfer, later KV first, with all its descendants.
@@ -487,6 +487,7 @@ class Evictor:
             The number of blocks freed.
         """
         tree = self._tree
+        above = set(tree.parent[nodes].tolist()).difference(nodes) if nodes else set()
         on_device = [node for node in nodes if tree.on_device[node]]
         self._eviction.removed(on_device, now)
         self._counters.removed(on_device)
@@ -494,15 +495,17 @@ class Evictor:
         on_host = [node for node in nodes if tree.on_host[node]]
         self._tiers.drop_kv_from_host(on_host)
         self._forget_kv(nodes)
+        left = sorted(above)  # of an aLoRA's KV the base's
+        for node in left:
+            self.offer(node)
+        self.remove_empty([node for node in left if tree.kind[node] == NodeKind.KV])
         return len(on_device) + len(on_host)
 
     def discard(self, node: int, now: float) -> None:
         """Free an unpinned KV leaf on both tiers, and remove ancestors that are empty then."""
-        tree, parent = self._tree, int(self._tree.parent[node])
+        tree = self._tree
         if tree.kind[node] == NodeKind.KV and not (tree.pins[node] or tree.children[node] or tree.moving[node]):
             self.free_kv([node], now)
-            self.offer(parent)
-            self.remove_empty([parent])
 
     def forget_adapter(self, node: int) -> None:
         """Remove an adapter from the tree."""
