@@ -138,8 +138,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         batching_mode: which requests run together, and whether their adapter is merged into the base weights.
         merge_by: how the merged adapter is changed.
         cold_start: what happens while the adapter of a request is being loaded.
-        step_hold: a step waits for transfers that requests wait for if it is delayed by at most this share of its
-            length, or if those requests gain more time than the others lose. 0: it never waits.
+        step_hold: a step waits for transfers that requests wait for if those gain more time than all others lose, with
+            those in the queue.
         layer_groups: in how many groups of layers the adapter of an assisted prefill is loaded.
         host_layers: on which layers of an assisted prefill host cores compute LoRA.
         host_chunk: tokens per host core in an assisted prefill, as a multiple of the number measured to suit one.
@@ -176,7 +176,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batching_mode: str = "unmerged"
     merge_by: MergeBy = MergeBy.DELTA
     cold_start: ColdStart = ColdStart.WAIT
-    step_hold: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    step_hold: bool = False
     layer_groups: LayerGroups = LayerGroups.PLANNED
     host_layers: HostLayers = HostLayers.DYNAMIC
     host_chunk: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -203,7 +203,7 @@ _AUTO = _but(
     swap_interval_s=0.1,
     admission="bounded-sjf",
     eviction="lru:reuse",
-    step_hold=0.25,
+    step_hold=True,
     cold_start=ColdStart.AUTO,
     routing="seconds",
     pool_share=0.5,

@@ -87,7 +87,7 @@ def test_under_block_nothing_runs_while_an_adapter_is_transferred() -> None:
 
 
 def test_a_step_is_held_for_a_transfer_but_not_for_long() -> None:
-    bench = Bench(preset=Preset(step_hold=0.25))
+    bench = Bench(preset=Preset(step_hold=True))
     bench.engine.submit(request("base", [1, 2, 3], max_tokens=30))
     bench.step()
     bench.engine.submit(request("cold", [1, 2, 3], 1.0, adapter("a")))

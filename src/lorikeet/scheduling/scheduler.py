@@ -248,7 +248,7 @@ class Scheduler:
             return False
         awaiting = sum(not sequence.can_run for sequence in self._running)
         hold_s, until_s = self._memory.awaited_s(), self._last_end_s + step_s / 2
-        pays = hold_s <= self._preset.step_hold * step_s or hold_s * others <= (step_s - hold_s) * awaiting
+        pays = hold_s * (others + len(self.queue)) <= (step_s - hold_s) * awaiting
         if not pays or now + hold_s >= until_s:
             return False
         self.held_until_s = until_s
