@@ -16,7 +16,7 @@ from lorikeet.cli.peft_adapters import convert, low_rank
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
 from tests.models.library_bases import random_ids
-from tests.models.peft_family import CONVERTED, make
+from tests.models.peft_family import CONVERTED, LINEAR, lora, make
 from tests.models.test_library_bases import log_probabilities
 from tests.models.test_peft_family import load
 from tests.support import sampling
@@ -42,13 +42,47 @@ def test_a_converted_adapter_is_what_peft_loads(kind: str, tmp_path: Path) -> No
     torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_commands_convert_and_compare_an_answer_with_peft(tmp_path: Path) -> None:
-    base, folder, target = tmp_path / "base", tmp_path / "adapter", tmp_path / "converted"
-    make_checkpoint(base, "llama", vocab_size=96)
+def save_word_tokenizer(base: Path) -> None:
+    """Save a tokenizer whose words ``w0`` to ``w94`` are the tokens of these numbers."""
     words = {f"w{number}": number for number in range(95)} | {"?": 95}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(str(base))
+
+
+@pytest.fixture(scope="module")
+def word_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny base with a tokenizer."""
+    base = tmp_path_factory.mktemp("words") / "base"
+    make_checkpoint(base, "llama", vocab_size=96)
+    save_word_tokenizer(base)
+    return base
+
+
+@pytest.mark.parametrize("prompt", ["w3 w5 w9 w7 w8 w2", "w3 w5 w9 w2"])
+def test_the_commands_apply_an_alora_from_its_invocation_on(prompt: str, word_base: Path, tmp_path: Path) -> None:
+    peft = make(
+        load(word_base),
+        tmp_path / "alora",
+        lora(target_modules=LINEAR, alora_invocation_tokens=[7, 8], task_type="CAUSAL_LM"),
+    )
+    arguments = ["--check", "--base", str(word_base), "--prompt", prompt, "--tokens", "4"]
+    done = runner.invoke(app, ["adapters", "inspect", str(tmp_path / "alora"), *arguments])
+    assert done.exit_code == 0, done.output
+    assert "check: 4 tokens equal PEFT's" in done.output
+    ids = [int(word[1:]) for word in prompt.split()]
+    for _ in range(4):
+        ids.append(int(peft(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    command = ["generate", prompt, "--model", word_base, "--adapter", tmp_path / "alora", "--dtype", "float32", "--raw"]
+    done = runner.invoke(app, [*map(str, command), "--max-tokens", "4"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.split() == [f"w{token}" for token in ids[-4:]]
+
+
+def test_the_commands_convert_and_compare_an_answer_with_peft(tmp_path: Path) -> None:
+    base, folder, target = tmp_path / "base", tmp_path / "adapter", tmp_path / "converted"
+    make_checkpoint(base, "llama", vocab_size=96)
+    save_word_tokenizer(base)
     make(load(base), folder, CONVERTED["LoKr"]())
     done = runner.invoke(app, ["adapters", "convert", str(folder), str(target), "--base", str(base)])
     assert done.exit_code == 0, done.output

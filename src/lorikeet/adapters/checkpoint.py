@@ -135,8 +135,8 @@ def describe_folder(
     if options.read_chat:
         on_stage("the chat template and the tokenizer's settings")
         chat = read_chat(folder, options.overrides, sum(head.rank for head in score))
-        invocation = tuple(config.alora_invocation_tokens or ())
-        chat = msgspec.structs.replace(chat, task=msgspec.structs.replace(chat.task, invocation_token_ids=invocation))
+    invocation = tuple(config.alora_invocation_tokens or ())
+    chat = msgspec.structs.replace(chat, task=msgspec.structs.replace(chat.task, invocation_token_ids=invocation))
     pairs, others = _pair_up(entries)
     on_stage(f"the patterns of {CONFIG_FILE}")
     matcher = ModuleMatcher(config)

@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -62,6 +62,16 @@ def reference(name: str, folder: Path, geometry: ModelGeometry, dtype: str = "")
         raise AdapterError(f"{folder} holds a sharded adapter; only a store can hold it")
     ranks, extras = found.ranks(geometry), found.extras_of(geometry)
     return AdapterRef(AdapterName(name), AdapterDigest(found.digest), str(folder), ranks, found.weight_bytes, extras)
+
+
+def adapted(ref: AdapterRef, geometry: ModelGeometry, prompt: Sequence[int]) -> tuple[AdapterRef | None, int]:
+    """Return ``adapter`` and ``adapter_start`` of a ``Request`` for a prompt: an aLoRA may act on no token of it.
+
+    Raises:
+        AdapterError: its folder is not valid.
+    """
+    start = describe(Path(ref.folder), DescribeOptions(geometry)).chat.task.start(prompt)
+    return (None, 0) if start is None else (ref, start)
 
 
 class AdapterStore:

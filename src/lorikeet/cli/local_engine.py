@@ -9,7 +9,7 @@ import msgspec
 
 from lorikeet.adapters.description import INDEX_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.store import AdapterStore, reference
+from lorikeet.adapters.store import AdapterStore, adapted, reference
 from lorikeet.api.errors import ApiError
 from lorikeet.api.model_folder import prepare_model
 from lorikeet.api.protocol import ChatMessage
@@ -71,12 +71,15 @@ def _prepare(
             model = msgspec.structs.replace(settings.model, model=str(folder), max_model_len=longest_tokens)
             engine, sizes, _, _ = build_replica(msgspec.structs.replace(settings, model=model), display.show)
             dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
-            ref = None if adapter is None else _adapter(adapter, sizes.geometry, dtype, scratch)
+            ref, start = None, 0
+            if adapter is not None:
+                ref = _adapter(adapter, sizes.geometry, dtype, scratch)
+                ref, start = adapted(ref, sizes.geometry, token_ids)
         except ApiError as error:
             raise GenerationError(error.message) from error
         except (AdapterError, ConfigError, OSError, ValueError) as error:
             raise GenerationError(str(error)) from error
-    request = Request(RequestId("generate"), token_ids, sampling, MonotonicClock().now(), ref)
+    request = Request(RequestId("generate"), token_ids, sampling, MonotonicClock().now(), ref, adapter_start=start)
     return engine, request, text_processor.stream(token_ids)
 
 

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from lorikeet.adapters.chat_files import CHAT_FILES
 from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.store import reference
+from lorikeet.adapters.store import adapted, reference
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
 from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.events import Finished, FinishReason
@@ -200,9 +200,10 @@ def _own_answer(folder: Path, base: Path, token_ids: list[int], tokens: int) -> 
     logprobs: list[float] = []
     try:
         ref = reference(folder.name, folder, replica.sizes.geometry, "float32")
+        adapter, start = adapted(ref, replica.sizes.geometry, token_ids)
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=1)
         clock = MonotonicClock()
-        engine.submit(Request(RequestId("check"), token_ids, sampling, clock.now(), ref))
+        engine.submit(Request(RequestId("check"), token_ids, sampling, clock.now(), adapter, adapter_start=start))
         while engine.has_requests:
             outputs = engine.step()
             for output in outputs.tokens:
