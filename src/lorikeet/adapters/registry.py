@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import BigInteger, Delete, ForeignKey, MetaData, create_engine, delete, event, func, select
+from sqlalchemy import BigInteger, Delete, ForeignKey, MetaData, create_engine, delete, event, func, inspect, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
@@ -74,15 +74,18 @@ def create_tables(engine: Engine, metadata: MetaData) -> None:
     """Create missing tables and indexes; several servers may do so at the same time.
 
     PostgreSQL's IF NOT EXISTS is not atomic: another server can create the table between check and creation. A lock
-    until the end of the transaction prevents that. SQLite has only one writer.
+    until the end of the transaction prevents that. Indexes that exist are left alone: to create one locks its table
+    against writes, and two tables locked so can meet a server that writes to both. SQLite has only one writer.
     """
     with engine.begin() as connection:
         if connection.dialect.name == "postgresql":
             connection.execute(select(func.pg_advisory_xact_lock(_CREATE_TABLES_LOCK)))
         for table in metadata.sorted_tables:
             connection.execute(CreateTable(table, if_not_exists=True))
+            there = {index["name"] for index in inspect(connection).get_indexes(table.name)}
             for index in table.indexes:
-                connection.execute(CreateIndex(index, if_not_exists=True))
+                if index.name not in there:
+                    connection.execute(CreateIndex(index, if_not_exists=True))
 
 
 def sqlite_url(file: Path) -> str:
