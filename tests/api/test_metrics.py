@@ -190,6 +190,8 @@ async def test_the_memory_tells_what_it_found_moved_and_decided(server: Running)
     numbers = ("transfers", "transfer_bytes", "transfer_failures", "transfer_busy_seconds")
     assert [value(samples, f"lorikeet:memory_{name}_total", **moved) for name in numbers] == [6, 300, 1, 0.5]
     assert value(samples, "lorikeet:memory_transfers_total", source="host", target="device") == 9
+    unused = {"source": "source", "target": "device"}
+    assert [value(samples, f"lorikeet:memory_{name}_total", **unused) for name in numbers] == [0, 0, 0, 0]
 
 
 async def test_merging_and_cold_starts_are_told(server: Running) -> None:

@@ -515,6 +515,11 @@ async def test_the_commands_make_keys_and_write_usage(
         await run("usage", "--json", str(tmp_path / "usage.json"))
         assert json.loads((tmp_path / "usage.json").read_text())[0]["requests"] == 1
         await run("keys", "revoke", key.key_id)
+        await run("audit", key.key_id, "--json", str(tmp_path / "audit.json"))
+        details = [entry["detail"] for entry in json.loads((tmp_path / "audit.json").read_text())]
+        created = {"name": "acme", "settings": {"use": ["base"], "requests_per_minute": 7}}
+        changed = {"settings": {"max_adapter_bytes": 2 * 2**30}}
+        assert details == [{}, {"overlap_s": 0}, changed, created], "only what is not as before"
         assert "key revoked" in await run("audit", key.key_id)
 
 

@@ -32,8 +32,10 @@ from lorikeet.core.messages import (
     EngineStats,
     MemoryStats,
     QueueStats,
+    RouteStats,
     TierBytes,
 )
+from lorikeet.core.plan import Tier
 
 OTHER = "other"
 """Label of all adapters without one of their own.
@@ -789,7 +791,7 @@ class MemoryCollector(Collector):
 
     def _transfers(self, memory: MemoryStats) -> Iterable[Metric]:
         make, labels = self._make, ("source", "target")
-        routes = [(tuple(route.split("-")), each) for route, each in memory.transfers.items()]
+        routes = [(tuple(route.split("-")), each) for route, each in (_NO_TRANSFERS | memory.transfers).items()]
         numbers = (
             ("transfers", "Transfers that have ended.", [(route, each.transfers) for route, each in routes]),
             ("transfer_failures", "Those that failed.", [(route, each.failed) for route, each in routes]),
@@ -814,6 +816,15 @@ class MemoryCollector(Collector):
         yield make.gauge("lorikeet:memory_decision_seconds_max", "Time that the longest took.", times.worst_s)
         yield make.gauge("lorikeet:memory_nodes", "Adapters and blocks of KV in the tree.", memory.nodes)
         yield make.gauge("lorikeet:memory_metadata_bytes", "Bytes that the tree takes.", memory.metadata_bytes)
+
+
+# Counted from 0 on each route: ``increase()`` sees nothing of a counter whose first sample is its first failure.
+_NO_TRANSFERS = {
+    f"{source}-{target}": RouteStats(0, 0, 0, 0.0)
+    for target in (Tier.HOST, Tier.DEVICE)
+    for source in Tier
+    if source is not target
+}
 
 
 def kv_usage(stats: EngineStats) -> float:

@@ -140,6 +140,8 @@ def _hardware(devices: Sequence[str], model: str, degrees: Sequence[int] | None)
         if not name or not price > 0:
             raise ValueError(f"--device {text!r} is not NAME=PRICE, such as a100-80=2")
         if name not in DEVICES:
+            if name not in known and not name.endswith(".toml") and "@" not in name:
+                raise ValueError(f"--device {name!r} is neither a profile nor a device: {', '.join(sorted(DEVICES))}")
             profile = load_profile(name)
             found.append(PricedProfile(name, profile.tensor_parallel, price))
             continue

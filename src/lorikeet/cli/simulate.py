@@ -171,7 +171,10 @@ def _rank(results: "list[TrialResult]") -> tuple[float, float]:
 def _comparison(found: "dict[str, list[TrialResult]]", best: str, scenario: "Scenario") -> Table:
     seeds = len(found[best])
     title = f"Presets, mean of {seeds} seeds (least – most)" if seeds > 1 else "Presets"
-    table = Table("preset", title=title, title_justify="left", padding=(0, 0))
+    rule = "best: most in time, then least TTFT P99"
+    if all(each.attainment is None for results in found.values() for each in results):
+        rule = "best: least TTFT P99"
+    table = Table("preset", title=title, title_justify="left", padding=(0, 0), caption=rule if len(found) > 1 else None)
     for name in ("in time, %", "TTFT P50, s", "TTFT P99, s", "TPOT P99, ms", "E2E P99, s", "preemptions", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for name, results in found.items():

@@ -51,7 +51,7 @@ def _replicas(replicas: list[dict[str, Any]]) -> Table:
         table.add_row(
             replica["id"],
             state + why + restarts,
-            replica["address"] if replica["pid"] is None else f"{replica['address']}:{replica['pid']}",
+            replica["address"] if replica["pid"] is None else f"{replica['address']}, pid {replica['pid']}",
             str(replica["running"]),
             str(replica["waiting"]),
             "-" if replica["memory_used"] is None else f"{replica['memory_used']:.0%}",

@@ -84,6 +84,8 @@ def audit(
     table = Table("time (UTC)", "who", "did", "to", "detail")
     for row in rows:
         at = datetime.fromtimestamp(row["unix_s"], UTC).strftime("%Y-%m-%d %H:%M:%S")
-        detail = ", ".join(f"{name}={value}" for name, value in row["detail"].items())
+        told = {**row["detail"], **row["detail"].get("settings", {})}
+        told.pop("settings", None)
+        detail = ", ".join(f"{name}={value}" for name, value in told.items())
         table.add_row(at, *map(escape, (row["actor"] or "-", row["action"], row["subject"], detail)))
     output().print(table)

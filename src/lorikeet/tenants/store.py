@@ -155,10 +155,11 @@ class TenantStore:
             "old_until": 0.0,
             "revision": _next_revision(),
         }
+        detail = {**({"name": name} if name else {}), "settings": _changes(KeySettings(), settings)}
 
         def write(connection: Connection) -> None:
             connection.execute(self.insert(_KEYS).values(values))
-            note_change(connection, actor, "key created", key.key_id, _detail(name, settings), self._now)
+            note_change(connection, actor, "key created", key.key_id, detail, self._now)
 
         self._write(write)
         return key, secret
@@ -169,7 +170,7 @@ class TenantStore:
         Raises:
             UnknownKey: there is none, or it is revoked.
         """
-        return self._change(key_id, {"settings": _encode(settings)}, actor, "key changed", _detail("", settings))
+        return self._change(key_id, {"settings": _encode(settings)}, actor, "key changed", {}, settings)
 
     def rotate(self, key_id: str, overlap_s: float, actor: str) -> tuple[ApiKey, str]:
         """Give a key another secret; the present one stays valid for a time, an older one does not.
@@ -189,7 +190,16 @@ class TenantStore:
         """
         return self._change(key_id, {"revoked_at": self._now()}, actor, "key revoked", {})
 
-    def _change(self, key_id: str, values: dict[str, Any], actor: str, action: str, detail: dict[str, Any]) -> ApiKey:
+    def _change(
+        self,
+        key_id: str,
+        values: dict[str, Any],
+        actor: str,
+        action: str,
+        detail: dict[str, Any],
+        settings: KeySettings | None = None,
+    ) -> ApiKey:
+        """Write to a key's row and to the audit log; of ``settings`` that log gets those that change."""
         found: list[ApiKey] = []
         statement = (
             update(_KEYS)
@@ -197,13 +207,16 @@ class TenantStore:
             .values(**values, revision=_next_revision())
             .returning(_KEYS)
         )
+        before = select(_KEYS).where(_KEYS.c.key_id == key_id).with_for_update()
 
         def write(connection: Connection) -> None:
+            old = None if settings is None else connection.execute(before).one_or_none()
             row = connection.execute(statement).one_or_none()
             if row is None:
                 raise UnknownKey(key_id)
             found.append(_key(row))
-            note_change(connection, actor, action, key_id, detail, self._now)
+            changes = {"settings": _changes(_key(old).settings, settings)} if old is not None and settings else {}
+            note_change(connection, actor, action, key_id, detail | changes, self._now)
 
         self._write(write)
         return found[-1]
@@ -267,5 +280,6 @@ def _encode(settings: KeySettings) -> str:
     return msgspec.json.encode(settings).decode()
 
 
-def _detail(name: str, settings: KeySettings) -> dict[str, Any]:
-    return {**({"name": name} if name else {}), "settings": msgspec.to_builtins(settings)}
+def _changes(before: KeySettings, after: KeySettings) -> dict[str, Any]:
+    old = msgspec.to_builtins(before)
+    return {name: value for name, value in msgspec.to_builtins(after).items() if value != old[name]}

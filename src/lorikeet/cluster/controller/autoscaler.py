@@ -60,13 +60,11 @@ class Autoscaler:
         try:
             if wanted > size:
                 log.info("adding a replica", **why)
-                replica = await self._client.add_replica()
-                log.info("replica added", replica=replica)
+                await self._client.add_replica()
             else:
                 replica = self._least_busy()
                 log.info("removing a replica", replica=replica, **why)
                 await self._client.remove_replica(replica, self._drain_s)
-                log.info("replica removed", replica=replica)
         except Exception:  # whatever it is, the cluster goes on with its replicas
             log.exception("number of replicas could not be changed", **why)
 

@@ -249,6 +249,7 @@ class ClusterClient:
     async def add_replica(self) -> ReplicaId:
         """Start one more replica, place adapters on it, and return its id. See ``Engines``."""
         replica_id = await self._start_replica(lambda progress: None)
+        log.info("replica added", replica=replica_id, replicas=len(self._replicas))
         await self._place()
         return replica_id
 
@@ -284,6 +285,7 @@ class ClusterClient:
         if not replica.epoch:
             raise EngineError(f"replica {replica_id} is still being started")
         replica.is_leaving = True
+        log.info("replica drains", replica=replica_id, drain_s=drain_s)
         until_s = time.monotonic() + drain_s
         if replica.is_joined:
             self._dispatcher.drain(replica_id)
@@ -295,8 +297,10 @@ class ClusterClient:
             self._tasks.run(self._place())
             raise EngineError(f"replica {replica_id} is kept: all other replicas have been lost")
         self._replicas.pop(replica_id, None)  # it may have died meanwhile
+        drained = not self._streams.any_at(replica_id)
         self._leave(replica)
         await self._files.end(replica, discard=True)
+        log.info("replica removed", replica=replica_id, drained=drained, replicas=len(self._replicas))
         await self._place()
 
     def _has_others(self, replica: LiveReplica) -> bool:
