@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -33,7 +34,7 @@ from lorikeet.core.machine import memory_limit_bytes
 from lorikeet.core.sizes import format_size
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import PRESETS, resolve_preset
-from tests.adapters.builders import shard
+from tests.adapters.builders import shard, write_adapter
 from tests.api.conftest import TEMPLATE, TOKENIZER
 from tests.models.checkpoints import make_checkpoint
 
@@ -787,6 +788,37 @@ def test_an_address_without_a_scheme_is_told_so() -> None:
     result = runner.invoke(app, ["adapters", "list", "--url", "127.0.0.1:9"])
     assert result.exit_code == 1
     assert "127.0.0.1:9: Request URL is missing an 'http://' or 'https://' protocol." in result.output
+
+
+def test_an_inspection_tells_what_ia3_changes_and_whether_it_fits(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "base", "llama")
+    sizes = read_model_config(tmp_path / "base").geometry(4).modules
+    key = "base_model.model.model.layers.0.self_attn.{}_proj.ia3_l"
+    tensors = {key.format(side): np.ones((sizes[side].out_features, 1), np.float32) for side in "kv"}
+    folder = write_adapter(tmp_path / "ia3", tensors, peft_type="IA3", target_modules=["k_proj", "v_proj"])
+    done = runner.invoke(app, ["adapters", "inspect", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert "not changed by the adapter: q, o, gate, up, down" in done.output
+    assert "fits:       not checked; name the base with --base" in done.output
+    done = runner.invoke(app, ["adapters", "inspect", str(folder), "--base", str(tmp_path / "base")])
+    assert done.exit_code == 0, done.output
+    assert f"fits:       {tmp_path / 'base'}" in done.output
+    write_adapter(folder, {key.format("k"): np.ones((3, 1), np.float32)}, peft_type="IA3", target_modules=["k_proj"])
+    done = runner.invoke(app, ["adapters", "inspect", str(folder), "--base", str(tmp_path / "base")])
+    assert done.exit_code == 1
+    assert "has shape [3, 1]; the base model needs" in done.output
+
+
+def test_what_changes_no_linear_layer_is_not_converted(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "TRAINABLE_TOKENS"}')
+    done = runner.invoke(app, ["adapters", "convert", str(tmp_path), str(tmp_path / "out"), "--base", "nowhere"])
+    assert done.exit_code == 1
+    assert "trainable_token_indices of a LoRA" in done.output
+
+
+def test_the_package_runs_as_a_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "lorikeet", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("lorikeet ")
 
 
 def test_inspecting_something_else_than_an_adapter_says_what_is_missing(tmp_path: Path) -> None:

@@ -66,6 +66,11 @@ def test_names_with_and_without_peft_prefix_and_adapter_name_are_understood(
         ({"target_modules": None}, "target_modules"),
         ({"target_modules": []}, "target_modules"),
         ({"peft_type": "LOHA"}, "'LOHA'"),
+        (
+            {"peft_type": "TRAINABLE_TOKENS"},
+            "neither served nor converted: train the tokens by trainable_token_indices",
+        ),
+        ({"peft_type": "LN_TUNING"}, "neither served nor converted: train the norms by modules_to_save"),
         ({"peft_type": None}, "peft_type"),
         ({"loftq_config": {"loftq_bits": 4}}, "loftq_config"),
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4'"),

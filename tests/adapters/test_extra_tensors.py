@@ -9,7 +9,7 @@ import pytest
 
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.core.geometry import Surroundings
+from lorikeet.core.geometry import ModelGeometry, Surroundings
 from tests.adapters.builders import HIDDEN, LAYERS, Tensors, geometry, key, lora_tensors, write_adapter
 
 VOCABULARY = 24
@@ -72,6 +72,17 @@ def test_what_does_not_fit_is_refused(
     folder = write_adapter(tmp_path, with_ones(**shapes), **config)
     with pytest.raises(AdapterError, match=reason):
         describe_folder(folder, DescribeOptions(BASE))
+
+
+@pytest.mark.parametrize("base", [BASE, None])
+def test_ia3_on_an_input_of_several_products_is_refused_with_and_without_a_base(
+    base: ModelGeometry | None, tmp_path: Path
+) -> None:
+    tensors = {"base_model.model.model.layers.0.mlp.gate_proj.ia3_l": np.ones((1, HIDDEN), np.float32)}
+    modules = {"target_modules": ["gate_proj"], "feedforward_modules": ["gate_proj"]}
+    folder = write_adapter(tmp_path, tensors, peft_type="IA3", **modules)
+    with pytest.raises(AdapterError, match="scales the input of a product with others: convert it"):
+        describe_folder(folder, DescribeOptions(base))
 
 
 def test_a_server_of_low_rank_matrices_says_why(tmp_path: Path) -> None:

@@ -79,7 +79,9 @@ LLAMA_LIKE: dict[str, Callable[[], Any]] = {
     "LoRA on the vocabulary": lambda: lora(target_modules=["embed_tokens", "lm_head", "down_proj"]),
     "trained tokens": lambda: lora(target_modules=["q_proj"], trainable_token_indices=[3, 7, 11, 40]),
     "IA3": lambda: ia3(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "IA3 on all": lambda: ia3(target_modules=LINEAR, feedforward_modules=["o_proj"], modules_to_save=["norm"]),
+    "IA3 on all, scaling the input of o": lambda: ia3(
+        target_modules=LINEAR, feedforward_modules=["o_proj"], modules_to_save=["norm"]
+    ),
 }
 """Over bases with Llama's names."""
 SAMPLE = ("LoRA", "DoRA with biases", "LoRA with biases", "whole norms", "whole linear layers", "trained tokens",

@@ -14,6 +14,8 @@ from lorikeet.core.adapter import EMBEDDING, HEAD
 from lorikeet.core.geometry import ModelGeometry, Surroundings, split_layer
 
 _MAX_NAMED = 3
+_SHARED_INPUTS = frozenset({"q", "k", "v", "gate", "up"})
+"""Modules that share their input's product with others, so that it cannot be scaled for one of them."""
 
 _NAME = r"(?:base_model\.model\.)?([A-Za-z_][A-Za-z0-9_.]*?)"
 _FORMS = [
@@ -177,6 +179,8 @@ class _Finder:
             kind = "input" if len(entry.shape) == 2 and entry.shape[0] == 1 < entry.shape[1] else "output"
         if self._geometry is not None and place.layer >= self._geometry.layers:
             raise _refusal(entry, f"is of a layer that the base model lacks: it has {self._geometry.layers}")
+        if kind == "input" and len(place.modules) == 1 and place.modules[0] in _SHARED_INPUTS:
+            raise _refusal(entry, f"scales the input of a product with others: {CONVERT}")
         turned = kind == "weight" and self._config.fan_in_fan_out
         if kind == "weight" and len(entry.shape) != 2:
             raise _refusal(entry, f"has shape {list(entry.shape)}; a matrix was expected")
@@ -188,8 +192,6 @@ class _Finder:
             return
         if len(place.modules) > 1 and (kind == "input" or turned):
             raise _refusal(entry, f"cannot be split over {', '.join(place.modules)}: {CONVERT}")
-        if kind == "input" and place.modules[0] not in self._alone(place.layer):
-            raise _refusal(entry, f"scales the input of a product with others: {CONVERT}")
         all_rows = self._resolver.rows(place)
         inputs = self._geometry.modules[place.modules[0]].in_features
         per_row = inputs if kind == "weight" else 1
@@ -207,12 +209,6 @@ class _Finder:
             matrix = (rows, inputs) if kind == "weight" else (1, rows)
             yield self._extra(kind, module, place.layer, part, *matrix, scaling, turned=turned)
             start = stop
-
-    def _alone(self, layer: int) -> set[str]:
-        """Return the modules of the base that share their input's product with no other."""
-        assert self._geometry is not None
-        own = {"q", "k", "v", "gate", "up"}
-        return {module for module in self._geometry.modules if module not in own}
 
     def _vocabulary_extra(self, each: Named, module: str) -> list[ExtraTensor]:
         kind, entry, shape = each.kind, each.entry, each.entry.shape

@@ -57,6 +57,16 @@ _CONVERTED = {
     "RANDLORA", "SHIRA", "VBLORA", "VERA", "WAVEFT",
 }  # fmt: skip
 """Types that are made of linear maps, but not stored as low-rank matrices."""
+_NOT_LINEAR = {
+    "TRAINABLE_TOKENS": "train the tokens by trainable_token_indices of a LoRA",
+    "LN_TUNING": "train the norms by modules_to_save of a LoRA",
+    **dict.fromkeys(
+        ("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING",
+         "PROMPT_TUNING"),
+        "it learns a prompt; train a LoRA instead",
+    ),
+}  # fmt: skip
+"""Types that change no linear layer, so that they cannot be converted either; and what to do instead."""
 CONVERT = "convert it with `lorikeet adapters convert FOLDER OUT --base BASE`"
 _KEEPS_BASE = {"gaussian", "eva", "mica", "orthogonal"}
 """Initialisers that do not change the base weights."""
@@ -299,6 +309,7 @@ def _check_supported(raw: dict[str, Any]) -> list[str]:
     kind = raw.get("peft_type")
     if kind in _CONVERTED:
         raise AdapterError(f"peft_type is {kind!r}: {CONVERT}")
+    _check_linear(kind)
     if kind not in ("LORA", "IA3"):
         raise AdapterError(f"peft_type is {kind!r}; only 'LORA' and 'IA3' are supported")
     known = _HARMLESS | _IGNORED | {*_REFUSED, *LoraConfig.__struct_fields__}
@@ -313,6 +324,24 @@ def _check_supported(raw: dict[str, Any]) -> list[str]:
     if bias not in ("none", "all", "lora_only"):
         raise AdapterError(f"bias is {bias!r}; known are 'none', 'all' and 'lora_only'")
     return warnings
+
+
+def check_convertible(file: Path) -> None:
+    """Check that PEFT may merge the type of an ``adapter_config.json`` into linear layers.
+
+    Raises:
+        AdapterError: it cannot, or the file cannot be read.
+    """
+    kind = read_json(file, MAX_CONFIG_BYTES).get("peft_type")
+    try:
+        _check_linear(kind)
+    except AdapterError as error:
+        raise AdapterError(f"{file.name}: {error}") from error
+
+
+def _check_linear(kind: Any) -> None:
+    if isinstance(kind, str) and kind in _NOT_LINEAR:
+        raise AdapterError(f"peft_type is {kind!r}, which is neither served nor converted: {_NOT_LINEAR[kind]}")
 
 
 def _check_init(init: Any) -> None:

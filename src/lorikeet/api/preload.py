@@ -7,7 +7,7 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.logs import log
 from lorikeet.api.threads import in_daemon_thread
-from lorikeet.config import ConfigError
+from lorikeet.config import AdapterDirMode, AdapterSettings, ConfigError
 
 
 async def preload_adapters(catalog: AdapterCatalog, pairs: Sequence[str], show: Callable[[int, int], None]) -> None:
@@ -47,6 +47,13 @@ def names_to_show(catalog: AdapterCatalog, pairs: Sequence[str]) -> list[str]:
     """Return the names of all adapters: first those of the settings' ``name=source``, then the others, oldest first."""
     named = (pair.partition("=")[0] for pair in pairs)
     return list(dict.fromkeys([*named, *catalog.names()]))
+
+
+def served_when_named(settings: AdapterSettings) -> dict[str, str]:
+    """Return as a field of the log which adapters are registered only once a request names them; {} if none are."""
+    served = settings.adapter_dir and settings.adapter_dir_mode is AdapterDirMode.SERVE
+    places = (*(["--adapter-dir"] if served else []), *(["--adapter-resolver"] if settings.resolvers else []))
+    return {"and_when_named": f"all of {' and '.join(places)}"} if places else {}
 
 
 def log_restored(catalog: AdapterCatalog) -> None:

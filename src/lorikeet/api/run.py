@@ -28,7 +28,7 @@ from lorikeet.api.length_prediction import open_length_predictor
 from lorikeet.api.listening import BoundServer, bind, bind_unix, is_loopback
 from lorikeet.api.logs import log
 from lorikeet.api.model_folder import ModelFolder, prepare_model
-from lorikeet.api.preload import log_restored, names_to_show, preload_adapters
+from lorikeet.api.preload import log_restored, names_to_show, preload_adapters, served_when_named
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.sampling import ModelLimits, SamplingDefaults
 from lorikeet.api.served_models import ServedModels
@@ -141,7 +141,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         await preload_adapters(catalog, settings.adapters.preload, partial(progress.display.show, "adapters"))
         log_restored(catalog)
         client.register_adapters(await to_thread.run_sync(catalog.versions))
-        log.info("adapters registered", adapters=len(catalog.names()))
+        log.info("adapters registered", adapters=len(catalog.names()), **served_when_named(settings.adapters))
 
         names = ServedModels(model.names, model.aliases, model.identity, catalog, engine_info.max_model_len)
         service = create_service(

@@ -7,12 +7,22 @@ from rich.table import Table
 
 from lorikeet.adapters.description import AdapterDescription, ExtraTensor
 from lorikeet.cli.console import output
+from lorikeet.core.adapter import EMBEDDING, HEAD
 from lorikeet.core.geometry import LORA_MODULES, SCORE
 from lorikeet.core.sizes import format_size
 
+_NOT_OF_MODULES = frozenset({"vector", "rows"})
+"""Kinds of extras that are of no linear module."""
 
-def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
-    """Return an adapter's figures, and for each module the layers, ranks, scalings and dtypes that it has."""
+
+def describe(folder: Path, adapter: AdapterDescription, base: str) -> dict[str, Any]:
+    """Return an adapter's figures, and for each module the layers, ranks, scalings and dtypes that it has.
+
+    Args:
+        folder: of the adapter.
+        adapter: what is in it.
+        base: folder of the base with which it was compared; "" if with none.
+    """
     modules = {}
     for module in dict.fromkeys(each.module for each in adapter.modules):
         found = [each for each in adapter.modules if each.module == module]
@@ -24,16 +34,19 @@ def describe(folder: Path, adapter: AdapterDescription) -> dict[str, Any]:
             "in_features": sorted({each.a.shape[1] for each in found}),
             "out_features": sorted({(each.a if module == SCORE else each.b).shape[0] for each in found}),
         }
-    is_llama = modules.keys() - {SCORE} <= set(LORA_MODULES)
+    extras = {each.module for each in adapter.extras if each.kind not in _NOT_OF_MODULES}
+    changed = (modules.keys() | extras) - {SCORE, EMBEDDING, HEAD}
+    is_llama = bool(changed) and changed <= set(LORA_MODULES)
     return {
         "folder": str(folder),
         "base_model": adapter.base_model,
+        "fits": base or None,
         "digest": adapter.digest,
         "weight_bytes": adapter.weight_bytes,
         "parameters": adapter.parameters,
         "modules": modules,
         "extras": _extras(adapter),
-        "not_covered": [module for module in LORA_MODULES if module not in modules] if is_llama else [],
+        "not_covered": [module for module in LORA_MODULES if module not in changed] if is_llama else [],
         "warnings": list(adapter.warnings),
     }
 
@@ -62,6 +75,8 @@ def show(description: dict[str, Any]) -> None:
     size = format_size(description["weight_bytes"])
     console.print(f"{description['folder']}: {description['parameters']:,} parameters, {size}", markup=False)
     console.print(f"base model: {description['base_model'] or 'not named'}", markup=False)
+    fits = description["fits"] or "not checked; name the base with --base"
+    console.print(f"fits:       {fits}", markup=False)
     console.print(f"version:    {description['digest']}")
     table = Table("module", "layers", "rank", "scaling", "dtype", "in → out")
     for name, module in description["modules"].items():
@@ -84,6 +99,8 @@ def show(description: dict[str, Any]) -> None:
         if check["same"]:
             count, difference = len(check["own"]), check["logprob_difference"]
             console.print(f"check: {count} tokens equal PEFT's; log probabilities differ by at most {difference:.2g}")
+            if SCORE in description["modules"]:
+                console.print("check: of the language model's tokens; the score head is not compared")
         else:
             at = len(check["by_peft"]) - 1
             console.print(f"check: token {at} is {check['own'][at]}, but {check['by_peft'][at]} by PEFT")

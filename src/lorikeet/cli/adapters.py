@@ -10,6 +10,7 @@ from rich.table import Table
 
 from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.sizes import format_size
 
 app = typer.Typer(help="List, add, remove and inspect adapters.", no_args_is_help=True)
@@ -74,7 +75,11 @@ def inspect(
         bool, typer.Option("--check", help="Also answer a prompt here and by PEFT, and compare. Needs peft.")
     ] = False,
     base: Annotated[
-        str, typer.Option(help="Folder of the adapter's base, or a hub id; empty for the default model.")
+        str,
+        typer.Option(
+            help="Folder of the base that would serve it, or a hub id, to check that it fits. Empty: that is not "
+            "checked, and --check takes the default model."
+        ),
     ] = "",
     prompt: Annotated[str, typer.Option(help="The prompt of --check.")] = "The capital of France is",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that --check computes.")] = 16,
@@ -86,10 +91,14 @@ def inspect(
     from lorikeet.cli import adapter_report
 
     check_json_file(json_file)
+    base_folder = _base_folder(base) if base or check else None
+    geometry, dtype = (None, "") if base_folder is None else _sizes(base_folder)
     try:
-        description = adapter_report.describe(folder, describe(folder, DescribeOptions(read_weights=True)))
-        if check:
-            description["check"] = _compare(folder, base, prompt, tokens)
+        found = describe(folder, DescribeOptions(geometry, dtype, read_weights=True, read_chat=True))
+        fits = str(base_folder) if base_folder is not None and (geometry is not None or check) else ""
+        description = adapter_report.describe(folder, found, fits)
+        if base_folder is not None and check:
+            description["check"] = _compare(folder, base_folder, prompt, tokens)
     except AdapterError as error:
         fail(str(error))
     if write_json(json_file, description):
@@ -112,11 +121,18 @@ def convert(
     json_file: JsonFile = None,
 ) -> None:
     """Write a LoRA adapter for one of another type (LoHa, LoKr, OFT, VeRA, PiSSA, ...). Needs peft, and no server."""
+    from lorikeet.adapters.description import CONFIG_FILE
     from lorikeet.adapters.errors import AdapterError
+    from lorikeet.adapters.peft_config import check_convertible
 
     check_json_file(json_file)
     try:
-        found = _peft().convert(folder, target, _base_folder(base), rank, tolerance)
+        check_convertible(folder / CONFIG_FILE)
+        peft, base_folder = _peft(), _base_folder(base)
+        if _is_served(folder, base_folder):
+            print(f"warning: {folder} is served as it is; converting it is not needed", file=sys.stderr)
+        print(f"converting {folder} over {base_folder}, which PEFT loads first …", file=sys.stderr)
+        found = peft.convert(folder, target, base_folder, rank, tolerance)
     except AdapterError as error:
         fail(str(error))
     worst = max(found, key=lambda each: each.error)
@@ -127,10 +143,34 @@ def convert(
         print(f"{target}: LoRA of rank {spread} on {len(found)} modules; largest error {worst.error:.2g}{where}")
 
 
-def _compare(folder: Path, base: str, prompt: str, tokens: int) -> dict[str, Any]:
-    found = _peft().compare(folder, _base_folder(base), prompt, tokens)
+def _sizes(base: Path) -> tuple[ModelGeometry | None, str]:
+    """Return what an adapter must fit, and the dtype of a base; None if only loading the base tells its modules."""
+    from lorikeet.models.config import ModelConfigError, read_model_config
+
+    try:
+        config = read_model_config(base)
+    except ModelConfigError:
+        return None, ""
+    return config.geometry(4 if config.dtype == "float32" else 2), config.dtype
+
+
+def _compare(folder: Path, base: Path, prompt: str, tokens: int) -> dict[str, Any]:
+    found = _peft().compare(folder, base, prompt, tokens)
     same = found.own == found.by_peft
     return {"same": same, **found._asdict()}
+
+
+def _is_served(folder: Path, base: Path) -> bool:
+    """Return whether an adapter can be served without being converted."""
+    from lorikeet.adapters.checkpoint import DescribeOptions
+    from lorikeet.adapters.errors import AdapterError
+    from lorikeet.adapters.reader import describe
+
+    try:
+        describe(folder, DescribeOptions(_sizes(base)[0]))
+    except AdapterError:
+        return False
+    return True
 
 
 def _peft() -> Any:

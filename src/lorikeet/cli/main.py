@@ -112,4 +112,4 @@ def main() -> None:
         for text in notes:
             note(text, as_json=as_json)
         arguments = ["serve", *translated]
-    app(arguments)
+    app(arguments, prog_name="lorikeet")

@@ -1,8 +1,10 @@
 """What ``lorikeet adapters`` does by PEFT itself: converting other types to LoRA, and comparing answers."""
 
 import json
+import logging
 import math
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -176,10 +178,11 @@ def compare(folder: Path, base: Path, prompt: str, tokens: int) -> Comparison:
     Raises:
         AdapterError: the adapter cannot be served, PEFT cannot load it, or the request fails.
     """
-    token_ids = AutoTokenizer.from_pretrained(base, local_files_only=True)(prompt)["input_ids"]
-    own, logprobs = _own_answer(folder, base, token_ids, tokens)
     by_peft: list[int] = []
     difference = 0.0
+    with _quiet():
+        token_ids = AutoTokenizer.from_pretrained(base, local_files_only=True)(prompt)["input_ids"]
+        own, logprobs = _own_answer(folder, base, token_ids, tokens)
     with _quiet(), torch.inference_mode():
         model = _with_adapter(_load(base), folder)
         for token, logprob in zip(own, logprobs, strict=True):
@@ -236,9 +239,14 @@ def _with_adapter(model: PreTrainedModel, folder: Path) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep progress bars off the terminal."""
+    """Keep the progress bars and warnings of libraries off the terminal."""
     transformers_logging.disable_progress_bar()
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
+        logging.disable(disabled)
         transformers_logging.enable_progress_bar()
