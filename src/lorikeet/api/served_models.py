@@ -129,7 +129,7 @@ class ServedModels:
         """Return the model called ``model``; ``is_asked``: it is what will be used."""
         if not model or model in self._base:
             if is_asked:
-                _check_use(access, self.base_names, model or self.base)
+                check_use(access, self.base_names, model or self.base)
             return ResolvedModel(model if model in self.base_names else self.base, None)
         if self._unversioned(model) in self._catalog:
             return self._adapter(model, model, access)
@@ -140,7 +140,7 @@ class ServedModels:
 
     def _adapter(self, name: str, asked: str, access: Access) -> ResolvedModel:
         plain = self._unversioned(name)
-        _check_use(access, (plain,), asked)
+        check_use(access, (plain,), asked)
         record = self.record(plain)
         if record is None or (plain != name and not record.digest.startswith(name[len(plain) + 1 :])):
             raise model_not_found(asked)
@@ -207,7 +207,7 @@ class ServedModels:
         }
 
 
-def _check_use(access: Access, names: Iterable[str], asked: str) -> None:
+def check_use(access: Access, names: Iterable[str], asked: str) -> None:
     """Check that a sender may use a model by one of its names.
 
     Raises:

@@ -48,7 +48,7 @@ from lorikeet.api.protocol import (
     refuse_lone_surrogates,
 )
 from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
-from lorikeet.api.served_models import ResolvedModel, ServedModels
+from lorikeet.api.served_models import ResolvedModel, ServedModels, check_use
 from lorikeet.api.slo_targets import SloTargets
 from lorikeet.api.stored_responses import StoredResponses
 from lorikeet.api.structured_output import GrammarChecks
@@ -221,8 +221,10 @@ class Service:
             return await self._mixed(text, [part for part in named if part[1]], access)
         if self.loader.is_enabled:
             for name in self.models.missing(model, lora_path):
-                if not access.may_use(name):
-                    break  # it is not looked for
+                if not access.may_use(name):  # it is not looked for
+                    if name in await self.unloaded_names(access):
+                        check_use(access, (name,), name)
+                    break
                 await self.loader.load(name)
         while True:
             target = self.models.resolve(model, lora_path, access)
