@@ -148,7 +148,7 @@ async def test_the_mixtures_used_last_are_kept_and_a_new_version_of_a_part_makes
         ({"merged_adapters": {"ids": ["formal"], "weights": [1, 2]}}, 400, "2 weights"),
         ({"merged_adapters": {"ids": ["formal"], "merge_strategy": "ties"}}, 400, "merge_strategy"),
         ({"lora": [{"id": "formal"}], "merged_adapters": {"ids": ["formal"]}}, 400, "do not go together"),
-        ({"model": "formal", "lora": [{"id": "formal", "scale": 0.5}]}, 404, "formal:formal"),
+        ({"model": "formal", "lora": [{"id": "formal", "scale": 0.5}]}, 400, "must be the base or missing"),
     ],
 )
 async def test_what_is_no_mixture_is_refused(server: Running, body: Any, status: int, said: str) -> None:

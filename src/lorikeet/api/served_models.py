@@ -102,7 +102,15 @@ class ServedModels:
             return None
         prefix = next((f"{base}:" for base in self._base if model.startswith(f"{base}:")), "")
         parts = spelled(model.removeprefix(prefix))
-        return None if parts is None else (prefix, parts)
+        if parts is None:
+            return None
+        if ":" in parts[0][0]:  # no adapter's name has a colon
+            other = parts[0][0].rpartition(":")[0]
+            raise bad_request(
+                f"Beside lora or merged_adapters, model must be the base or missing, not {other!r}.",
+                "model",
+            )
+        return prefix, parts
 
     def missing(self, model: str | None, lora_path: str | None = None) -> list[str]:
         """Return the adapters that a request names and that are not registered."""
