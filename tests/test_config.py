@@ -158,3 +158,8 @@ def test_what_is_compared_on_a_cluster_has_the_same_replicas(names: list[str]) -
     assert len(names) > 2
     assert len({PRESETS[name] for name in names}) == len(names)
     assert len({for_one_replica(PRESETS[name]) for name in names}) == 1
+
+
+def test_an_endpoint_of_traces_is_a_url() -> None:
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint .*'localhost:4317' is no URL"):
+        load_settings(flags={"server": {"otlp_traces_endpoint": "localhost:4317"}}, environment={})

@@ -474,9 +474,18 @@ def load_settings(
         raise ConfigError("settings: [server]: tenants: their keys are made with an admin key, and admin_keys has none")
     check_origins(settings.server.allowed_origins)
     _check_root_path(settings.server.root_path)
+    _check_traces_endpoint(settings.server.otlp_traces_endpoint)
     for key in ("resolvers", "allowed_sources"):
         _check_prefixes(key, getattr(settings.adapters, key))
     return settings
+
+
+def _check_traces_endpoint(url: str) -> None:
+    if url and not url.lower().startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--otlp-traces-endpoint (server.otlp_traces_endpoint): {url!r} is no URL such as "
+            "http://localhost:4318/v1/traces"
+        )
 
 
 def _check_root_path(path: str) -> None:

@@ -70,6 +70,25 @@ async def test_the_adapters_of_a_mixture_are_loaded_when_they_are_first_named(st
         assert server.service.models.missing(mixture) == []
 
 
+async def test_an_index_is_the_place_in_the_list_of_adapters(start: Start) -> None:
+    async with start(adapters={"adapter_dir_mode": AdapterDirMode.SERVE}) as server:
+        listed = [each["name"] for each in (await server.http.get("/v1/adapters")).json()["data"]]
+        assert listed == sorted(listed)
+        assert len(listed) > 1
+        for index in (*reversed(range(len(listed))), 0):  # whatever was loaded first, and beside mixtures
+            reply = await ask(server, model="base", lora=[{"id": index, "scale": 0.5}])
+            assert reply["model"] == f"base:{listed[index]}*0.5"
+            reply = await ask(server, "/v1/chat/completions", lora=[{"id": index, "scale": 0.5}])
+            assert reply["model"] == f"{listed[index]}*0.5"
+            adapter = server.engine.submitted[-1].adapter
+            assert adapter is not None
+            assert adapter.name == f"{listed[index]}*0.5"
+        for index in (len(listed), 2**31 - 1):
+            refused = await server.http.post(PATH, json={"prompt": "hi", "lora": [{"id": index}]})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (404, "lora")
+            assert f"lists {len(listed)}" in refused.json()["error"]["message"]
+
+
 async def test_the_delta_of_a_mixture_is_the_weighted_sum(server: Running) -> None:
     folder = write_adapter(server.sources / "wide", rank=3, seed=5)
     config = json.loads((folder / "adapter_config.json").read_text()) | {"lora_alpha": 12, "use_rslora": True}
@@ -129,7 +148,7 @@ async def test_the_mixtures_used_last_are_kept_and_a_new_version_of_a_part_makes
         ({"merged_adapters": {"ids": ["formal"], "weights": [1, 2]}}, 400, "2 weights"),
         ({"merged_adapters": {"ids": ["formal"], "merge_strategy": "ties"}}, 400, "merge_strategy"),
         ({"lora": [{"id": "formal"}], "merged_adapters": {"ids": ["formal"]}}, 400, "do not go together"),
-        ({"model": "formal", "lora": [{"id": "formal", "scale": 0.5}]}, 404, "formal:formal"),
+        ({"model": "formal", "lora": [{"id": "formal", "scale": 0.5}]}, 400, "must be the base or missing"),
     ],
 )
 async def test_what_is_no_mixture_is_refused(server: Running, body: Any, status: int, said: str) -> None:

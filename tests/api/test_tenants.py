@@ -17,7 +17,7 @@ from lorikeet.api.middleware import key_name
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.tenancy import duration
 from lorikeet.cli.main import app
-from lorikeet.config import ConfigError, load_settings
+from lorikeet.config import AdapterDirMode, ConfigError, load_settings
 from lorikeet.tenants.keys import ApiKey, KeySettings
 from lorikeet.tenants.ledger import DAY_S, MINUTE_S, Ended
 from lorikeet.tenants.store import StoreUnavailable, UnknownKey
@@ -191,6 +191,19 @@ async def test_foreign_names_do_not_exist(start: Start, open_tenants: Callable[.
         large = await server.http.post(COMPLETIONS, json=asked, headers=bearer(secret), timeout=None)
         assert large.status_code == 404, "read in another process"
         assert {request.adapter and request.adapter.name for request in server.engine.submitted} == {"acme/a"}
+
+
+async def test_an_adapter_that_is_seen_and_not_loaded_is_refused_with_403(
+    start: Start, open_tenants: Callable[..., Tenants]
+) -> None:
+    tenants = open_tenants()
+    _, secret = make(tenants, use=("formal",), see=("json*",))
+    async with start(adapters={"adapter_dir_mode": AdapterDirMode.SERVE}, tenants=tenants, **ADMIN) as server:
+        listed = (await server.http.get("/v1/models", headers=bearer(secret))).json()["data"]
+        assert [each["id"] for each in listed] == ["formal", "json"]
+        for name, status in {"json": 403, "base:json": 403, "json*0.5": 403, "jsonx": 404, "pirate": 404}.items():
+            assert (await complete(server, secret, name)).status_code == status, name
+        assert server.service.catalog.get("json") is None
 
 
 async def test_a_tenant_owns_what_it_adds_within_its_quota(start: Start, open_tenants: Callable[..., Tenants]) -> None:

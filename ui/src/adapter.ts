@@ -4,7 +4,7 @@ import { ApiError, adapterPath, get, send } from "./api.js";
 import { partsBar, partsTable } from "./chart.js";
 import { confirmed, h, say, set } from "./dom.js";
 import { bytes, count, percent, time } from "./format.js";
-import { card } from "./overview.js";
+import { card as boxed } from "./overview.js";
 import { repeat, type Page } from "./page.js";
 import { WAITS, type Card, type Ended } from "./types.js";
 
@@ -15,20 +15,30 @@ export function adapter(name: string): Page {
   const pin = h("button", { type: "button", click: () => void change({ pinned: pin.getAttribute("aria-pressed") !== "true" }, "Pinned") }, "Pin");
   const load = h("button", { type: "button", click: () => void change({ warm: true }, "Loaded") }, "Load onto the device");
   const remove = h("button", { type: "button", class: "danger", click: () => void drop() }, "Remove");
-  let stop = (): void => undefined, gone = false;
+  let stop = (): void => undefined, gone = false, card: Card | null = null, operates = true;
+
+  /** Show what the key may do: the operator everything, others remove and load what is theirs. */
+  function offer(): void {
+    const own = card?.stats !== undefined && (operates || card.owner !== undefined);
+    load.hidden = !own && !(card?.loaded === false && operates);
+    pin.hidden = load.hidden || !operates;
+    remove.hidden = !own;
+  }
 
   async function refresh(): Promise<void> {
     if (gone) return;
     try {
-      const found = await get<Card>(adapterPath(name));
+      const found = card = await get<Card>(adapterPath(name));
       pin.setAttribute("aria-pressed", String(found.pinned));
       pin.textContent = found.pinned ? "Unpin" : "Pin";
       set(body, ...content(found));
     } catch (error) {
       if (error instanceof ApiError && error.status === 404) {
-        set(body, h("p", {}, `${error.message} If it is in the adapter folder, the first request that names it loads it, or “Load onto the device” does.`));
+        card = null;
+        set(body, h("p", {}, error.message));
       } else set(body, h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
     }
+    offer();
   }
 
   async function change(what: Record<string, boolean>, done: string): Promise<void> {
@@ -49,11 +59,13 @@ export function adapter(name: string): Page {
     } catch (error) { say(message(error)); }
   }
 
+  offer();
   stop = repeat(EVERY_MS, refresh);
   return {
     title: name,
     element: h("section", {}, h("p", { class: "crumbs" }, h("a", { href: "#/adapters" }, "Adapters")), h("h1", {}, name),
       h("p", { class: "actions" }, load, pin, h("a", { class: "button", href: `#/playground/${encodeURIComponent(name)}` }, "Try it"), remove), body),
+    refused() { operates = false; offer(); },
     close: () => stop(),
   };
 }
@@ -64,29 +76,23 @@ function message(error: unknown): string {
 
 function content(found: Card): HTMLElement[] {
   const stats = found.stats;
+  if (!stats) return without(found);
   const asked = stats.hits + stats.misses;
   const saved = Object.entries(stats.saved_s).filter(([, seconds]) => seconds);
-  const where = found.level === "gpu" ? `device${found.replicas.length > 1 ? `s of ${found.replicas.join(", ")}` : ""}, ${bytes(found.device_bytes)}`
-    : found.level === "cpu" ? "host memory" : "files only";
   return [
     h("p", { class: stats.load_error ? "why bad" : "why", id: "why" }, stats.why || "No request in the last five minutes."),
     h("div", { class: "columns" },
-      card(h("h2", {}, "Time to the first token"),
+      boxed(h("h2", {}, "Time to the first token"),
         stats.ttft_s ? h("p", {}, "Median ", h("strong", {}, time(stats.ttft_s.p50)), `, P90 ${time(stats.ttft_s.p90)}, P99 ${time(stats.ttft_s.p99)} of ${stats.ttft_s.count} requests`) : undefined,
         stats.parts_s ? partsTable(stats.parts_s) : h("p", { class: "dim" }, "Nothing measured in the last five minutes."),
         stats.requests_unanswered ? h("p", { class: "bad" }, `${count(stats.requests_unanswered)} have no token yet; the oldest waits for ${time(stats.oldest_unanswered_s)}.`) : undefined),
-      card(h("h2", {}, "Version"), facts([
-        ["Digest", h("code", {}, found.digest)],
-        ["Since", new Date(found.created * 1000).toLocaleString()],
-        ["Source", found.source],
-        ["Other names", found.also_named.join(", ") || "none"],
-        ["Rank", String(found.rank)],
-        ["Weights", bytes(found.weight_bytes)],
-        ["Now in", where],
+      boxed(h("h2", {}, "Version"), facts([
+        ...version(found),
+        ["Other names", found.also_named?.join(", ") || "none"],
         ["Loads", stats.loads ? `${count(stats.loads)}, the latest took ${time(stats.latest_load_s)}` : "none"],
       ]))),
     h("div", { class: "columns" },
-      card(h("h2", {}, "Traffic"), facts([
+      boxed(h("h2", {}, "Traffic"), facts([
         ["Requests", `${count(stats.requests)}: ${count(stats.requests_failed)} failed, ${count(stats.requests_aborted)} aborted, ${count(stats.requests_refused)} refused`],
         ["Unfinished", count(stats.requests_running)],
         ["Tokens", `${count(stats.prompt_tokens)} of prompts (${stats.prompt_tokens ? percent(stats.cached_tokens / stats.prompt_tokens) : "0 %"} cached), ${count(stats.generation_tokens)} generated`],
@@ -95,12 +101,33 @@ function content(found: Card): HTMLElement[] {
         ["In the queue", Object.entries(stats.queue_s).filter(([, s]) => s > 0).map(([cause, seconds]) => `${time(seconds)} ${WAITS[cause] ?? cause}`).join("; ") || "–"],
         ["Seconds saved", saved.map(([mechanism, seconds]) => `${mechanism.replaceAll("_", " ")} ${seconds.toFixed(2)} s`).join(", ") || "none"],
       ])),
-      card(h("h2", {}, "Latest errors"), stats.errors.length
+      boxed(h("h2", {}, "Latest errors"), stats.errors.length
         ? h("ul", { class: "errors" }, ...stats.errors.map((each) => h("li", {},
             h("time", { datetime: new Date(each.unix_s * 1000).toISOString() }, new Date(each.unix_s * 1000).toLocaleTimeString()), " ",
             each.request_id ? h("a", { href: `#/requests/${encodeURIComponent(each.request_id)}` }, "request") : "load", ": ", each.message)))
         : h("p", { class: "dim" }, "None since the server started."))),
-    card(h("h2", {}, "Latest requests"), requests(stats.recent)),
+    boxed(h("h2", {}, "Latest requests"), requests(stats.recent)),
+  ];
+}
+
+/** An adapter whose figures the key may not read, or that has none yet. */
+function without(found: Card): HTMLElement[] {
+  if (!found.loaded) return [h("p", { class: "why" }, "It is in the adapter folder, and not loaded yet: the first request that names it loads it.")];
+  return [h("p", { class: "dim" }, "Its figures need an operator's key, or the key that it was loaded with."),
+    boxed(h("h2", {}, "Version"), facts(version(found)))];
+}
+
+function version(found: Card): [string, string | Node][] {
+  const replicas = found.replicas ?? [];
+  const where = found.level === "gpu" ? `device${replicas.length > 1 ? `s of ${replicas.join(", ")}` : ""}, ${bytes(found.device_bytes)}`
+    : found.level === "cpu" ? "host memory" : "files only";
+  return [
+    ["Digest", h("code", {}, found.digest)],
+    ["Since", new Date(found.created * 1000).toLocaleString()],
+    ["Source", found.source],
+    ["Rank", String(found.rank)],
+    ["Weights", bytes(found.weight_bytes)],
+    ["Now in", where],
   ];
 }
 

@@ -1,8 +1,10 @@
 // All adapters in one table, ordered by the server, since it may have thousands.
 
+import { get } from "./api.js";
 import { partsBar } from "./chart.js";
 import { h, set, setText } from "./dom.js";
 import { bytes, count, percent, rate, time } from "./format.js";
+import { FOR_OPERATORS } from "./overview.js";
 import type { Page } from "./page.js";
 import { PARTS, type Adapter, type Stats } from "./types.js";
 
@@ -57,13 +59,15 @@ export function adapters(changed: () => void): Page {
   }
 
   mark();
-  return {
-    title: "Adapters",
-    element: h("section", {}, h("h1", {}, "Adapters"),
+  const body = h("div", {},
       h("p", { class: "tools" }, h("label", { for: "filter" }, "Filter "), filter, shown),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of adapters" },
         h("table", { class: "adapters" }, h("caption", { class: "hidden" }, "Adapters; press a column's name to order by it"),
-          h("thead", {}, h("tr", {}, ...heads)), rows))),
+          h("thead", {}, h("tr", {}, ...heads)), rows)));
+  return {
+    title: "Adapters",
+    element: h("section", {}, h("h1", {}, "Adapters"), body),
+    refused: () => void names(body),
     query: () => ({ adapters: "200", sort, match, ascending: String(ascending) }),
     update(stats: Stats) {
       setText(shown, stats.adapters.length < stats.adapters_matching
@@ -92,5 +96,18 @@ export function adapters(changed: () => void): Page {
     });
     found.classList.toggle("broken", each.load_error !== null);
     return found;
+  }
+}
+
+/** List what a tenant's key may see; it may not read their figures. */
+async function names(body: HTMLElement): Promise<void> {
+  const said = h("p", {}, FOR_OPERATORS);
+  set(body, said);
+  try {
+    const found = await get<{ data: { name: string }[]; total: number }>("v1/adapters?limit=1000");
+    set(body, said, h("p", { class: "dim" }, `${count(found.data.length)} of ${count(found.total)} that this key may see:`),
+      h("ul", {}, ...found.data.map((each) => h("li", {}, h("a", { href: `#/adapters/${encodeURIComponent(each.name)}` }, each.name)))));
+  } catch (error) {
+    set(body, said, h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
   }
 }

@@ -59,7 +59,8 @@ function follow(): void {
       } catch (error) {
         if (aborter.signal.aborted) return;
         if (error instanceof ApiError && error.status < 500) {
-          set(state, h("span", { class: "bad" }, error.status === 401 ? "needs a key" : error.message));
+          set(state, h("span", { class: "bad" }, error.status === 401 ? "needs a key" : error.status === 403 ? "no operator's key" : error.message));
+          if (error.status === 403) page?.refused?.();
           return;
         }
         set(state, h("span", { class: "bad" }, "not reachable"));

@@ -7,6 +7,7 @@ import type { Page } from "./page.js";
 import { WAITS, type Percentiles, type Sample, type Stats } from "./types.js";
 
 const MOST = 300;
+export const FOR_OPERATORS = "These figures are of all tenants, and need an operator's key: press “Key” to give one.";
 
 export function overview(): Page {
   const body = h("div", { class: "stack" }, h("p", { class: "dim" }, "Waiting for the first figures …"));
@@ -15,6 +16,7 @@ export function overview(): Page {
     title: "Overview",
     element: h("section", {}, h("h1", {}, "Overview"), body),
     query: () => ({ adapters: "5", sort: "slowness", history: "true" }),
+    refused() { set(body, h("p", {}, FOR_OPERATORS)); },
     update(stats: Stats) {
       if (stats.history) samples = stats.history;
       samples = [...samples.slice(-MOST), sample(stats)];

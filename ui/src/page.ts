@@ -8,6 +8,8 @@ export interface Page {
   /** Parameters of /v1/stats/stream; a page without them needs no statistics. */
   query?: () => Record<string, string>;
   update?: (stats: Stats) => void;
+  /** The key is no operator's: it may not read the statistics. */
+  refused?: () => void;
   close?: () => void;
 }
 

@@ -32,8 +32,10 @@ export interface AdapterDetails extends Adapter {
 
 export interface Card {
   name: string; digest: string; source: string; base: string; created: number; rank: number; weight_bytes: number;
-  level: string | null; device_bytes: number; pinned: boolean; also_named: string[]; replicas: string[];
-  stats: AdapterDetails;
+  loaded: boolean; level: string | null; device_bytes: number; pinned: boolean;
+  owner?: string;
+  /** These are for its owner and the operator, once it is loaded. */
+  also_named?: string[]; replicas?: string[]; stats?: AdapterDetails;
 }
 
 export interface Sample {

@@ -349,7 +349,7 @@ async def list_adapters(
     Those in the folder that is served are among them, also before a request has named them.
     """
     records: dict[str, AdapterRecord] = {record.name: record for record in _visible(service, sender.access)}
-    names = sorted({*records, *await _unloaded(service, sender.access)})
+    names = await service.adapter_names(sender.access)
     start = bisect.bisect_right(names, cursor) if cursor else 0
     page = names[start : start + limit]
     more = start + limit < len(names)
@@ -466,7 +466,7 @@ async def adapter_stats(name: str, service: ServiceDep, sender: SenderDep) -> di
 @router.get("/v1/adapters/{name:path}")
 async def get_adapter(name: str, service: ServiceDep, sender: SenderDep) -> dict[str, Any]:
     """Return one adapter; to its owner and the operator also its figures, latest requests and errors."""
-    if service.models.missing(name) and name in await _unloaded(service, sender.access):
+    if service.models.missing(name) and name in await service.unloaded_names(sender.access):
         return _unloaded_card(service, name)
     record = _record(service, name, sender.access)
     card = _card(service, record)
@@ -514,14 +514,6 @@ def _record(service: Service, name: str, access: Access) -> AdapterRecord:
     if record is None:
         raise ApiError(404, f"The adapter `{name}` does not exist.", param="name")
     return record
-
-
-async def _unloaded(service: Service, access: Access) -> list[str]:
-    """Return the names that would be loaded from the folder that is served, and that may be seen."""
-    if not service.loader.is_enabled:
-        return []
-    names = await in_daemon_thread(service.loader.names)
-    return [name for name in names if access.may_see(name) and not service.models.is_base(name)]
 
 
 def _unloaded_card(service: Service, name: str) -> dict[str, Any]:

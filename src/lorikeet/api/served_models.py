@@ -90,32 +90,33 @@ class ServedModels:
             raise bad_request(f"model asks for adapter {target.name!r}, lora_path for {lora_path!r}.", "lora_path")
         return self._adapter(lora_path, lora_path, access)
 
-    def mixture(self, model: str | None, access: Access = OPERATOR) -> list[tuple[str, float]] | None:
-        """Return names and weights if a request names a mixture, as in ``a*0.7+b*0.3`` or ``base:a*0.7+b*0.3``.
+    def mixture(self, model: str | None) -> tuple[str, list[tuple[str, float]]] | None:
+        """Return the base's name, if it is there, with its colon, and the parts of ``base:a*0.7+b*0.3``.
 
-        Adapters without a weight, which change nothing, are left out. A number that is no adapter's name is llama.cpp's
-        index of one, among those that the sender may see.
+        None for what is no mixture.
 
         Raises:
             ApiError: 400, the mixture is not valid.
         """
         if not model or model in self._base:
             return None
-        name = next((model[len(base) + 1 :] for base in self._base if model.startswith(f"{base}:")), model)
-        parts = spelled(name)
-        return None if parts is None else [(self._by_index(part, access), weight) for part, weight in parts if weight]
-
-    def _by_index(self, name: str, access: Access) -> str:
-        if not name.isdecimal() or name in self._catalog:
-            return name
-        names = [each for each in self._catalog.names() if not each.startswith(PREFIX) and access.may_see(each)]
-        return names[int(name)] if int(name) < len(names) else name
+        prefix = next((f"{base}:" for base in self._base if model.startswith(f"{base}:")), "")
+        parts = spelled(model.removeprefix(prefix))
+        if parts is None:
+            return None
+        if ":" in parts[0][0]:  # no adapter's name has a colon
+            other = parts[0][0].rpartition(":")[0]
+            raise bad_request(
+                f"Beside lora or merged_adapters, model must be the base or missing, not {other!r}.",
+                "model",
+            )
+        return prefix, parts
 
     def missing(self, model: str | None, lora_path: str | None = None) -> list[str]:
         """Return the adapters that a request names and that are not registered."""
         mixture = self.mixture(model)
         if mixture is not None:
-            return [missing for name, _ in mixture for missing in self.missing(name)]
+            return [missing for name, weight in mixture[1] if weight for missing in self.missing(name)]
         names = [lora_path] if lora_path else []
         if model and model not in self._base and model not in self._catalog:
             names.append(self.named_by(model))
@@ -136,7 +137,7 @@ class ServedModels:
         """Return the model called ``model``; ``is_asked``: it is what will be used."""
         if not model or model in self._base:
             if is_asked:
-                _check_use(access, self.base_names, model or self.base)
+                check_use(access, self.base_names, model or self.base)
             return ResolvedModel(model if model in self.base_names else self.base, None)
         if self._unversioned(model) in self._catalog:
             return self._adapter(model, model, access)
@@ -147,7 +148,7 @@ class ServedModels:
 
     def _adapter(self, name: str, asked: str, access: Access) -> ResolvedModel:
         plain = self._unversioned(name)
-        _check_use(access, (plain,), asked)
+        check_use(access, (plain,), asked)
         record = self.record(plain)
         if record is None or (plain != name and not record.digest.startswith(name[len(plain) + 1 :])):
             raise model_not_found(asked)
@@ -214,7 +215,7 @@ class ServedModels:
         }
 
 
-def _check_use(access: Access, names: Iterable[str], asked: str) -> None:
+def check_use(access: Access, names: Iterable[str], asked: str) -> None:
     """Check that a sender may use a model by one of its names.
 
     Raises:

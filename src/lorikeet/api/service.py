@@ -6,6 +6,7 @@
 import asyncio
 import hashlib
 import math
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
@@ -35,7 +36,7 @@ from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_t
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
-from lorikeet.api.mixtures import PREFIX, Mixtures
+from lorikeet.api.mixtures import PREFIX, Mixtures, spelling
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.prompt_process import CHAT_PATH, BodyNeeds, BodyRead, WhichModel
 from lorikeet.api.protocol import (
@@ -47,7 +48,7 @@ from lorikeet.api.protocol import (
     refuse_lone_surrogates,
 )
 from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
-from lorikeet.api.served_models import ResolvedModel, ServedModels
+from lorikeet.api.served_models import ResolvedModel, ServedModels, check_use
 from lorikeet.api.slo_targets import SloTargets
 from lorikeet.api.stored_responses import StoredResponses
 from lorikeet.api.structured_output import GrammarChecks
@@ -65,6 +66,7 @@ from lorikeet.tenants.keys import Access
 from lorikeet.tenants.ledger import Grant
 from lorikeet.tenants.tenants import Tenants
 
+_INDEX = re.compile("[0-9]{1,10}")
 _ATTEMPTS = 3
 """To find a mixture before another request's takes its place."""
 
@@ -209,15 +211,20 @@ class Service:
         """
         if generates:
             await self.unpaused.wait()
-        mixture = self.models.mixture(model, access)
+        mixture = self.models.mixture(model)
         if mixture is not None:
             if lora_path:
                 raise bad_request("model names a mixture, so lora_path cannot name an adapter.", "lora_path")
-            return await self._mixed(model or "", mixture, access)
+            prefix, parts = mixture
+            named = [(await self._named(part, access), weight) for part, weight in parts]
+            text = model or "" if named == parts else prefix + spelling(named)
+            return await self._mixed(text, [part for part in named if part[1]], access)
         if self.loader.is_enabled:
             for name in self.models.missing(model, lora_path):
-                if not access.may_use(name):
-                    break  # it is not looked for
+                if not access.may_use(name):  # it is not looked for
+                    if name in await self.unloaded_names(access):
+                        check_use(access, (name,), name)
+                    break
                 await self.loader.load(name)
         while True:
             target = self.models.resolve(model, lora_path, access)
@@ -227,7 +234,36 @@ class Service:
             self.loader.use(target.name)
         return target
 
-    async def _mixed(self, spelling: str, mixture: Sequence[tuple[str, float]], access: Access) -> ResolvedModel:
+    async def unloaded_names(self, access: Access) -> list[str]:
+        """Return the names that would be loaded from the folder that is served, and that may be seen."""
+        if not self.loader.is_enabled:
+            return []
+        names = await in_daemon_thread(self.loader.names)
+        return [name for name in names if access.may_see(name) and not self.models.is_base(name)]
+
+    async def adapter_names(self, access: Access) -> list[str]:
+        """Return the names of the adapters that a sender may see, in the order of ``GET /v1/adapters``."""
+        names = {*filter(access.may_see, self.catalog.names()), *await self.unloaded_names(access)}
+        return sorted(names)
+
+    async def _named(self, part: str, access: Access) -> str:
+        """Return the adapter's name for llama.cpp's index of one, and any other text as it is.
+
+        Mixtures, which come and go, are not counted. An adapter whose name is a number goes first.
+
+        Raises:
+            ApiError: 404, there is no such index.
+        """
+        if not _INDEX.fullmatch(part):
+            return part
+        names = [name for name in await self.adapter_names(access) if not name.startswith(PREFIX)]
+        if part in names:
+            return part
+        if int(part) >= len(names):
+            raise ApiError(404, f"There is no adapter {part}: /v1/adapters lists {len(names)}, from 0.", param="lora")
+        return names[int(part)]
+
+    async def _mixed(self, text: str, mixture: Sequence[tuple[str, float]], access: Access) -> ResolvedModel:
         """Return a mixture, which is made if it is not there.
 
         Its conversations are those of its adapters if they are the same for all of them, else the base model's.
@@ -251,9 +287,9 @@ class Service:
             if record is None:  # somebody has removed it
                 self.mixtures.lost(name)
             elif self.versions.hold_for_now(record.ref):
-                named = msgspec.structs.replace(record.ref, name=AdapterName(spelling))
-                return ResolvedModel(spelling, named, msgspec.structs.replace(chat, task=AdapterTask()))
-        raise ApiError(409, f"The mixture `{spelling}` has just changed; send the request again.")
+                named = msgspec.structs.replace(record.ref, name=AdapterName(text))
+                return ResolvedModel(text, named, msgspec.structs.replace(chat, task=AdapterTask()))
+        raise ApiError(409, f"The mixture `{text}` has just changed; send the request again.")
 
     async def warm(self, target: ResolvedModel, sender: Sender) -> None:
         """Bring an adapter onto the device of the replica that the router chooses, by a request of one token.

@@ -12,7 +12,7 @@ from rich.console import Console
 from lorikeet import __version__
 from lorikeet.cli.console import JsonFile, check_json_file, fail, given_options, note, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
-from lorikeet.core.urls import server_root
+from lorikeet.core.urls import server_root, unix_socket
 
 if TYPE_CHECKING:
     from lorikeet.bench.load_report import RequestRecord
@@ -104,6 +104,8 @@ def bench_serve(
         fail("--requests has no effect on --find-peak: --probe-s says how long its probes are", code=2)
     if find_peak and concurrency:
         fail("--concurrency would hold back the requests whose waiting --find-peak looks for", code=2)
+    if unix_socket(url):
+        fail(f"--url {url}: bench serve takes no unix: URL; give the http:// one of a server without --uds", code=2)
     url = server_root(url)
     try:
         given_requests = tuple(read_any(workload)) if workload else ()
