@@ -161,5 +161,5 @@ def test_what_is_compared_on_a_cluster_has_the_same_replicas(names: list[str]) -
 
 
 def test_an_endpoint_of_traces_is_a_url() -> None:
-    with pytest.raises(ConfigError, match="--otlp-traces-endpoint .*'localhost:4317' is no URL"):
+    with pytest.raises(ConfigError, match=r"--otlp-traces-endpoint .*'localhost:4317' is no URL"):
         load_settings(flags={"server": {"otlp_traces_endpoint": "localhost:4317"}}, environment={})

@@ -181,6 +181,27 @@ async def test_a_server_with_keys_is_seen_with_its_key(tmp_path: Path) -> None:
         }
 
 
+async def test_a_key_that_is_no_operators_sees_what_it_may_and_no_buttons(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tiny")
+    adapter = write_adapter(tmp_path / "adapters" / "one", model, 0)
+    flags = ("--api-key", "plain", "--admin-key", "boss", "--lora-modules", f"one={adapter}")
+    async with (
+        serving(model, tmp_path / "home", *flags) as server,
+        open_page(f"{server.http.base_url}/ui") as (page, complaints),
+    ):
+        await page.get_by_role("dialog").get_by_label("Key").fill("plain")
+        await page.get_by_role("button", name="Use").click()
+        await expect(page.get_by_text("need an operator's key")).to_be_visible()
+        await page.evaluate("location.hash = '#/adapters'")
+        await page.get_by_role("main").get_by_role("link", name="one").click()
+        await expect(page.get_by_role("heading", name="Version")).to_be_visible()
+        for name in ("Load onto the device", "Pin", "Remove"):
+            await expect(page.get_by_role("button", name=name, exact=True)).to_be_hidden()
+        await page.evaluate("location.hash = '#/adapters/nobody'")
+        await expect(page.get_by_text("The adapter `nobody` does not exist.")).to_be_visible()
+        assert [each for each in complaints if "Failed to load resource" not in each] == []
+
+
 def test_the_built_files_are_those_of_the_sources(tmp_path: Path) -> None:
     """``make ui`` builds them; see ui/."""
     if shutil.which("npm") is None:
