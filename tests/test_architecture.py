@@ -17,6 +17,7 @@ def loaded_by(module: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", ["lorikeet.api.run", "lorikeet.router.run", "lorikeet.client.client", "lorikeet.adapters.catalog"]
 )
@@ -24,6 +25,7 @@ def test_the_api_process_loads_neither_torch_nor_transformers(module: str) -> No
     assert not loaded_by(module) & {"torch", "transformers", "peft"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["lorikeet.scheduling.scheduler", "lorikeet.memory.memory", "lorikeet.engine.loop"])
 def test_the_loop_and_its_policies_load_neither_torch_nor_a_web_framework(module: str) -> None:
     assert not loaded_by(module) & {"torch", "ray", "fastapi", "uvicorn"}

@@ -94,6 +94,7 @@ def test_names_of_flags_may_have_underscores_and_values_keep_theirs(monkeypatch:
     assert settings.engine.preset == "lorikeet:plain-no-reuse"
 
 
+@pytest.mark.slow
 def test_quantization_is_understood_as_vllm_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for written, meant in (("None", "none"), ("AWQ_marlin", "awq_marlin"), ("int8", "int8")):
         settings = settings_of(monkeypatch, "org/model", "--quantization", written)
@@ -113,6 +114,7 @@ def test_an_adapter_in_another_form_is_an_error(text: str) -> None:
     assert "--lora-modules" in result.output
 
 
+@pytest.mark.slow
 def test_origins_are_given_one_by_one_or_as_vllms_json(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--allowed-origins", '["https://a", "http://b:3000"]', "--allowed-origins", "app://c")
     assert settings_of(monkeypatch, *flags).server.allowed_origins == ("https://a", "http://b:3000", "app://c")
@@ -164,6 +166,7 @@ def test_vllms_key_in_the_environment_counts_only_where_no_other_is_given(monkey
         build_settings(None, None, None, NO_FLAGS, {"VLLM_API_KEY": ""})
 
 
+@pytest.mark.slow
 def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_of(monkeypatch, "--no-enable-prefix-caching").engine.preset == "lorikeet:plain-no-reuse"
     assert settings_of(monkeypatch, "--disable-radix-cache").engine.preset == "lorikeet:plain-no-reuse"
@@ -175,6 +178,7 @@ def test_switching_prefix_caching_off_chooses_the_row_without_it(monkeypatch: py
     assert "--preset elora,kv_after_finish=dropped" in refused.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -210,6 +214,7 @@ def test_a_wrong_setting_ends_the_command_before_anything_starts(
     assert runner.invoke(app, ["serve", *arguments]).exit_code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -460,12 +465,14 @@ def make_model(folder: Path, template: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_answer_takes_memory_for_itself_not_for_the_models_whole_context(tmp_path: Path) -> None:
     folder = make_model(tmp_path, TEMPLATE)
     result = runner.invoke(app, ["generate", "hello", "--model", str(folder), "--max-tokens", "3"])
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_a_sharded_adapter_answers_as_its_file_would(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", TEMPLATE)
     adapter = write_random_adapter(tmp_path / "adapter", read_model_config(folder).geometry(4), 8)
@@ -606,6 +613,7 @@ def test_settings_are_built_without_touching_the_environment_of_the_process() ->
     assert build_settings(None, None, None, NO_FLAGS, {}) == Settings()
 
 
+@pytest.mark.slow
 def test_help_needs_neither_torch_nor_the_web_framework() -> None:
     script = (
         "import sys; from lorikeet.cli.main import app\n"

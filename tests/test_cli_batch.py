@@ -35,6 +35,7 @@ def lines_of(path: Path) -> dict[str, Any]:
     return {each["custom_id"]: each for each in lines}
 
 
+@pytest.mark.slow
 async def test_a_file_is_answered_in_the_background_and_goes_on_where_it_stopped(start: Start, tmp_path: Path) -> None:  # noqa: F811
     source, target, shown = requests_in(tmp_path, 20, "base formal nobody"), tmp_path / "out.jsonl", list[BatchCounts]()
     async with start() as server:

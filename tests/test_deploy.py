@@ -25,6 +25,7 @@ def promtool(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_each_alert_fires_for_its_fault_and_none_in_a_good_hour() -> None:
     promtool("check", "config", "prometheus.yml")
     promtool("test", "rules", "rules_test.yml")

@@ -70,6 +70,7 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+@pytest.mark.slow
 def test_the_architecture_page_names_only_classes_and_methods_that_exist() -> None:
     named = set(re.findall(r"`([A-Z][A-Za-z]+)(?:\.(\w+))?`", ARCHITECTURE.read_text()))
     assert len(named) > 20

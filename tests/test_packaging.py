@@ -6,6 +6,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from lorikeet.core.extras import DISTRIBUTION, install_command
 from tests.test_docs import ROOT, SOURCES, script
 
@@ -70,6 +72,7 @@ def distributions(packages: set[str]) -> set[str]:
     return {BROUGHT.get(package, PACKAGES.get(package, package)) for package in outside}
 
 
+@pytest.mark.slow
 def test_every_package_that_is_imported_is_a_dependency_or_in_an_extra() -> None:
     offered = names(PROJECT["dependencies"]).union(*(names(EXTRAS[extra]) for extra in EXTRAS if extra != "dev"))
     used = distributions(set().union(*(set().union(*imported(source)) for source in SOURCES.values())))

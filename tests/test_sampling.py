@@ -34,6 +34,7 @@ def test_a_sample_of_no_cases_is_empty() -> None:
     assert sample([], []) == []
 
 
+@pytest.mark.slow
 def test_marked_matrices_are_sampled_unless_all_is_asked_for(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("from tests.conftest import *")
     pytester.makeini(

@@ -223,6 +223,7 @@ def test_of_two_uploads_of_one_name_exactly_one_wins(open_catalog: Open, monkeyp
     catalog.remove("x")  # and the name is free again
 
 
+@pytest.mark.slow
 def test_many_threads_that_change_one_store_leave_what_the_names_say(
     open_catalog: Open, settings: AdapterSettings
 ) -> None:
@@ -524,6 +525,7 @@ def test_an_adapter_that_is_still_read_when_the_catalog_closes_comes_to_nothing(
     assert not open_catalog().names()
 
 
+@pytest.mark.slow
 def test_ten_thousand_adapters_open_with_a_handful_of_queries(
     open_catalog: Open, settings: AdapterSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

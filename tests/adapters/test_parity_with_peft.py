@@ -90,6 +90,7 @@ def deltas(folder: Path) -> dict[tuple[int, str], Tensor]:
     return {(w.layer, w.module): w.bt.t() @ w.a for w in tensors(folder)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS.keys())
 def test_every_module_gets_the_delta_that_peft_computes(tmp_path: Path, options: dict[str, Any]) -> None:
     model = peft_adapter(tmp_path, **options)
@@ -108,6 +109,7 @@ def test_every_module_gets_the_delta_that_peft_computes(tmp_path: Path, options:
         torch.testing.assert_close(found[name], delta, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS.keys())
 def test_ranks_by_layer_are_those_of_the_tensors(tmp_path: Path, options: dict[str, Any]) -> None:
     model = peft_adapter(tmp_path, **options)

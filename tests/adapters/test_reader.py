@@ -41,6 +41,7 @@ def refusal(folder: Path, options: DescribeOptions = FITS) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
 def test_a_pattern_that_would_match_for_ever_is_refused(
     tmp_path: Path, new_limits: pytest.MonkeyPatch, key: str
@@ -94,6 +95,7 @@ def test_a_folder_that_takes_too_much_memory_is_refused(tmp_path: Path, new_limi
     assert refusal(tmp_path) == f"reading the header of {WEIGHTS} takes more than 4 MiB of memory"
 
 
+@pytest.mark.slow
 def test_a_file_system_that_does_not_answer_is_given_up(tmp_path: Path, new_limits: pytest.MonkeyPatch) -> None:
     write_adapter(tmp_path)
     describe(tmp_path)  # starts a process
@@ -103,6 +105,7 @@ def test_a_file_system_that_does_not_answer_is_given_up(tmp_path: Path, new_limi
     assert refusal(tmp_path) == "reading adapter_config.json has made no progress for 0.2 s"
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_replaced(tmp_path: Path, new_limits: pytest.MonkeyPatch) -> None:
     before = describe(write_adapter(tmp_path))
     (idle,) = reader._idle

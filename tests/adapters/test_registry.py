@@ -93,6 +93,7 @@ def test_of_many_threads_that_add_one_name_one_wins(url: str) -> None:
     registry.close()
 
 
+@pytest.mark.slow
 def test_servers_that_start_at_once_on_an_empty_database_share_it(url: str) -> None:
     together = threading.Barrier(6)
     failures: list[Exception] = []

@@ -107,6 +107,7 @@ def test_redirects_below_allowed_urls_are_followed(files: str, uploaded: Path, i
     assert_same(into, uploaded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "said"),
     [
@@ -153,6 +154,7 @@ def test_time_limit_ends_a_trickle_in_the_middle_of_a_read(
     assert time.monotonic() - began_s < 10.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_refusal_is_told_apart_from_what_is_missing(into: Path, status: int) -> None:
     with web_server(lambda request: request.send(b"", status=status)) as url:
@@ -161,6 +163,7 @@ def test_a_refusal_is_told_apart_from_what_is_missing(into: Path, status: int) -
     assert isinstance(found, AdapterNotFound) == (status == 404)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [401, 404])
 def test_a_refusal_of_the_hub_is_told_apart_from_what_is_missing(
     into: Path, monkeypatch: pytest.MonkeyPatch, status: int
@@ -178,6 +181,7 @@ def test_a_refusal_of_the_hub_is_told_apart_from_what_is_missing(
     assert ("HF_TOKEN" in str(found)) == (status == 401)
 
 
+@pytest.mark.slow
 def test_a_file_that_ends_early_or_is_too_large_is_refused(into: Path) -> None:
     with web_server(lambda request: request.send(b"{}", announced=3)) as url:
         assert "ended after 2 of 3 bytes" in str(failure(url + "/a", into))

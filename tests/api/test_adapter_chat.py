@@ -41,6 +41,7 @@ def prompts(server: Running) -> list[str]:
     return [TOKENIZER.decode(each.prompt_token_ids, skip_special_tokens=False) for each in server.engine.submitted]
 
 
+@pytest.mark.slow
 async def test_an_adapter_with_its_own_chat_is_served_beside_one_without(start: Start) -> None:
     settings = 'system_prompt = "Be odd."\nreasoning_parser = "qwen3"\n[generation]\ntop_k = 7\n'
     files = {
@@ -87,6 +88,7 @@ async def test_an_adapter_with_its_own_chat_is_served_beside_one_without(start: 
         assert "chat" not in (await server.http.get("/v1/models/formal")).json()
 
 
+@pytest.mark.slow
 async def test_the_route_that_adds_an_adapter_counts_more_than_its_files(start: Start) -> None:
     async with start() as server:
         fields = {
@@ -105,6 +107,7 @@ async def test_the_route_that_adds_an_adapter_counts_more_than_its_files(start: 
         assert card["chat"]["system_prompt"] == "ignored by the template"
 
 
+@pytest.mark.slow
 async def test_a_new_template_replaces_the_old_one_leaves_the_weights_and_is_there_after_a_restart(
     start: Start,
 ) -> None:
@@ -125,6 +128,7 @@ async def test_a_new_template_replaces_the_old_one_leaves_the_weights_and_is_the
         assert "chat" not in (await server.http.get("/v1/models/own")).json()
 
 
+@pytest.mark.slow
 async def test_files_that_are_not_valid_are_refused_by_name(start: Start) -> None:
     of_tokens = {"added_tokens_decoder": {"x": {"content": "y"}}}
     too_high = {"added_tokens_decoder": {"9999": {"content": "<mine>"}}}
@@ -148,6 +152,7 @@ async def test_files_that_are_not_valid_are_refused_by_name(start: Start) -> Non
             assert words in reply.json()["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_a_hostile_template_harms_only_requests_of_its_adapter(start: Start) -> None:
     async with start() as server:
         await add(server, "own", {"chat_template.jinja": "fine"})
@@ -167,6 +172,7 @@ def added(*tokens: tuple[int, str]) -> dict[str, Any]:
     return {"added_tokens_decoder": {str(at): {"content": text, "special": True} for at, text in tokens}}
 
 
+@pytest.mark.slow
 async def test_adapters_with_different_added_tokens_are_served(start: Start) -> None:
     async with start() as server:
         last = TOKENIZER.get_vocab_size()

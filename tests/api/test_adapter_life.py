@@ -25,6 +25,7 @@ SERVED = {"adapter_dir_mode": AdapterDirMode.SERVE}
 WEIGHTS = "adapter_model.safetensors"
 
 
+@pytest.mark.slow
 async def test_every_adapter_of_a_folder_is_served_and_none_is_opened_before_its_first_use(
     start: Start, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ async def add(server: Running, name: str, **fields: Any) -> Any:
     return await server.http.post("/v1/adapters", json={"name": name, **fields})
 
 
+@pytest.mark.slow
 async def test_ten_names_of_one_adapter_are_one_version(start: Start) -> None:
     async with start() as server:
         await add(server, "pirate", source="pirate", system_prompt="Arr.")
@@ -175,6 +177,7 @@ async def test_ten_names_of_one_adapter_are_one_version(start: Start) -> None:
         assert (await add(server, "other")).status_code == 400
 
 
+@pytest.mark.slow
 async def test_a_version_can_be_named_and_another_is_not_found(start: Start) -> None:
     async with start(adapters=SERVED) as server:
         card = (await server.http.patch("/v1/adapters/pirate", json={"pinned": True, "warm": True})).json()
@@ -203,6 +206,7 @@ async def test_an_adapter_that_is_warmed_is_answered_with_its_place_whose_gauges
         assert (card["level"], card["device_bytes"]) == ("gpu", 3 * 4096)
 
 
+@pytest.mark.slow
 async def test_no_answer_mixes_versions_while_an_adapter_is_replaced(start: Start) -> None:
     def files(folder: Path, seed: int) -> None:
         write_adapter(folder, seed=seed)
@@ -243,6 +247,7 @@ async def test_no_answer_mixes_versions_while_an_adapter_is_replaced(start: Star
         await until(lambda: len(server.engine.dropped) == 5, "old versions are dropped")
 
 
+@pytest.mark.slow
 async def test_pins_reach_the_engine_follow_the_name_and_are_bounded(start: Start) -> None:
     async with start() as server:
         engine = server.engine

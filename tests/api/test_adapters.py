@@ -22,6 +22,8 @@ from tests.api.fakes import write_adapter
 from tests.api.test_chat import CHAT, body
 from tests.api.test_operations import until
 
+pytestmark = pytest.mark.slow
+
 
 async def load(server: Running, name: str, source: str, **fields: Any) -> tuple[int, str]:
     content = {"lora_name": name, "lora_path": str(server.sources / source), **fields}

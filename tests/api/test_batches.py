@@ -11,6 +11,8 @@ from tests.api.conftest import Running, Start
 from tests.api.fakes import HIDDEN
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 

@@ -12,6 +12,8 @@ from lorikeet.api.errors import ApiError
 from lorikeet.core.chat_template import ChatTemplate
 from tests.api.conftest import END, TOKENIZER, Running, Start, count_calls_off_the_loop
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 

@@ -81,6 +81,7 @@ async def test_a_pair_is_scored_by_one_label_or_by_the_embeddings_of_the_two(ser
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 async def test_documents_are_ranked(server: Running, path: str) -> None:
     register(server)
@@ -99,6 +100,7 @@ async def test_documents_are_ranked(server: Running, path: str) -> None:
     assert "document" not in hidden["results"][0]
 
 
+@pytest.mark.slow
 async def test_openais_client_moderates_by_the_labels_of_an_adapter(server: Running) -> None:
     register(server)
     async with AsyncOpenAI(base_url=f"{server.http.base_url}/v1", api_key="none", max_retries=0) as client:
@@ -121,6 +123,7 @@ async def test_openais_client_moderates_by_the_labels_of_an_adapter(server: Runn
             assert found.flagged is flagged, (model, logits)
 
 
+@pytest.mark.slow
 async def test_what_has_no_labels_or_too_many_is_refused(server: Running) -> None:
     register(server)
     for path, body in (
@@ -141,6 +144,7 @@ async def test_what_has_no_labels_or_too_many_is_refused(server: Running) -> Non
     assert not server.engine.submitted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("labels", "names", "said"),
     [

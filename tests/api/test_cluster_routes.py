@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import msgspec
+import pytest
 from typer.testing import CliRunner
 
 from lorikeet.cli.main import app
@@ -68,6 +69,7 @@ async def test_changing_replicas_takes_an_admin_key(start: Start) -> None:
         assert (await server.http.get("/v1/cluster", headers={"Authorization": "Bearer user"})).status_code == 403
 
 
+@pytest.mark.slow
 async def test_status_shows_what_the_server_tells(server: Running) -> None:
     server.engine.state = state_of(server)
 

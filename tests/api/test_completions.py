@@ -8,6 +8,8 @@ from lorikeet.api.text_processor import TextProcessor
 from tests.api.conftest import TOKENIZER, Running, count_calls_off_the_loop
 from tests.api.test_chat import events
 
+pytestmark = pytest.mark.slow
+
 URL = "/v1/completions"
 
 

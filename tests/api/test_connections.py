@@ -76,6 +76,7 @@ async def test_ordinary_requests_pass() -> None:
         assert not stats.closed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head",
     [
@@ -106,6 +107,7 @@ async def test_no_more_of_a_refused_head_is_taken_in() -> None:
         assert stats.closed == {"the head of the request is too large": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost:"])
 async def test_connection_without_a_head_is_closed_in_time(sent: bytes) -> None:
     async with serving(ConnectionLimits(head_timeout_s=0.2)) as (port, stats):
@@ -113,12 +115,14 @@ async def test_connection_without_a_head_is_closed_in_time(sent: bytes) -> None:
         assert stats.closed == {"the head came too slowly": 1}
 
 
+@pytest.mark.slow
 async def test_trickled_head_is_closed_in_time() -> None:
     async with serving(ConnectionLimits(head_timeout_s=0.2)) as (port, stats):
         await exchange(port, b"GET / HTTP/1.1\r\n", *[b"x: y\r\n"] * 40, pause_s=0.02)
         assert stats.closed == {"the head came too slowly": 1}
 
 
+@pytest.mark.slow
 async def test_trickled_body_is_closed_in_time() -> None:
     async with serving(ConnectionLimits(body_timeout_s=0.2)) as (port, stats):
         answer = await exchange(port, HEAD + b"content-length: 1000\r\n\r\n", *[b"x"] * 40, pause_s=0.02)
@@ -126,6 +130,7 @@ async def test_trickled_body_is_closed_in_time() -> None:
         assert stats.closed == {"the body came too slowly": 1}
 
 
+@pytest.mark.slow
 async def test_answer_that_nobody_reads_is_given_up() -> None:
     async with serving(ConnectionLimits(write_timeout_s=0.2)) as (port, stats):
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
@@ -136,6 +141,7 @@ async def test_answer_that_nobody_reads_is_given_up() -> None:
         writer.close()
 
 
+@pytest.mark.slow
 async def test_answer_that_nobody_reads_is_given_up_though_more_requests_wait() -> None:
     async with serving(ConnectionLimits(write_timeout_s=0.3)) as (port, stats):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
@@ -147,6 +153,7 @@ async def test_answer_that_nobody_reads_is_given_up_though_more_requests_wait() 
         writer.close()
 
 
+@pytest.mark.slow
 async def test_the_log_has_the_status_of_a_slow_body_that_its_client_got() -> None:
     async def route(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -16,6 +16,8 @@ from tests.api.conftest import END, TOKENIZER, Running, Start
 from tests.api.test_serve import Server, serving
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 HELLO = TOKENIZER.encode("hello").ids
 ANSWER = [*TOKENIZER.encode("hello world").ids, END]
 

@@ -10,6 +10,8 @@ from openai import AsyncOpenAI
 from tests.api.conftest import TOKENIZER, Running, Start
 from tests.api.fakes import HIDDEN, scripted_vector, write_adapter
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/embeddings"
 
 

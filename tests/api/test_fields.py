@@ -103,6 +103,7 @@ def test_what_is_refused_is_listed() -> None:
     assert set(_FIELDS) <= set(NAMES)
 
 
+@pytest.mark.slow
 async def test_fields_that_a_route_lacks_are_refused_or_have_no_effect(server: Running) -> None:
     """Those of the other route's own input, such as messages, have none."""
     for route in BOTH:
@@ -115,6 +116,7 @@ async def test_fields_that_a_route_lacks_are_refused_or_have_no_effect(server: R
                 assert reply.status_code == 200, (route, name)
 
 
+@pytest.mark.slow
 async def test_every_supported_field_is_accepted_on_its_routes(server: Running) -> None:
     for route in BOTH:
 

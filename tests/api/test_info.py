@@ -7,6 +7,8 @@ import pytest
 from lorikeet import __version__
 from tests.api.conftest import TOKENIZER, Running
 
+pytestmark = pytest.mark.slow
+
 
 async def test_the_base_model_comes_first_and_adapters_name_it_as_parent(server: Running) -> None:
     server.service.catalog.register("aaa", str(server.sources / "json"))

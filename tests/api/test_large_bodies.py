@@ -152,6 +152,7 @@ async def test_large_body_may_come_in_chunks_and_must_say_that_it_is_json(server
         assert reply.status_code == 415
 
 
+@pytest.mark.slow
 async def test_large_json_that_is_none_is_a_400_with_its_place(server: Running) -> None:
     content = b'{"messages":\n [%s}' % (b" " * SMALL_BODY_BYTES)
     reply = await server.http.post(CHAT, content=content, headers={"Content-Type": "application/json"})
@@ -170,6 +171,7 @@ async def test_process_that_ends_is_replaced(server: Running) -> None:
     assert set(replies) <= {200, 413}, "its end may be seen only when it is asked"
 
 
+@pytest.mark.slow
 async def test_body_that_takes_too_long_is_given_up(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await server.http.post(CHAT, json=body() | PADDING)).status_code == 200
     monkeypatch.setattr(large_bodies, "_READ_S", 0.0)

@@ -119,6 +119,7 @@ async def test_history_answers_until_the_process_is_there_and_when_it_has_died(
         assert process.process_id != stopped
 
 
+@pytest.mark.slow
 async def test_answers_that_were_broken_off_teach_nothing_and_errors_are_summed(start: Start) -> None:
     async with start(lengths=AnswerLengthPredictor(LengthHistory())) as server:
         assert await predicted(server) is None

@@ -93,6 +93,7 @@ async def test_a_unix_socket_is_answered_removed_and_replaced_only_if_nobody_lis
     assert path.read_text() == "not a socket"
 
 
+@pytest.mark.slow
 async def test_routes_answer_with_and_without_the_root_path_and_keys_count_for_both(start: Start) -> None:
     async with start(root_path="/llm/", api_keys=("user",), admin_keys=("admin",)) as server:
         user, http = {"Authorization": "Bearer user"}, server.http

@@ -110,6 +110,7 @@ class Broken(io.StringIO):
         raise self._error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), OSError(errno.ENOSPC, "No space left"), ValueError("closed")]
 )
@@ -131,6 +132,7 @@ async def test_a_log_that_cannot_be_written_changes_no_answer(
     assert lines.index(lost[0]) == 1
 
 
+@pytest.mark.slow
 def test_a_process_whose_log_is_full_goes_on() -> None:
     code = (
         "from lorikeet.core.logs import configure_logs; import structlog, sys\n"

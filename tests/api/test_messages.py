@@ -10,6 +10,8 @@ from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from tests.api.conftest import Running, Start
 from tests.api.test_tools import CALL, LONG, TWO_CALLS, prompt_of, set_reasoning
 
+pytestmark = pytest.mark.slow
+
 MESSAGES = "/v1/messages"
 WEATHER = {
     "name": "get_weather",

@@ -28,6 +28,8 @@ from tests.api.conftest import Running, Start
 from tests.api.test_chat import CHAT, body, events
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 MEMORY = MemoryStats(
     device=TierBytes(total=100, free=40, adapters=25, kv_running=30, kv_cached=3, inflight=2),
     host=TierBytes(total=50, free=4, adapters=30, kv_running=0, kv_cached=15, inflight=1),

@@ -12,6 +12,8 @@ from lorikeet.config import AdapterDirMode
 from tests.api.conftest import Running, Start
 from tests.api.fakes import write_adapter, write_classifier
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/completions"
 
 

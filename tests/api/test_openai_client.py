@@ -50,6 +50,7 @@ async def test_openais_client_raises_its_own_errors(client: openai.AsyncOpenAI, 
             pass
 
 
+@pytest.mark.slow
 async def test_openais_client_creates_streams_and_reads_responses(client: openai.AsyncOpenAI) -> None:
     whole = await client.responses.create(model="formal", input="hello")
     assert whole.output_text == "hello world"

@@ -16,6 +16,8 @@ from tests.api.conftest import TOKENIZER, Running, Start
 from tests.api.test_chat import CHAT, body
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 ADMIN_CALLS = [
     ("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "nowhere"}),
     ("POST", "/v1/unload_lora_adapter", {"lora_name": "x"}),

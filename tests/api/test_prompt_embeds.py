@@ -15,6 +15,8 @@ import torch
 from tests.api.conftest import Running
 from tests.api.fakes import HIDDEN
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS = "/v1/completions"
 
 

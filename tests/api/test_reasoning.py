@@ -43,6 +43,7 @@ def test_thoughts_are_told_apart(name: str, prompt_end: str, text: str, thoughts
 FRAGMENTS = ["<think>", "</think>", "<th", "</th", "<", "ink>", " ", "\n", "text", "é", "[THINK]", "[/THINK]", "[/"]
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(
     name=st.sampled_from(["qwen3", "deepseek_r1", "mistral"]),

@@ -28,6 +28,7 @@ async def ask(server: Running, name: str, key: str = "one") -> str:
     return str(reply.json()["id"])
 
 
+@pytest.mark.slow
 async def test_a_request_says_what_was_decided_for_it_to_its_own_key_and_to_admins(start: Start) -> None:
     async with start(api_keys=("one", "two"), admin_keys=("admin",)) as server:
         answer_id = await ask(server, "mine")

@@ -17,6 +17,8 @@ from tests.api.test_operations import bearer
 from tests.api.test_tools import CALL, LONG, TWO_CALLS, prompt_of, set_reasoning
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 RESPONSES = "/v1/responses"
 WEATHER = {
     "type": "function",

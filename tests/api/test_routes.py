@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from lorikeet.api.info import UNSUPPORTED
 from lorikeet.api.route_list import ROUTES
 from tests.api.conftest import Running
@@ -15,6 +17,7 @@ def shape(path: str) -> str:
     return re.sub(r"\{[^}]*\}", "{}", path)
 
 
+@pytest.mark.slow
 async def test_every_route_of_the_application_is_listed_and_no_other(server: Running) -> None:
     described = (await server.http.get("/openapi.json")).json()["paths"]
     known = {(method.upper(), shape(path)) for path, methods in described.items() for method in methods}
@@ -23,6 +26,7 @@ async def test_every_route_of_the_application_is_listed_and_no_other(server: Run
     assert {path for state, _, path in CALLS if state == "501"} == set(UNSUPPORTED)
 
 
+@pytest.mark.slow
 async def test_every_listed_route_answers(server: Running) -> None:
     for state, method, path in sorted(set(CALLS)):
         named = shape(path).replace("{}", "nobody")

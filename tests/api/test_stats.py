@@ -32,6 +32,8 @@ from tests.api.test_chat import CHAT, body
 from tests.api.test_metrics import STATS
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 def sequence(name: str, adapter: str, tenant: str = "") -> Request:
     ref = AdapterRef(AdapterName(adapter), AdapterDigest(adapter), "", {}, 0)

@@ -14,6 +14,8 @@ from lorikeet.api.structured_output import TaggedPart, grammar_spec, tagged_text
 from tests.api.conftest import END, TOKENIZER, Running, Start
 from tests.api.test_chat import CHAT, body
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 COMPLETIONS = "/v1/completions"
 

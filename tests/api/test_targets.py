@@ -102,6 +102,7 @@ def test_what_was_refused_has_missed_what_it_had() -> None:
     assert missed(None, 3) == RequestCounts()
 
 
+@pytest.mark.slow
 async def test_the_page_tells_attainment_by_target_and_adapter(start: Start) -> None:
     async with start(slo_ttft_s=60.0, slo_tpot_s=60.0, adapter_slos=("formal=ttft=1e-9",)) as server:
         server.service.catalog.register("formal", str(server.sources / "formal"))
@@ -199,6 +200,7 @@ async def test_requests_whose_target_is_lost_are_refused_and_others_are_not(star
         assert server.service.gate.active == 0
 
 
+@pytest.mark.slow
 async def test_without_the_switch_or_a_backlog_nothing_is_shed(start: Start) -> None:
     async with start(slo_ttft_s=1e-9) as server:
         server.engine.admits.clear()

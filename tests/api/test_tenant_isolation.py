@@ -27,6 +27,7 @@ async def test_keys_and_the_salts_of_bodies_keep_kv_apart(start: Start) -> None:
     assert len({first, second, salted, other}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"api_keys": ("one", "two"), "shared_prefix_cache": True}])
 async def test_kv_is_shared_without_keys_or_where_the_operator_says_so(start: Start, settings: dict[str, Any]) -> None:
     found = await salts(start, settings, [("one", {}), ("two", {}), ("one", {"cache_salt": "x"})])

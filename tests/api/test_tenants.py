@@ -81,6 +81,7 @@ def register(server: Running, *names: str) -> None:
 # --- keys -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_keys_are_made_changed_rotated_and_revoked_over_http(
     start: Start, open_tenants: Callable[..., Tenants], tmp_path: Path, clock: Clock
 ) -> None:
@@ -112,6 +113,7 @@ async def test_keys_are_made_changed_rotated_and_revoked_over_http(
         assert file.is_dir() or not {secret.encode(), fresh.encode()} & set(file.read_bytes().split(b'"')), file
 
 
+@pytest.mark.slow
 async def test_a_tenant_calls_only_routes_that_are_listed(start: Start, open_tenants: Callable[..., Tenants]) -> None:
     tenants = open_tenants()
     _, secret = make(tenants)
@@ -149,6 +151,7 @@ def test_another_server_sees_a_change_when_it_looks(open_tenants: Callable[..., 
 # --- scopes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_foreign_names_do_not_exist(start: Start, open_tenants: Callable[..., Tenants]) -> None:
     tenants = open_tenants()
     _, secret = make(tenants, use=("acme/*",), see=("base",))
@@ -206,6 +209,7 @@ async def test_an_adapter_that_is_seen_and_not_loaded_is_refused_with_403(
         assert server.service.catalog.get("json") is None
 
 
+@pytest.mark.slow
 async def test_a_tenant_owns_what_it_adds_within_its_quota(start: Start, open_tenants: Callable[..., Tenants]) -> None:
     tenants = open_tenants()
     (key, secret), (_, other) = (make(tenants, name, load=("*a*",), max_adapters=2) for name in ("one", "two"))
@@ -393,6 +397,7 @@ class Tenant:
         return any(each in ("*", name) or (each.endswith("/*") and name.startswith(each[:-1])) for each in patterns)
 
 
+@pytest.mark.slow
 async def test_sixty_tenants_get_what_they_may_across_a_restart_and_are_billed_as_logged(
     start: Start, open_tenants: Callable[..., Tenants], clock: Clock, tmp_path: Path
 ) -> None:
@@ -447,6 +452,7 @@ def _add(to: "Counter[tuple[Any, ...]]", tenant: str, adapter: str | None, *coun
         to[tenant, adapter, number] += count
 
 
+@pytest.mark.slow
 async def test_two_servers_that_share_postgresql_keep_limits_exactly(
     start: Start, open_tenants: Callable[..., Tenants], postgres_url: str
 ) -> None:
@@ -499,6 +505,7 @@ def test_a_clock_that_is_behind_begins_no_window_again(open_tenants: Callable[..
     assert (late.grant, late.retry_after_s) == (None, 2 * MINUTE_S)
 
 
+@pytest.mark.slow
 async def test_the_commands_make_keys_and_write_usage(
     start: Start, open_tenants: Callable[..., Tenants], tmp_path: Path
 ) -> None:

@@ -21,6 +21,8 @@ from tests.api.conftest import TEMPLATE, TOKENIZER, Running, count_calls_off_the
 from tests.api.fakes import byte_fallback_tokenizer, byte_level_tokenizer
 from tests.api.test_chat import CHAT
 
+pytestmark = pytest.mark.slow
+
 BYTE_LEVEL, BYTE_FALLBACK = byte_level_tokenizer(), byte_fallback_tokenizer()
 TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])
 

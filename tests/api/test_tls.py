@@ -38,6 +38,7 @@ def trusting(authority: trustme.CA) -> ssl.SSLContext:
     return context
 
 
+@pytest.mark.slow
 async def test_a_renewed_certificate_is_used_and_a_wrong_one_is_not(tmp_path: Path) -> None:
     old, new = trustme.CA(), trustme.CA()
     files = Files(tmp_path)
@@ -93,6 +94,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     assert open_certificate("", "") is None
 
 
+@pytest.mark.slow
 def test_the_router_answers_over_https(tmp_path: Path) -> None:
     authority, files = trustme.CA(), Files(tmp_path)
     files.issue(authority)

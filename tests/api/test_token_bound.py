@@ -56,6 +56,7 @@ BOUNDS = {name: TokenLowerBound(tokenizer) for name, tokenizer in KNOWN.items()}
 ANY_TEXT = st.text(max_size=60) | st.text(st.sampled_from("a \x04\u0301\u0308\u0345αω가각ᄀ\n9"), max_size=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 @given(text=ANY_TEXT)
 @example(text="hello world, the lorikeet is a small parrot" * 20)

@@ -7,6 +7,8 @@ import pytest
 from tests.api.conftest import END, TOKENIZER, Running, Start
 from tests.api.test_chat import CHAT, MESSAGES, events
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS = "/v1/completions"
 PROMPT = TOKENIZER.encode("hello the ").ids
 ANSWER = TOKENIZER.encode("hello world").ids

@@ -76,6 +76,7 @@ CALLS = st.lists(
 )
 
 
+@pytest.mark.slow
 @each_format
 @settings(max_examples=25)
 @given(calls=CALLS, cuts=st.data())
@@ -108,6 +109,7 @@ FRAGMENTS = [
 ]
 
 
+@pytest.mark.slow
 @each_format
 @settings(max_examples=25)
 @given(fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=12), cuts=st.data())
@@ -167,6 +169,7 @@ def test_a_call_that_is_cut_off_has_the_arguments_so_far() -> None:
     assert (content, calls) == ("", [Call("now", '{"a": "b')])
 
 
+@pytest.mark.slow
 @each_format
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize("content", [None, {"type": "object"}])
@@ -193,6 +196,7 @@ WEATHER = Call("get_weather", '{"city": "Oslo"}')
 WRONG = Call("get_weather", '{"town": "Oslo"}')
 
 
+@pytest.mark.slow
 @each_format
 def test_a_grammar_takes_what_the_format_writes_and_only_valid_calls(tool_format: ToolFormat) -> None:
     write = tool_format.write

@@ -14,6 +14,8 @@ from tests.api.conftest import END, TEMPLATE, TOKENIZER, Running, Start
 from tests.api.fakes import byte_level_tokenizer
 from tests.api.test_chat import CHAT, MESSAGES, body, events
 
+pytestmark = pytest.mark.slow
+
 WEATHER = {
     "type": "function",
     "function": {

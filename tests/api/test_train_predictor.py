@@ -46,6 +46,7 @@ def run(model: Path, log: Path, output: Path) -> Result:
     return CliRunner().invoke(app, ["train-predictor", str(log), "--model", str(model), "--output", str(output)])
 
 
+@pytest.mark.slow
 def test_what_is_learned_from_a_log_is_what_the_process_answers(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "head.safetensors"
     ran = run(model, write_log(tmp_path / "log.jsonl", 120), output)

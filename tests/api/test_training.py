@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 from safetensors.numpy import load_file, save
 
 from tests.api.conftest import Running, Start
@@ -49,6 +50,7 @@ async def test_running_requests_stand_still_and_go_on(start: Start) -> None:
         assert not await is_paused(server)
 
 
+@pytest.mark.slow
 async def test_running_requests_end_with_what_they_have(start: Start) -> None:
     async with start() as server:
         running = await halfway(server)
@@ -59,6 +61,7 @@ async def test_running_requests_end_with_what_they_have(start: Start) -> None:
         assert (await ask(server)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_pause_waits_for_running_requests_and_new_ones_get_the_new_weights(start: Start) -> None:
     async with start() as server:
         await server.http.post("/v1/adapters", json={"name": "policy", "source": "pirate"})
@@ -94,6 +97,7 @@ async def test_the_world_has_as_many_ranks_as_all_replicas(server: Running) -> N
 UPLOAD = "/v1/adapters/upload"
 
 
+@pytest.mark.slow
 async def test_weights_in_a_body_are_registered_and_replaced(start: Start) -> None:
     async with start() as server:
         folder = server.sources / "pirate"

@@ -1,5 +1,6 @@
 """Counts per adapter: a bounded number of labels whose sum is always exact."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,6 +97,7 @@ def test_sums_of_times_in_other_never_fall_by_a_rounding() -> None:
     assert set(shown) == {0.7}
 
 
+@pytest.mark.slow
 @given(st.lists(st.one_of(st.sampled_from("abcdefgh"), st.integers(1, 900)), max_size=60))
 def test_the_sum_is_exact_and_other_never_falls(script: list[str | int]) -> None:
     adapters, clock = usage(3)

@@ -8,6 +8,7 @@ from lorikeet.api.web import FILES
 from tests.api.conftest import Running, Start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["ui", "docs"])
 async def test_a_page_and_its_files_are_served_without_a_key_and_name_no_other_server(start: Start, page: str) -> None:
     async with start(api_keys=("secret",)) as server:
@@ -55,6 +56,7 @@ def test_built_files_load_nothing_from_elsewhere() -> None:
         assert hosts <= {"www.w3.org"}, path.name  # the namespace of SVG
 
 
+@pytest.mark.slow
 async def test_operation_ids_are_different(server: Running) -> None:
     paths = (await server.http.get("/openapi.json")).json()["paths"]
     ids = [each["operationId"] for methods in paths.values() for each in methods.values()]

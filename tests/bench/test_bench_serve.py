@@ -86,6 +86,7 @@ def test_a_search_says_that_its_workload_has_ended_it(server: FakeServer, tmp_pa
     assert "holds too few requests for probes of 0.1 s at higher rates" in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -128,6 +129,7 @@ def test_the_options_that_the_page_on_benchmarks_names_exist() -> None:
     assert named <= options | {"--help"}
 
 
+@pytest.mark.slow
 async def test_it_drives_lorikeet(tmp_path: Path) -> None:
     model = tmp_path / "tiny"
     make_checkpoint(model, "llama", vocab_size=TOKENIZER.get_vocab_size(), max_position_embeddings=512)

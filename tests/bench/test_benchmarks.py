@@ -94,6 +94,7 @@ def test_files_of_a_path_are_counted_once_over_all_processes(capsys: pytest.Capt
     assert "core/plan.py  API, engine" in printed
 
 
+@pytest.mark.slow
 def test_the_parts_for_a_gpu_run_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,6 +115,7 @@ def test_the_parts_for_a_gpu_run_on_a_cpu(
     assert "lorikeet:assist" in printed
 
 
+@pytest.mark.slow
 def test_what_the_host_adds_is_measured_on_a_device_that_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODEL_SHAPES, "small", SMALL)
     for name, value in (("EVERY_S", 0.02), ("DECODES", 2), ("LONGEST_TOKENS", 250)):
@@ -127,6 +129,7 @@ def test_what_the_host_adds_is_measured_on_a_device_that_takes_time(monkeypatch:
     assert gap_s > 0.0
 
 
+@pytest.mark.slow
 def test_a_short_run_of_dlora(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dlora, "WINDOW_LIMITS", 0.02)
     assert dlora.serve(2.0, dlora.MERGED, 10, 1.0, dlora.SMALL_BATCH, 1)["latency_per_token_s"] > 0
@@ -142,6 +145,7 @@ def test_dlora_lengths_have_the_printed_statistics() -> None:
         assert (tokens.mean(), tokens.max() / mean) == pytest.approx((mean, longest))
 
 
+@pytest.mark.slow
 def test_a_short_run_of_loraserve(monkeypatch: pytest.MonkeyPatch) -> None:
     (points,) = loraserve.known(loraserve.PROFILE).operating_points
     assert sorted(points.tokens_per_s.values(), reverse=True) == [points.tokens_per_s[rank] for rank in PAPER_RANKS]

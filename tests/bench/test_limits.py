@@ -18,6 +18,7 @@ from lorikeet.models.config import read_model_config
 LIMITS = MachineLimits(threads=1, read_gb_s=1.0, gemm_gflops={1: 0.1, 4: 1.0, 512: 2.0})
 
 
+@pytest.mark.slow
 def test_every_rate_is_measured_with_torchs_threads() -> None:
     limits = LimitMeter(torch.bfloat16, rows=(2, 1, 2)).measure()
     assert limits.threads == torch.get_num_threads()

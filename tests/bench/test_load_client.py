@@ -156,6 +156,7 @@ def test_a_search_begins_where_a_probe_has_a_request(server: FakeServer, start: 
         runner.find_peak(0.9, start=start, probe_s=0.1)
 
 
+@pytest.mark.slow
 def test_limits_that_no_overload_breaks_end_a_search(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens come as quickly as ever, however many answers are asked for, and answers at most 50 times a second."""
 

@@ -193,6 +193,7 @@ def p95_of(values: np.ndarray) -> np.ndarray:
     return np.percentile(values, 95, axis=(0, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", [mean_of, p95_of])
 def test_the_interval_of_a_ratio_holds_the_true_one_about_as_often_as_it_says(reduce: object) -> None:
     generator = np.random.default_rng(1)

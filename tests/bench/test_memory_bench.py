@@ -117,6 +117,7 @@ def test_working_set_counts_shared_prefixes_once_and_requested_adapters() -> Non
     assert least_memory_bytes(work, adapters, GEOMETRY, 16) == 2 * (1 + 7 + 1) * BLOCK_BYTES
 
 
+@pytest.mark.slow
 def test_hits_are_shares_of_what_a_cache_that_forgets_nothing_would_find() -> None:
     work = small_work(
         WorkloadRequest(0.0, "a", 40, 30, (0, 1, 2), "c"),
@@ -133,6 +134,7 @@ def test_hits_are_shares_of_what_a_cache_that_forgets_nothing_would_find() -> No
     assert dropped["kv_hit_rate"] == 0.0
 
 
+@pytest.mark.slow
 def test_the_parts_of_ttft_add_up_to_it() -> None:
     work = make_work(options())
     preset = modelled("elora", work, 100, 1000)
@@ -149,6 +151,7 @@ def test_a_request_that_never_began_has_no_parts() -> None:
     assert TtftParts.of(timings) == (1.0, 0.5, 0.25, 2.25)
 
 
+@pytest.mark.slow
 def test_what_fills_the_device_adds_up_at_every_sample() -> None:
     preset = modelled("elora", make_work(options()), 100, 1000)
     assert len(preset.samples) > 10
@@ -159,6 +162,7 @@ def test_what_fills_the_device_adds_up_at_every_sample() -> None:
             assert sum(parts) == tier.total
 
 
+@pytest.mark.slow
 def test_the_host_tier_is_filled_before_the_first_request() -> None:
     preset = modelled("lorikeet:plain", make_work(options()), 100, 1000)
     assert preset.samples[0].host.adapters == 5 * BLOCK_BYTES
@@ -166,6 +170,7 @@ def test_the_host_tier_is_filled_before_the_first_request() -> None:
     assert preset_figures("x", preset)["transfers"]["source-host"]["transfers"] == 0
 
 
+@pytest.mark.slow
 def test_the_plot_has_a_panel_for_each_row_and_stays_inside_it() -> None:
     preset = modelled("elora", make_work(options()), 100, 1000)
     svg = pool_areas("a < b", [("elora", preset.samples), ("nothing", ())])
@@ -190,6 +195,7 @@ def invoke(*arguments: str) -> Any:
 SMALL = "conversations --adapters 4 --requests 20 --ranks 1,2 --modules q --executor modelled".split()
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_result_for_each_preset(profile: str, tmp_path: Path) -> None:
     plot = tmp_path / "pool.svg"
     result = invoke(
@@ -206,6 +212,7 @@ def test_the_command_prints_one_result_for_each_preset(profile: str, tmp_path: P
     assert plot.read_text().startswith("<svg")
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables(profile: str) -> None:
     result = invoke(*SMALL, "--profile", profile, "--presets", "elora", "--link-gb-per-s", "0.001")
     assert result.exit_code == 0, result.output
@@ -213,6 +220,7 @@ def test_the_command_prints_tables(profile: str) -> None:
     assert "invalid" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -241,6 +249,7 @@ def test_what_cannot_be_is_named_with_code_2(arguments: list[str], complaint: st
     assert complaint in result.stderr
 
 
+@pytest.mark.slow
 def test_the_command_runs_on_real_arithmetic(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "w.jsonl"
     first = WorkloadRequest(0.0, "a", 40, 8, (), "talk")
@@ -255,6 +264,7 @@ def test_the_command_runs_on_real_arithmetic(model_folder: Path, tmp_path: Path)
     assert preset["transfers"]["host-device"]["transfers"] >= 2
 
 
+@pytest.mark.slow
 def test_what_warms_up_fits_a_workload_of_short_requests(model_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "w.jsonl"
     write_workload(file, [WorkloadRequest(0.0, "a", 5, 2)])

@@ -30,6 +30,7 @@ def run(model_folder: Path, **changes: Any) -> dict[str, Any]:
     return run_offline(msgspec.structs.replace(options, **changes), measure=lambda: limits)
 
 
+@pytest.mark.slow
 def test_a_comparison_runs_both_sides_on_the_same_work(model_folder: Path) -> None:
     report = run(model_folder)
     assert report["first_tokens_equal"] == 1.0
@@ -42,6 +43,7 @@ def test_a_comparison_runs_both_sides_on_the_same_work(model_folder: Path) -> No
     assert {"lorikeet", "torch", "transformers", "peft"} == report["versions"].keys()
 
 
+@pytest.mark.slow
 def test_without_adapters_both_sides_run_the_base_model_alone(model_folder: Path) -> None:
     report = run(model_folder, adapters=0, pairs=1)
     assert report["first_tokens_equal"] == 1.0
@@ -49,6 +51,7 @@ def test_without_adapters_both_sides_run_the_base_model_alone(model_folder: Path
     assert "peft" not in report["versions"]
 
 
+@pytest.mark.slow
 def test_one_adapter_of_a_chosen_rank_can_be_measured(model_folder: Path) -> None:
     report = run(model_folder, adapters=1, adapter_rank=16, requests=1, pairs=1)
     assert report["first_tokens_equal"] == 1.0
@@ -56,6 +59,7 @@ def test_one_adapter_of_a_chosen_rank_can_be_measured(model_folder: Path) -> Non
     assert report["decode_tok_s"] > 0
 
 
+@pytest.mark.slow
 def test_answers_of_one_token_measure_prefill_alone(model_folder: Path) -> None:
     report = run(model_folder, output_tokens=1, pairs=1)
     assert report["decode_tok_s"] is None
@@ -63,6 +67,7 @@ def test_answers_of_one_token_measure_prefill_alone(model_folder: Path) -> None:
     assert report["limit_total_tok_s"] == pytest.approx(report["limit_prefill_tok_s"] * 8 / 7)
 
 
+@pytest.mark.slow
 def test_without_a_peer_there_is_no_ratio(model_folder: Path) -> None:
     report = run(model_folder, peers=(), pairs=1)
     assert "ratio" not in report

@@ -138,6 +138,7 @@ def constants_of(value: Any, path: str) -> Iterator[tuple[str, Constant | Curve]
             yield from constants_of(each, f"{path}.{name}")
 
 
+@pytest.mark.slow
 def test_each_constant_of_the_papers_devices_names_its_source() -> None:
     grid = [setting.profile for setting in chameleon_grid.GRID]
     names = {*grid, *(large.profile for large in chameleon_judged.LARGE.values()), *dlora.PROFILES.values()}

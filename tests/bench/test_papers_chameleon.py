@@ -99,12 +99,14 @@ def test_a_knee_is_found_between_rates(monkeypatch: pytest.MonkeyPatch) -> None:
         Sweep(S_LORA, CELL, 1, 8.0).knee(2.0)
 
 
+@pytest.mark.slow
 def test_loading_and_computing_take_the_shares_that_the_link_gives_them() -> None:
     one = alone(Setting(CELL.profile, 0.3, 4.0, 4096), 128, 1024)
     assert one["loaded_s"] - one["there_s"] == pytest.approx(256 * 2**20 / 4e9, rel=0.01)
     assert (one["there_s"] - one["base_s"]) / one["base_s"] == pytest.approx(42.5 / 40, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["30b", "7b-24gb"])
 def test_models_on_an_a100_fit_and_run(model: str) -> None:
     setting = large_setting([0, READINGS[0], 0.0], LARGE[model])
@@ -139,6 +141,7 @@ SHORT_RUN = {
 }
 
 
+@pytest.mark.slow
 def test_every_figure_plot_and_table_follows_from_its_runs() -> None:
     assert run_at("chameleon", CELL, 6.0, 4.0, 1).keys() >= SHORT_RUN.keys()
     for measurement in PAPER.measurements:

@@ -45,6 +45,7 @@ def test_a_block_has_the_printed_size() -> None:
     assert full_batch("chatbot", "8B").requests_per_s > 0
 
 
+@pytest.mark.slow
 def test_a_case_sends_the_same_to_every_system() -> None:
     assert load_of(SMALL) == load_of(SMALL)
     assert load_of(SMALL).requests != load_of(Case("agent", "8B", 20, 2, pool=0.1, window=0.02)).requests
@@ -69,6 +70,7 @@ def test_the_chatbot_has_the_printed_statistics_of_its_data() -> None:
     assert answer < 189.5, "long answers are cut"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "is_ours"), [("elora", True), ("vllm-static:discard", False)])
 def test_a_short_run(preset: str, is_ours: bool) -> None:
     case = Case("translation", "8B", 20, 1, pool=0.2, window=0.02)
@@ -80,12 +82,14 @@ def test_a_short_run(preset: str, is_ours: bool) -> None:
         assert made["invalid_kv_share"] == 0
 
 
+@pytest.mark.slow
 def test_kv_without_its_adapter_appears_without_the_tree() -> None:
     case = Case("chatbot", "8B", 50, 1, load=0.2, pool=0.1, window=0.03)
     assert run_case("elora:wom", case)["invalid_kv_share"] > 0.2
     assert run_case("elora", case)["invalid_kv_share"] == 0
 
 
+@pytest.mark.slow
 def test_readings_are_presets_and_run() -> None:
     for preset in READINGS.values():
         resolve_preset(preset)

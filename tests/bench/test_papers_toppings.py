@@ -43,6 +43,7 @@ def test_the_lengths_have_the_printed_quantiles() -> None:
     assert drawn[19_800] == pytest.approx(1000, rel=0.12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [KernelForm.PADDED, KernelForm.UNPADDED])
 def test_the_schedulers_models_are_fitted_to_noisy_steps(form: KernelForm) -> None:
     decode, prefill = (toppings.profiled(form, 50, prefill=prefill) for prefill in (False, True))
@@ -53,6 +54,7 @@ def test_the_schedulers_models_are_fitted_to_noisy_steps(form: KernelForm) -> No
     assert 0.9 < toppings.determination(form) < 1
 
 
+@pytest.mark.slow
 def test_short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert toppings.run_case(CELL, "S3", toppings.OURS, 1, 10)["tpt_mean_s"] > 0
     monkeypatch.setitem(toppings.PLACES, "30/s", Place(2, 20, 8.0, "uniform", 2.0))

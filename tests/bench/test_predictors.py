@@ -65,6 +65,7 @@ def test_without_a_predictor_policies_see_the_most_that_a_request_may_have() -> 
     assert (run("none").predicted, run("none").expected) == ([None] * 60, TRUE)
 
 
+@pytest.mark.slow
 def test_an_oracle_is_seeded_by_the_requests_place_and_may_be_wrong_upwards() -> None:
     found = run("oracle:0.5")
     assert found.predicted == run("oracle:0.5").predicted

@@ -33,6 +33,8 @@ from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import decode_profile, encode_profile, read_profile
 from lorikeet.worker.torch_executor import build_torch_executor
 
+pytestmark = pytest.mark.slow
+
 TINY = Thoroughness(kv_tokens=512, step_rounds=1, lora_rounds=1, transfer_rounds=1, loop_tokens=4, ranks=(2, 4))
 LIMITS = MachineLimits(threads=1, read_gb_s=10.0, gemm_gflops={1: 10.0, 8: 50.0, 512: 100.0})
 runner = CliRunner(env={"COLUMNS": "200"})

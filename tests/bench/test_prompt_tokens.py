@@ -31,6 +31,7 @@ def test_splitmix64_is_the_published_one() -> None:
     assert combine(0) == 0xE220A8397B1DCDAF
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 70), st.lists(st.integers(0, 2**40), max_size=9), st.integers(0, 9), st.integers(), st.integers(1, 9)
 )

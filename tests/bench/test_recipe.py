@@ -103,6 +103,7 @@ def test_a_thousand_requests_are_made_by_default() -> None:
     assert len(make(2.0, shape="agent", duration_s=2000.0)) > 2000
 
 
+@pytest.mark.slow
 def test_dialogues_of_agents_arrive_at_the_rate_of_requests() -> None:
     requests = make(10.0, shape="agent", adapters=("a", "b"), count=20_000, block_size=32)
     assert len(requests) == 20_000
@@ -131,6 +132,7 @@ def test_functions_of_a_trace_keep_their_minutes_or_are_stretched_to_a_rate() ->
     assert [each.arrival_s * 10 for each in faster] == pytest.approx([each.arrival_s for each in native])
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["plain", "translation", "agent"]), st.sampled_from(["poisson", "functions"]), st.integers(1, 40)
 )
@@ -169,6 +171,7 @@ def test_a_limit_that_is_none_is_refused(text: str) -> None:
         parse_slo(text)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 60), st.lists(st.integers(0, 9), max_size=8), st.integers(0, 5))
 def test_a_prompt_has_its_length_whatever_its_prefix(tokens: int, blocks: list[int], index: int) -> None:
     prompts = Prompts(0, ids=Range(20, 90), block_size=8)

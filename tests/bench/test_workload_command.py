@@ -64,6 +64,7 @@ def test_calls_of_functions_come_from_a_file_in_its_public_form(file: Path, tmp_
     assert all(each.prefix_blocks for each in read_workload(file))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

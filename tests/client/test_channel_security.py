@@ -44,6 +44,7 @@ def stranger(context: zmq.asyncio.Context, address: str, kind: str) -> zmq.async
     return socket
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["no key", "other key"])
 async def test_a_stranger_neither_takes_the_engines_place_nor_speaks_for_it(
     zmq_context: zmq.asyncio.Context, kind: str
@@ -77,6 +78,7 @@ async def test_an_engine_talks_to_nobody_who_lacks_the_secret(zmq_context: zmq.a
     engine.kill()
 
 
+@pytest.mark.slow
 async def test_a_silent_machine_is_noticed_and_its_engine_replaced(
     zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,5 +17,6 @@ def test_no_request_is_lost_no_token_repeated_and_no_block_leaked(request: pytes
     assert summary.ends["length"] > summary.requests / 2
 
 
+@pytest.mark.slow
 def test_seed_determines_all_that_happens() -> None:
     assert simulate(0).trace == simulate(0).trace != simulate(1).trace

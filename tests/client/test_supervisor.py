@@ -115,6 +115,7 @@ class FakeListener:
         self.failure.set_result(failure)
 
 
+@pytest.mark.slow
 async def test_log_tells_of_death_restart_and_giving_up(
     zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +155,7 @@ async def test_log_tells_of_death_restart_and_giving_up(
     assert "no memory left" in gave_up["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["silent", "stuck"])
 async def test_an_engine_that_hangs_is_noted_then_replaced(
     zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch, how: str
@@ -223,6 +225,7 @@ def outputs(number: int) -> StepOutputs:
     return StepOutputs((TokenOutput(RequestId("r"), 0, number, ()),), (), ())
 
 
+@pytest.mark.slow
 async def test_repeated_messages_are_ignored_and_an_engine_whose_messages_are_lost_is_replaced(
     zmq_context: zmq.asyncio.Context,
     monkeypatch: pytest.MonkeyPatch,

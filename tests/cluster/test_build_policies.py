@@ -48,6 +48,7 @@ def loads(form: KernelForm, slo: Slo, prompt_tokens: int = 512, level: float = 1
 # --- every preset ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_row_places_and_routes_with_a_published_profile(name: str, published: CostProfile) -> None:
     router, placement = build_cluster_policies(PRESETS[name], REPLICAS, published, OPTIONS)

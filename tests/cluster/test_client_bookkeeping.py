@@ -209,6 +209,7 @@ async def give_up(cluster: Cluster, replica: ReplicaId, monkeypatch: pytest.Monk
     await until(lambda: replica not in cluster.client.views, "the replica is gone")
 
 
+@pytest.mark.slow
 async def test_a_replica_that_is_given_up_keeps_nothing_of_its_machine(
     tmp_path: Path, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +226,7 @@ async def test_a_replica_that_is_given_up_keeps_nothing_of_its_machine(
         await until(lambda: cluster.service.asked[-1] == ("set_replicas", {R1}), "the service knows of R1 alone")
 
 
+@pytest.mark.slow
 async def test_another_replica_comes_in_place_of_one_that_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +240,7 @@ async def test_another_replica_comes_in_place_of_one_that_is_given_up(
         await until(lambda: cluster.service.asked[-1] == ("set_replicas", {R1, next_one}), "the service knows of it")
 
 
+@pytest.mark.slow
 async def test_adapter_is_kept_while_a_request_of_a_lost_replica_needs_it(
     tmp_path: Path, adapter: AdapterRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +287,7 @@ async def test_copies_dropped_while_a_replica_was_away_are_deleted_on_return(
             assert cluster.client.copies() == set()
 
 
+@pytest.mark.slow
 async def test_a_replica_stays_if_all_others_are_lost_while_it_drains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +330,7 @@ async def test_a_replica_that_is_leaving_already_is_not_taken_out_for_the_load(
             handle.abort()
 
 
+@pytest.mark.slow
 async def test_requests_fail_when_the_last_replica_is_lost_and_none_can_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,6 +430,7 @@ class FullDisks(LocalTransport):
         return await super().provide(adapter, destination)
 
 
+@pytest.mark.slow
 async def test_a_node_with_a_full_disk_fails_no_request_while_another_has_room(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "pool", 3)
     transport = FullDisks(tmp_path / "pool")
@@ -460,6 +466,7 @@ async def test_a_node_with_a_full_disk_fails_no_request_while_another_has_room(t
     assert not [entry for entry in logs if entry["event"] == "adapter copy failed"]
 
 
+@pytest.mark.slow
 async def test_streams_of_a_silent_machine_go_on_elsewhere_and_the_cluster_page_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,8 @@ from lorikeet.cluster.controller.registry import (
 )
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 
+pytestmark = pytest.mark.slow
+
 R0, R1 = ReplicaId("r0"), ReplicaId("r1")
 A, B, C = (AdapterDigest(name) for name in "abc")
 TABLES = "cluster_replicas, cluster_state, cluster_copies, adapters, versions"

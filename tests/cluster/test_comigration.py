@@ -324,6 +324,7 @@ def carried_out(movable: Sequence[MovableRequest], plan: MigrationPlan) -> list[
     return [request._replace(replica=targets.get(request.request_id, request.replica)) for request in movable]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(clusters(), st.booleans(), st.sampled_from((1, 2)), st.sampled_from((0.0, 0.05)), st.sampled_from((0.0, 0.1)))
 def test_a_plan_is_sound_and_never_raises_its_own_objective(
@@ -355,6 +356,7 @@ def test_a_plan_is_sound_and_never_raises_its_own_objective(
         assert plan.after_s - 1e-9 <= everywhere.running_s(placement).max() < plan.before_s + 1e-9
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(clusters())
 def test_the_relaxed_solution_is_a_vertex_and_no_plan_is_better(
@@ -376,6 +378,7 @@ def test_the_relaxed_solution_is_a_vertex_and_no_plan_is_better(
     assert relaxed.running_s <= longest_s(problem, placement.tolist()) + slack_s
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("AB"), st.sampled_from("01")), min_size=1, max_size=6), st.integers(0, 3))
 def test_the_full_problem_is_solved_to_the_best_of_all_placements(drawn: list[tuple[str, str]], move_s: int) -> None:

@@ -279,6 +279,7 @@ def numbered(adapters: list[tuple[int, float]]) -> list[AdapterDemand]:
     return [demand_of(f"a{number:03}", *each) for number, each in enumerate(adapters)]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300), deadline=None)
 @given(st.lists(ADAPTERS, min_size=1, max_size=2), st.integers(1, 9), st.integers(1, 9), PARAMS)
 def test_shares_add_up_to_one_and_every_adapter_has_a_home(

@@ -19,6 +19,7 @@ def made() -> weakref.ref[Node]:
     return weakref.ref(Node())
 
 
+@pytest.mark.slow
 def test_what_is_alive_is_not_searched_until_the_end() -> None:
     before, old = made(), Node()
     seen = weakref.ref(old)
@@ -34,6 +35,7 @@ def test_what_is_alive_is_not_searched_until_the_end() -> None:
     assert seen() is None
 
 
+@pytest.mark.slow
 def test_within_another_it_ends_with_the_other() -> None:
     old = Node()
     seen = weakref.ref(old)

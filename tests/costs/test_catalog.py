@@ -70,6 +70,7 @@ def test_an_unknown_paper_lists_the_known_ones() -> None:
         load_profile("a40-llama-2-7b@elora")
 
 
+@pytest.mark.slow
 def test_the_command_lists_profiles_and_prints_one() -> None:
     listed = runner.invoke(app, ["profiles"])
     assert listed.exit_code == 0, listed.output

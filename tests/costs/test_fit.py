@@ -48,6 +48,7 @@ def inside(figure: Constant, truth: float) -> bool:
     return abs(figure.value - truth) <= 2 * figure.error
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.tuples(*[constants] * 5), st.integers(0, 2**32 - 1))
 def test_steps_are_taken_apart_again(scales: tuple[float, ...], seed: int) -> None:
@@ -77,6 +78,7 @@ def test_steps_are_taken_apart_again(scales: tuple[float, ...], seed: int) -> No
         assert again.step_s(work) == pytest.approx(made_by.step_s(work), rel=0.05)
 
 
+@pytest.mark.slow
 def test_others_on_the_machine_make_the_average_longer_and_change_no_part() -> None:
     nothing = Constant(0.0, "")
     curves = Curve("tokens", ((1, 8e-3), (256, 0.2))), Curve("rows", ((1, 2e-3), (32, 8e-3)))
@@ -98,6 +100,7 @@ def test_others_on_the_machine_make_the_average_longer_and_change_no_part() -> N
     assert with_others.loop_s(10) == pytest.approx(found.average.value * 1.1e-3)
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.sampled_from(KernelForm), st.tuples(*[constants] * 4), st.integers(0, 2**32 - 1))
 def test_additions_of_adapters_are_taken_apart_again(form: KernelForm, scales: tuple[float, ...], seed: int) -> None:

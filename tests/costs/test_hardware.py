@@ -134,6 +134,7 @@ def figures_of(part: object) -> Iterator[Constant | Curve]:
             yield from figures_of(each)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*profile_names(), *(f"a100-80-llama-2-7b@{paper}" for paper in LoraPaper)])
 def test_every_profile_prices_whole_steps_and_says_where_each_figure_is_from(name: str) -> None:
     profile = load_profile(name)

@@ -49,6 +49,7 @@ def reduce_s(medians: Mapping[int, float] | None, size: int, workers: int, devic
     return float(np.interp(size, list(medians), list(medians.values())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "model", "degree"), TABLES, ids=lambda each: getattr(each, "name", each))
 def test_every_measured_step_is_returned_within_three_percent(device: Device, model: Model, degree: int) -> None:
     curve = token_curve(device, model, degree)
@@ -58,6 +59,7 @@ def test_every_measured_step_is_returned_within_three_percent(device: Device, mo
     assert max(abs(step_s(curve, tokens) / seconds - 1) for tokens, seconds in rows) <= 0.03
 
 
+@pytest.mark.slow
 def test_points_that_are_left_out_are_interpolated() -> None:
     errors = []
     for table in TABLES:

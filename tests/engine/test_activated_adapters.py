@@ -84,6 +84,7 @@ def test_the_description_of_an_alora_has_its_invocation(model: Path, tmp_path: P
     assert config["alora_invocation_tokens"] == INVOCATION
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_peft_from_every_start_and_beside_others(model: Path, tmp_path: Path) -> None:
     one, two = (make_alora(tmp_path / str(seed), model, seed) for seed in (1, 2))
     prompts = {
@@ -120,6 +121,7 @@ def renamed(requests: list[Request], turn: int) -> list[Request]:
     return [msgspec.structs.replace(each, request_id=RequestId(f"{each.request_id}@{turn}")) for each in requests]
 
 
+@pytest.mark.slow
 def test_a_second_turn_under_another_adapter_prefills_from_the_invocation_on(model: Path, tmp_path: Path) -> None:
     one, two = (make_alora(tmp_path / str(seed), model, seed) for seed in (1, 2))
     document = prompt(200, 4)
@@ -147,6 +149,7 @@ def test_a_second_turn_under_another_adapter_prefills_from_the_invocation_on(mod
         engine.close()
 
 
+@pytest.mark.slow
 def test_what_an_adapter_computed_is_freed_with_it_and_the_bases_kv_stays(model: Path, tmp_path: Path) -> None:
     one = make_alora(tmp_path / "one", model, seed=1)
     document, after = prompt(40, 4), prompt(20, 6)

@@ -3,6 +3,8 @@
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from lorikeet.adapters.store import reference
 from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.config import EngineSettings, ModelSettings, Settings
@@ -21,6 +23,7 @@ def request(name: str, prompt: list[int], tokens: int, adapter: AdapterRef | Non
     return Request(RequestId(name), prompt, SamplingParams(max_tokens=tokens, temperature=0.0), 0.0, adapter)
 
 
+@pytest.mark.slow
 def test_a_base_only_batch_makes_the_same_calls_with_twenty_adapters_resident_as_with_none(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", "llama")
     kernels = RecordingKernels(ReferenceKernels())

@@ -123,6 +123,7 @@ def expected(model: Path, owners: list[AdapterRef | None]) -> Iterator[dict[Requ
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_answers_do_not_depend_on_drafts(
     model: Path,  # noqa: F811
@@ -141,6 +142,7 @@ def test_answers_do_not_depend_on_drafts(
     assert 100 < drafter.kept_tokens < drafter.drafted_tokens - 100
 
 
+@pytest.mark.slow
 def test_an_adapter_that_answers_the_same_again_takes_fewer_steps(
     model: Path,  # noqa: F811
     owners: list[AdapterRef | None],  # noqa: F811

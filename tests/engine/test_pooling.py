@@ -64,6 +64,7 @@ def expected(model: Path, token_ids: list[int], kind: PoolingKind, adapter: Adap
     return vector.numpy()
 
 
+@pytest.mark.slow
 def test_vectors_are_those_of_transformers_beside_generation_in_chunks_and_after_reuse(
     model: Path, tmp_path: Path
 ) -> None:

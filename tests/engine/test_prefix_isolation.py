@@ -14,6 +14,8 @@ from lorikeet.memory.tree import block_keys
 from tests.support.live import greedy, live_settings, make_adapter, make_model, prompt, run
 from tests.support.scripted import Bench, adapter, request
 
+pytestmark = pytest.mark.slow
+
 PROMPT = prompt(40)
 TOKENS = 12
 

@@ -188,6 +188,7 @@ def test_an_abort_frees_the_blocks_of_a_running_request(peer: Peer, bench: Bench
     assert peer.idle_stats().kv_blocks == 0
 
 
+@pytest.mark.slow
 def test_a_paused_engine_runs_no_step_until_it_goes_on(peer: Peer, bench: Bench) -> None:
     peer.send(SetPaused(True), Submit(request("r", [1, 2, 3, 4, 5], max_tokens=3)))
     heartbeats = 0

@@ -31,6 +31,7 @@ def embedded(model: Path, request: Request, salt: str = "x") -> Request:
     )
 
 
+@pytest.mark.slow
 def test_embeddings_of_the_tokens_give_the_answers_of_the_tokens(model: Path, tmp_path: Path) -> None:
     adapter = make_adapter(tmp_path / "one", model, seed=1)
     plain = [

@@ -74,6 +74,7 @@ def test_messages_plans_results_transfers_and_events_are_all_there(tmp_path: Pat
     assert of_a[-5:] == [Admitted, Decided, AdapterArrived, FirstToken, Finished]
 
 
+@pytest.mark.slow
 def test_a_recording_that_was_cut_anywhere_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:
     record_two(tmp_path / "run")
     whole, content = records(tmp_path / "run"), (tmp_path / "run").read_bytes()

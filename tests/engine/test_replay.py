@@ -242,6 +242,7 @@ def test_fields_of_plans_are_drilled_down_to_what_differs() -> None:
     assert (fields["adapters[0]"].recorded, fields["adapters[0]"].replayed) == ("x", "—")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coalesced", [True, False])
 def test_a_simulation_replays_too_and_its_own_profile_has_no_error(tmp_path: Path, coalesced: bool) -> None:
     given = EngineSettings(

@@ -47,6 +47,7 @@ def scores(adapter: AdapterRef, token_ids: list[int], name: str = "") -> Request
     return pooled(name or adapter.name, token_ids, Pooling(scores=True), adapter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_heads_of_several_sizes_run_beside_generation(architecture: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
@@ -75,6 +76,7 @@ def test_heads_of_several_sizes_run_beside_generation(architecture: str, tmp_pat
         engine.close()
 
 
+@pytest.mark.slow
 def test_a_hundred_heads_take_turns_on_a_device_that_holds_a_few(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

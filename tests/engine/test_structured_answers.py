@@ -132,6 +132,7 @@ def judge_all(cases: Sequence[Case], answers: dict[str, str]) -> int:
     return sum(str(number) in answers for number in range(len(cases)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("third", range(2))
 @pytest.mark.parametrize("second", range(5))
@@ -145,6 +146,7 @@ def test_random_grammars_on_base_and_adapters_in_one_batch(
     assert judge_all(cases, run(engine, requests(cases, owners))) >= len(cases) / 2
 
 
+@pytest.mark.slow
 def test_schemas_that_packages_publish(engine: Engine, owners: list[AdapterRef | None]) -> None:
     published = [schema_case(schema) for schema in published_schemas()]
     cases = [case for case in published if case.grammar]
@@ -152,6 +154,7 @@ def test_schemas_that_packages_publish(engine: Engine, owners: list[AdapterRef |
     assert judge_all(cases, run(engine, requests(cases, owners))) >= len(cases) / 2
 
 
+@pytest.mark.slow
 def test_tokens_that_must_come_are_taken_at_once(model: Path, owners: list[AdapterRef | None], tmp_path: Path) -> None:
     """An answer that is one text takes few steps, except where its log probabilities are wanted."""
     text = "the lorikeet is a small parrot"
@@ -172,6 +175,7 @@ def test_tokens_that_must_come_are_taken_at_once(model: Path, owners: list[Adapt
     assert steps[0] <= 3 < steps[1]
 
 
+@pytest.mark.slow
 def test_preempted_sequences_go_on_with_their_grammar(model: Path, owners: list[AdapterRef | None]) -> None:
     cases = [case for group in (0, 1) for case in cases_of(group)]
     settings = live_settings(model, memory_bytes=180_000, max_num_seqs=24)

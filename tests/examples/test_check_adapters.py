@@ -114,6 +114,7 @@ def test_a_server_without_the_adapter_is_an_error_with_its_message(server: Serve
         http_answerer(url_of(server), "")("unknown", ["one?"])
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_0_when_all_pass_and_with_1_when_one_does_not(server: Server) -> None:
     import check_adapters
 

@@ -134,6 +134,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 @given(shapes(), st.sampled_from(DTYPES))
 @settings(max_examples=60)
@@ -141,12 +142,14 @@ def test_the_error_is_at_most_twice_that_of_torch(instruction_set: str, shape: S
     check(shape, dtype, instruction_set)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_contexts_and_prompts(instruction_set: str, dtype: torch.dtype) -> None:
     check(Shape([(1, 5000), (512, 512), (64, 2000), (8, 65)]), dtype, instruction_set)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(1, 80), (3, 64), (7, 128)], ids="group {0[0]}, head_dim {0[1]}".format)

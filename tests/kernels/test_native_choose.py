@@ -53,6 +53,7 @@ def assert_as_reference(library: ctypes.CDLL, logits: torch.Tensor, asked: Sampl
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(50))
 @given(
     seed=st.integers(0, 2**32),
@@ -91,6 +92,7 @@ def test_tokens_are_those_of_the_reference(
     assert_as_reference(library, torch.from_numpy(values).to(dtype), asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [49_152, 128_256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_tokens_of_whole_vocabularies_are_those_of_the_reference(
@@ -123,6 +125,7 @@ def test_tokens_are_drawn_in_proportion_to_their_probability(library: ctypes.CDL
     assert shares[4] == 0
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.integers(1, 5000), dtypes)
 def test_greedy_is_the_first_of_the_largest(library: ctypes.CDLL, seed: int, vocab: int, dtype: torch.dtype) -> None:
     values = np.random.default_rng(seed).integers(-3, 4, size=(2, vocab)) * 0.0625
@@ -159,6 +162,7 @@ def test_rows_of_a_wider_matrix_are_read_where_they_lie(library: ctypes.CDLL) ->
     assert torch.equal(native_choose(library, wide[:, :150], asked, 1), choose(wide[:, :150].contiguous(), asked))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32))
 def test_token_does_not_depend_on_the_rest_of_the_batch(library: ctypes.CDLL, seed: int) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(scale=3.0, size=(5, 700)).astype(np.float32))

@@ -21,6 +21,7 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
 sizes = st.one_of(st.integers(0, 70), st.integers(250, 260), st.integers(500, 5000), st.integers(65_000, 140_000))
 
 
+@pytest.mark.slow
 @given(sizes, st.integers(0, 64), st.integers(0, 64), st.sampled_from([0.0, math.inf]), st.data())
 def test_blocks_arrive_and_no_other_byte_changes(
     library: ctypes.CDLL, size: int, source_start: int, target_start: int, until_s: float, data: st.DataObject

@@ -24,6 +24,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.slow
 @instruction_sets
 @given(rows, st.one_of(st.integers(1, 70), st.just(1000)), st.booleans(), dtypes)
 def test_add_norm(instruction_set: str, rows: int, hidden: int, added: bool, dtype: torch.dtype) -> None:
@@ -42,6 +43,7 @@ def test_add_norm(instruction_set: str, rows: int, hidden: int, added: bool, dty
     check_error("add_norm", draw)
 
 
+@pytest.mark.slow
 @instruction_sets
 @given(rows, st.one_of(st.integers(1, 70), st.just(1536)), dtypes)
 def test_silu_mul(instruction_set: str, rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -90,6 +92,7 @@ class Heads:
         return qkv[:, : qkv.shape[1] - 2 * self.kv_heads * self.head_dim], arena
 
 
+@pytest.mark.slow
 @instruction_sets
 @given(
     rows, st.integers(1, 4), st.integers(1, 3), st.one_of(st.integers(1, 20), st.sampled_from([32, 64])), st.booleans(),

@@ -24,6 +24,7 @@ def kernels(instruction_set: str, threads: int = 2) -> NativeKernels:
     return made
 
 
+@pytest.mark.slow
 @instruction_sets
 @given(sizes, sizes, sizes, st.booleans(), st.sampled_from(DTYPES))
 @settings(max_examples=examples(50))

@@ -133,6 +133,7 @@ BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], 
 SETTINGS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+@pytest.mark.slow
 @BOTH_DTYPES
 @SETTINGS
 @given(st.data())
@@ -148,6 +149,7 @@ def test_its_error_is_at_most_twice_that_of_torch_in_the_same_dtype(
     check_error("linear_lora", draw)
 
 
+@pytest.mark.slow
 @BOTH_DTYPES
 @SETTINGS
 @given(st.data())
@@ -162,6 +164,7 @@ def test_result_bits_do_not_depend_on_threads_or_other_segments(
         assert torch.equal(together[start:stop], run(case, instruction_set, only=i)[start:stop])
 
 
+@pytest.mark.slow
 @BOTH_DTYPES
 @SETTINGS
 @given(st.data())

@@ -44,6 +44,7 @@ def weights(draw: st.DrawFn) -> QuantizedWeight:
     return quantized_weight(levels, scales, bits=bits, group=group, zero=2 ** (bits - 1))
 
 
+@pytest.mark.slow
 @instruction_sets
 @given(weights(), sizes, st.booleans(), st.sampled_from(DTYPES), st.integers(1, 3))
 @settings(max_examples=examples(60))

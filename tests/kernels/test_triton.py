@@ -75,6 +75,7 @@ def test_add_norm(rows: int, hidden: int, added: bool, dtype: torch.dtype) -> No
     check_error("triton add_norm", draw)
 
 
+@pytest.mark.slow
 @FEW
 @given(rows, st.one_of(st.integers(1, 70), st.just(1536)), dtypes)
 def test_silu_mul(rows: int, columns: int, dtype: torch.dtype) -> None:
@@ -102,6 +103,7 @@ def test_a_product_with_a_quantised_weight(
     check_error("triton quantised linear", draw)
 
 
+@pytest.mark.slow
 @FEW
 @given(
     rows, st.integers(1, 4), st.integers(1, 3), st.one_of(st.integers(1, 20), st.sampled_from([32, 64])), st.booleans(),
@@ -176,6 +178,7 @@ def shapes(draw: st.DrawFn) -> attention.Shape:
     )
 
 
+@pytest.mark.slow
 @FEW
 @given(shapes(), dtypes, st.booleans())
 def test_attention(shape: attention.Shape, dtype: torch.dtype, of_a_graph: bool) -> None:
@@ -200,6 +203,7 @@ def mixed(draw: st.DrawFn) -> attention.Shape:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nan_where_nothing_is_written")
 @settings(FEW, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mixed(), dtypes, st.sampled_from([1, 264]))
@@ -255,6 +259,7 @@ def test_attention_of_few_decodes_is_split(
     assert launches.joins.grids
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nan_where_nothing_is_written")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_beside_prefills_is_split_and_launches_no_empty_programs(
@@ -389,6 +394,7 @@ def test_lora_of_few_rows_is_split(inputs: int, rows: int, dtype: torch.dtype, m
     assert all(programs > len(targets) for _, _, programs in shrinks.grids), "for each target there are several parts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lora_of_a_prompt_beside_decodes_launches_no_empty_programs(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -460,6 +466,7 @@ def test_vocabularies_of_few_rows_are_split(monkeypatch: pytest.MonkeyPatch) -> 
         assert kernel.grids == [(0, 4), (1, 4), (3, 2), (4, 2), (9, 1)]
 
 
+@pytest.mark.slow
 def test_the_best_token_is_found_wherever_parts_meet(programs: int) -> None:
     logits = torch.zeros(len(BORDERS), VOCAB, dtype=torch.bfloat16)
     logits[range(len(BORDERS)), BORDERS] = 90  # noise is never as much
@@ -477,6 +484,7 @@ def test_of_equal_logits_the_first_is_the_most_likely(programs: int) -> None:
     assert TRITON.choose(logits, parameters(len(ties), 0.0)).tolist() == [tokens[0] for tokens in ties]
 
 
+@pytest.mark.slow
 def test_noise_alone_decides_between_equal_logits(programs: int) -> None:
     asked = parameters(3, temperature=[1.0, 0.3, torch.inf], seed=3)
     drawn = [
@@ -499,6 +507,7 @@ def test_a_row_that_is_not_finite_has_no_token(programs: int, dtype: torch.dtype
         assert [token < 0 for token in TRITON.choose(logits, asked).tolist()] == [True] * 13 + [False]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0, torch.inf])
 def test_a_row_with_one_token_has_that_one(programs: int, temperature: float) -> None:
@@ -549,6 +558,7 @@ def test_filters_tell_numbers_apart_between_which_there_is_none(sign: int, dtype
     assert_as_reference(logits, asked)
 
 
+@pytest.mark.slow
 def test_token_does_not_depend_on_the_rest_of_the_batch() -> None:
     logits = random(5, VOCAB, dtype=torch.bfloat16, seed=4) * 3
     asked = parameters(
@@ -576,6 +586,7 @@ def test_einsum_is_the_references() -> None:
     assert_equal(adapted(case, layer=0), case.x @ case.weight.T)  # the adapters leave layer 0 alone
 
 
+@pytest.mark.slow
 @FEW
 @given(
     seed=st.integers(0, 2**32),

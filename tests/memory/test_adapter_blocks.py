@@ -47,6 +47,7 @@ def random_weights(ranks: Ranks, geometry: ModelGeometry) -> list[tuple[int, str
     return weights
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(adapters())
 def test_every_row_is_packed_once_and_none_straddles_a_block(case: tuple[Ranks, ModelGeometry, int]) -> None:
@@ -73,6 +74,7 @@ def test_every_row_is_packed_once_and_none_straddles_a_block(case: tuple[Ranks, 
     assert packing.used_elements <= packing.blocks * block_elements
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(adapters(), st.randoms(use_true_random=False))
 def test_views_read_back_what_was_written_and_nothing_else_is_touched(case, random) -> None:  # type: ignore[no-untyped-def]
@@ -118,6 +120,7 @@ def test_weights_in_another_order_are_refused() -> None:
         list(write_pieces([v, q], packing, range(packing.blocks), np.zeros((packing.blocks, 10))))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(adapters(), st.integers(1, 3))
 def test_an_adapter_passes_through_few_blocks_if_each_is_taken_in_time(

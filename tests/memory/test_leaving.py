@@ -27,6 +27,7 @@ def filled(seed: int) -> Bench:
     return bench
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_evicting_many_at_once_equals_evicting_one_by_one(seed: int) -> None:
     at_once, one_by_one = filled(seed), filled(seed)

@@ -606,6 +606,7 @@ def test_versions_that_come_and_go_while_the_host_is_full_leave_nothing_behind()
     assert len(bench.memory.swapper._to_read) == 1
 
 
+@pytest.mark.slow
 def test_ten_thousand_known_adapters_of_which_few_are_asked_for() -> None:
     bench = Bench(blocks=40, host_blocks=64, preset=ELORA)
     bench.engine.register_adapters(tuple(adapter(f"a{index}", 3) for index in range(10_000)))

@@ -59,6 +59,7 @@ def test_score_of_a_node_does_not_depend_on_others_scored_with_it(name: str) -> 
     assert together == pytest.approx([policy.scores(np.array([node]), 100.0)[0] for node in nodes])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVICTION)
 def test_all_nodes_of_a_large_tree_are_scored(name: str) -> None:
     tree = random_tree(4, adapters=300, kv=3000)
@@ -108,6 +109,7 @@ def test_without_prefetch_nothing_is_named() -> None:
 # --- BFS: branch sums ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), st.data())
 def test_a_node_scores_the_sum_of_eval_over_its_branch(seed: int, data: st.DataObject) -> None:
     tree = random_tree(seed)

@@ -82,6 +82,7 @@ def test_scores_are_those_of_the_plain_formula(given_adapters: list[tuple[int, i
     assert policy.scores(nodes, 1000.0) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @given(adapters, st.data())
 def test_queued_adapters_leave_last_and_protected_ones_just_before_them(
     given_adapters: list[tuple[int, int, int]], data: st.DataObject

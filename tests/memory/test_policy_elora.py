@@ -71,6 +71,7 @@ def plain_score(tree: DependencyTree, node: int, now: float, without: Factor | N
     return math.log(visit * recency) if visit else LOWEST
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), st.floats(50, 200), st.sampled_from((None, *Factor)))
 def test_scores_are_those_of_the_plain_formula(seed: int, now: float, without: Factor | None) -> None:
     tree = random_tree(seed)
@@ -171,6 +172,7 @@ def test_requests_of_the_base_need_no_adapter() -> None:
     assert policy.low(5.0) == pytest.approx(1 - 0.75**2)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 9)), min_size=1, max_size=20), st.floats(0, 7))
 def test_the_batch_is_its_mean_over_time(changes: list[tuple[float, int]], after: float) -> None:
     mean, times, now = WindowMean(5.0), [], 0.0

@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import pytest
 
 from lorikeet.memory.policies import halp
 from lorikeet.memory.policies.halp import Halp
@@ -41,6 +42,7 @@ def test_at_first_the_least_recently_used_leaves() -> None:
     assert policy.choose(nodes, 4.0) == nodes[0]
 
 
+@pytest.mark.slow
 def test_it_learns_to_keep_what_is_used_again() -> None:
     learned, lru = (sum(replay(seed, proposals)[1] for seed in range(3)) for proposals in (Halp.proposals, 1))
     assert learned < lru / 2

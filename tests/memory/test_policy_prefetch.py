@@ -64,6 +64,7 @@ def moved(order: Iterator[int], tree: DependencyTree) -> list[int]:
     return named
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), st.booleans(), st.sampled_from((None, Factor.RECENCY)), st.sampled_from((1, 3, 1024)))
 def test_the_best_come_first_as_in_algorithm_d(seed: int, few_values: bool, without: Factor | None, chunk: int) -> None:
     orders = []
@@ -361,6 +362,7 @@ def test_requests_of_the_base_are_not_predicted() -> None:
     assert list(prefetch.targets(20.0)) == []
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0.8, 1.5), min_size=10, max_size=200))
 def test_quantiles_are_exact_within_a_bin(gaps: list[float]) -> None:
     histogram, now = GapHistogram(0.0), 0.0

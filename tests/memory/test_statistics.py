@@ -24,6 +24,7 @@ def is_valid(tree: DependencyTree, node: int) -> bool:
     return node == NO_NODE
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.data())
 def test_without_the_tree_kv_without_its_adapter_or_prefix_is_invalid(seed: int, data: st.DataObject) -> None:
     tree = random_tree(seed)

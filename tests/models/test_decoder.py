@@ -38,6 +38,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_agree_with_transformers_in_prefill_chunks_and_decode(variant: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, variant)

@@ -60,6 +60,7 @@ def on_parameters(model: PreTrainedModel, folder: Path, rank: int, **options: An
     return make_peft_adapter(model, folder, **given)
 
 
+@pytest.mark.slow
 def test_experts_of_qwen3_equal_peft(tmp_path: Path) -> None:
     """As one parameter, and as a linear layer for each expert."""
     base = make_base(tmp_path / "base", "qwen3_moe")
@@ -72,6 +73,7 @@ def test_experts_of_qwen3_equal_peft(tmp_path: Path) -> None:
     serve(tmp_path, base, peft)
 
 
+@pytest.mark.slow
 def test_experts_of_gpt_oss_equal_peft(tmp_path: Path) -> None:
     """Transposed weights, biases and outputs that alternate; one adapter changes a single parameter, by a pattern."""
     base = make_base(tmp_path / "base", "gpt_oss")
@@ -83,6 +85,7 @@ def test_experts_of_gpt_oss_equal_peft(tmp_path: Path) -> None:
     serve(tmp_path, base, peft)
 
 
+@pytest.mark.slow
 def test_separate_experts_of_mixtral_equal_peft(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "mixtral")
     peft = {"first": write_separate_experts(copy.deepcopy(base), tmp_path / "first", ("w1", "w3", "w2"), 3)}
@@ -107,6 +110,7 @@ def serve(folder: Path, base: PreTrainedModel, peft: dict[str, PeftModel]) -> No
     assert check(outcome, [each for each in requests if each.adapter is None], base, first) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -94,6 +94,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     variant, architecture, metadata = MODELS[name]
@@ -124,6 +125,7 @@ def test_the_ranks_shares_put_together_are_the_whole(tmp_path: Path) -> None:
         assert torch.equal(torch.cat(parts, dim=1), getattr(whole, product).dequantized(torch.float32))
 
 
+@pytest.mark.slow
 def test_gemma_3s_names_and_norms_are_those_of_transformers(tmp_path: Path) -> None:
     config = Gemma3TextConfig(
         vocab_size=97, hidden_size=256, intermediate_size=256, num_hidden_layers=7, num_attention_heads=4,

@@ -192,6 +192,7 @@ def serve_as_peft(folder: Path, kind: str, **options: Any) -> float:
     return check(outcome, [*first, *again, *crowd], base, peft)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_with_an_adapter_on_all_linear_layers_equal_peft(kind: str, tmp_path: Path) -> None:
     reason = ""

@@ -105,6 +105,7 @@ def forward_steps(
     return [*found, kv]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 @pytest.mark.parametrize("variant", sorted(VARIANTS.keys() - {"smollm3"}))  # its layers differ in rotation

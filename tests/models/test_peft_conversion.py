@@ -25,6 +25,7 @@ runner = CliRunner()
 TRIED = sorted(CONVERTED) if sampling.runs_all else ["PiSSA", "VeRA"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TRIED)
 def test_a_converted_adapter_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
     base, folder, target = tmp_path / "base", tmp_path / "adapter", tmp_path / "converted"
@@ -79,6 +80,7 @@ def test_the_commands_apply_an_alora_from_its_invocation_on(prompt: str, word_ba
     assert done.stdout.split() == [f"w{token}" for token in ids[-4:]]
 
 
+@pytest.mark.slow
 def test_the_commands_convert_and_compare_an_answer_with_peft(tmp_path: Path) -> None:
     base, folder, target = tmp_path / "base", tmp_path / "adapter", tmp_path / "converted"
     make_checkpoint(base, "llama", vocab_size=96)

@@ -93,6 +93,7 @@ def kinds_of(every: dict[str, Any]) -> dict[str, Any]:
     return every if sampling.runs_all else {name: every[name] for name in SAMPLE}
 
 
+@pytest.mark.slow
 def test_every_kind_answers_as_peft_over_the_own_decoder(tmp_path: Path) -> None:
     base = tmp_path / "base"
     make_checkpoint(base, "qwen3-biases", vocab_size=96)
@@ -100,6 +101,7 @@ def test_every_kind_answers_as_peft_over_the_own_decoder(tmp_path: Path) -> None
     check(serve(tmp_path, base, read_model_config(base).geometry(4), kinds, "auto"), kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "every"), [("gpt2", GPT2_LIKE), *([("gemma3_text", LLAMA_LIKE)] if sampling.runs_all else [])]
 )
@@ -118,6 +120,7 @@ def test_every_kind_answers_as_peft_over_the_modules_of_transformers(
         gc.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample", [SAMPLE] if sampling.runs_all else [SAMPLE[:2]])
 def test_every_kind_answers_as_peft_over_the_default_base(
     tmp_path: Path, default_model_cache: Path, sample: Sequence[str]

@@ -140,6 +140,7 @@ def write_like(folder: Path, shape: Shape, base: ModelGeometry) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", TRIED, ids=lambda shape: f"{shape.base}-r{shape.rank}-{len(shape.targets)}")
 def test_an_adapter_is_accepted_or_its_key_is_named(shape: Shape, tmp_path: Path) -> None:
     served = ServedBase(("base", "someone/base", "unsloth/base-bnb-4bit"), is_strict=True)

@@ -94,6 +94,7 @@ def assert_means(weights: DecoderWeights, meant: Tensors) -> None:
             assert torch.equal(plain(getattr(layer, product)), torch.cat([meant[name] for name in names])), product
 
 
+@pytest.mark.slow
 @formats
 def test_the_numbers_are_those_of_the_format(name: str, tmp_path: Path) -> None:
     meant = make_quantized(tmp_path, name)
@@ -105,6 +106,7 @@ def test_the_numbers_are_those_of_the_format(name: str, tmp_path: Path) -> None:
     assert isinstance(weights.lm_head, Tensor)
 
 
+@pytest.mark.slow
 @formats
 def test_the_modules_of_transformers_get_the_numbers_of_the_format(name: str, tmp_path: Path) -> None:
     meant = make_quantized(tmp_path, name)
@@ -113,6 +115,7 @@ def test_the_modules_of_transformers_get_the_numbers_of_the_format(name: str, tm
         torch.testing.assert_close(found[name], tensor.float(), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @formats
 def test_none_dequantises_everything(name: str, tmp_path: Path) -> None:
     meant = make_quantized(tmp_path, name)
@@ -122,6 +125,7 @@ def test_none_dequantises_everything(name: str, tmp_path: Path) -> None:
     assert weights.stored.endswith("dequantised to float32")
 
 
+@pytest.mark.slow
 @formats
 def test_the_ranks_shares_put_together_are_the_whole(name: str, tmp_path: Path) -> None:
     make_quantized(tmp_path, name)

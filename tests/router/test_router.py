@@ -40,6 +40,7 @@ async def test_bodies_and_answers_are_passed_on_as_they_come(start: Start) -> No
         assert answer["choices"][0]["message"]["content"] == words("base", chat_text(MESSAGES), 3)
 
 
+@pytest.mark.slow
 async def test_keys_do_not_share_a_prefix_cache_at_the_backends(start: Start) -> None:
     async def salts(routing: Routing, key: str, **fields: Any) -> set[Any]:
         headers = {"Authorization": f"Bearer {key}"}
@@ -131,6 +132,7 @@ async def test_status_shows_a_routers_backends(start: Start) -> None:
         assert part in printed, printed
 
 
+@pytest.mark.slow
 async def test_where_each_adapter_has_one_home_it_is_loaded_there_alone(start: Start) -> None:
     names = ("a", "b", "c", "d")
     async with start(preset="loraserve:random", adapters=adapters(*names)) as routing:
@@ -159,6 +161,7 @@ async def test_the_models_are_those_of_the_backends_and_the_adapters_of_the_rout
         assert not any(backend.bodies for backend in routing.backends)
 
 
+@pytest.mark.slow
 async def test_adapters_come_and_go_while_it_runs(start: Start, tmp_path: Any) -> None:
     folder = str(write_files(tmp_path / "json"))
     asked = {"lora_name": "json", "lora_path": folder}
@@ -178,6 +181,7 @@ async def test_adapters_come_and_go_while_it_runs(start: Start, tmp_path: Any) -
         assert (await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "json"})).status_code == 404
 
 
+@pytest.mark.slow
 async def test_adapters_that_are_gone_are_forgotten(start: Start) -> None:
     async with start(count=1) as routing:
         backend_router = routing.parts.backend_router
@@ -223,6 +227,7 @@ async def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended(sta
         await until(lambda: backend.calls == ["+formal", "-formal"], "the adapter is loaded and unloaded")
 
 
+@pytest.mark.slow
 async def test_new_content_under_a_name_takes_the_place_of_the_old(start: Start, tmp_path: Any) -> None:
     asked = {"lora_name": "json", "lora_path": str(write_files(tmp_path / "json"))}
     async with start(count=1) as routing:
@@ -235,6 +240,7 @@ async def test_new_content_under_a_name_takes_the_place_of_the_old(start: Start,
         assert routing.calls == [["+json", "-json", "+json"]]
 
 
+@pytest.mark.slow
 async def test_adapter_unreadable_here_is_reloaded_whenever_replaced(start: Start) -> None:
     asked = {"lora_name": "far", "lora_path": "hf://org/far", "rank": 8}
     async with start(count=1) as routing:
@@ -247,6 +253,7 @@ async def test_adapter_unreadable_here_is_reloaded_whenever_replaced(start: Star
         assert routing.calls == [["+far", "-far", "+far", "-far", "+far"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lists", "is_replaced", "calls"),
     [
@@ -275,6 +282,7 @@ async def test_adapters_kept_by_a_returning_backend_count_unless_replaced(
         assert backend.calls == calls
 
 
+@pytest.mark.slow
 async def test_foreign_adapter_at_a_backend_is_replaced_and_its_own_is_kept(start: Start) -> None:
     async with start(count=1) as routing:
         (backend,) = routing.backends
@@ -313,6 +321,7 @@ async def test_an_adapter_that_no_backend_can_load_is_a_400_with_the_reason(star
         assert (await routing.http.post(COMPLETIONS, json=body("pirate"))).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked_first", [True, False])
 async def test_an_adapter_that_one_backend_cannot_load_is_served_by_the_others(start: Start, asked_first: bool) -> None:
     async with start() as routing:
@@ -334,6 +343,7 @@ async def test_an_adapter_that_one_backend_cannot_load_is_served_by_the_others(s
         assert len(bad.bodies) == 1
 
 
+@pytest.mark.slow
 async def test_a_backend_that_has_lost_an_adapter_and_cannot_load_it_again_is_avoided(start: Start) -> None:
     async with start(health_s=60.0) as routing:
         for _ in range(2):
@@ -357,6 +367,7 @@ async def test_what_is_no_json_is_refused_and_so_are_other_routes(start: Start) 
             assert "/v1/load_lora_adapter" in reply.json()["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_keys_are_asked_for_and_the_backends_get_theirs(start: Start) -> None:
     key = {"Authorization": "Bearer k"}
     async with start(api_keys=("k",), admin_keys=("a",), backend_key="b") as routing:
@@ -370,6 +381,7 @@ async def test_keys_are_asked_for_and_the_backends_get_theirs(start: Start) -> N
         assert routing.backends[0].keys == ["Bearer k"]
 
 
+@pytest.mark.slow
 async def test_the_router_says_whose_web_pages_may_use_it_whatever_backends_say(start: Start) -> None:
     page = {"Origin": "https://good", "Sec-Fetch-Site": "cross-site"}
     async with start(allowed_origins=("https://good",)) as routing:
@@ -405,6 +417,7 @@ async def test_a_client_that_hangs_up_ends_its_request_at_the_backend(start: Sta
         await routing.metric('lorikeet:route_requests_total{outcome="left"} 2.0')
 
 
+@pytest.mark.slow
 async def test_what_backends_count_is_shown_and_used(start: Start) -> None:
     async with start(preset="lorikeet:least-loaded") as routing:
         for backend in routing.backends:

@@ -43,6 +43,7 @@ async def text(running: Routing, model: str) -> str:
     return str(reply.json()["choices"][0]["text"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_adapters_are_loaded_and_named_as_each_server_wants_it(kind: str, tmp_path: Path) -> None:
     make, options = KINDS[kind]
@@ -78,6 +79,7 @@ async def test_ollama_gets_the_files_that_it_has_not_got(tmp_path: Path) -> None
         assert len(server.blobs) == 2
 
 
+@pytest.mark.slow
 async def test_refusals_name_the_adapter_and_what_to_do(tmp_path: Path) -> None:
     sglang, llama = Sglang(), LlamaCpp()
     async with sglang.serving() as url, routing([url], adapters=known(tmp_path, "bad")) as running:
@@ -92,6 +94,7 @@ async def test_refusals_name_the_adapter_and_what_to_do(tmp_path: Path) -> None:
         assert "--lora other.gguf" in reply.text
 
 
+@pytest.mark.slow
 async def test_a_backend_has_no_more_adapters_and_no_larger_ranks_than_it_can(tmp_path: Path) -> None:
     server = Sglang()
     server.most = 2
@@ -113,6 +116,7 @@ async def test_a_backend_has_no_more_adapters_and_no_larger_ranks_than_it_can(tm
         assert not server.bodies
 
 
+@pytest.mark.slow
 async def test_servers_of_several_kinds_stand_behind_one_router(tmp_path: Path) -> None:
     vllm, servers = ScriptedBackend(), [Sglang(), LlamaCpp(), Tgi()]
     await vllm.start()
@@ -130,6 +134,7 @@ async def test_servers_of_several_kinds_stand_behind_one_router(tmp_path: Path) 
     await vllm.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "requests"),
     [
@@ -162,6 +167,7 @@ def test_a_backend_is_named_with_its_kind_and_base() -> None:
             Discovery([wrong])
 
 
+@pytest.mark.slow
 async def test_lines_of_a_file_come_and_go_while_requests_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.router.health.EVERY_S", 0.02)
     first, second = ScriptedBackend("b0"), ScriptedBackend("b1")

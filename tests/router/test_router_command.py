@@ -43,6 +43,7 @@ def test_flags_become_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.allowed_origins == ("http://one", "http://two", "http://three")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -72,6 +73,7 @@ def test_a_preset_that_there_is_not_ends_it_with_one_line(monkeypatch: pytest.Mo
     assert "Traceback" not in result.output
 
 
+@pytest.mark.slow
 async def test_it_says_where_it_listens_and_ends_in_order() -> None:
     backend = ScriptedBackend()
     await backend.start()

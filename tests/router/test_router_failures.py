@@ -21,6 +21,7 @@ def body(model: str = "base", **fields: Any) -> dict[str, Any]:
     return {"model": model, "prompt": "once", "max_tokens": 12, **fields}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["base", "formal"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_failed_request_is_retried_at_another_backend_than_preferred(
@@ -99,6 +100,7 @@ async def cannot_connect(*args: Any, **kwargs: Any) -> None:
     raise OSError(EMFILE, "Too many open files")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["base", "formal"])
 async def test_gateway_unable_to_connect_takes_no_requests_from_healthy_backends(
     start: Start, monkeypatch: pytest.MonkeyPatch, model: str

@@ -22,6 +22,7 @@ def body(model: str = "base", **fields: Any) -> dict[str, Any]:
     return {"model": model, "prompt": "once", "max_tokens": 12, **fields}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["once", list(b"once")])
 @pytest.mark.parametrize("dies_after", [0, 1, 5])
 async def test_a_cut_completion_goes_on_where_it_broke_off(start: Start, prompt: Any, dies_after: int) -> None:
@@ -57,6 +58,7 @@ async def test_backends_that_do_not_count_are_counted_for(start: Start) -> None:
         assert text_of(await events(router.http, COMPLETIONS, body())) == words("base", "once", 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [{"error": {"message": "engine dead", "code": 500}}, {"object": "error"}])
 async def test_an_answer_goes_on_after_an_error_in_its_stream(start: Start, error: dict[str, Any]) -> None:
     async with start() as router:
@@ -77,6 +79,7 @@ async def test_unstreamed_answers_are_requested_again(start: Start) -> None:
         assert {reply.json()["choices"][0]["text"] for reply in replies} == {words("base", "once", 12)}
 
 
+@pytest.mark.slow
 async def test_streams_of_a_killed_backend_go_on_and_it_comes_back_with_its_adapters(start: Start) -> None:
     async with start() as router:
         killed, other = router.backends
@@ -122,6 +125,7 @@ async def test_half_said_streams_of_a_killed_backend_are_not_said_twice(start: S
         await router.metric("lorikeet:route_continued_total 4.0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, MAX_FAILURES + 1])
 async def test_a_cut_stream_asks_a_busy_backend_again_but_not_for_ever(start: Start, times: int) -> None:
     async with start() as router:
@@ -144,6 +148,7 @@ async def test_a_cut_stream_asks_a_busy_backend_again_but_not_for_ever(start: St
             assert len(other.bodies) <= MAX_FAILURES + 1
 
 
+@pytest.mark.slow
 async def test_streams_leave_a_backend_that_says_nothing_more_and_is_not_well(start: Start) -> None:
     async with start() as router:
         frozen, other = router.backends
@@ -159,6 +164,7 @@ async def test_streams_leave_a_backend_that_says_nothing_more_and_is_not_well(st
         assert frozen.paused == 2
 
 
+@pytest.mark.slow
 async def test_a_backend_that_cannot_be_reached_is_out_at_once(start: Start) -> None:
     async with start(health_s=60.0) as router:
         await router.backends[0].kill()
@@ -167,6 +173,7 @@ async def test_a_backend_that_cannot_be_reached_is_out_at_once(start: Start) -> 
         assert sum(each["is_open"] for each in (await router.cluster())["replicas"]) == 1
 
 
+@pytest.mark.slow
 async def test_a_request_waits_while_no_backend_is_there(start: Start) -> None:
     async with start(count=1) as router:
         (backend,) = router.backends
@@ -179,6 +186,7 @@ async def test_a_request_waits_while_no_backend_is_there(start: Start) -> None:
         assert (await asking).json()["choices"][0]["text"] == words("formal", "once", 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_backend_that_has_forgotten_an_adapter_loads_it_again(start: Start, stream: bool) -> None:
     async with start(count=1, health_s=60.0) as router:
@@ -206,6 +214,7 @@ async def test_requests_for_a_forgotten_adapter_share_a_load(start: Start) -> No
         assert len(backend.calls) < 1 + 8  # those who hear of the loss after the load may ask again
 
 
+@pytest.mark.slow
 async def test_adapters_lost_by_a_backend_are_reloaded_before_the_next_request(start: Start) -> None:
     async with start(count=1) as router:
         (backend,) = router.backends
@@ -217,6 +226,7 @@ async def test_adapters_lost_by_a_backend_are_reloaded_before_the_next_request(s
         assert len(backend.bodies) == asked + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"n": 2}, {"logprobs": 1}, {"prompt": ["once"]}])
 async def test_an_answer_of_several_parts_ends_with_an_error_once_it_has_begun(
     start: Start, fields: dict[str, Any]
@@ -233,6 +243,7 @@ async def test_an_answer_of_several_parts_ends_with_an_error_once_it_has_begun(
         assert all("error" not in chunk for chunk in again)
 
 
+@pytest.mark.slow
 async def test_a_backend_that_fails_again_and_again_is_not_asked_for_ever(start: Start) -> None:
     async with start(count=1) as router:
         (backend,) = router.backends
@@ -242,6 +253,7 @@ async def test_a_backend_that_fails_again_and_again_is_not_asked_for_ever(start:
         assert len(backend.bodies) == MAX_FAILURES + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("status", [501, 504])
 async def test_what_is_not_implemented_or_took_too_long_is_not_tried_again(
@@ -255,6 +267,7 @@ async def test_what_is_not_implemented_or_took_too_long_is_not_tried_again(
         assert sum(len(backend.bodies) for backend in router.backends) == 1
 
 
+@pytest.mark.slow
 async def test_a_draining_backend_ends_what_it_has_and_gets_nothing_new(start: Start) -> None:
     async with start() as router:
         for backend in router.backends:
@@ -278,6 +291,7 @@ async def test_a_draining_backend_ends_what_it_has_and_gets_nothing_new(start: S
         assert len(draining.bodies) == 2
 
 
+@pytest.mark.slow
 async def test_a_backend_that_takes_requests_again_keeps_those_that_it_has(start: Start) -> None:
     async with start(count=1) as router:
         (backend,) = router.backends
@@ -295,6 +309,7 @@ async def test_a_backend_that_takes_requests_again_keeps_those_that_it_has(start
         assert len(backend.bodies) == 2
 
 
+@pytest.mark.slow
 async def test_adapters_have_their_homes_again_when_their_backend_is_back(start: Start) -> None:
     names = ("a", "b", "c", "d")
     async with start(preset="loraserve:random", adapters=adapters(*names)) as router:
@@ -327,6 +342,7 @@ async def test_adapters_of_a_backend_that_stays_away_get_other_homes(
         )
 
 
+@pytest.mark.slow
 async def test_what_a_backend_should_have_is_loaded_unasked_when_it_is_back(start: Start) -> None:
     async with start(preset="lorikeet:round-robin,pool_prefetch=true") as router:
         killed, other = router.backends
@@ -365,6 +381,7 @@ async def test_a_router_starts_before_its_backends() -> None:
         await backend.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "reason"),
     [("", "it wants a key; --backend-key gives it"), ("other", "it does not take the key of --backend-key")],
@@ -406,6 +423,7 @@ async def test_a_backend_that_takes_no_requests_yet_is_told_too(monkeypatch: pyt
     await backend.kill()
 
 
+@pytest.mark.slow
 async def test_nothing_is_left_behind_when_all_is_over(start: Start) -> None:
     async with start() as router:
         for backend in router.backends:

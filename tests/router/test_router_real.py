@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS
@@ -31,6 +32,7 @@ def plain_text() -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 async def test_streams_of_a_killed_server_go_on_at_the_other(tmp_path: Path) -> None:
     model = make_model(tmp_path / "tiny", positions=4096)
     write_adapter(tmp_path / "sources" / "one", layers=3, hidden=48)

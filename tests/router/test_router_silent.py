@@ -36,6 +36,7 @@ async def taken_out(router: Routing, backend: ScriptedBackend, logged: Any) -> N
     assert sum(states.values()) == len(states) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["before the head", "mid-stream"])
 async def test_a_backend_that_hangs_loses_its_streams_to_another_and_gets_no_new_ones(start: Start, where: str) -> None:
     with structlog.testing.capture_logs() as logged:
@@ -51,6 +52,7 @@ async def test_a_backend_that_hangs_loses_its_streams_to_another_and_gets_no_new
             await taken_out(router, hanging, logged)
 
 
+@pytest.mark.slow
 async def test_a_backend_that_hung_is_asked_again_after_its_rest(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.router.backends.REST_S", 0.5)
     async with start(backend_timeout_s=TIMEOUT_S, count=1) as router:
@@ -63,6 +65,7 @@ async def test_a_backend_that_hung_is_asked_again_after_its_rest(start: Start, m
         assert len(backend.bodies) == 2
 
 
+@pytest.mark.slow
 async def test_a_busy_backend_is_left_alone_however_long_an_answer_takes(start: Start) -> None:
     async with start(backend_timeout_s=TIMEOUT_S, count=1) as router:
         (backend,) = router.backends
@@ -79,6 +82,7 @@ async def test_a_busy_backend_is_left_alone_however_long_an_answer_takes(start: 
         assert not router.parts.backend_router.backends["backend-0"].failures  # type: ignore[index]
 
 
+@pytest.mark.slow
 async def test_a_load_that_hangs_is_tried_at_another_backend(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.router.backends.LOAD_S", TIMEOUT_S)
     async with start() as router:
@@ -101,6 +105,7 @@ async def test_a_redirect_is_passed_on_without_the_backends_address(start: Start
             assert (reply.status_code, reply.headers["location"]) == (307, passed)
 
 
+@pytest.mark.slow
 async def test_errors_for_clients_name_no_address(start: Start) -> None:
     async with start(count=1) as router:
         (backend,) = router.backends

@@ -389,6 +389,7 @@ def test_gone_tenants_are_forgotten_once_it_makes_no_difference() -> None:
 # --- all ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(arrivals_s=st.lists(st.floats(0.0, 100.0), max_size=20))
 @pytest.mark.parametrize("name", RIVALS)
 def test_all_are_first_come_first_served_where_all_requests_are_alike(name: str, arrivals_s: list[float]) -> None:
@@ -425,6 +426,7 @@ ASKED = st.builds(
 OUTCOME = st.none() | st.sampled_from(list(WaitReason))
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @pytest.mark.parametrize("name", RIVALS)
 def test_every_request_leaves_the_queue_exactly_once(name: str, data: st.DataObject) -> None:

@@ -22,6 +22,7 @@ def order_of(bench: Bench, kind: type) -> list[str]:
     return [event.request_id for event in bench.events if isinstance(event, kind)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", ADMISSION)
 def test_background_requests_give_up_their_slots_and_lose_no_token(admission: str) -> None:
     bench = Bench(preset=Preset(admission=admission), limits=LIMITS)

@@ -137,6 +137,7 @@ class Machine:
 DEAR, FREE = Machine(lora_s=0.01, lora_row_s=0.002), Machine(lora_s=0.0, lora_row_s=0.0)
 
 
+@pytest.mark.slow
 def test_where_merging_pays_alpha_falls_and_it_merges() -> None:
     mode = MergeTurns(setup_of(max_batch=256))
     share, tokens_per_s = DEAR.run(mode, hot=0.95, steps=4000)
@@ -147,6 +148,7 @@ def test_where_merging_pays_alpha_falls_and_it_merges() -> None:
     assert tokens_per_s > 1.15 * DEAR.run(unmerged, hot=0.95, steps=4000)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hot", [0.7, 0.95])
 def test_where_merging_pays_nothing_alpha_rises_and_it_stays_unmerged(hot: float) -> None:
     mode = MergeTurns(setup_of(max_batch=256))
@@ -156,6 +158,7 @@ def test_where_merging_pays_nothing_alpha_rises_and_it_stays_unmerged(hot: float
     assert tokens_per_s > 0.95 * 16 / (0.01 + 16 * 0.0005)
 
 
+@pytest.mark.slow
 def test_break_even_of_merging_is_measured_again() -> None:
     mode = MergeTurns(setup_of(max_batch=256))
     FREE.run(mode, hot=0.95, steps=2000)
@@ -190,6 +193,7 @@ def serve_one_by_one(mode: MergeTurns, steps: int, held_up_s: Mapping[int, float
     return merged_steps / (steps // 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_up_s", [{}, {0: 1.0}, {3: 1.0}, {8: 3.0}], ids=["none", "first", "fourth", "ninth"])
 def test_a_step_that_was_held_up_does_not_make_merging_pay_for_good(held_up_s: Mapping[int, float]) -> None:
     assert serve_one_by_one(MergeTurns(setup_of(max_batch=256)), 4000, held_up_s) < 0.2

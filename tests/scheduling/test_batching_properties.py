@@ -80,6 +80,7 @@ def step(mode: MergeTurns, live: Sequence[LiveRequest], steps: int = 1) -> Batch
     return choice
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100))
 @given(modes(is_known=False) | modes(is_known=True), TRAFFIC, st.sampled_from(("", "B", "AC")))
 def test_batches_credits_and_switches_keep_their_bounds(
@@ -122,6 +123,7 @@ def check_several_at_once(mode: MergeTurns, traffic: Sequence[tuple[str, set[int
         assert mode.thresholds.steps_left == single.thresholds.steps_left
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100))
 @given(modes(is_known=False), TRAFFIC, st.integers(1, 12))
 def test_several_steps_at_once_are_the_same_steps_one_by_one(
@@ -138,6 +140,7 @@ def test_each_step_decides_after_a_period_ended_by_another_candidate() -> None:
     check_several_at_once(mode, [*before, stay, stay, stay, stay, *leave], most=2)
 
 
+@pytest.mark.slow
 @given(st.integers(2, 40), st.data())
 def test_a_lone_request_is_rescued_after_so_many_iterations(max_batch: int, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, max_batch - 1))

@@ -42,6 +42,7 @@ def verify(drafter: Drafter, running: Sequence, truth: list[int], cost: float = 
     drafter.ended(running, will_resume=False)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), min_size=3, max_size=8))
 def test_the_latest_place_is_found_where_tokens_agree(text: list[int], tail: list[int]) -> None:
     index = NgramIndex()
@@ -108,6 +109,7 @@ def test_nothing_is_drafted_that_cannot_come() -> None:
     assert Drafter(0).draft([sequence("f", [1, *truth], known)], 100, 0.1) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [2, 5, 50])
 def test_answers_are_the_same_with_drafts_whatever_happens(period: int) -> None:
     """Requests come, end, are resumed and are preempted for lack of blocks; KV is what it must be at every step."""

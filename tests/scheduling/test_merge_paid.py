@@ -51,6 +51,7 @@ class Engine:
         self.unmerged_s += plain_s + self.lora_s * with_adapter
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     st.lists(st.tuples(st.sampled_from(["a", "b", "ab", "base"]), st.integers(1, 200)), min_size=1, max_size=12),
@@ -82,6 +83,7 @@ def test_a_long_run_of_one_adapter_is_merged_and_gains() -> None:
     assert engine.mode.net_s == pytest.approx(engine.unmerged_s - engine.took_s, rel=0.2)
 
 
+@pytest.mark.slow
 def test_where_it_cannot_pay_it_is_tried_once() -> None:
     engine = Engine(lora_s=1e-6, switch_s=0.1)
     for turn in range(4000):

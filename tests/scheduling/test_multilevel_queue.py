@@ -447,6 +447,7 @@ def test_patience_follows_what_ended_lately() -> None:
         assert queue.longest_run_s == {0: max(ran_s, 6.0 if arrival_s == 0.0 else 0.0)}
 
 
+@pytest.mark.slow
 def test_classes_are_found_again_when_twice_as_many_have_arrived() -> None:
     queue = ChameleonQueue(World())
     queue.view.step_times.note(100, 4, 0.1)
@@ -634,6 +635,7 @@ QUEUES = [
 ]
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.sampled_from(QUEUES))
 @settings(max_examples=RUNS, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_tokens_add_up_after_every_step_and_all_requests_are_served(
@@ -647,6 +649,7 @@ def test_tokens_add_up_after_every_step_and_all_requests_are_served(
         count(name, getattr(figures, name))
 
 
+@pytest.mark.slow
 def test_random_traffic_passes_sends_back_refreshes_and_finds_classes() -> None:
     """The property above sees what it should."""
     figures, squashed, classes = [], 0, 0

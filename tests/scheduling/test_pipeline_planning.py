@@ -178,6 +178,7 @@ def test_every_layer_is_loaded_once_and_the_first_group_last(times: LayerTimes) 
         assert order[-1][0] == 0
 
 
+@pytest.mark.slow
 @given(_times(), st.booleans())
 def test_dynamic_is_never_later_than_the_host_alone_nor_earlier_than_cached(times: LayerTimes, waits: bool) -> None:
     for order in _orders(times):
@@ -189,6 +190,7 @@ def test_dynamic_is_never_later_than_the_host_alone_nor_earlier_than_cached(time
             assert course.first_token_s == times.cached_s + on_host * (times.host_s - times.device_s)
 
 
+@pytest.mark.slow
 @given(_times())
 def test_with_the_wait_flag_never_later_than_without_or_than_static(times: LayerTimes) -> None:
     for order in _orders(times):
@@ -197,6 +199,7 @@ def test_with_the_wait_flag_never_later_than_without_or_than_static(times: Layer
         assert waiting_s <= static(times, order).first_token_s
 
 
+@pytest.mark.slow
 @given(_times(), st.data())
 def test_with_the_wait_flag_earlier_arrivals_are_never_worse(times: LayerTimes, data: st.DataObject) -> None:
     """Without it they can be: who comes just before an arrival takes the host's time."""
@@ -205,6 +208,7 @@ def test_with_the_wait_flag_earlier_arrivals_are_never_worse(times: LayerTimes, 
     assert walk(times, sooner, waits=True)[-1].end_s <= walk(times, later, waits=True)[-1].end_s
 
 
+@pytest.mark.slow
 @given(_times())
 def test_with_look_ahead_no_load_that_helps_comes_after_one_that_does_not(times: LayerTimes) -> None:
     for size in range(1, times.layers + 1):

@@ -18,6 +18,8 @@ from lorikeet.scheduling.prediction.training import (
     train,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def samples(count: int = 400, seed: int = 0) -> Samples:
     """Two adapters; the answers of ``long`` are ten times those of ``short``, and double for half of the prompts."""

@@ -32,6 +32,7 @@ def test_the_most_tokens_are_needed_just_before_one_ends() -> None:
     assert Reservation(World(), [(ask("half done", 50, 40), 20)]).most_tokens() == 90
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=8))
 def test_reserved_tokens_are_the_largest_sum_over_all_later_steps(needs: list[tuple[int, int]]) -> None:
     world = World(max_model_len=10_000)

@@ -87,6 +87,7 @@ def test_a_slot_is_taken_from_one_that_may_not_run_now() -> None:
     assert all(ended.reason is FinishReason.LENGTH for ended in bench.finished().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", ["fair", "chameleon", "size-aware", "s-lora", "priority", "sjf:aging"])
 @pytest.mark.parametrize("mode", ["dlora", "merge-turns", "merged-only", "whole-models"])
 def test_every_admission_policy_goes_with_every_batching_mode(mode: str, admission: str) -> None:
@@ -139,6 +140,7 @@ def test_requests_are_admitted_while_unneeded_adapters_are_read() -> None:
     assert all(plan.sequences or plan.transfers or plan.drops for plan in bench.plans)
 
 
+@pytest.mark.slow
 def test_requests_that_were_displaced_while_others_are_admitted_upset_no_queue() -> None:
     preset = Preset(batching_mode="dlora", kv_after_finish=KvAfterFinish.DROPPED, admission="chameleon")
     bench = Bench(

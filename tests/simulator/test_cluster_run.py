@@ -106,6 +106,7 @@ class Told(RunObserver):
 # --- times -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [build_modelled, single_steps])
 def test_one_replica_does_what_an_engine_alone_does(make) -> None:
     adapters = some_adapters(4)
@@ -124,6 +125,7 @@ def test_one_replica_does_what_an_engine_alone_does(make) -> None:
     assert [each.cached_tokens for each in found] == [each.cached_tokens for each in alone]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", [FewestTokens, FirstFit, RoundRobin])
 def test_repeats_change_neither_times_nor_where_requests_go(router: type[Router]) -> None:
     workload = sorted(
@@ -169,6 +171,7 @@ class Probe(LeastLoaded):
         return super().route(asked, fleet, now)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_scheduler_steps", [1, 8])
 def test_a_choice_knows_what_engines_have_told_by_then_and_nothing_later(num_scheduler_steps: int) -> None:
     probe = Probe()

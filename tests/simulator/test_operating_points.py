@@ -47,6 +47,7 @@ class Shown:
             self.totals.append(total)
 
 
+@pytest.mark.slow
 def test_larger_ranks_bear_less_and_the_seed_decides() -> None:
     first, again, other = found(), found(), found(seed=1)
     assert first == again != other
@@ -56,6 +57,7 @@ def test_larger_ranks_bear_less_and_the_seed_decides() -> None:
     assert (first.kernel_form, first.slo, first.max_num_seqs) == (KernelForm.UNPADDED, TTFT, 8)
 
 
+@pytest.mark.slow
 def test_a_looser_slo_bears_more() -> None:
     assert found(slo=Slo(ttft_s=2.0)).tokens_per_s[4] > found().tokens_per_s[4]
 
@@ -66,6 +68,7 @@ def test_probes_at_higher_rates_are_as_long_as_the_slo_asks_for() -> None:
     assert shown.totals[:3] == [20, 40, 80], "1, 2 and 4 requests/s for 20 s"
 
 
+@pytest.mark.slow
 def test_the_load_keeps_the_slo_and_a_larger_one_does_not(tmp_path: Path) -> None:
     """By a simulation of the same requests."""
     file = tmp_path / "round.toml"
@@ -81,12 +84,14 @@ def test_the_load_keeps_the_slo_and_a_larger_one_does_not(tmp_path: Path) -> Non
     assert kept >= operating_points.ATTAINMENT > missed
 
 
+@pytest.mark.slow
 def test_new_operating_points_replace_those_of_the_same_setting() -> None:
     profile = with_operating_loads(round_profile(), loads := found())
     other = found(slo=Slo(ttft_s=1.0))
     assert with_operating_loads(with_operating_loads(profile, other), loads).operating_points == (other, loads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -142,6 +147,7 @@ def test_the_host_has_room_for_all_adapters_twice() -> None:
 runner = CliRunner(env={"COLUMNS": "200"})
 
 
+@pytest.mark.slow
 def test_the_command_writes_operating_points_into_the_profiles_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

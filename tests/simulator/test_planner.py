@@ -104,6 +104,7 @@ def test_a_trial_that_has_no_meaning_is_an_error_in_its_result() -> None:
     assert (result.attainment, "nothing" in result.error) == (None, True)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_choice_with_its_margin(tmp_path: Path) -> None:
     report, plot = tmp_path / "plan.json", tmp_path / "plan.svg"
     arguments = (

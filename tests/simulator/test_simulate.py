@@ -70,6 +70,7 @@ def test_a_predictor_that_there_is_not_is_refused(profile: str) -> None:
         run_scenario(scenario(profile, predictor="psychic"), quiet)
 
 
+@pytest.mark.slow
 def test_simulate_writes_the_same_bytes_per_seed(profile: str, tmp_path: Path) -> None:
     flags = ["simulate", "--profile", profile, "--count", "40", "--adapters", "3", "--rate", "20", "--ranks", "1,2"]
     written = []
@@ -85,6 +86,7 @@ def test_simulate_writes_the_same_bytes_per_seed(profile: str, tmp_path: Path) -
     assert json.loads(written[0])["figures"]["completed"] == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["lorikeet:plain", "loraserve:random", "toppings:first-fit"])
 def test_several_replicas_are_told_one_by_one_the_same_each_time(preset: str, profile: str, tmp_path: Path) -> None:
     flags = ["simulate", "--profile", profile, "--preset", f"{preset},kernel_form=unpadded", "--replicas", "3"]
@@ -116,6 +118,7 @@ def test_adapters_begin_in_their_files_if_the_scenario_says_so(profile: str) -> 
     assert run_scenario(scenario(profile, replicas=2), quiet).simulated.cluster.provisions == 0
 
 
+@pytest.mark.slow
 def test_the_peak_of_two_replicas_is_higher(profile: str) -> None:
     limits = {"slo": "ttft=0.3", "count": 200}
     (one, _), (two, _) = (
@@ -149,6 +152,7 @@ def test_a_chat_finds_its_earlier_turns_in_the_cache(profile: str, tmp_path: Pat
     assert cached == [0, 64, 0]
 
 
+@pytest.mark.slow
 def test_the_peak_is_where_the_limits_begin_to_be_missed(profile: str) -> None:
     peak, outcomes = find_peak_rate(scenario(profile, slo="ttft=0.3", count=200), quiet, target=0.9, start=1.0)
     assert peak.rate is not None
@@ -157,6 +161,7 @@ def test_the_peak_is_where_the_limits_begin_to_be_missed(profile: str) -> None:
     assert len(outcomes) == len(peak.probes)
 
 
+@pytest.mark.slow
 def test_a_peak_under_a_loose_limit_is_a_load_that_lasts(profile: str) -> None:
     """A few requests at once are all answered within a limit that is long beside the probe."""
     ask = partial(scenario, profile, slo="ttft=5", adapters=0, prompt_tokens="16", output_tokens="16")
@@ -283,6 +288,7 @@ def test_adapters_of_any_modules_are_assisted() -> None:
     assert assisted.p50 < waiting.p50
 
 
+@pytest.mark.slow
 def test_the_plot_of_a_search_is_that_of_its_peak(profile: str, tmp_path: Path) -> None:
     flags = ["simulate", "--profile", profile, "--count", "200", "--adapters", "4", "--ranks", "1,2"]
     flags += ["--prompt-tokens", "1-20", "--output-tokens", "1-30", "--slo", "ttft=1", "--find-peak"]
@@ -302,6 +308,7 @@ def polylines(plot: Path) -> list[str]:
     return re.findall("<polyline[^>]*>", plot.read_text())
 
 
+@pytest.mark.slow
 def test_presets_and_seeds_are_compared_and_the_best_is_marked(profile: str, tmp_path: Path) -> None:
     flags = ["simulate", "--profile", profile, "--count", "30", "--adapters", "4", "--ranks", "1,2", "--rate", "20"]
     flags += ["--slo", "ttft=1,tpot=0.5", "--preset", "lorikeet:plain", "--preset", "elora", "--seeds", "2"]

@@ -121,6 +121,7 @@ def test_steps_of_all_kinds_are_run_once_the_largest_has_been_measured(
     assert 0 < 7_000_000_000 - 100 - taken_bytes < 2**20, "the arena of the step does not count"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest_tokens", [16, 17, 20, 21, 64])
 def test_decodes_of_long_contexts_are_run_whatever_the_longest_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longest_tokens: int

@@ -43,6 +43,7 @@ def takes(spec: GrammarSpec, text: str) -> bool:
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "grammar", "answer"),
     [
@@ -90,6 +91,7 @@ def one(letter: str) -> int:
     return token_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["a*b", "(ab|ba)*", "a{2}b?", r"\{(a|b)*\}", "(a|b){0,3}"])
 def test_masks_are_those_of_brute_force(compiler: GrammarCompiler, pattern: str) -> None:
     """After up to four letters another may follow if a text of up to eight letters that begins so matches."""

@@ -3,6 +3,7 @@
 import threading
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -256,6 +257,7 @@ ASKED = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(ASKED, max_size=10), st.sets(st.integers(0, 40)))
 def test_transfers_end_as_they_do_second_by_second_however_often_one_looks(asked: list[Asked], looks: set[int]) -> None:
     asked.sort(key=lambda each: each.at)

@@ -80,6 +80,7 @@ def test_edits_equal_the_slow_and_obvious_ones(seed: int, prompt: list[int], out
     np.testing.assert_allclose(logits.numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.integers(0, 5000), temperatures, penalties, filters)
 def test_the_token_is_the_largest_noisy_logit_of_those_kept(
     seed: int, position: int, temperature: float, edits: dict[str, Any], kept_by: dict[str, Any]
@@ -96,6 +97,7 @@ def test_the_token_is_the_largest_noisy_logit_of_those_kept(
     assert noisy.get(token.token_id, -math.inf) == pytest.approx(max(noisy.values()), abs=1e-4)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.lists(st.tuples(temperatures, penalties, filters), min_size=1, max_size=5))
 def test_token_does_not_depend_on_the_rest_of_the_batch(seed: int, given: list[Any]) -> None:
     rows = [
@@ -108,6 +110,7 @@ def test_token_does_not_depend_on_the_rest_of_the_batch(seed: int, given: list[A
     assert sample(logits, rows) == alone
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_in_proportion_to_their_probability() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     draws = 4000
@@ -292,6 +295,7 @@ def scored(outputs: list[StepOutputs], name: str) -> dict[int, PromptToken]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [7, 64, 200])
 def test_they_equal_transformers_for_any_chunks_beside_other_requests(model: Path, budget: int) -> None:
     """Prompts of one to 150 tokens, some with common prefixes, which are not taken from the cache."""
@@ -315,6 +319,7 @@ def test_they_equal_transformers_for_any_chunks_beside_other_requests(model: Pat
     assert not scored(outputs, "plain")
 
 
+@pytest.mark.slow
 def test_a_preempted_request_repeats_nothing_that_it_has_computed(model: Path) -> None:
     """Eight sequences in memory for about five."""
     long = prompt(60)

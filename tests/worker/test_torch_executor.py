@@ -25,6 +25,8 @@ from tests.support.driver import (
     random_tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:

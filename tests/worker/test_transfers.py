@@ -216,6 +216,7 @@ def assert_holds(bench: Bench, ref: AdapterRef, rank: int = 0, size: int = 1) ->
 # --- routes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_adapter_reaches_the_device_by_every_route(bench: Bench, adapters: dict[str, AdapterRef]) -> None:
     for ref in adapters.values():
         count = bench.blocks_of(ref)
@@ -269,12 +270,14 @@ def test_kv_comes_back_from_the_host_as_it_went(bench: Bench) -> None:
     assert int(bench.host.any(dim=1).sum()) == 50
 
 
+@pytest.mark.slow
 def test_each_rank_reads_its_own_share(adapters: dict[str, AdapterRef]) -> None:
     with moving(rank=1, size=2) as bench:
         assert bench.wait(bench.start_load(adapters["large"])).error is None
         assert_holds(bench, adapters["large"], 1, 2)
 
 
+@pytest.mark.slow
 def test_without_a_host_tier_adapters_are_loaded_and_nothing_else_is_moved(adapters: dict[str, AdapterRef]) -> None:
     with moving(host_blocks=0) as bench:
         assert bench.host.shape == (0, ELEMENTS)
@@ -284,6 +287,7 @@ def test_without_a_host_tier_adapters_are_loaded_and_nothing_else_is_moved(adapt
         assert done.error == "there is no host block 0: the arena has 0 blocks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through_host", [False, True])
 def test_what_was_read_and_waits_to_be_copied_takes_no_time(
     adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, through_host: bool
@@ -317,6 +321,7 @@ def test_what_was_read_and_waits_to_be_copied_takes_no_time(
     assert (done.error, done.duration_s) == (None, 0.0)
 
 
+@pytest.mark.slow
 def test_a_declared_link_is_never_faster_than_it_is_and_loses_nothing(adapters: dict[str, AdapterRef]) -> None:
     rate, ref = BLOCK_BYTES * 2000.0, adapters["large"]
     with moving(link_bytes_per_s=rate) as bench:
@@ -397,6 +402,7 @@ def test_the_two_directions_do_not_wait_for_each_other() -> None:
         assert into not in bench.ended
 
 
+@pytest.mark.slow
 def test_a_load_that_is_awaited_overtakes_loads_that_are_not(bench: Bench, adapters: dict[str, AdapterRef]) -> None:
     bench.signal_loader(signal.SIGSTOP)
     prefetches = [bench.start_load(adapters["large"], demand=False) for _ in range(2)]
@@ -460,6 +466,7 @@ def test_transfers_that_make_no_sense_fail(bench: Bench, adapters: dict[str, Ada
         assert message in (bench.wait(transfer_id).error or "")
 
 
+@pytest.mark.slow
 def test_what_a_loader_that_is_killed_was_reading_is_read_by_another(
     bench: Bench, adapters: dict[str, AdapterRef], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -511,6 +518,7 @@ def test_loader_runs_at_the_lowest_priority(bench: Bench) -> None:
     assert psutil.Process(bench.transfers.loader.process_id).nice() == NICE
 
 
+@pytest.mark.slow
 def test_a_loader_that_does_not_get_on_is_ended_and_another_goes_on(
     bench: Bench, adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -557,6 +565,7 @@ def test_loader_without_room_or_with_a_recent_message_owes_nothing(
     del loader._reading[7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest_s", [3600.0, 0.0])
 def test_loaders_that_end_again_and_again_are_given_a_rest(
     adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, rest_s: float
@@ -580,6 +589,7 @@ def test_loaders_that_end_again_and_again_are_given_a_rest(
             assert bench.wait(next_one).error is None
 
 
+@pytest.mark.slow
 def test_reads_wait_for_the_end_of_the_rest(
     adapters: dict[str, AdapterRef], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -616,6 +626,7 @@ def test_closing_ends_the_loader_in_the_middle_of_everything(adapters: dict[str,
     assert not psutil.pid_exists(process_id)
 
 
+@pytest.mark.slow
 def test_closing_frees_the_host_arena_despite_remaining_references(adapters: dict[str, AdapterRef]) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("lorikeet-host-arena")
@@ -643,6 +654,7 @@ def test_an_eviction_wins_over_a_load_that_ends_later(bench: Bench, adapters: di
         bench.transfers.adapters.weights(ref.digest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("older_is_awaited", [True, False])
 def test_the_newer_of_two_loads_wins_whichever_ends_first(
     bench: Bench, adapters: dict[str, AdapterRef], older_is_awaited: bool
