@@ -321,8 +321,9 @@ def test_presets_and_seeds_are_compared_and_the_best_is_marked(profile: str, tmp
         "lorikeet:plain": [0, 1],
         "elora": [0, 1],
     }
-    (line,) = [line for line in result.output.splitlines() if "best" in line]
-    assert found["best"] in line
+    lines = [line for line in result.output.splitlines() if "best" in line]
+    assert found["best"] in lines[0]
+    assert not any(name in line for name in found["presets"] for line in lines[1:]), "the rest says how"
     assert "elora" in plot.read_text()
     wrong = CliRunner().invoke(app, [*flags, "--preset", "elroa"])
     assert (wrong.exit_code, "elora" in wrong.output) == (2, True)
