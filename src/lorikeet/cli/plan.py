@@ -216,7 +216,7 @@ def _print(console: Console, found: "Plan", scenario: "Scenario") -> None:
     console.print(f"cheapest: [bold]{escape(_words(best))}[/], {best.cost:g} an hour", soft_wrap=True)
     console.print(f"  {found.choice.attainment:.2%} of the requests in time at least, {found.target:.1%} asked for")
     if found.unseen:
-        met = sum((each.attainment or 0.0) >= found.target for each in found.unseen)
+        met = sum(each.meets(found.target) for each in found.unseen)
         least = min(each.attainment or 0.0 for each in found.unseen)
         console.print(f"  with {len(found.unseen)} unseen seeds: met with {met}, {least:.2%} in time at least")
     for text in _margin_words(found, limits):
