@@ -183,7 +183,7 @@ class Author(NamedTuple):
 
 
 NOBODY = Author()
-"""The command line."""
+"""Of what no request asks for: the command line, and what a server registers by itself."""
 
 
 class RegistryRow(NamedTuple):

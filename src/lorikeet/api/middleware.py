@@ -284,7 +284,7 @@ _TENANT_PREFIXES = (
     "/v1/responses",
 )
 """What tenants may call; the routes look after what each sees. A new route is the operator's until it is listed."""
-_OPERATORS_WITH_TENANTS = frozenset({"/metrics", "/load"})
+_CLOSED_WITH_TENANTS = frozenset({"/metrics", "/load"})
 """Open paths that tell of everybody's adapters or traffic: with tenants, they need an operator's key."""
 _MAX_TENANT_CHARACTERS = 128
 
@@ -346,20 +346,23 @@ class Auth:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        key = await self._tenant_key(_key(headers))
+        secret, method, path = _key(headers), scope["method"], scope["path"].rstrip("/")
+        key = await self._tenant_key(secret)
         state = scope.setdefault("state", {})
         if key is not None:
-            refusal = _tenant_refusal(scope["method"], scope["path"].rstrip("/"))
+            refusal = self._tenant_refusal(method, path)
             state |= {"tenant": key.key_id, "access": Access(key, key.key_id), "is_admin": False}
             if refusal is None:
                 state["rate_report"] = report = RateReport()
                 send = _with_headers(send, report)
             await (refusal or self._app)(scope, receive, send)
             return
-        refusal = self._refusal(scope)
+        is_api, is_admin = self._api.holds(secret), self._admin.holds(secret)
+        refusal = self._refusal(method, path, is_api=is_api, is_admin=is_admin)
         if refusal is None:
-            tenant = self._tenant(headers)
-            is_admin = self._admin.holds(_key(headers))
+            named = headers.get(self._tenant_header, "") if self._tenant_header else ""
+            # Without keys in the settings any key is accepted, so it identifies no tenant.
+            tenant = named or (key_name(secret) if is_api or is_admin else "")
             state |= {"tenant": tenant, "access": Access(actor=tenant), "is_admin": is_admin}
             if len(tenant) > _MAX_TENANT_CHARACTERS:
                 refusal = bad_request(
@@ -381,20 +384,16 @@ class Auth:
             key = tenants.find(secret)
         return key
 
-    def _tenant(self, headers: Headers) -> str:
-        named = headers.get(self._tenant_header, "") if self._tenant_header else ""
-        key = _key(headers)
-        # Without keys in the settings any key is accepted, so it identifies no tenant.
-        return named or (key_name(key) if self._api.holds(key) or self._admin.holds(key) else "")
+    def _is_open(self, method: str, path: str) -> bool:
+        """Return whether a route needs no key."""
+        is_closed = self._tenants is not None and path in _CLOSED_WITH_TENANTS
+        return _is_page(method, path) or (path in _OPEN_PATHS and not is_closed)
 
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
-        path = scope["path"].rstrip("/")
-        is_open = path in _OPEN_PATHS and not (self._tenants is not None and path in _OPERATORS_WITH_TENANTS)
-        if is_open or scope["method"] == "OPTIONS" or _is_page(scope["method"], path):
+    def _refusal(self, method: str, path: str, *, is_api: bool, is_admin: bool) -> JSONResponse | None:
+        """Return the answer to a request that is not a tenant's and may not call the route."""
+        if method == "OPTIONS" or self._is_open(method, path):
             return None
-        key = _key(Headers(scope=scope))
-        is_api, is_admin = self._api.holds(key), self._admin.holds(key)
-        if self._admin and _is_for_admins(scope["method"], path):
+        if self._admin and _is_for_admins(method, path):
             if is_admin:
                 return None
             if is_api:
@@ -402,6 +401,12 @@ class Auth:
             return _unauthorized()
         needs_key = bool(self._api) or self._tenants is not None
         return None if not needs_key or is_api or is_admin else _unauthorized()
+
+    def _tenant_refusal(self, method: str, path: str) -> JSONResponse | None:
+        """Return the answer to a tenant who may not call the route."""
+        if self._is_open(method, path) or path in _TENANT_PATHS or _is_below(path, _TENANT_PREFIXES):
+            return None
+        return ApiError(403, "This route needs a key of the operator.").response()
 
 
 def key_name(key: str) -> str:
@@ -423,14 +428,6 @@ def _is_for_admins(method: str, path: str) -> bool:
 
 def _is_below(path: str, prefixes: Iterable[str]) -> bool:
     return any(path == prefix or path.startswith(f"{prefix}/") for prefix in prefixes)
-
-
-def _tenant_refusal(method: str, path: str) -> JSONResponse | None:
-    """Return the answer to a tenant who calls a route of the operator."""
-    is_open = path in _OPEN_PATHS and path not in _OPERATORS_WITH_TENANTS
-    if is_open or _is_page(method, path) or path in _TENANT_PATHS or _is_below(path, _TENANT_PREFIXES):
-        return None
-    return ApiError(403, "This route needs a key of the operator.").response()
 
 
 def _with_headers(send: Send, report: RateReport) -> Send:

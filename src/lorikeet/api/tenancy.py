@@ -70,9 +70,9 @@ async def admit(
     if not key.settings.is_limited:
         return None
     tokens = sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
-    if why := never_fits(key, len(requests), tokens, is_running=not is_batch):
+    if why := never_fits(key, len(requests), tokens, is_concurrent=not is_batch):
         raise ApiError(400, f"The request can never be accepted for this key: {why}.")
-    answer = ledger.ask(key, len(requests), tokens, is_running=not is_batch)
+    answer = ledger.ask(key, len(requests), tokens, is_concurrent=not is_batch)
     try:
         admission = await asyncio.shield(asyncio.wrap_future(answer))
     except asyncio.CancelledError:

@@ -15,8 +15,8 @@ from lorikeet.api.protocol import Body
 from lorikeet.api.service import JsonBody, SenderDep, Service, ServiceDep
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.tenants.keys import ApiKey, KeySettings
-from lorikeet.tenants.store import StoreUnavailable
-from lorikeet.tenants.tenants import Tenants, UnknownKey
+from lorikeet.tenants.store import StoreUnavailable, UnknownKey
+from lorikeet.tenants.tenants import Tenants
 
 router = APIRouter()
 

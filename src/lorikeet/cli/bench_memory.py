@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from lorikeet.cli.console import JsonFile, check_json_file, fail, output, parse_size, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, check_plot_file, fail, output, parse_size, write_json
 from lorikeet.config import ModelSettings
 from lorikeet.core.sizes import format_size
 from lorikeet.presets import resolve_preset
@@ -97,8 +97,7 @@ def bench_memory(
         for flag, given in (("--model", model), ("--dtype", dtype != "auto"), ("--threads", threads)):
             if given:
                 fail(f"{flag}: without effect here, the profile decides it", code=2)
-    if plot is not None and not plot.parent.is_dir():
-        fail(f"there is no folder {str(plot.parent)!r}", code=2)
+    check_plot_file(plot)
     for flag, number in (("--rate", rate), ("--length-scale", length_scale)):
         if number is not None and not number > 0:
             fail(f"{flag} {number:g} is not positive", code=2)

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from lorikeet import SPIN_COUNT
-from lorikeet.cli.console import JsonFile, check_json_file, fail, note, output, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, check_plot_file, fail, note, output, write_json
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.presets import resolve_preset
 
@@ -80,8 +80,7 @@ def bench_offline(
         vllm_python=vllm_python,
     )
     check_json_file(json_file)
-    if plot is not None and not plot.parent.is_dir():
-        fail(f"there is no folder {str(plot.parent)!r}", code=2)
+    check_plot_file(plot)
     try:
         options.check()
         resolve_preset(preset)

@@ -48,6 +48,12 @@ def check_json_file(file: str | None) -> None:
         fail(f"--json: there is no folder {str(Path(file).parent)!r}", code=2)
 
 
+def check_plot_file(file: Path | None) -> None:
+    """End the command if the SVG of ``--plot`` cannot be written, before the work begins."""
+    if file is not None and not file.parent.is_dir():
+        fail(f"there is no folder {str(file.parent)!r}", code=2)
+
+
 def write_json(file: str | None, value: Any) -> bool:
     """Write ``value`` as ``--json`` asks for; None writes nothing.
 

@@ -1,5 +1,6 @@
 """``lorikeet keys``: makes, lists, changes, rotates and revokes the keys of tenants, on a server with ``--tenants``."""
 
+import inspect
 import sys
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -15,103 +16,78 @@ from lorikeet.core.sizes import format_size
 
 app = typer.Typer(help="Make and change the keys of tenants.", no_args_is_help=True)
 
-_Use = Annotated[
-    list[str] | None,
-    typer.Option(help="Models that its requests may name, as globs such as acme/*; repeatable.", show_default="all"),
-]
-_See = Annotated[
-    list[str] | None, typer.Option(help="Further models that it sees listed; repeatable.", show_default="none")
-]
-_Load = Annotated[
-    list[str] | None,
-    typer.Option(help="Adapters that it may add, and folders that it adds them from; repeatable.", show_default="none"),
-]
-_Number = Annotated[int | None, typer.Option(min=0, help="Most in a minute of the clock; 0 for no limit.")]
-_PerDay = Annotated[int | None, typer.Option(min=0, help="Most in a day of UTC; 0 for no limit.")]
-_Concurrent = Annotated[int | None, typer.Option(min=0, help="Most unfinished requests; 0 for no limit.")]
-_Adapters = Annotated[int | None, typer.Option(min=0, help="Most adapters that it owns; 0 for no limit.")]
-_Bytes = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Most bytes of their weights, such as 2GiB; 0 for no limit.")
-]
-_Priority = Annotated[int | None, typer.Option(help="Lower runs earlier, with presets that use it.")]
-_Weight = Annotated[float | None, typer.Option(help="Of its share, with presets that share between tenants.")]
-_Group = Annotated[str | None, typer.Option(help="Keys of one group reuse each other's KV.")]
+_SETTINGS = {
+    "use": Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Models that its requests may name, as globs such as acme/*; repeatable.", show_default="all"
+        ),
+    ],
+    "see": Annotated[
+        list[str] | None, typer.Option(help="Further models that it sees listed; repeatable.", show_default="none")
+    ],
+    "load": Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Adapters that it may add, and folders that it adds them from; repeatable.", show_default="none"
+        ),
+    ],
+    "requests_per_minute": Annotated[
+        int | None, typer.Option(min=0, help="Most in a minute of the clock; 0 for no limit.")
+    ],
+    "tokens_per_minute": Annotated[
+        int | None, typer.Option(min=0, help="Most in a minute of the clock; 0 for no limit.")
+    ],
+    "tokens_per_day": Annotated[int | None, typer.Option(min=0, help="Most in a day of UTC; 0 for no limit.")],
+    "concurrent_requests": Annotated[int | None, typer.Option(min=0, help="Most unfinished requests; 0 for no limit.")],
+    "max_adapters": Annotated[int | None, typer.Option(min=0, help="Most adapters that it owns; 0 for no limit.")],
+    "max_adapter_size": Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Most bytes of their weights, such as 2GiB; 0 for no limit.")
+    ],
+    "priority": Annotated[int | None, typer.Option(help="Lower runs earlier, with presets that use it.")],
+    "weight": Annotated[float | None, typer.Option(help="Of its share, with presets that share between tenants.")],
+    "cache_group": Annotated[str | None, typer.Option(help="Keys of one group reuse each other's KV.")],
+}
+"""The options of ``create`` and ``change``; None if one is not given."""
+
+
+def _with_settings(command: Any) -> Any:
+    """Replace ``**settings`` in a command's signature by the options of the table, which typer reads."""
+    first, *others = (p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD)
+    options = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
+        for name, kind in _SETTINGS.items()
+    ]
+    command.__signature__ = inspect.Signature([first, *options, *others], return_annotation=None)
+    return command
 
 
 @app.command("create")
+@_with_settings
 def create(
     name: Annotated[str, typer.Argument(help="Whose key it is, for people.")],
-    use: _Use = None,
-    see: _See = None,
-    load: _Load = None,
-    requests_per_minute: _Number = None,
-    tokens_per_minute: _Number = None,
-    tokens_per_day: _PerDay = None,
-    concurrent_requests: _Concurrent = None,
-    max_adapters: _Adapters = None,
-    max_adapter_size: _Bytes = None,
-    priority: _Priority = None,
-    weight: _Weight = None,
-    cache_group: _Group = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     json_file: JsonFile = None,
+    **settings: Any,
 ) -> None:
     """Make a key. Its secret is printed once; the server keeps only its hash."""
     check_json_file(json_file)
-    settings = _settings(
-        use=use,
-        see=see,
-        load=load,
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        tokens_per_day=tokens_per_day,
-        concurrent_requests=concurrent_requests,
-        max_adapters=max_adapters,
-        max_adapter_size=max_adapter_size,
-        priority=priority,
-        weight=weight,
-        cache_group=cache_group,
-    )
-    card = ServerClient(url, api_key).post("/v1/keys", {"name": name, "settings": settings})
+    card = ServerClient(url, api_key).post("/v1/keys", {"name": name, "settings": _given(**settings)})
     if write_json(json_file, card):
         _show_secret(card)
 
 
 @app.command("change")
+@_with_settings
 def change(
     key: Annotated[str, typer.Argument(help="The key's id.")],
-    use: _Use = None,
-    see: _See = None,
-    load: _Load = None,
-    requests_per_minute: _Number = None,
-    tokens_per_minute: _Number = None,
-    tokens_per_day: _PerDay = None,
-    concurrent_requests: _Concurrent = None,
-    max_adapters: _Adapters = None,
-    max_adapter_size: _Bytes = None,
-    priority: _Priority = None,
-    weight: _Weight = None,
-    cache_group: _Group = None,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
+    **settings: Any,
 ) -> None:
     """Change what a key may do; what is not given stays as it is."""
-    settings = _settings(
-        use=use,
-        see=see,
-        load=load,
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        tokens_per_day=tokens_per_day,
-        concurrent_requests=concurrent_requests,
-        max_adapters=max_adapters,
-        max_adapter_size=max_adapter_size,
-        priority=priority,
-        weight=weight,
-        cache_group=cache_group,
-    )
-    card = ServerClient(url, api_key).patch(f"/v1/keys/{quote(key)}", {"settings": settings})
+    card = ServerClient(url, api_key).patch(f"/v1/keys/{quote(key)}", {"settings": _given(**settings)})
     print(f"changed {card['id']} ({card['name']}): {_limits(card['settings']) or 'no limits'}")
 
 
@@ -156,8 +132,9 @@ def revoke(
     print(f"revoked {card['id']} ({card['name']})")
 
 
-def _settings(max_adapter_size: str | None, **given: Any) -> dict[str, Any]:
-    settings = {name: value for name, value in given.items() if value is not None}
+def _given(max_adapter_size: str | None, **others: Any) -> dict[str, Any]:
+    """Return the settings that were given, as the server names them."""
+    settings = {name: value for name, value in others.items() if value is not None}
     if max_adapter_size is not None:
         try:
             settings["max_adapter_bytes"] = parse_size(max_adapter_size)

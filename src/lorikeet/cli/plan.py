@@ -1,6 +1,5 @@
 """``lorikeet plan``: which devices, how many replicas, which preset meet an SLO at the least price, by simulation."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,17 +10,29 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lorikeet.cli.console import JsonFile, check_json_file, fail, output, parse_size, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, check_plot_file, fail, output, parse_size, write_json
+from lorikeet.cli.scenario_options import (
+    AdapterChoice,
+    Adapters,
+    DurationS,
+    Engine,
+    Modules,
+    Ranks,
+    SloLimits,
+    SloTarget,
+    Text,
+    Tokens,
+    Trace,
+    Whole,
+    scenario_flags,
+    worker_processes,
+)
 
 if TYPE_CHECKING:
     from lorikeet.core.request import Slo
     from lorikeet.simulator.planner import Candidate, Judged, Plan, PricedProfile
     from lorikeet.simulator.scenario import Scenario
     from lorikeet.simulator.trials import TrialResult
-
-Text = str | None
-Whole = int | None
-Number = float | None
 
 
 def plan(
@@ -50,20 +61,20 @@ def plan(
         ),
     ] = None,
     max_replicas: Annotated[int, typer.Option(min=1, help="Most replicas to try.")] = 8,
-    trace: Annotated[Text, typer.Option(help="A workload, Azure's CSV or Mooncake's JSONL.")] = None,
+    trace: Trace = None,
     arrivals: Annotated[Text, typer.Option(help="poisson, gamma, uniform or functions.")] = None,
     rate: Annotated[Text, typer.Option(help="Requests per second.")] = None,
     count: Annotated[Whole, typer.Option(min=1, help="Requests of a simulation; else those of two minutes.")] = None,
-    duration_s: Annotated[Number, typer.Option(help="Instead: all that arrive before.")] = None,
-    adapters: Annotated[Whole, typer.Option(min=0, help="How many there are.")] = None,
-    ranks: Annotated[Text, typer.Option(help="Of the adapters in turn: 32, 8,16,64 or 8-128.")] = None,
-    modules: Annotated[Text, typer.Option(help="That the adapters change: q,k,v,o unless said otherwise.")] = None,
-    adapter_choice: Annotated[Text, typer.Option(help="See docs/workloads.md.")] = None,
-    prompt_tokens: Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")] = None,
-    output_tokens: Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")] = None,
-    engine: Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_num_seqs=256.")] = None,
-    slo: Annotated[Text, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1.")] = None,
-    slo_target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")] = 0.99,
+    duration_s: DurationS = None,
+    adapters: Adapters = None,
+    ranks: Ranks = None,
+    modules: Modules = None,
+    adapter_choice: AdapterChoice = None,
+    prompt_tokens: Tokens = None,
+    output_tokens: Tokens = None,
+    engine: Engine = None,
+    slo: SloLimits = None,
+    slo_target: SloTarget = 0.99,
     seeds: Annotated[int, typer.Option(min=1, help="Simulations of a candidate; it must meet the SLO in all.")] = 3,
     unseen: Annotated[int, typer.Option(min=0, help="Further seeds that the choice is checked with.")] = 5,
     processes: Annotated[Whole, typer.Option(min=1, help="Simulations at once.", show_default="cores")] = None,
@@ -78,22 +89,18 @@ def plan(
     seeds, and with more load, to show what breaks first.
     """
     from lorikeet.api.terminal import ProgressDisplay
-    from lorikeet.cli.simulate import engine_settings
     from lorikeet.simulator.planner import Planner
     from lorikeet.simulator.scenario import make_scenario
     from lorikeet.simulator.trials import process_pool
 
     check_json_file(json_file)
-    if plot is not None and not plot.parent.is_dir():
-        fail(f"there is no folder {str(plot.parent)!r}", code=2)
+    check_plot_file(plot)
     if not device:
         fail("--device: name at least one with its price, such as a100-80=2", code=2)
-    flags = {name: value for name, value in context.params.items() if name in _OF_THE_SCENARIO}
-    flags["engine"] = engine_settings(engine) if engine else None
-    workers = processes or len(os.sched_getaffinity(0))
+    workers = worker_processes(processes)
     try:
         hardware = _hardware(device, model, tensor_parallel)
-        asked = make_scenario(scenario, {"profile": hardware[0].profile, **flags})
+        asked = make_scenario(scenario, {"profile": hardware[0].profile, **scenario_flags(context.params)})
         sizes = _host_sizes(host_memory, asked, hardware[0])
         candidates = _candidates(hardware, preset or [asked.preset], sizes, max_replicas)
         with ProgressDisplay() as display:
@@ -112,12 +119,6 @@ def plan(
         plot.write_text(_plot(found, asked), encoding="utf-8")
     if found.choice is None:
         raise typer.Exit(1)
-
-
-_OF_THE_SCENARIO = (
-    *("trace", "arrivals", "rate", "count", "duration_s", "adapters", "ranks", "modules", "adapter_choice"),
-    *("prompt_tokens", "output_tokens", "slo"),
-)
 
 
 def _hardware(devices: Sequence[str], model: str, degrees: Sequence[int] | None) -> "list[PricedProfile]":
@@ -216,7 +217,7 @@ def _print(console: Console, found: "Plan", scenario: "Scenario") -> None:
     console.print(f"cheapest: [bold]{escape(_words(best))}[/], {best.cost:g} an hour", soft_wrap=True)
     console.print(f"  {found.choice.attainment:.2%} of the requests in time at least, {found.target:.1%} asked for")
     if found.unseen:
-        met = sum((each.attainment or 0.0) >= found.target for each in found.unseen)
+        met = sum(each.meets(found.target) for each in found.unseen)
         least = min(each.attainment or 0.0 for each in found.unseen)
         console.print(f"  with {len(found.unseen)} unseen seeds: met with {met}, {least:.2%} in time at least")
     for text in _margin_words(found, limits):

@@ -1,6 +1,5 @@
 """``lorikeet simulate``: runs a workload on simulated engines, with step times from a cost profile."""
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,24 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, check_plot_file, fail, output, write_json
+from lorikeet.cli.scenario_options import (
+    AdapterChoice,
+    Adapters,
+    DurationS,
+    Engine,
+    Modules,
+    Number,
+    Ranks,
+    SloLimits,
+    SloTarget,
+    Text,
+    Tokens,
+    Trace,
+    Whole,
+    scenario_flags,
+    worker_processes,
+)
 from lorikeet.presets import resolve_preset
 
 if TYPE_CHECKING:
@@ -22,10 +38,6 @@ if TYPE_CHECKING:
     from lorikeet.simulator.study import ScenarioResult
     from lorikeet.simulator.trials import TrialResult
 
-Text = str | None
-Whole = int | None
-Number = float | None
-
 
 def simulate(
     context: typer.Context,
@@ -34,7 +46,7 @@ def simulate(
     preset: Annotated[
         list[str] | None, typer.Option(help="Preset to simulate; several are compared.", show_default="auto")
     ] = None,
-    trace: Annotated[Text, typer.Option(help="A workload, Azure's CSV or Mooncake's JSONL.")] = None,
+    trace: Trace = None,
     shape: Annotated[
         Text, typer.Option(help="plain, chat (of --trace), translation, agent, chatbot or conversations.")
     ] = None,
@@ -42,20 +54,20 @@ def simulate(
     rate: Annotated[Text, typer.Option(help="Requests per second, or points: 0:2,400:8.")] = None,
     cv: Annotated[Number, typer.Option(help="Variation of the gaps of gamma and functions.")] = None,
     count: Annotated[Whole, typer.Option(min=1, help="Requests.")] = None,
-    duration_s: Annotated[Number, typer.Option(help="Instead: all that arrive before.")] = None,
-    adapters: Annotated[Whole, typer.Option(min=0, help="How many there are.")] = None,
-    ranks: Annotated[Text, typer.Option(help="Of the adapters in turn: 32, 8,16,64 or 8-128.")] = None,
-    modules: Annotated[Text, typer.Option(help="That the adapters change: q,k,v,o unless said otherwise.")] = None,
-    adapter_choice: Annotated[Text, typer.Option(help="See docs/workloads.md.")] = None,
-    prompt_tokens: Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")] = None,
-    output_tokens: Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")] = None,
+    duration_s: DurationS = None,
+    adapters: Adapters = None,
+    ranks: Ranks = None,
+    modules: Modules = None,
+    adapter_choice: AdapterChoice = None,
+    prompt_tokens: Tokens = None,
+    output_tokens: Tokens = None,
     length_scale: Annotated[Number, typer.Option(help="Factor on the lengths of --trace.")] = None,
     block_size: Annotated[
         Whole, typer.Option(min=2, help="Of a prefix block, before scaling; else what --trace says, or 32.")
     ] = None,
     most_tokens: Annotated[Whole, typer.Option(min=1, help="Leave out longer requests.")] = None,
     max_model_len: Annotated[Whole, typer.Option(min=1, help="Longest sequence; else the profile's.")] = None,
-    engine: Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_num_seqs=256.")] = None,
+    engine: Engine = None,
     replicas: Annotated[Whole, typer.Option(min=1, help="Engines behind the preset's placement and routing.")] = None,
     fetch: Annotated[
         Text, typer.Option(help="How adapters come from a replica to another: pipelined or store-and-forward.")
@@ -64,7 +76,7 @@ def simulate(
         bool | None,
         typer.Option(help="Adapters are on their replicas at the start; else in their files only."),
     ] = None,
-    slo: Annotated[Text, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1.")] = None,
+    slo: SloLimits = None,
     predictor: Annotated[Text, typer.Option(help="Of answer lengths: oracle:0.8, history or none.")] = None,
     seed: Annotated[Whole, typer.Option(min=0, help="Of random choices.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Simulate with so many seeds, from --seed on.")] = 1,
@@ -72,7 +84,7 @@ def simulate(
         Whole, typer.Option(min=1, help="Simulations at once, of several.", show_default="cores")
     ] = None,
     find_peak: Annotated[bool, typer.Option("--find-peak", help="Search the highest rate that meets the SLO.")] = False,
-    slo_target: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")] = 0.9,
+    slo_target: SloTarget = 0.9,
     top: Annotated[int, typer.Option(min=0, help="Adapters in the table.")] = 10,
     json_file: JsonFile = None,
     plot: Annotated[
@@ -86,10 +98,8 @@ def simulate(
     from lorikeet.simulator.study import find_peak_rate, run_scenario
 
     check_json_file(json_file)
-    if plot is not None and not plot.parent.is_dir():
-        fail(f"there is no folder {str(plot.parent)!r}", code=2)
-    flags = {name: value for name, value in context.params.items() if name not in _NOT_OF_THE_SCENARIO}
-    flags |= {"engine": engine_settings(engine) if engine else None, "preset": preset[0] if preset else None}
+    check_plot_file(plot)
+    flags = scenario_flags(context.params) | {"preset": preset[0] if preset else None}
     peak = None
     try:
         asked = make_scenario(scenario, flags)
@@ -117,11 +127,6 @@ def simulate(
         plot.write_text(_plot(shown), encoding="utf-8")
 
 
-_NOT_OF_THE_SCENARIO = (
-    *("scenario", "engine", "preset", "seeds", "processes", "find_peak", "slo_target", "top", "json_file", "plot"),
-)
-
-
 def _compare(
     scenario: "Scenario",
     presets: list[str],
@@ -147,7 +152,7 @@ def _compare(
         for name in presets
         for number in range(seeds)
     ]
-    workers = min(processes or len(os.sched_getaffinity(0)), len(trials))
+    workers = min(worker_processes(processes), len(trials))
     with ProgressDisplay() as display:
         show = partial(display.show, "simulations")
         show(0, len(trials))
@@ -223,17 +228,6 @@ def _first_rate(text: str) -> float:
         return float(text)
     except ValueError:
         fail(f"--rate {text!r} is not a number", code=2)
-
-
-def engine_settings(pairs: list[str]) -> dict[str, str]:
-    """Return the settings in values of ``--engine``; another form ends the command."""
-    given = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            fail(f"--engine {pair!r} is not KEY=VALUE, such as max_num_seqs=256", code=2)
-        given[name.strip()] = value.strip()
-    return given
 
 
 def _print_outcome(console: Console, outcome: "ScenarioResult", top: int) -> None:

@@ -12,20 +12,8 @@ from rich.table import Column, Table
 from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 
-_COLUMNS = (
-    "day",
-    "key",
-    "key_name",
-    "base",
-    "adapter",
-    "requests",
-    "aborted",
-    "failed",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-)
-_COUNTS = _COLUMNS[5:]
+_SUMMED_BY = ("day", "key", "key_name", "base", "adapter")
+_COUNTS = ("requests", "aborted", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 def usage(
@@ -45,9 +33,8 @@ def usage(
     """Print what was used, by day, key and adapter: all with an admin key, else what the key itself has used."""
     check_json_file(json_file)
     asked = {"start": start, "end": end, "key": key, "model": model}
-    rows = ServerClient(url, api_key).get("/v1/usage", **{name: value for name, value in asked.items() if value})[
-        "data"
-    ]
+    given = {name: value for name, value in asked.items() if value}
+    rows = ServerClient(url, api_key).get("/v1/usage", **given)["data"]
     if csv_file is not None:
         _write_csv(csv_file, rows)
     if not write_json(json_file, rows) or csv_file is not None:
@@ -62,7 +49,7 @@ def usage(
 def _write_csv(file: Path, rows: list[dict[str, Any]]) -> None:
     try:
         with file.open("w", newline="", encoding="utf-8") as out:
-            writer = csv.DictWriter(out, _COLUMNS)
+            writer = csv.DictWriter(out, (*_SUMMED_BY, *_COUNTS))
             writer.writeheader()
             writer.writerows(rows)
     except OSError as error:
@@ -84,8 +71,7 @@ def audit(
     table = Table("time (UTC)", "who", "did", "to", "detail")
     for row in rows:
         at = datetime.fromtimestamp(row["unix_s"], UTC).strftime("%Y-%m-%d %H:%M:%S")
-        told = {**row["detail"], **row["detail"].get("settings", {})}
-        told.pop("settings", None)
-        detail = ", ".join(f"{name}={value}" for name, value in told.items())
+        settings = row["detail"].pop("settings", {})
+        detail = ", ".join(f"{name}={value}" for name, value in {**row["detail"], **settings}.items())
         table.add_row(at, *map(escape, (row["actor"] or "-", row["action"], row["subject"], detail)))
     output().print(table)

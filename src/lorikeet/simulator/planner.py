@@ -96,7 +96,7 @@ class Judged:
 
     def meets(self, target: float, seeds: int) -> bool:
         """Return whether all simulations met the target."""
-        return len(self.full) == seeds and all((each.attainment or 0.0) >= target for each in self.full)
+        return len(self.full) == seeds and all(each.meets(target) for each in self.full)
 
 
 class LoadStep(NamedTuple):
@@ -128,13 +128,13 @@ class Plan(NamedTuple):
     @property
     def margin(self) -> float:
         """The highest multiple of the load that still met the SLO."""
-        met = [step.factor for step in self.loads if (step.result.attainment or 0.0) >= self.target]
+        met = [step.factor for step in self.loads if step.result.meets(self.target)]
         return max(met, default=1.0)
 
     @property
     def breaks(self) -> LoadStep | None:
         """The first multiple of the load that missed it."""
-        return next((step for step in self.loads if (step.result.attainment or 0.0) < self.target), None)
+        return next((step for step in self.loads if not step.result.meets(self.target)), None)
 
 
 def long_enough(scenario: Scenario) -> Scenario:
@@ -195,7 +195,6 @@ class Planner:
             Judged(each) for each in sorted(candidates, key=lambda each: (each.cost, each.host_memory_bytes))
         ]
         self._waiting: dict[int, list[Future[TrialResult]]] = {}
-        self._is_short: dict[int, bool] = {}
 
     def plan(self, unseen: int) -> Plan:
         """Return the plan; the choice is also simulated with ``unseen`` further seeds, and with more load."""
@@ -213,7 +212,7 @@ class Planner:
             checks = results[:unseen]
             for factor, result in zip(factors, results[unseen:], strict=True):
                 loads.append(LoadStep(factor, result))
-                if (result.attainment or 0.0) < self._target:
+                if not result.meets(self._target):
                     break
         judged = [each for each in self._judged if each.results]
         return Plan(choice, judged, loads, checks, self._target, self._seeds)
@@ -251,11 +250,9 @@ class Planner:
     def _next_trials(self, number: int) -> None:
         judged = self._judged[number]
         if judged.short is None:
-            self._is_short[number] = True
             trial = Trial(_short(judged.candidate.scenario(self._scenario, 0)))
             self._waiting[number] = [self._pool.submit(trial)]
             return
-        self._is_short[number] = False
         first = len(judged.full)
         seeds = range(first, 1 if not first else self._seeds)
         self._waiting[number] = [
@@ -268,7 +265,7 @@ class Planner:
                 continue
             del self._waiting[number]
             judged, results = self._judged[number], [future.result() for future in futures]
-            if self._is_short[number]:
+            if judged.short is None:
                 (judged.short,) = results
                 judged.is_done = bool(results[0].error) or judged.attainment < self._target - _CLEAR_MISS
                 if not judged.is_done and _short(self._scenario) == self._scenario:
@@ -276,7 +273,7 @@ class Planner:
             else:
                 judged.full += results
             if judged.full:
-                missed = any((each.attainment or 0.0) < self._target for each in judged.full)
+                missed = not all(each.meets(self._target) for each in judged.full)
                 judged.is_done = missed or len(judged.full) >= self._seeds
 
 

@@ -12,7 +12,8 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 260, 180, 50, 40, 60
 """Pixels: a panel, the space left of it and above, and between panels."""
 
 _POINTS = 200
-_COLOUR, _LIMIT_COLOUR, _MISSED_COLOUR = "#2a9d5c", "#c0392b", "#8a94a6"
+_COLOUR, _LIMIT_COLOUR, _OTHER_COLOUR = "#2a9d5c", "#c0392b", "#8a94a6"
+_FRAME_COLOUR = "#8a94a6"
 _LIMIT_LINE = f'stroke="{_LIMIT_COLOUR}" stroke-dasharray="4 3"'
 _TICKS = (1, 2, 5)
 
@@ -50,7 +51,7 @@ def distribution_panels(title: str, panels: Sequence[Panel]) -> str:
 def _panel(left: int, panel: Panel, values: np.ndarray) -> list[str]:
     bottom = _TOP + _HEIGHT
     shapes = [
-        f'<rect x="{left}" y="{_TOP}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" stroke="#8a94a6"/>',
+        _frame(left, _TOP, _WIDTH, _HEIGHT),
         f'<text x="{left + _WIDTH / 2}" y="{bottom + 34}" text-anchor="middle">{escape(panel.name)}, s</text>',
     ]
     for share in (0.5, 0.95, 0.99):
@@ -77,7 +78,7 @@ def _panel(left: int, panel: Panel, values: np.ndarray) -> list[str]:
     shapes.append(f'<polyline points="{points}" fill="none" stroke="{_COLOUR}" stroke-width="2"/>')
     for value in _ticks(min(ends), max(ends)):
         x = across(value)
-        shapes.append(f'<line x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 4}" stroke="#8a94a6"/>')
+        shapes.append(f'<line x1="{x:.1f}" y1="{bottom}" x2="{x:.1f}" y2="{bottom + 4}" stroke="{_FRAME_COLOUR}"/>')
         shapes.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{value:g}</text>')
     p99 = float(np.quantile(values, 0.99))
     shapes.append(f'<circle cx="{across(p99):.1f}" cy="{bottom - 0.99 * _HEIGHT:.1f}" r="4" fill="{_COLOUR}"/>')
@@ -88,6 +89,10 @@ def _panel(left: int, panel: Panel, values: np.ndarray) -> list[str]:
         said += f", limit {panel.limit_s:g} s: {met:.1%} within"
     shapes.append(f'<text x="{left + _WIDTH / 2}" y="{bottom + 50}" text-anchor="middle">{said}</text>')
     return shapes
+
+
+def _frame(left: int, top: int, width: int, height: int) -> str:
+    return f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="{_FRAME_COLOUR}"/>'
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -125,14 +130,14 @@ def bar_panels(title: str, panels: Sequence[tuple[str, float | None, Sequence[Ba
         left = _NAMES + number * (_WIDTH + _GAP)
         most = 1.15 * max([*(value for bar in bars for value in bar.values), limit or 0.0, 1e-9])
         shapes += [
-            f'<rect x="{left}" y="{_TOP}" width="{_WIDTH}" height="{bottom - _TOP}" fill="none" stroke="#8a94a6"/>',
+            _frame(left, _TOP, _WIDTH, bottom - _TOP),
             f'<text x="{left + _WIDTH / 2}" y="{bottom + 18}" text-anchor="middle">{escape(name)}</text>',
         ]
         for row, bar in enumerate(bars):
             y = _TOP + _BAR_GAP + row * (_BAR_HEIGHT + _BAR_GAP)
             mean = sum(bar.values) / len(bar.values)
             width, least, largest = (value / most * _WIDTH for value in (mean, min(bar.values), max(bar.values)))
-            colour, middle = _COLOUR if bar.is_best else _MISSED_COLOUR, y + _BAR_HEIGHT / 2
+            colour, middle = _COLOUR if bar.is_best else _OTHER_COLOUR, y + _BAR_HEIGHT / 2
             shapes.append(
                 f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{_BAR_HEIGHT}" fill="{colour}"/>'
                 f'<line x1="{left + least:.1f}" y1="{middle}" x2="{left + largest:.1f}" y2="{middle}" stroke="black"/>'
@@ -173,8 +178,7 @@ def cost_plot(title: str, points: Sequence[CostPoint], target: float) -> str:
     most = max((point.cost for point in points), default=1.0) * 1.1 or 1.0
     shapes = [
         f'<text x="{left}" y="22" font-weight="bold">{escape(title)}</text>',
-        f'<rect x="{left}" y="{_PLAN_TOP}" width="{_PLAN_WIDTH}" height="{_PLAN_HEIGHT}" '
-        'fill="none" stroke="#8a94a6"/>',
+        _frame(left, _PLAN_TOP, _PLAN_WIDTH, _PLAN_HEIGHT),
         f'<text x="{left + _PLAN_WIDTH / 2}" y="{bottom + 36}" text-anchor="middle">price of an hour</text>',
         f'<text x="16" y="{_PLAN_TOP + _PLAN_HEIGHT / 2}" text-anchor="middle" '
         f'transform="rotate(-90 16 {_PLAN_TOP + _PLAN_HEIGHT / 2})">requests within the SLO</text>',
@@ -191,7 +195,7 @@ def cost_plot(title: str, points: Sequence[CostPoint], target: float) -> str:
     # The choice is drawn last, above the others.
     for number, point in sorted(enumerate(points, 1), key=lambda item: item[1].is_choice):
         x, y = left + point.cost / most * _PLAN_WIDTH, bottom - point.attainment * _PLAN_HEIGHT
-        colour = _COLOUR if point.is_choice else _MISSED_COLOUR
+        colour = _COLOUR if point.is_choice else _OTHER_COLOUR
         shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{7 if point.is_choice else 4}" fill="{colour}"/>')
         shapes.append(f'<text x="{x + 9:.1f}" y="{y + 4:.1f}">{number}</text>')
     for number, point in enumerate(points[:_MOST_NAMED], 1):

@@ -51,6 +51,10 @@ class TrialResult(msgspec.Struct, frozen=True):
     preemptions: int = 0
     error: str = ""
 
+    def meets(self, target: float) -> bool:
+        """Return whether at least this share of the requests met the SLO."""
+        return (self.attainment or 0.0) >= target
+
 
 def run_trial(trial: Trial) -> TrialResult:
     """Run one simulation. What has no meaning is an error in the result, so that others go on."""

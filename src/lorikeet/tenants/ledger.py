@@ -27,6 +27,8 @@ _RETRY_S = 0.5
 _CLOSE_S = 10.0
 """How long a server that stops tries to write what is left."""
 MINUTE_S, DAY_S = 60, 86400
+_USAGE_KEY = [column.name for column in USAGE.primary_key]
+_USAGE_COUNTS = [column.name for column in USAGE.c if not column.primary_key]
 
 
 class LimitState(NamedTuple):
@@ -62,14 +64,21 @@ class Admission(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """Places of one request. ``tokens`` were taken from the windows ``minute`` and ``day``."""
+    """Places of one request.
+
+    Attributes:
+        key_id: of its key.
+        sequences: of the request.
+        tokens: taken from the windows ``minute`` and ``day``.
+        is_concurrent: whether its sequences count against the limit of concurrent requests.
+    """
 
     key_id: str
     sequences: int
     tokens: int
     minute: int
     day: int
-    is_running: bool
+    is_concurrent: bool
 
 
 class Ended(NamedTuple):
@@ -89,7 +98,7 @@ class _Ask(NamedTuple):
     key: ApiKey
     sequences: int
     tokens: int
-    is_running: bool
+    is_concurrent: bool
     answer: "Future[Admission]"
 
 
@@ -146,20 +155,20 @@ class Ledger:
         self._thread = threading.Thread(target=self._run, name="tenants", daemon=True)
         self._thread.start()
 
-    def ask(self, key: ApiKey, sequences: int, tokens: int, *, is_running: bool = True) -> "Future[Admission]":
+    def ask(self, key: ApiKey, sequences: int, tokens: int, *, is_concurrent: bool = True) -> "Future[Admission]":
         """Ask for places.
 
         Args:
             key: with limits.
             sequences: of the request.
             tokens: of their prompts, and the most of their answers.
-            is_running: whether they count among the concurrent ones.
+            is_concurrent: whether the sequences count against the limit of concurrent requests.
 
         Returns:
             The answer; its exception is StoreUnavailable if the database cannot be reached.
         """
         answer: Future[Admission] = Future()
-        self._work.put(_Ask(key, sequences, tokens, is_running, answer))
+        self._work.put(_Ask(key, sequences, tokens, is_concurrent, answer))
         return answer
 
     def release(self, grant: Grant, used_tokens: int) -> None:
@@ -346,17 +355,16 @@ class Ledger:
     def _write_usage(self, connection: Connection, usage: dict[tuple[str, ...], "Counter[str]"]) -> None:
         if not usage:
             return
-        names = ("requests", "aborted", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
         upsert = self._store.insert(USAGE)
         connection.execute(
             upsert.on_conflict_do_update(
-                index_elements=["day", "key_id", "base", "adapter"],
-                set_={name: USAGE.c[name] + upsert.excluded[name] for name in names},
+                index_elements=_USAGE_KEY,
+                set_={name: USAGE.c[name] + upsert.excluded[name] for name in _USAGE_COUNTS},
             ),
             [
                 {
-                    **dict(zip(("day", "key_id", "base", "adapter"), of, strict=True)),
-                    **{name: added[name] for name in names},
+                    **dict(zip(_USAGE_KEY, of, strict=True)),
+                    **{name: added[name] for name in _USAGE_COUNTS},
                 }
                 for of, added in sorted(usage.items())
             ],
@@ -372,7 +380,7 @@ def _admit(ask: _Ask, counts: _Counts, now: float) -> Admission:
         (limits.requests_per_minute, counts.requests, ask.sequences, minute_left_s, "requests per minute"),
         (limits.tokens_per_minute, counts.minute_tokens, ask.tokens, minute_left_s, "tokens per minute"),
         (limits.tokens_per_day, counts.day_tokens, ask.tokens, day_left_s, "tokens per day"),
-        (limits.concurrent_requests, counts.running, ask.sequences * ask.is_running, 1.0, "concurrent requests"),
+        (limits.concurrent_requests, counts.running, ask.sequences * ask.is_concurrent, 1.0, "concurrent requests"),
     )
     for limit, used, wanted, wait_s, unit in checks:
         if limit and wanted and used + wanted > limit:
@@ -380,12 +388,12 @@ def _admit(ask: _Ask, counts: _Counts, now: float) -> Admission:
             reasons.append(f"{wanted} more than the {used} in use would pass the limit of {limit} {unit}")
     grant = None
     if not waits:
-        grant = Grant(ask.key.key_id, ask.sequences, ask.tokens, counts.minute, counts.day, ask.is_running)
+        grant = Grant(ask.key.key_id, ask.sequences, ask.tokens, counts.minute, counts.day, ask.is_concurrent)
         counts.requests += ask.sequences
         counts.minute_tokens += ask.tokens
         counts.day_tokens += ask.tokens
-        counts.running += ask.sequences * ask.is_running
-        counts.running_here += ask.sequences * ask.is_running
+        counts.running += ask.sequences * ask.is_concurrent
+        counts.running_here += ask.sequences * ask.is_concurrent
     tokens = [
         _state(limits.tokens_per_minute, counts.minute_tokens, minute_left_s),
         _state(limits.tokens_per_day, counts.day_tokens, day_left_s),
@@ -409,7 +417,7 @@ def _give_back(release: _Release, counts: _Counts) -> None:
         counts.minute_tokens = max(0, counts.minute_tokens - unused)
     if grant.day == counts.day:
         counts.day_tokens = max(0, counts.day_tokens - unused)
-    if grant.is_running:
+    if grant.is_concurrent:
         taken = min(grant.sequences, counts.running_here)
         counts.running -= taken
         counts.running_here -= taken
@@ -430,14 +438,14 @@ def _day(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d")
 
 
-def never_fits(key: ApiKey, sequences: int, tokens: int, *, is_running: bool) -> str:
+def never_fits(key: ApiKey, sequences: int, tokens: int, *, is_concurrent: bool) -> str:
     """Return why a request could never be admitted; empty if it could."""
     limits = key.settings
     checks: Iterable[tuple[int, int, str]] = (
         (limits.requests_per_minute, sequences, "requests per minute"),
         (limits.tokens_per_minute, tokens, "tokens per minute, its prompt and max_tokens counted"),
         (limits.tokens_per_day, tokens, "tokens per day, its prompt and max_tokens counted"),
-        (limits.concurrent_requests, sequences * is_running, "concurrent requests"),
+        (limits.concurrent_requests, sequences * is_concurrent, "concurrent requests"),
     )
     return next(
         (f"it asks for {wanted} of at most {most} {unit}" for most, wanted, unit in checks if 0 < most < wanted), ""

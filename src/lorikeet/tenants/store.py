@@ -145,16 +145,7 @@ class TenantStore:
         """Make a key; return it and its secret, which is not stored."""
         secret = new_secret()
         key = ApiKey(new_key_id(), name, digest_of(secret), settings, self._now())
-        values = {
-            "key_id": key.key_id,
-            "name": name,
-            "digest": key.digest,
-            "settings": _encode(settings),
-            "created_at": key.created_at,
-            "old_digest": "",
-            "old_until": 0.0,
-            "revision": _next_revision(),
-        }
+        values = msgspec.structs.asdict(key) | {"settings": _encode(settings), "revision": _next_revision()}
         detail = {**({"name": name} if name else {}), "settings": _changes(KeySettings(), settings)}
 
         def write(connection: Connection) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from lorikeet.tenants.keys import Access, ApiKey, KeySettings, digest_of
 from lorikeet.tenants.ledger import Ledger
-from lorikeet.tenants.store import TenantStore, UnknownKey
+from lorikeet.tenants.store import TenantStore
 
 _LEAST_REFRESH_S = 0.5
 """Between two looks into the database for a secret that is not known."""
@@ -111,6 +111,3 @@ class Tenants:
         """Write what is left, and close."""
         self.ledger.close()
         self.store.close()
-
-
-__all__ = ["Tenants", "UnknownKey"]

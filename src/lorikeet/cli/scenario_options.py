@@ -1,0 +1,50 @@
+"""Options of a simulated scenario, as ``simulate`` and ``plan`` have them."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from lorikeet.cli.console import fail
+
+Text = str | None
+Whole = int | None
+Number = float | None
+
+Trace = Annotated[Text, typer.Option(help="A workload, Azure's CSV or Mooncake's JSONL.")]
+DurationS = Annotated[Number, typer.Option(help="Instead: all that arrive before.")]
+Adapters = Annotated[Whole, typer.Option(min=0, help="How many there are.")]
+Ranks = Annotated[Text, typer.Option(help="Of the adapters in turn: 32, 8,16,64 or 8-128.")]
+Modules = Annotated[Text, typer.Option(help="That the adapters change: q,k,v,o unless said otherwise.")]
+AdapterChoice = Annotated[Text, typer.Option(help="See docs/workloads.md.")]
+Tokens = Annotated[Text, typer.Option(help="A number, or a range such as 64-256.")]
+Engine = Annotated[list[str] | None, typer.Option(help="Engine setting, such as max_num_seqs=256.")]
+SloLimits = Annotated[Text, typer.Option(help="Limits in seconds, such as ttft=0.5,tpot=0.1.")]
+SloTarget = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that must meet it.")]
+
+
+def scenario_flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options of a command that are fields of a scenario, but for the presets, of which it has several.
+
+    A setting in ``--engine`` that has another form than KEY=VALUE ends the command.
+    """
+    from lorikeet.simulator.scenario import Scenario
+
+    flags = {name: options[name] for name in Scenario.__struct_fields__ if name in options and name != "preset"}
+    return flags | {"engine": _engine_settings(options["engine"]) if options["engine"] else None}
+
+
+def _engine_settings(pairs: Sequence[str]) -> dict[str, str]:
+    given = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            fail(f"--engine {pair!r} is not KEY=VALUE, such as max_num_seqs=256", code=2)
+        given[name.strip()] = value.strip()
+    return given
+
+
+def worker_processes(asked: int | None) -> int:
+    """Return how many simulations run at once: as many as ``--processes`` says, else one on each core."""
+    return asked or len(os.sched_getaffinity(0))
