@@ -1,6 +1,5 @@
 """``lorikeet plan``: which devices, how many replicas, which preset meet an SLO at the least price, by simulation."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lorikeet.cli.console import JsonFile, check_json_file, fail, output, parse_size, write_json
+from lorikeet.core.machine import usable_cores
 
 if TYPE_CHECKING:
     from lorikeet.core.request import Slo
@@ -90,7 +90,7 @@ def plan(
         fail("--device: name at least one with its price, such as a100-80=2", code=2)
     flags = {name: value for name, value in context.params.items() if name in _OF_THE_SCENARIO}
     flags["engine"] = engine_settings(engine) if engine else None
-    workers = processes or len(os.sched_getaffinity(0))
+    workers = processes or len(usable_cores())
     try:
         hardware = _hardware(device, model, tensor_parallel)
         asked = make_scenario(scenario, {"profile": hardware[0].profile, **flags})

@@ -1,6 +1,5 @@
 """``lorikeet simulate``: runs a workload on simulated engines, with step times from a cost profile."""
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
+from lorikeet.core.machine import usable_cores
 from lorikeet.presets import resolve_preset
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _compare(
         for name in presets
         for number in range(seeds)
     ]
-    workers = min(processes or len(os.sched_getaffinity(0)), len(trials))
+    workers = min(processes or len(usable_cores()), len(trials))
     with ProgressDisplay() as display:
         show = partial(display.show, "simulations")
         show(0, len(trials))
