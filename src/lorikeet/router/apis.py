@@ -5,6 +5,7 @@ Ollama (docs/api) were compared with their documentation in November 2026, those
 none of these servers has been run behind a router yet.
 """
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Awaitable, Mapping
@@ -223,10 +224,10 @@ class OllamaApi(ServerApi):
         paths = [source / CONFIG_FILE, source / WEIGHTS_FILE] if source.is_dir() else [source]
         for path in paths:
             try:
-                content = path.read_bytes()
+                content, digest = await asyncio.to_thread(_read, path)
             except OSError as error:
                 return _refused(f"its files must be readable where the router runs: {error.strerror}")
-            files[path.name] = digest = "sha256:" + hashlib.sha256(content).hexdigest()
+            files[path.name] = digest
             there = await ask("HEAD", f"/api/blobs/{digest}")
             if there.status != 200:
                 sent = await ask("POST", f"/api/blobs/{digest}", content)
@@ -238,6 +239,12 @@ class OllamaApi(ServerApi):
     async def unload(self, ask: Ask, name: str) -> Reply:
         """Delete the model."""
         return await ask("DELETE", "/api/delete", {"model": name})
+
+
+def _read(path: Path) -> tuple[bytes, str]:
+    """Return a file's content and its digest as Ollama names it; takes long for large files."""
+    content = path.read_bytes()
+    return content, "sha256:" + hashlib.sha256(content).hexdigest()
 
 
 class TgiApi(_StartedWithAdapters):
