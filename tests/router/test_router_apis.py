@@ -1,9 +1,12 @@
 """A router before servers of other kinds: each has adapters in its own way, and clients see none of it."""
 
+import asyncio
 import json
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -200,11 +203,22 @@ async def test_lines_of_a_file_come_and_go_while_requests_run(tmp_path: Path, mo
     await second.kill()
 
 
-async def test_names_and_kubernetes_endpoints_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = await Discovery(["dns://localhost:8000,api=tgi"]).find()
+async def test_a_name_without_addresses_has_no_backends_and_a_failed_lookup_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = Discovery(["dns://localhost:8000,api=tgi"])
+    found = await names.find()
     assert BackendSpec("http://127.0.0.1:8000", "tgi") in found
-    assert await Discovery(["dns://no.such.name.invalid:8000"]).find() == []
+    lookup = AsyncMock(side_effect=socket.gaierror(socket.EAI_AGAIN, "the name server does not answer"))
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
+    assert await names.find() == found
+    lookup.side_effect = socket.gaierror(socket.EAI_NONAME, "there is no such name")
+    assert await names.find() == []
 
+
+async def test_ready_endpoints_of_a_kubernetes_service_are_backends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def slices(http: Request) -> Response:
         assert http.headers["authorization"] == "Bearer secret"
         assert http.query_params["labelSelector"] == "kubernetes.io/service-name=vllm"
