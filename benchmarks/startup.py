@@ -54,7 +54,7 @@ def main() -> None:
     print_setup()
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as text:
         folder = Path(text)
-        _start(folder, "none")
+        _start(folder, "none")  # makes the store, and brings the model's files into the page cache
         fill_store(folder / "many", folder / "fill.log", ADAPTERS)
         names = {"no adapters": "none", f"{ADAPTERS:,} adapters": "many"}
         sides = {title: lambda _, store=store: _start(folder, store) for title, store in names.items()}

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import signal
 import sys
 import time
@@ -265,7 +266,12 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return noted
 
 
-async def test_an_engine_that_was_started_early_is_the_first_one(interpreter: Path) -> None:
+@pytest.mark.parametrize("has_pidfd", [True, False])
+async def test_an_engine_that_was_started_early_is_the_first_one(
+    interpreter: Path, monkeypatch: pytest.MonkeyPatch, has_pidfd: bool
+) -> None:
+    if not has_pidfd:  # as on macOS
+        monkeypatch.delattr(os, "pidfd_open")
     host = LocalHost()
     host.start_early()
     early, again = host.bind_address(), host.bind_address()

@@ -284,7 +284,7 @@ async def test_a_replica_for_which_there_is_no_room_is_told_of(
     ray_info: RayInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.cluster.ray.host.START_TIMEOUT_S", 0.5)
-    host = RayHost(ray_info, R0, tmp_path, ReplicaResources(cpus=64.0))
+    host = RayHost(ray_info, R0, tmp_path, ReplicaResources(cpus=64.0), PEER_KEY)
     with pytest.raises(RayError, match=r"64 CPUs .* has 8 CPUs"):
         await start_idle(host)
     assert host.actor is None
@@ -440,7 +440,7 @@ async def test_an_actor_that_does_not_answer_for_a_moment_is_asked_again(
 ) -> None:
     monkeypatch.setattr("lorikeet.cluster.ray.transport._RETRY_S", 0.0)
     away = ray.exceptions.ActorUnavailableError("the network", None)
-    host, actor = RayHost(ray_info, R0, Path(), ReplicaResources(cpus=1.0)), Mock()
+    host, actor = RayHost(ray_info, R0, Path(), ReplicaResources(cpus=1.0), PEER_KEY), Mock()
     host._actor = actor  # one that fails as it is told to
     transport = transport_of({R0: host})
     actor.fetch.remote = AsyncMock(side_effect=[away, away, "/there"])

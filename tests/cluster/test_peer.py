@@ -1,5 +1,6 @@
 """Adapters on their way from one process's memory to another's: whole, checked, or an error that says why."""
 
+import errno
 import os
 import socket
 import threading
@@ -102,6 +103,24 @@ def test_a_pool_that_the_user_names_and_one_without_room_in_memory_are_on_disk(
         pytest.raises(PoolFolderUnwritableError, match="No space"),
     ):
         make_pool(ReplicaId("r3")).fetch(adapter.digest, serve(full).address, key)
+
+
+def test_a_server_goes_on_after_a_connection_that_it_could_not_accept(
+    make_pool: Callable[..., ReplicaPool], serve: Callable[..., PeerServer], adapter: AdapterRef, key: bytes
+) -> None:
+    source, target = make_pool(R0), make_pool(R1)
+    source.store(adapter.digest, read_files(Path(adapter.folder)))
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+    def fail_once(listener: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    with patch.object(socket.socket, "accept", fail_once):
+        place = target.fetch(adapter.digest, serve(source).address, key)
+    assert not failures
+    assert reference("a", place, geometry()).digest == adapter.digest
 
 
 def test_damage_strangers_and_losses_are_errors_that_leave_nothing(

@@ -6,8 +6,8 @@ from contextlib import suppress
 import pytest
 import torch
 
+from lorikeet.core.machine import usable_cores
 from lorikeet.kernels.native import NativeKernels, load_library, supported_instruction_sets
-from lorikeet.worker.threads import usable_cores
 
 pytestmark = pytest.mark.skipif(not supported_instruction_sets(), reason="no native library can be used here")
 

@@ -1,9 +1,12 @@
 """A router before servers of other kinds: each has adapters in its own way, and clients see none of it."""
 
+import asyncio
 import json
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -11,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from lorikeet.router import discovery
 from lorikeet.router.adapters import RoutedAdapter, describe_adapter
 from lorikeet.router.apis import BackendSpec, parse_backend
 from lorikeet.router.discovery import Discovery
@@ -199,11 +203,22 @@ async def test_lines_of_a_file_come_and_go_while_requests_run(tmp_path: Path, mo
     await second.kill()
 
 
-async def test_names_and_kubernetes_endpoints_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = await Discovery(["dns://localhost:8000,api=tgi"]).find()
+async def test_a_name_without_addresses_has_no_backends_and_a_failed_lookup_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = Discovery(["dns://localhost:8000,api=tgi"])
+    found = await names.find()
     assert BackendSpec("http://127.0.0.1:8000", "tgi") in found
-    assert await Discovery(["dns://no.such.name.invalid:8000"]).find() == []
+    lookup = AsyncMock(side_effect=socket.gaierror(socket.EAI_AGAIN, "the name server does not answer"))
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", lookup)
+    assert await names.find() == found
+    lookup.side_effect = socket.gaierror(socket.EAI_NONAME, "there is no such name")
+    assert await names.find() == []
 
+
+async def test_ready_endpoints_of_a_kubernetes_service_are_backends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def slices(http: Request) -> Response:
         assert http.headers["authorization"] == "Bearer secret"
         assert http.query_params["labelSelector"] == "kubernetes.io/service-name=vllm"
@@ -228,9 +243,12 @@ async def test_names_and_kubernetes_endpoints_are_asked(tmp_path: Path, monkeypa
     async with server.serving() as url:
         (tmp_path / "token").write_text("secret\n")
         host, _, port = url.removeprefix("http://").rpartition(":")
-        for name, value in (("HOST", host), ("PORT", port), ("SCHEME", "http"), ("ACCOUNT", str(tmp_path))):
-            monkeypatch.setenv(f"KUBERNETES_SERVICE_{name}", value)
-        found = await Discovery(["kubernetes://serving/vllm:8000"]).find()
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", port)
+        monkeypatch.setattr(discovery, "_SCHEME", "http")
+        monkeypatch.setattr(discovery, "_ACCOUNT", tmp_path)
+        service = Discovery(["kubernetes://serving/vllm:8000"])
+        found = await service.find()
         assert [spec.url for spec in found] == ["http://10.0.0.2:8000", "http://[fd::1]:8000"]
         monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
-        assert await Discovery(["kubernetes://serving/vllm:8000"]).find() == []
+        assert await service.find() == found, "a source that does not answer changes nothing"

@@ -20,6 +20,7 @@ from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.executor import EngineSizes
 from lorikeet.core.geometry import LORA_MODULES
 from lorikeet.core.ids import AdapterDigest, BlockId
+from lorikeet.core.machine import usable_cores
 from lorikeet.core.messages import AssistCounters
 from lorikeet.core.plan import StepPlan, StepResult, Tier, Transfer
 from lorikeet.core.prefill_pipeline import cut, load_order
@@ -30,7 +31,6 @@ from lorikeet.presets import HostLayers, resolve_preset
 from lorikeet.worker.host_lora.assisted_step import HostLoraLeader
 from lorikeet.worker.host_lora.pool import DevicePool
 from lorikeet.worker.host_lora.start import wanted_workers
-from lorikeet.worker.threads import usable_cores
 from lorikeet.worker.torch_executor import TorchExecutor, build_torch_executor
 from lorikeet.worker.transfer import transfers
 from lorikeet.worker.transfer.device import Cpu

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lorikeet.bench.backends import OfflineBatch, OfflineResult
+from lorikeet.core.machine import usable_cores
 
 DEFAULT_PYTHON = Path(".venvs/vllm/bin/python")
 """Default Python of vLLM's environment, relative to the working directory."""
@@ -68,7 +69,7 @@ class VllmBackend:
         python: Path = DEFAULT_PYTHON,
     ) -> None:
         libraries = _preloads(python)
-        cores = sorted(os.sched_getaffinity(0))[:threads]
+        cores = sorted(usable_cores())[:threads]
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",

@@ -1,6 +1,5 @@
 """``lorikeet bench``: benchmarks. The commands ``limits`` and ``shape`` are here, the others in ``bench_*.py``."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from lorikeet.cli.bench_offline import bench_offline
 from lorikeet.cli.bench_serve import bench_serve
 from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
 from lorikeet.config import ConfigError, ModelSettings
+from lorikeet.core.machine import usable_cores
 
 
 def bench_limits(
@@ -41,7 +41,7 @@ def bench_limits(
         cost = model_cost(read_model_config(folder), kind.itemsize)
     except (ConfigError, ModelConfigError) as error:
         fail(str(error))
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads or len(usable_cores()))
     limits = LimitMeter(kind).measure()
     report = {
         "model": folder.name,

@@ -1,6 +1,5 @@
 """``lorikeet bench memory``: compares presets' memory management on one workload, on engines in this process."""
 
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from lorikeet.cli.console import JsonFile, check_json_file, check_plot_file, fail, output, parse_size, write_json
 from lorikeet.config import ModelSettings
+from lorikeet.core.machine import usable_cores
 from lorikeet.core.sizes import format_size
 from lorikeet.presets import resolve_preset
 
@@ -145,7 +145,7 @@ def bench_memory(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_model_len=work.longest_tokens,
-                threads=threads or len(os.sched_getaffinity(0)),
+                threads=threads or len(usable_cores()),
             )
             filled = working_set(work, rig.adapters, rig.geometry, setting.block_size)
             least_bytes = least_memory_bytes(work, rig.adapters, rig.geometry, setting.block_size)

@@ -12,6 +12,7 @@ from rich.table import Table
 from lorikeet import SPIN_COUNT
 from lorikeet.cli.console import JsonFile, check_json_file, check_plot_file, fail, note, output, write_json
 from lorikeet.config import ConfigError, ModelSettings
+from lorikeet.core.machine import usable_cores
 from lorikeet.presets import resolve_preset
 
 _LIBGOMP_SPIN_COUNT = "300000"
@@ -74,7 +75,7 @@ def bench_offline(
         max_num_batched_tokens=max_num_batched_tokens,
         dtype=dtype,
         device=device,
-        threads=threads or len(os.sched_getaffinity(0)),
+        threads=threads or len(usable_cores()),
         preset=preset,
         seed=seed,
         vllm_python=vllm_python,

@@ -1,12 +1,12 @@
 """Options of a simulated scenario, as ``simulate`` and ``plan`` have them."""
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 
 from lorikeet.cli.console import fail
+from lorikeet.core.machine import usable_cores
 
 Text = str | None
 Whole = int | None
@@ -47,4 +47,4 @@ def _engine_settings(pairs: Sequence[str]) -> dict[str, str]:
 
 def worker_processes(asked: int | None) -> int:
     """Return how many simulations run at once: as many as ``--processes`` says, else one on each core."""
-    return asked or len(os.sched_getaffinity(0))
+    return asked or len(usable_cores())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lorikeet.adapters.description import CONFIG_FILE
 from lorikeet.config import DEVICES, DTYPES, KERNELS, LOAD_FORMATS, MODEL_IMPLS, ConfigError, ExecutorKind, Settings
-from lorikeet.core.machine import gpu_models, memory_limit_bytes
+from lorikeet.core.machine import gpu_models, memory_limit_bytes, usable_cores
 from lorikeet.core.sizes import format_size
 from lorikeet.core.suggestions import unknown_name
 from lorikeet.models.quantization_config import ALIASES, ON_LOAD, QUANTIZATIONS
@@ -151,7 +151,7 @@ def _check_cores(settings: Settings) -> None:
             raise ConfigError(
                 f"tensor_parallel: {engine.tensor_parallel}{times} needs more GPUs than there are: {gpus}"
             )
-    elif engine.tensor_parallel > (cores := len(os.sched_getaffinity(0))):
+    elif engine.tensor_parallel > (cores := len(usable_cores())):
         raise ConfigError(f"tensor_parallel: {engine.tensor_parallel} ranks need as many cores, and there are {cores}")
 
 

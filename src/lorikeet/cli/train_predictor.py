@@ -1,6 +1,5 @@
 """``lorikeet train-predictor``: trains a predictor of answer lengths on request logs."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +9,7 @@ from rich.table import Table
 from lorikeet.cli.console import fail, output
 from lorikeet.config import ConfigError, ModelSettings
 from lorikeet.core.extras import install_command
+from lorikeet.core.machine import usable_cores
 
 if TYPE_CHECKING:
     from lorikeet.scheduling.prediction.learned import LengthModelInfo
@@ -48,7 +48,7 @@ def train_predictor(
             head = train_from_logs(
                 requests,
                 folder / "tokenizer.json",
-                len(os.sched_getaffinity(0)),
+                len(usable_cores()),
                 lambda done: display.show("prompts", done, len(requests)),
             )
         head.write(output)

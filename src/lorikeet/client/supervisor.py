@@ -413,6 +413,8 @@ class ChildProcess:
 
     async def wait(self) -> int:
         """Wait until it has ended; return its exit code."""
+        if not hasattr(os, "pidfd_open"):  # macOS
+            return await asyncio.to_thread(self._process.wait)
         if self._process.poll() is None:
             loop, ended = asyncio.get_running_loop(), asyncio.Event()
             ended_fd = os.pidfd_open(self.pid)  # not reaped yet, so this is still its id

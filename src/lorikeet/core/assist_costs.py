@@ -213,9 +213,10 @@ class AssistCosts(msgspec.Struct, frozen=True):
         return self.times(tokens, self.rank(ref), self.handovers(ref)).load_then_prefill_s
 
     def pays(self, ref: AdapterRef, tokens: int, ratio: float = 1.0, others: int = 0) -> bool:
-        """Whether assistance is possible, and gives the first token sooner than waiting by more than it delays others.
+        """Whether assistance is possible, and saves the request more time than it costs all others.
 
-        Others run while a request waits for its adapter, but an assisted prefill makes their step as long as it is.
+        While a request waits for its adapter, others run as usual. A step with an assisted prefill takes as long as
+        that prefill, for all sequences in it.
 
         Args:
             ref: the adapter.
@@ -259,8 +260,8 @@ class AssistRecord:
     assistance there are no assisted prefills; then it slowly returns to 1, so that another is tried now and then.
 
     Attributes:
-        others: how many other requests wait or run now. Those that run count as much: an engine that runs many has
-            little time to spare, and later requests miss what it loses.
+        others: how many other requests wait or run now, all of which a longer step delays; set before each admission.
+            Running ones count as much as waiting ones: later requests wait for what a busy engine loses.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
 """What this machine is and has, read from the system without any library of the device."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -23,6 +24,13 @@ def memory_limit_bytes(cgroups: Path = _CGROUPS, own_groups: Path = Path("/proc/
 def free_memory_bytes() -> int:
     """Return the bytes of memory that are free in this machine, at most what this process can have."""
     return min(int(psutil.virtual_memory().available), memory_limit_bytes())
+
+
+def usable_cores() -> set[int]:
+    """Return the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))  # macOS
 
 
 def _limits(cgroups: Path, own_groups: Path) -> list[int]:

@@ -5,6 +5,7 @@ Ollama (docs/api) were compared with their documentation in November 2026, those
 none of these servers has been run behind a router yet.
 """
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Awaitable, Mapping
@@ -80,7 +81,7 @@ class ServerApi:
     async def list_more(self, ask: Ask) -> None:
         """Read what else the server says of its adapters."""
 
-    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+    async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
         """Load an adapter; a status other than 200 says that it cannot."""
         return await ask("POST", "/v1/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.source})
 
@@ -117,7 +118,7 @@ class SglangApi(ServerApi):
         """No request is taken as it is."""
         return False
 
-    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+    async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
         """Load an adapter. Its refusals are 400, or ``success: false``."""
         reply = await ask("POST", "/load_lora_adapter", {"lora_name": adapter.name, "lora_path": adapter.source})
         try:
@@ -140,11 +141,20 @@ class SglangApi(ServerApi):
         return fields if adapter is None else {**fields, "lora_path": adapter.name}
 
 
-class LlamaCppApi(ServerApi):
+class _StartedWithAdapters(ServerApi):
+    """A server that is given its adapters when it starts."""
+
+    lists_adapters = False
+
+    async def unload(self, ask: Ask, name: str) -> Reply:
+        """Do nothing: it keeps what it was started with."""
+        return Reply(200, b"")
+
+
+class LlamaCppApi(_StartedWithAdapters):
     """llama.cpp's server: adapters are given at its start, and a request chooses among them by number."""
 
     name = "llamacpp"
-    lists_adapters = False
 
     def __init__(self, base: str = "") -> None:
         super().__init__(base)
@@ -173,7 +183,7 @@ class LlamaCppApi(ServerApi):
         names = (adapter.source, adapter.name, Path(adapter.source).stem)
         return next((self._numbers[name] for name in names if name in self._numbers), None)
 
-    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+    async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
         """Look for an adapter among those that the server was started with."""
         if self._number(adapter) is None:
             await self.list_more(ask)
@@ -183,10 +193,6 @@ class LlamaCppApi(ServerApi):
             f"llama.cpp loads adapters at its start, and has none called {adapter.name}: start it with "
             f"--lora {adapter.name}.gguf --lora-init-without-apply"
         )
-
-    async def unload(self, ask: Ask, name: str) -> Reply:
-        """Do nothing: it keeps what it was started with."""
-        return Reply(200, b"")
 
     def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
         """Choose the adapter, and no other, by its number."""
@@ -210,7 +216,7 @@ class OllamaApi(ServerApi):
         """Whether it is the model named by ``base=``; without that all are."""
         return not self.base or card.get("id") in (self.base, f"{self.base}:latest")
 
-    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+    async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
         """Upload the files that the server does not have, and make the model."""
         if not self.base:
             return _refused("name the model that adapters are for: --backend URL,api=ollama,base=MODEL")
@@ -218,10 +224,10 @@ class OllamaApi(ServerApi):
         paths = [source / CONFIG_FILE, source / WEIGHTS_FILE] if source.is_dir() else [source]
         for path in paths:
             try:
-                content = path.read_bytes()
+                content, digest = await asyncio.to_thread(_read, path)
             except OSError as error:
                 return _refused(f"its files must be readable where the router runs: {error.strerror}")
-            files[path.name] = digest = "sha256:" + hashlib.sha256(content).hexdigest()
+            files[path.name] = digest
             there = await ask("HEAD", f"/api/blobs/{digest}")
             if there.status != 200:
                 sent = await ask("POST", f"/api/blobs/{digest}", content)
@@ -235,23 +241,24 @@ class OllamaApi(ServerApi):
         return await ask("DELETE", "/api/delete", {"model": name})
 
 
-class TgiApi(ServerApi):
+def _read(path: Path) -> tuple[bytes, str]:
+    """Return a file's content and its digest as Ollama names it; takes long for large files."""
+    content = path.read_bytes()
+    return content, "sha256:" + hashlib.sha256(content).hexdigest()
+
+
+class TgiApi(_StartedWithAdapters):
     """Text Generation Inference: adapters are given at its start (``LORA_ADAPTERS``); the base is called ``tgi``."""
 
     name = "tgi"
-    lists_adapters = False
     continues_chats = False
 
     def takes(self, model: str, adapter: RoutedAdapter | None, base: str) -> bool:
         """No request is taken as it is."""
         return False
 
-    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+    async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
         """Do nothing: it lists no adapters, and refuses requests for those that it has not got."""
-        return Reply(200, b"")
-
-    async def unload(self, ask: Ask, name: str) -> Reply:
-        """Do nothing: it keeps what it was started with."""
         return Reply(200, b"")
 
     def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
@@ -271,11 +278,10 @@ class LoraxApi(TgiApi):
         return {**fields, "model": adapter.source.removeprefix("hf://")}
 
 
-class OpenAiApi(ServerApi):
+class OpenAiApi(_StartedWithAdapters):
     """Any server whose adapters are models that it lists under their names."""
 
     name = "openai"
-    lists_adapters = False
     health_path = "/v1/models"
     continues_chats = False
 
@@ -283,7 +289,7 @@ class OpenAiApi(ServerApi):
         """Whether it is the model named by ``base=``; without that all are."""
         return not self.base or card.get("id") == self.base
 
-    async def load(self, ask: Ask, adapter: RoutedAdapter, base: str) -> Reply:
+    async def load(self, ask: Ask, adapter: RoutedAdapter) -> Reply:
         """Look for the adapter in the server's list of models."""
         reply = await ask("GET", "/v1/models")
         try:
@@ -291,10 +297,6 @@ class OpenAiApi(ServerApi):
         except (msgspec.DecodeError, KeyError, TypeError):
             return reply if reply.status != 200 else _refused("it answers no list of models")
         return Reply(200, b"") if adapter.name in names else _refused(f"it lists no model {adapter.name}")
-
-    async def unload(self, ask: Ask, name: str) -> Reply:
-        """Do nothing: it keeps what it was started with."""
-        return Reply(200, b"")
 
 
 APIS: dict[str, type[ServerApi]] = {

@@ -350,7 +350,7 @@ class Backend:
 
     async def _load(self, adapter: RoutedAdapter) -> Reply:
         self.loads += 1
-        return await self.api.load(self._request, adapter, self.base)
+        return await self.api.load(self._request, adapter)
 
     async def unload(self, adapter: RoutedAdapter) -> None:
         """Unload an adapter, unless another version has taken its place.

@@ -18,7 +18,8 @@ from lorikeet.router.apis import BackendSpec, parse_backend
 EVERY_S = 5.0
 """Seconds between two searches."""
 _ANSWER_S = 10.0
-_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_SCHEME, _ACCOUNT = "https", Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""How the API server is reached from a pod, and the folder with the pod's token and the API server's certificates."""
 
 Find = Callable[[], Awaitable[list[BackendSpec]]]
 """Returns the backends that are there now; raises ``OSError`` or ``ValueError`` if that cannot be found out."""
@@ -151,11 +152,9 @@ class _ApiServer(NamedTuple):
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise DiscoveryError("this is no pod: KUBERNETES_SERVICE_HOST is not set")
-        account = Path(os.environ.get("KUBERNETES_SERVICE_ACCOUNT", str(_ACCOUNT)))
-        certificates = account / "ca.crt"
+        certificates = _ACCOUNT / "ca.crt"
         trusts = ssl.create_default_context(cafile=str(certificates)) if certificates.exists() else True
-        scheme = os.environ.get("KUBERNETES_SERVICE_SCHEME", "https")
-        return cls(f"{scheme}://{host}:{port}", (account / "token").read_text().strip(), trusts)
+        return cls(f"{_SCHEME}://{host}:{port}", (_ACCOUNT / "token").read_text().strip(), trusts)
 
     async def get(self, path: str) -> bytes:
         timeout, headers = aiohttp.ClientTimeout(_ANSWER_S), {"authorization": f"Bearer {self.token}"}

@@ -1,4 +1,4 @@
-"""Drafts: tokens that may come next, found in what a sequence or its adapter has said before.
+"""Drafts: tokens that may come next, found by n-grams in a sequence's own tokens and its adapter's latest answers.
 
 A step computes a draft behind a sequence's newest token, and the tokens that it yields show how far the draft was right
 (``SequenceStep.draft``). A token is a function of the logits, the seed and its position, so an answer is the same with
@@ -16,37 +16,37 @@ Drafts = Mapping[RequestId, tuple[int, ...]]
 """The drafted tokens of some sequences."""
 
 _ORDERS = (3, 1)
-"""So many tokens must agree with an earlier place for what follows there to be a draft."""
+"""Lengths of the n-grams that are looked up, the longer one first."""
 _LONGEST_MATCH = 12
-"""More agreeing tokens say no more."""
+"""Most agreeing tokens that are counted; guesses with more are not right more often."""
 _KEPT_TOKENS = 4096
-"""Of the latest answers of an adapter; and of a sequence when it first gets a draft, to which later ones are added."""
+"""Tokens that are indexed: of an adapter's latest answers; of a sequence, at its first draft (later ones are added)."""
 _KEPT_ADAPTERS, _KNOWN_ADAPTERS = 64, 4096
-"""Adapters whose answers are kept, some hundred kilobytes each, and of which anything is known: those used last."""
+"""Adapters whose answers are kept (some hundred kilobytes each), and whose rates are: those used last."""
 _LEAST_CHANCE = 0.5
-"""The last token of a draft comes with at least this probability, going by earlier drafts of the same kinds."""
+"""A draft ends before a token whose probability, by the rates of earlier guesses, is lower."""
 _PRIOR = 2.0
-"""Drafts of a kind that count beside those that there were, at the rate that is guessed before."""
+"""Weight of the prior rate of a kind of guess, in guesses."""
 _FADING, _FADING_BY_ANSWER = 0.95, 0.9
-"""Weights of what is known of a kind of draft, at each new one of that kind and after each answer."""
+"""Factors of the counts of a kind of guess, at each new one and after each answer, so that newer ones count more."""
 _MOST_COST = 0.9
-"""So much at most a drafted token is taken to cost, so that a wrong measure does not end drafts for ever."""
-_START, _MOST = 2.0, 16.0
-"""Drafted tokens that may fail before an adapter has had any draft, and at any time."""
+"""Limit of the cost of a drafted token, so that a wrong measurement does not end all drafts."""
+_START_BALANCE, _MAX_BALANCE = 2.0, 16.0
+"""Balance of an adapter that has had no draft, and the highest one, in drafted tokens that may be wrong."""
 _PER_TOKEN = 0.01
-"""By so much the balance goes back to the start with each token that comes without a draft."""
+"""Change of the balance, towards its start, for each token that comes without a draft."""
 _PER_KEPT = 0.5
-"""Drafted tokens that may fail for each that was right."""
-_PAYS = 4.0
-"""From this balance on an adapter's drafts are right so often that plans of several steps would lose by having none."""
+"""Rise of the balance for each drafted token that was right; a wrong one lowers it by 1."""
+_PAYS_BALANCE = 4.0
+"""From this balance on, drafts save more than plans of several steps, which have none."""
 
 
 class Guess(NamedTuple):
     """What may come next.
 
     Attributes:
-        agreeing: how many of the last tokens are before the earlier place, too, at most ``_LONGEST_MATCH``.
-        repeated: how often in a row the token has come after the tokens that were looked up.
+        agreeing: how many of the last tokens are the same as those before the place; at most ``_LONGEST_MATCH``.
+        repeated: how often in a row the token has followed the n-gram again, after the first time.
         token_id: the token.
     """
 
@@ -118,12 +118,12 @@ class _Adapter:
 
     Attributes:
         answers: the latest ones, each with the end of its prompt.
-        balance: how many drafted tokens may fail.
+        balance: how many drafted tokens may be wrong before there are no more drafts.
     """
 
     def __init__(self) -> None:
         self.answers = NgramIndex()
-        self.balance = _START
+        self.balance = _START_BALANCE
         self._latest: deque[list[int]] = deque()
         self._rates: dict[tuple[int, int], tuple[float, float]] = {}
 
@@ -148,8 +148,8 @@ class _Adapter:
         self.answers = NgramIndex()
 
     def may_try(self, guess: Guess) -> bool:
-        """Whether to draft what is unlikely, since little is known of guesses like this one, and little has failed."""
-        return self.balance >= _START and self._rates.get(guess.kind, (0.0, 0.0))[1] < 1
+        """Whether to draft an unlikely guess, to learn how often its kind is right; not after many wrong drafts."""
+        return self.balance >= _START_BALANCE and self._rates.get(guess.kind, (0.0, 0.0))[1] < 1
 
     def rate(self, guess: Guess) -> float:
         """Return how often guesses like this one have been right."""
@@ -161,19 +161,20 @@ class _Adapter:
         for at, guess in enumerate(draft[: min(kept + 1, drafted)]):
             right, tried = self._rates.get(guess.kind, (0.0, 0.0))
             self._rates[guess.kind] = right * _FADING + (at < kept), tried * _FADING + 1
-        self.balance = min(_MOST, self.balance + _PER_KEPT * kept - (drafted - kept))
+        self.balance = min(_MAX_BALANCE, self.balance + _PER_KEPT * kept - (drafted - kept))
 
     def rest(self, tokens: int) -> None:
-        """Note tokens that came without a draft."""
-        change, missing = _PER_TOKEN * tokens, _START - self.balance
+        """Note tokens that came without a draft: the balance goes towards its start."""
+        change, missing = _PER_TOKEN * tokens, _START_BALANCE - self.balance
         self.balance += min(missing, change) if missing > 0 else max(missing, -change)
 
 
 class Drafter:
     """Drafts for the sequences of an engine, and learns for each adapter how often drafts are right.
 
-    An adapter's balance falls by each drafted token that does not come, and rises by each that does and, a little, by
-    every token of its answers. Without a balance there is no draft. So an adapter whose answers repeat nothing has few.
+    An adapter's balance falls with each drafted token that was wrong, and rises with each that was right. Each token
+    that comes without a draft moves it a little towards its start. Below 1 there is no draft. So adapters whose answers
+    repeat nothing have few drafts.
 
     Args:
         most: most tokens of a draft; 0 for no drafts.
@@ -196,8 +197,8 @@ class Drafter:
         Args:
             sequences: which.
             budget_tokens: most tokens of all drafts.
-            cost: what a drafted token adds to a step, as a share of what a step takes for each of its sequences: a
-                token is drafted only if it is more likely to come.
+            cost: time that a drafted token adds to a step, as a share of the step's time for each sequence. A token
+                is drafted only if its probability is higher.
         """
         drafts: dict[RequestId, tuple[int, ...]] = {}
         self._guesses.clear()
@@ -236,7 +237,7 @@ class Drafter:
 
     def pays(self, sequences: Iterable[Sequence]) -> bool:
         """Whether any of these adapters' drafts are right so often that every step should have some."""
-        return bool(self._most) and any(self._adapter(sequence).balance >= _PAYS for sequence in sequences)
+        return bool(self._most) and any(self._adapter(sequence).balance >= _PAYS_BALANCE for sequence in sequences)
 
     def note(self, sequence: Sequence, drafted: int, kept: int, tokens: int) -> None:
         """Note how many drafted tokens were right, and how many tokens a step has yielded in all."""

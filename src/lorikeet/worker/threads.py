@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from lorikeet.core.machine import usable_cores
 from lorikeet.core.plan import KernelForm, StepPlan
 from lorikeet.kernels.base import Kernels
 
@@ -124,13 +125,6 @@ def use_one_thread() -> None:
     omp_set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
     if omp_set_num_threads is not None:
         omp_set_num_threads(1)
-
-
-def usable_cores() -> set[int]:
-    """Return the cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
 
 
 PAUSE_S = 0.03

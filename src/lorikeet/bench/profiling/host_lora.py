@@ -7,13 +7,13 @@ from statistics import median
 from lorikeet.bench.statistics import median_interval
 from lorikeet.config import EngineSettings
 from lorikeet.core.executor import EngineSizes
+from lorikeet.core.machine import usable_cores
 from lorikeet.core.plan import KernelForm
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.profile import Constant, CostProfile, HostLora
 from lorikeet.presets import resolve_preset
 from lorikeet.worker.host_lora.calibrate import DEVICE_TOKENS, HostTimes, measure_host, tokens_per_worker
 from lorikeet.worker.host_lora.start import open_pool, start_worker_processes
-from lorikeet.worker.threads import usable_cores
 from lorikeet.worker.torch_executor import TorchExecutor
 
 _ASSISTING_PRESET = "toppings"

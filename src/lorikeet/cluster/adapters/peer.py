@@ -34,6 +34,8 @@ _MAX_OFFER_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**20
 _CONCURRENT = 16
 """Most transfers from one process at a time; others wait."""
+_ACCEPT_RETRY_S = 0.1
+"""Pause after a connection could not be accepted."""
 
 
 def make_peer_key() -> bytes:
@@ -99,10 +101,12 @@ class PeerServer:
         self.address = PeerAddress(host, self._listener.getsockname()[1])
         self.sent_bytes = 0
         self._free = threading.BoundedSemaphore(_CONCURRENT)
+        self._closed = threading.Event()
         threading.Thread(target=self._accept, name="peer-server", daemon=True).start()
 
     def close(self) -> None:
         """Accept no more transfers. Those that run go on."""
+        self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
@@ -112,8 +116,11 @@ class PeerServer:
             self._free.acquire()
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return  # it was closed
+            except OSError:  # it was closed, or the process has too many open files for now
+                self._free.release()
+                if self._closed.wait(_ACCEPT_RETRY_S):
+                    return
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="peer-transfer", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:

@@ -21,8 +21,9 @@ from lorikeet.cluster.adapters.folder import (
     PoolFolderUnwritableError,
     bytes_of,
     clear_abandoned_pools,
+    read_files,
 )
-from lorikeet.cluster.adapters.peer import Arriving, PeerAddress, ask_peer
+from lorikeet.cluster.adapters.peer import PeerAddress, ask_peer
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.machine import free_memory_bytes, memory_limit_bytes
 
@@ -36,7 +37,7 @@ def is_in_memory(folder: str | Path) -> bool:
     return Path(folder).is_relative_to(MEMORY_FOLDER)
 
 
-def memory_pool(pool_dir: Path) -> Path | None:
+def _memory_pool(pool_dir: Path) -> Path | None:
     """Make the folder in memory that belongs to a pool, and return it; None if the pool is to be on disk only."""
     if not pool_dir.name.startswith(TEMPORARY_PREFIX):
         return None
@@ -60,7 +61,7 @@ class ReplicaPool:
     """
 
     def __init__(self, pool_dir: Path, replica: ReplicaId) -> None:
-        memory = memory_pool(pool_dir)
+        memory = _memory_pool(pool_dir)
         self._pools = [pool_dir] if memory is None else [memory, pool_dir]
         for pool in self._pools:
             clear_abandoned_pools(pool)
@@ -99,11 +100,11 @@ class ReplicaPool:
         Raises:
             PoolFolderError: it is missing, or was changed after it was stored.
         """
-        return self._holder(digest).intact(digest)
+        return self._found(digest) or self._disk.intact(digest)  # the latter says what is wrong
 
     def read(self, digest: AdapterDigest) -> Files:
         """Return the files of a copy; raises as :meth:`intact`."""
-        return self._holder(digest).read(digest)
+        return read_files(self.intact(digest))
 
     def store(self, digest: AdapterDigest, files: Mapping[str, NDArray[np.uint8]]) -> Path:
         """Check received files and store them, and return their folder. A copy that is here already is kept.
@@ -112,13 +113,11 @@ class ReplicaPool:
             PoolFolderError: the content does not match the digest.
             PoolFolderUnwritableError: there is no room.
         """
-        holder = self._holder(digest)
-        if holder.has(digest):
-            return holder.intact(digest)
-        if self._has_room(bytes_of(files)):
-            assert self._memory is not None
+        if (place := self._found(digest)) is not None:
+            return place
+        if (folder := self._folder_for(bytes_of(files))) is not self._disk:
             with suppress(PoolFolderUnwritableError):  # others took the room meanwhile
-                return self._memory.store(digest, files)
+                return folder.store(digest, files)
         return self._disk.store(digest, files)
 
     def link(self, digest: AdapterDigest, source: Path) -> Path:
@@ -144,17 +143,10 @@ class ReplicaPool:
             PoolFolderError: the content does not match the digest.
             PoolFolderUnwritableError: there is no room.
         """
-        holder = self._holder(digest)
-        if holder.has(digest):
-            return holder.intact(digest)
+        if (place := self._found(digest)) is not None:
+            return place
         with ask_peer(peer, digest, key) as arriving:
-            return self._for_bytes(arriving).receive(digest, arriving)
-
-    def _for_bytes(self, arriving: Arriving) -> PoolFolder:
-        if self._has_room(arriving.offer.weight_bytes):
-            assert self._memory is not None
-            return self._memory
-        return self._disk
+            return self._folder_for(arriving.offer.weight_bytes).receive(digest, arriving)
 
     def delete(self, digest: AdapterDigest) -> None:
         """Delete a copy. A missing one is no error.
@@ -165,17 +157,17 @@ class ReplicaPool:
         for folder in self._folders:
             folder.delete(digest)
 
-    def _holder(self, digest: AdapterDigest) -> PoolFolder:
-        """Return the folder that has a copy; the last one if none has."""
-        return next((folder for folder in self._folders if folder.has(digest)), self._disk)
+    def _found(self, digest: AdapterDigest) -> Path | None:
+        """Return the folder of an intact copy; None if there is none."""
+        return next((folder.folder(digest) for folder in self._folders if folder.has(digest)), None)
 
-    def _has_room(self, size_bytes: int) -> bool:
-        """Whether a copy of that size may lie in memory."""
+    def _folder_for(self, size_bytes: int) -> PoolFolder:
+        """Return where a new copy of that size belongs: in memory if there is room, otherwise on disk."""
         if self._memory is None:
-            return False
+            return self._disk
         try:
             there = os.statvfs(MEMORY_FOLDER)
         except OSError as error:
             raise PoolFolderError(f"{MEMORY_FOLDER} cannot be read: {error}") from error
         spare = min(there.f_bavail * there.f_frsize, free_memory_bytes() - round(_FREE_SHARE * memory_limit_bytes()))
-        return size_bytes <= spare
+        return self._memory if size_bytes <= spare else self._disk

@@ -7,7 +7,7 @@ on with others.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -47,17 +47,8 @@ _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 log = structlog.get_logger("lorikeet")
 
-
 REPLACE_S, _MAX_REPLACE_S = 10.0, 300.0
 """Seconds until another replica is started in place of one that was given up: at first, and at most."""
-
-
-def _pauses() -> Iterator[float]:
-    """Yield the pauses between attempts, each twice the one before."""
-    pause_s = REPLACE_S
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, _MAX_REPLACE_S)
 
 
 class ClusterClient:
@@ -396,14 +387,16 @@ class ClusterClient:
             self._fail(failure)
 
     async def _replace(self) -> None:
-        """Start another replica in place of one that was given up, as soon as that is possible."""
-        for pause_s in _pauses():
+        """Start another replica in place of one that was given up; each pause is twice the one before."""
+        pause_s = REPLACE_S
+        while True:
             await asyncio.sleep(pause_s)
             if self._failure is not None:
                 return
             with suppress(EngineError):  # the log has it
-                log.info("a replica runs in place of one that was given up", replica=await self.add_replica())
+                await self.add_replica()
                 return
+            pause_s = min(2 * pause_s, _MAX_REPLACE_S)
 
     def _on_table(self, table: RoutingTable) -> None:
         self._apply(self._dispatcher.swap(table, time.monotonic()))

@@ -8,7 +8,7 @@ import ray
 import ray.exceptions
 import structlog
 
-from lorikeet.cluster.adapters.peer import PeerAddress, make_peer_key
+from lorikeet.cluster.adapters.peer import PeerAddress
 from lorikeet.cluster.ray.replica_actor import ReplicaActor
 from lorikeet.cluster.ray.start import RayError, RayInfo
 from lorikeet.core.ids import ReplicaId
@@ -80,7 +80,7 @@ class RayHost:
         replica: whose engines it starts.
         pool_dir: folder for adapters on every machine of the cluster; made absolute here.
         resources: of the replica.
-        peer_key: with which adapters are fetched from it; empty for one that nobody else has.
+        peer_key: with which adapters are fetched from it.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class RayHost:
         replica: ReplicaId,
         pool_dir: Path,
         resources: ReplicaResources,
-        peer_key: bytes = b"",
+        peer_key: bytes,
     ) -> None:
         self._ray_info = ray_info
         self._replica = replica
         self._pool_dir = str(pool_dir.expanduser().absolute())
         self._resources = resources
-        self._peer_key = peer_key or make_peer_key()
+        self._peer_key = peer_key
         self._peer: PeerAddress | None = None
         self._actor: Any = None
         self._node_ip = ""

@@ -1,6 +1,5 @@
 """Builds the parts of a cluster that run on Ray."""
 
-import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,6 +12,7 @@ from lorikeet.cluster.ray.start import start_ray, stop_ray
 from lorikeet.cluster.ray.transport import RayTransport
 from lorikeet.config import Settings
 from lorikeet.core.ids import ReplicaId
+from lorikeet.core.machine import usable_cores
 
 _CPU_OVERCOMMIT = 16
 """Engines on one machine share its cores, so Ray is told of more CPUs and never refuses an added replica."""
@@ -48,7 +48,7 @@ def open_ray(
     Raises:
         RayError: Ray cannot be started or joined.
     """
-    cluster, cores = settings.cluster, len(os.sched_getaffinity(0))
+    cluster, cores = settings.cluster, len(usable_cores())
     info = start_ray(cluster.ray_address, None if cluster.ray_address else cores * _CPU_OVERCOMMIT)
     stack.callback(stop_ray)
     resources = resources_of(settings, cores if info.is_embedded else None)

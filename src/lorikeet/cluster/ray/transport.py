@@ -77,8 +77,7 @@ class RayTransport:
         what = f"adapter {adapter.name!r} to {destination}"
         destination_actor = self._destination(what, destination)
         self._sources[adapter.digest] = Path(adapter.folder)
-        here = "the files of this server"
-        if (placed := await self._fetch(what, adapter, self._peers.address, here, destination)) is not None:
+        if (placed := await self._fetch(what, adapter, self._peers.address, None, destination)) is not None:
             return placed
         try:
             async with self._in_object_store(adapter) as files:
@@ -87,18 +86,22 @@ class RayTransport:
             raise TransportError(f"{what}: {reason_of(error)}") from error
 
     async def _fetch(
-        self, what: str, adapter: AdapterRef, peer: PeerAddress, source: str, destination: ReplicaId
+        self, what: str, adapter: AdapterRef, peer: PeerAddress, source: ReplicaId | None, destination: ReplicaId
     ) -> AdapterRef | None:
-        """Have a destination fetch an adapter from a peer; return None if it cannot reach that."""
+        """Have a destination fetch an adapter from a replica, or from this process if ``source`` is None.
+
+        Returns:
+            The copy; None if no connection to ``peer``, the source's address, can be made.
+        """
         if (peer, destination) in self._unreachable:
             return None
         actor = self._destination(what, destination)
         try:
             folder = await self._called(what, lambda: actor.fetch.remote(adapter.digest, peer))
         except PeerError as error:
-            raise TransportError(f"{what}: {source} cannot be read: {error}") from error
+            raise TransportError(f"{what}: {source or 'this server'} cannot be read: {error}") from error
         except PeerUnreachable as error:
-            if not await self._is_there(source):
+            if source is not None and not await self._is_there(source):
                 raise TransportError(f"{what}: {source} cannot be read: {error}") from error
             self._unreachable.add((peer, destination))
             log.warning("adapters go through Ray's object store", destination=destination, reason=str(error))
@@ -106,11 +109,11 @@ class RayTransport:
         self.traffic.peer_bytes += adapter.weight_bytes
         return self._placed(adapter, folder)
 
-    async def _is_there(self, replica: str) -> bool:
-        """Whether an actor answers, or it is this process."""
-        host = self._hosts.get(ReplicaId(replica))
+    async def _is_there(self, replica: ReplicaId) -> bool:
+        """Whether a replica's actor answers."""
+        host = self._hosts.get(replica)
         if host is None:
-            return True
+            return False
         try:
             await host.actor.describe.remote()
         except ray.exceptions.RayError:

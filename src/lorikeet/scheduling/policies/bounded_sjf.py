@@ -60,9 +60,10 @@ class BoundedShortestFirst(AdmissionQueue):
     * it will wait at most 1.5 times as long as under FIFO and one second, and
     * it will not wait longer than the longest wait under FIFO of late, so that the tail stays what it was.
 
-    A younger request passes only if all older ones can afford it, and if it leaves the oldest the memory that it could
-    have now: until others end, no estimate tells how long. If none can, the oldest is next, as under FIFO. A request
-    for which blocks are lacking ends admission, so that it keeps its turn.
+    A younger request passes only if all older ones can afford it, and if it does not take memory into which the oldest
+    fits now: the oldest would have to wait until running requests end, and no estimate says how long that takes. If
+    none may pass, the oldest is next, as under FIFO. A request for which blocks are lacking ends admission, so that it
+    keeps its turn.
 
     Args:
         view: of the engine.

@@ -1,7 +1,6 @@
 """Rank 0's pool of host workers: assigns rows to workers and collects their results, for CPU ranks and for a GPU."""
 
 import ctypes
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from torch import Tensor
 from lorikeet.core.assist_costs import WORKER_TOKENS, slice_rows
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import PRODUCTS, ModelGeometry
+from lorikeet.core.machine import usable_cores
 from lorikeet.kernels.base import torch_dtype
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.worker.helper_process import Helper, HelperProcess, start_helper_process
@@ -188,7 +188,7 @@ class HostPool:
         self._row_bytes = {product: width * dtype.itemsize for product, width in widths.inputs.items()}
         self._slots = [int(x.ctypes.data) for x in self.ring.x]
         self._fallback = SliceWorker(self.ring, _RANK, blocks, geometry)
-        every_core = frozenset(os.sched_getaffinity(0))
+        every_core = frozenset(usable_cores())
         self._helpers = [
             Helper(
                 process,

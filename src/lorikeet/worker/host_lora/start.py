@@ -9,6 +9,7 @@ from torch import Tensor
 from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.assist_costs import AssistCosts
 from lorikeet.core.geometry import ModelGeometry
+from lorikeet.core.machine import usable_cores
 from lorikeet.memory.host_arena import HostArena
 from lorikeet.presets import ColdStart, Preset
 from lorikeet.worker.helper_process import HelperProcess
@@ -16,7 +17,7 @@ from lorikeet.worker.host_lora.assisted_step import HostLoraLeader
 from lorikeet.worker.host_lora.calibrate import measure
 from lorikeet.worker.host_lora.pool import DevicePool, HostPool, PoolSizes, start_worker_process
 from lorikeet.worker.rank_setup import RankModel
-from lorikeet.worker.threads import requested_threads, usable_cores
+from lorikeet.worker.threads import requested_threads
 from lorikeet.worker.transfer.transfers import TransferManager
 
 _ORDERED_CPUS = ("x86_64", "AMD64")
