@@ -7,7 +7,6 @@ import asyncio
 import heapq
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Any
 
 import msgspec
@@ -32,6 +31,7 @@ from lorikeet.api.live_stats import (
 )
 from lorikeet.api.metrics import AdapterTraffic
 from lorikeet.api.service import Sender, Service, ServiceDep
+from lorikeet.api.sort_by import SortBy
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.core.ids import AdapterDigest
@@ -39,20 +39,6 @@ from lorikeet.core.messages import EngineStats
 
 MOST_STREAMS = 32
 """Streams that may be open at once."""
-
-
-class SortBy(StrEnum):
-    """Order of the adapters."""
-
-    SLOWNESS = "slowness"
-    TRAFFIC = "traffic"
-    WAITS = "waits"
-    RESIDENCY = "residency"
-    TIER = "tier"
-    HITS = "hits"
-    ERRORS = "errors"
-    SAVED = "saved"
-    NAME = "name"
 
 
 @dataclass
