@@ -6,7 +6,7 @@ The console (``/ui``) and ``lorikeet top`` show the same object.
 import asyncio
 import heapq
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -272,7 +272,8 @@ async def _list_unloaded(service: Service) -> None:
         live.unloaded = await in_daemon_thread(service.loader.names)
 
 
-class StatsQuery(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class StatsQuery:
     """Which adapters are shown.
 
     Attributes:
@@ -283,10 +284,10 @@ class StatsQuery(msgspec.Struct, frozen=True):
         history: whether samples of the last ten minutes are added.
     """
 
-    adapters: int = 50
+    adapters: Annotated[int, Query(ge=0, le=1000)] = 50
     sort: SortBy = SortBy.SLOWNESS
     ascending: bool = False
-    match: str = ""
+    match: Annotated[str, Query(max_length=256)] = ""
     history: bool = False
 
 
@@ -362,18 +363,8 @@ def _rows(service: Service, query: StatsQuery) -> tuple[list[dict[str, Any]], in
     return [{**each.as_json(), "pinned": each.name in pinned} for each in shown], total, len(matching)
 
 
-async def _query(
-    adapters: Annotated[int, Query(ge=0, le=1000)] = 50,
-    sort: SortBy = SortBy.SLOWNESS,
-    ascending: bool = False,
-    match: Annotated[str, Query(max_length=256)] = "",
-    history: bool = False,
-) -> StatsQuery:
-    return StatsQuery(adapters, sort, ascending, match, history)
-
-
 router = APIRouter()
-QueryDep = Annotated[StatsQuery, Depends(_query)]
+QueryDep = Annotated[StatsQuery, Depends()]
 
 
 @router.get("/v1/stats")
@@ -397,7 +388,7 @@ async def stream(
         while not service.gate.draining:
             await _list_unloaded(service)
             yield b"data: " + msgspec.json.encode(snapshot(service, shown)) + b"\n\n"
-            shown = msgspec.structs.replace(query, history=False)
+            shown = replace(query, history=False)
             await asyncio.sleep(interval_s)
 
     async def make() -> Response:
