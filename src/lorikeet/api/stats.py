@@ -33,9 +33,9 @@ from lorikeet.api.metrics import AdapterTraffic
 from lorikeet.api.service import Sender, Service, ServiceDep
 from lorikeet.api.sort_by import SortBy
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
-from lorikeet.api.threads import in_daemon_thread
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import EngineStats
+from lorikeet.tenants.keys import Access
 
 MOST_STREAMS = 32
 """Streams that may be open at once."""
@@ -267,9 +267,9 @@ _LIST_EVERY_S = 10.0
 async def _list_unloaded(service: Service) -> None:
     """List the adapters that a request would load, unless that was done lately: it reads a folder."""
     live = service.observer.live
-    if service.loader.is_enabled and live.now_s() - live.unloaded_at_s > _LIST_EVERY_S:
+    if live.now_s() - live.unloaded_at_s > _LIST_EVERY_S:
         live.unloaded_at_s = live.now_s()
-        live.unloaded = await in_daemon_thread(service.loader.names)
+        live.unloaded = await service.unloaded_names(Access())
 
 
 @dataclass(frozen=True)
