@@ -112,9 +112,9 @@ class AdapterFigures:
             return f"Its latest load failed: {self.load.error}"
         if self.parts_s is None or not (total_s := sum(self.parts_s)):
             return ""
-        part = max(range(len(PARTS)), key=lambda at: self.parts_s[at] if self.parts_s else 0.0)
-        share = f"{100 * self.parts_s[part] / total_s:.0f} % of the time to the first token is"
-        match PARTS[part]:
+        largest_s, part = max(zip(self.parts_s, PARTS, strict=True), key=lambda each: each[0])
+        share = f"{100 * largest_s / total_s:.0f} % of the time to the first token is"
+        match part:
             case "queue":
                 cause = max(self.history.queue_s, key=lambda each: self.history.queue_s[each], default=ORDER)
                 return f"{share} the queue, mostly for {CAUSES.get(cause, cause)}."
@@ -209,22 +209,19 @@ _ORDERS: Mapping[SortBy, Callable[[AdapterFigures], Any]] = {
 class _Residency:
     """Where adapters are, summed over all replicas."""
 
-    def __init__(self, stats: Iterable[EngineStats], block_bytes: int) -> None:
+    def __init__(self, service: Service) -> None:
+        block_bytes = service.client.engine_info.block_bytes
         self.device_bytes: dict[AdapterDigest, int] = {}
         self.on_host: set[AdapterDigest] = set()
-        for each in stats:
+        for each in service.observer.live.engine_stats():
             self.on_host.update(each.hosted_adapters)
             for digest, blocks in each.resident_adapters.items():
                 self.device_bytes[digest] = self.device_bytes.get(digest, 0) + blocks * block_bytes
 
 
-def _residency(service: Service) -> _Residency:
-    return _Residency(service.observer.live.engine_stats(), service.client.engine_info.block_bytes)
-
-
 def figures_of(service: Service, record: AdapterRecord, where: _Residency | None = None) -> AdapterFigures:
     """Return what is known of an adapter; ``where`` is read if it is not given."""
-    live, where = service.observer.live, where or _residency(service)
+    live, where = service.observer.live, where or _Residency(service)
     return AdapterFigures(
         record.name,
         service.observer.usage.peek(record.name),
@@ -243,7 +240,7 @@ def _all_figures(service: Service, part: str) -> tuple[list[AdapterFigures], int
     They are the base model, the registered adapters, and those that a request would load.
     """
     live, usage, base = service.observer.live, service.observer.usage, service.models.base
-    where, now_s = _residency(service), live.now_s()
+    where, now_s = _Residency(service), live.now_s()
     records, found = service.catalog.list(), []
     if part in base.lower():
         history = live.peek(BASE)
@@ -296,8 +293,8 @@ def snapshot(service: Service, query: StatsQuery) -> dict[str, Any]:
     live = service.observer.live
     live.sample()
     stats, now_s = live.engine_stats(), live.now_s()
-    base, recent = service.observer.usage, live.recent()
-    everything = base.all_adapters.plus(base.base)
+    usage, recent = service.observer.usage, live.recent()
+    everything = usage.all_adapters.plus(usage.base)
     answered = [each for each in recent if each.ttft_s is not None]
     sums = [sum(part) / len(answered) for part in zip(*(each.parts for each in answered), strict=True)]
     rows, total, matching = _rows(service, query)
