@@ -11,7 +11,15 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.api.live_stats import MOST_ADAPTERS, REQUESTS_PER_ADAPTER, LiveStats, Rate, parts_of, percentiles
+from lorikeet.api.live_stats import (
+    ERRORS_PER_ADAPTER,
+    MOST_ADAPTERS,
+    REQUESTS_PER_ADAPTER,
+    LiveStats,
+    Rate,
+    parts_of,
+    percentiles,
+)
 from lorikeet.api.sort_by import SortBy
 from lorikeet.api.stats import MOST_STREAMS
 from lorikeet.cli.main import app
@@ -96,7 +104,7 @@ def test_what_is_kept_is_bounded_and_unfinished_requests_stay() -> None:
         request = sequence(f"s{number}", "busy")
         live.end(live.begin(request, RequestTimings(0.0)), request, 1, "error", "it broke", 1.0)
     assert len(live.peek("busy").ended) == REQUESTS_PER_ADAPTER
-    assert len(live.peek("busy").errors) == 8
+    assert len(live.peek("busy").errors) == ERRORS_PER_ADAPTER
 
 
 async def figures(server: Running, **query: Any) -> dict[str, Any]:
