@@ -244,9 +244,7 @@ def _all_figures(service: Service, part: str) -> tuple[list[AdapterFigures], int
     records, found = service.catalog.list(), []
     if part in base.lower():
         history = live.peek(BASE)
-        found.append(
-            AdapterFigures(base, usage.base_traffic, history, LoadHistory(), None, 0, False, now_s, is_base=True)
-        )
+        found.append(AdapterFigures(base, usage.base, history, LoadHistory(), None, 0, False, now_s, is_base=True))
     found += [figures_of(service, each, where) for each in records if part in each.name.lower()]
     registered = {each.name for each in records}
     unloaded = [name for name in live.unloaded if name not in registered]
@@ -294,7 +292,7 @@ def snapshot(service: Service, query: StatsQuery) -> dict[str, Any]:
     live.sample()
     stats, now_s = live.engine_stats(), live.now_s()
     usage, recent = service.observer.usage, live.recent()
-    everything = usage.all_adapters.plus(usage.base)
+    everything = usage.all_adapters.plus(usage.base.total)
     answered = [each for each in recent if each.ttft_s is not None]
     sums = [sum(part) / len(answered) for part in zip(*(each.parts for each in answered), strict=True)]
     rows, total, matching = _rows(service, query)
