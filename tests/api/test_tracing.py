@@ -5,13 +5,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
+import pytest
 from aiohttp import web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from lorikeet.api.trace_context import TraceHeaders
 from lorikeet.api.tracing import RequestTraces, open_exporter
+from lorikeet.core.events import Admitted, RequestTimings
+from lorikeet.core.ids import RequestId
 from tests.api.conftest import Running
 from tests.api.test_chat import CHAT, body
+from tests.api.test_stats import sequence
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -72,3 +78,14 @@ async def test_a_requests_parts_are_spans_of_its_clients_trace(server: Running) 
     assert "it is broken" in broken.status.message
     assert broken.trace_id.hex() != TRACE
     assert f'trace_id="{TRACE}"' in page.text
+
+
+def test_a_request_aborted_while_its_adapter_is_in_transfer_has_no_prefill() -> None:
+    exporter = InMemorySpanExporter()
+    traces, timings = RequestTraces("base", exporter), RequestTimings(10.0)
+    timings.apply(Admitted(RequestId("r"), 11.0, 0, waits_for_adapter=True))
+    traces.ended(TraceHeaders(), sequence("r", "formal"), timings, 0, "abort", "", 16.0)
+    traces.close()
+    spans = exporter.get_finished_spans()
+    took_s = {span.name: ((span.end_time or 0) - (span.start_time or 0)) / 1e9 for span in spans}
+    assert took_s == pytest.approx({"generate formal": 6.0, "queue": 1.0, "adapter": 5.0}, abs=1e-3)

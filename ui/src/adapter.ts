@@ -2,7 +2,7 @@
 
 import { ApiError, adapterPath, get, send } from "./api.js";
 import { partsBar, partsTable } from "./chart.js";
-import { confirmed, h, say, set } from "./dom.js";
+import { confirmed, failure, h, say, set } from "./dom.js";
 import { bytes, count, percent, time } from "./format.js";
 import { card as boxed } from "./overview.js";
 import { repeat, type Page } from "./page.js";
@@ -36,7 +36,7 @@ export function adapter(name: string): Page {
       if (error instanceof ApiError && error.status === 404) {
         card = null;
         set(body, h("p", {}, error.message));
-      } else set(body, h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
+      } else set(body, failure(error));
     }
     offer();
   }

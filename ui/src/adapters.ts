@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { partsBar } from "./chart.js";
-import { h, set, setText } from "./dom.js";
+import { adapterLink, failure, h, set, setText } from "./dom.js";
 import { bytes, count, percent, rate, time } from "./format.js";
 import { FOR_OPERATORS } from "./overview.js";
 import type { Page } from "./page.js";
@@ -12,7 +12,7 @@ interface Column { sort: string; name: string; cell: (each: Adapter, scale: numb
 
 const COLUMNS: Column[] = [
   { sort: "name", name: "Adapter", start: true, cell: (each) => each.is_base ? h("span", {}, each.name, " ", h("small", {}, "base model"))
-      : h("a", { href: `#/adapters/${encodeURIComponent(each.name)}` }, each.name) },
+      : adapterLink(each.name) },
   { sort: "slowness", name: "Slowness", cell: (each) => each.slowness_s ? time(each.slowness_s) : "–" },
   { sort: "waits", name: "TTFT and its parts", start: true, cell: (each, scale) => each.parts_s
       ? h("span", { class: "with-bar" }, partsBar(each.parts_s, scale), h("span", {}, time(each.ttft_s?.mean))) : "–" },
@@ -106,8 +106,8 @@ async function names(body: HTMLElement): Promise<void> {
   try {
     const found = await get<{ data: { name: string }[]; total: number }>("v1/adapters?limit=1000");
     set(body, said, h("p", { class: "dim" }, `${count(found.data.length)} of ${count(found.total)} that this key may see:`),
-      h("ul", {}, ...found.data.map((each) => h("li", {}, h("a", { href: `#/adapters/${encodeURIComponent(each.name)}` }, each.name)))));
+      h("ul", {}, ...found.data.map((each) => h("li", {}, adapterLink(each.name)))));
   } catch (error) {
-    set(body, said, h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
+    set(body, said, failure(error));
   }
 }

@@ -1,7 +1,7 @@
 // The routes, as openapi.json describes them.
 
 import { get } from "./api.js";
-import { h, set } from "./dom.js";
+import { failure, h, set } from "./dom.js";
 
 interface Schema {
   $ref?: string; type?: string; title?: string; description?: string; properties?: Record<string, Schema>; required?: string[];
@@ -84,7 +84,7 @@ async function show(): Promise<void> {
     set(main, h("h1", {}, `HTTP API ${described.info.version}`), h("p", { class: "tools" }, h("label", { for: "filter" }, "Filter "), filter,
       h("a", { href: "openapi.json" }, "openapi.json")), h("div", { class: "stack" }, ...sections));
   } catch (error) {
-    set(main, h("h1", {}, "HTTP API"), h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)),
+    set(main, h("h1", {}, "HTTP API"), failure(error),
       h("p", {}, "If the server wants a key, give it in the ", h("a", { href: "ui" }, "console"), " first, in this tab."));
   }
 }

@@ -43,6 +43,16 @@ export function set(element: Element, ...children: Child[]): void {
   add(element, children);
 }
 
+/** Return an error as a paragraph, which screen readers say at once. */
+export function failure(error: unknown): HTMLElement {
+  return h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error));
+}
+
+/** Return a link to the page of an adapter. */
+export function adapterLink(name: string): HTMLElement {
+  return h("a", { href: `#/adapters/${encodeURIComponent(name)}` }, name);
+}
+
 /** Set the text of an element, unless it has it: screen readers say what changes. */
 export function setText(element: Element, text: string): void {
   if (element.textContent !== text) element.textContent = text;

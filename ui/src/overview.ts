@@ -1,7 +1,7 @@
 // The first page: load, latencies, what waits for what, memory over time, the slowest adapters.
 
 import { line, partsTable, strip } from "./chart.js";
-import { h, set } from "./dom.js";
+import { adapterLink, h, set } from "./dom.js";
 import { count, percent, rate, time } from "./format.js";
 import type { Page } from "./page.js";
 import { WAITS, type Percentiles, type Sample, type Stats } from "./types.js";
@@ -80,6 +80,6 @@ function slowest(stats: Stats): HTMLElement {
   const slow = stats.adapters.filter((each) => each.slowness_s > 0 || each.load_error);
   if (!slow.length) return h("p", { class: "dim" }, "No adapter had requests in the last five minutes.");
   return h("ul", { class: "slow" }, ...slow.map((each) => h("li", {},
-    each.is_base ? h("span", {}, each.name) : h("a", { href: `#/adapters/${encodeURIComponent(each.name)}` }, each.name),
+    each.is_base ? h("span", {}, each.name) : adapterLink(each.name),
     h("strong", {}, time(each.slowness_s)), h("span", { class: "dim" }, each.why))));
 }

@@ -1,7 +1,7 @@
 // Asks several adapters the same at once, and shows their answers side by side as they come.
 
 import { answer, get } from "./api.js";
-import { h, say } from "./dom.js";
+import { failure, h, say } from "./dom.js";
 import { time } from "./format.js";
 import type { Page } from "./page.js";
 
@@ -145,7 +145,7 @@ class Column {
       }
     } catch (error) {
       if (aborter.signal.aborted) ended = "stopped";
-      else said.append(h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
+      else said.append(failure(error));
     }
     for (const call of calls) said.append(h("pre", {}, `${call.function.name}(${call.function.arguments})`));
     const message: Message = { role: "assistant", content };

@@ -1,7 +1,7 @@
 // Replicas, the links between their tiers, and which adapters are served where.
 
 import { get } from "./api.js";
-import { h, set } from "./dom.js";
+import { adapterLink, failure, h, set } from "./dom.js";
 import { bytes, count, percent, time } from "./format.js";
 import { card } from "./overview.js";
 import { repeat, type Page } from "./page.js";
@@ -16,7 +16,7 @@ export function replicas(): Page {
       const found = await get<Cluster>("v1/cluster");
       set(body, summary(found), ...found.replicas.map(replica), placement(found));
     } catch (error) {
-      set(body, h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
+      set(body, failure(error));
     }
   });
   return { title: "Replicas", element: h("section", {}, h("h1", {}, "Replicas"), body), close: stop };
@@ -44,7 +44,7 @@ function replica(each: Replica): HTMLElement {
       h("tbody", {}, ...Object.entries(each.links).sort().map(([route, use]) => h("tr", {}, h("th", { scope: "row", class: "start" }, route.replace("-", " → ")),
         h("td", {}, count(use.transfers)), h("td", {}, bytes(use.bytes)), h("td", {}, time(use.busy_s)), h("td", { class: use.failed ? "bad" : null }, count(use.failed))))))),
     h("h3", {}, `${count(each.resident.length)} adapters on the device`),
-    h("p", { class: "names" }, ...each.resident.slice(0, MOST_RESIDENT).map((name) => h("a", { href: `#/adapters/${encodeURIComponent(name)}` }, name)),
+    h("p", { class: "names" }, ...each.resident.slice(0, MOST_RESIDENT).map(adapterLink),
       each.resident.length > MOST_RESIDENT && `and ${count(each.resident.length - MOST_RESIDENT)} more`));
 }
 

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { facts } from "./adapter.js";
 import { partsTable } from "./chart.js";
-import { h, set } from "./dom.js";
+import { adapterLink, failure, h, set } from "./dom.js";
 import { count, time } from "./format.js";
 import { card } from "./overview.js";
 import type { Page } from "./page.js";
@@ -24,7 +24,7 @@ export function request(id: string): Page {
       const found = await get<{ sequences: Sequence[] }>(`v1/requests/${encodeURIComponent(id)}`);
       set(body, ...found.sequences.map(sequence));
     } catch (error) {
-      set(body, h("p", { class: "bad", role: "alert" }, error instanceof Error ? error.message : String(error)));
+      set(body, failure(error));
     }
   }
 
@@ -39,7 +39,7 @@ function sequence(each: Sequence): HTMLElement {
     h("div", { class: "columns" },
       h("div", {}, h("h3", {}, "Time to the first token"), partsTable(parts)),
       facts([
-        ["Adapter", each.adapter ? h("a", { href: `#/adapters/${encodeURIComponent(each.adapter)}` }, each.adapter) : "none: the base model"],
+        ["Adapter", each.adapter ? adapterLink(each.adapter) : "none: the base model"],
         ["Arrived", new Date(each.arrival_unix_s * 1000).toLocaleString()],
         ["State", each.error ? h("span", { class: "bad" }, each.error) : each.finish_reason ?? each.status],
         ["Tokens", `${count(each.input_tokens)} (${count(each.cached_tokens)} cached) + ${count(each.output_tokens ?? 0)}`],

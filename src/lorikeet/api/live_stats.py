@@ -267,7 +267,7 @@ class LiveStats:
 
     def end(
         self, opened: OpenRequest, request: Request, completion_tokens: int, reason: str, error: str, ended_s: float
-    ) -> EndedRequest:
+    ) -> None:
         """Keep what a request was, now that it has ended; background requests count for no percentile."""
         ended, adapter = opened.ended(request, completion_tokens, reason, error, ended_s), self._of(opened.adapter)
         adapter.open.pop(opened.request_id, None)
@@ -287,7 +287,6 @@ class LiveStats:
             adapter.ended.append(ended)
             self._ended.append(ended)
         self.sample()
-        return ended
 
     def refused(self, adapter: AdapterRef | None, requests: int) -> None:
         """Count requests that were answered with a 429."""

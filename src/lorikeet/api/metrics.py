@@ -209,12 +209,7 @@ class AdapterUsage:
         return usage
 
     @property
-    def base(self) -> RequestCounts:
-        """The base model's counts."""
-        return self._base.total
-
-    @property
-    def base_traffic(self) -> AdapterTraffic:
+    def base(self) -> AdapterTraffic:
         """The base model's usage."""
         return self._base
 
@@ -701,7 +696,7 @@ class UsageCollector(Collector):
             values = [((adapter,), value(counts)) for adapter, counts in by_adapter.items()]
             yield self._make.counts(f"lorikeet:adapter_{name}", text, ("adapter",), values)
         yield self._ttft(by_adapter)
-        with_base = {"": self._usage.base, **by_adapter}
+        with_base = {"": self._usage.base.total, **by_adapter}
         shed = [((adapter,), float(counts.shed)) for adapter, counts in with_base.items()]
         yield self._make.counts("lorikeet:shed_requests", "Refused: too late for their TTFT.", ("adapter",), shed)
         met = [

@@ -6,8 +6,7 @@ The console (``/ui``) and ``lorikeet top`` show the same object.
 import asyncio
 import heapq
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -32,27 +31,14 @@ from lorikeet.api.live_stats import (
 )
 from lorikeet.api.metrics import AdapterTraffic
 from lorikeet.api.service import Sender, Service, ServiceDep
+from lorikeet.api.sort_by import SortBy
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
-from lorikeet.api.threads import in_daemon_thread
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import EngineStats
+from lorikeet.tenants.keys import Access
 
 MOST_STREAMS = 32
 """Streams that may be open at once."""
-
-
-class SortBy(StrEnum):
-    """Order of the adapters."""
-
-    SLOWNESS = "slowness"
-    TRAFFIC = "traffic"
-    WAITS = "waits"
-    RESIDENCY = "residency"
-    TIER = "tier"
-    HITS = "hits"
-    ERRORS = "errors"
-    SAVED = "saved"
-    NAME = "name"
 
 
 @dataclass
@@ -126,9 +112,9 @@ class AdapterFigures:
             return f"Its latest load failed: {self.load.error}"
         if self.parts_s is None or not (total_s := sum(self.parts_s)):
             return ""
-        part = max(range(len(PARTS)), key=lambda at: self.parts_s[at] if self.parts_s else 0.0)
-        share = f"{100 * self.parts_s[part] / total_s:.0f} % of the time to the first token is"
-        match PARTS[part]:
+        largest_s, part = max(zip(self.parts_s, PARTS, strict=True), key=lambda each: each[0])
+        share = f"{100 * largest_s / total_s:.0f} % of the time to the first token is"
+        match part:
             case "queue":
                 cause = max(self.history.queue_s, key=lambda each: self.history.queue_s[each], default=ORDER)
                 return f"{share} the queue, mostly for {CAUSES.get(cause, cause)}."
@@ -223,22 +209,19 @@ _ORDERS: Mapping[SortBy, Callable[[AdapterFigures], Any]] = {
 class _Residency:
     """Where adapters are, summed over all replicas."""
 
-    def __init__(self, stats: Iterable[EngineStats], block_bytes: int) -> None:
+    def __init__(self, service: Service) -> None:
+        block_bytes = service.client.engine_info.block_bytes
         self.device_bytes: dict[AdapterDigest, int] = {}
         self.on_host: set[AdapterDigest] = set()
-        for each in stats:
+        for each in service.observer.live.engine_stats():
             self.on_host.update(each.hosted_adapters)
             for digest, blocks in each.resident_adapters.items():
                 self.device_bytes[digest] = self.device_bytes.get(digest, 0) + blocks * block_bytes
 
 
-def _residency(service: Service) -> _Residency:
-    return _Residency(service.observer.live.engine_stats(), service.client.engine_info.block_bytes)
-
-
 def figures_of(service: Service, record: AdapterRecord, where: _Residency | None = None) -> AdapterFigures:
     """Return what is known of an adapter; ``where`` is read if it is not given."""
-    live, where = service.observer.live, where or _residency(service)
+    live, where = service.observer.live, where or _Residency(service)
     return AdapterFigures(
         record.name,
         service.observer.usage.peek(record.name),
@@ -257,13 +240,11 @@ def _all_figures(service: Service, part: str) -> tuple[list[AdapterFigures], int
     They are the base model, the registered adapters, and those that a request would load.
     """
     live, usage, base = service.observer.live, service.observer.usage, service.models.base
-    where, now_s = _residency(service), live.now_s()
+    where, now_s = _Residency(service), live.now_s()
     records, found = service.catalog.list(), []
     if part in base.lower():
         history = live.peek(BASE)
-        found.append(
-            AdapterFigures(base, usage.base_traffic, history, LoadHistory(), None, 0, False, now_s, is_base=True)
-        )
+        found.append(AdapterFigures(base, usage.base, history, LoadHistory(), None, 0, False, now_s, is_base=True))
     found += [figures_of(service, each, where) for each in records if part in each.name.lower()]
     registered = {each.name for each in records}
     unloaded = [name for name in live.unloaded if name not in registered]
@@ -281,12 +262,13 @@ _LIST_EVERY_S = 10.0
 async def _list_unloaded(service: Service) -> None:
     """List the adapters that a request would load, unless that was done lately: it reads a folder."""
     live = service.observer.live
-    if service.loader.is_enabled and live.now_s() - live.unloaded_at_s > _LIST_EVERY_S:
+    if live.now_s() - live.unloaded_at_s > _LIST_EVERY_S:
         live.unloaded_at_s = live.now_s()
-        live.unloaded = await in_daemon_thread(service.loader.names)
+        live.unloaded = await service.unloaded_names(Access())
 
 
-class StatsQuery(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class StatsQuery:
     """Which adapters are shown.
 
     Attributes:
@@ -297,10 +279,10 @@ class StatsQuery(msgspec.Struct, frozen=True):
         history: whether samples of the last ten minutes are added.
     """
 
-    adapters: int = 50
+    adapters: Annotated[int, Query(ge=0, le=1000)] = 50
     sort: SortBy = SortBy.SLOWNESS
     ascending: bool = False
-    match: str = ""
+    match: Annotated[str, Query(max_length=256)] = ""
     history: bool = False
 
 
@@ -309,8 +291,8 @@ def snapshot(service: Service, query: StatsQuery) -> dict[str, Any]:
     live = service.observer.live
     live.sample()
     stats, now_s = live.engine_stats(), live.now_s()
-    base, recent = service.observer.usage, live.recent()
-    everything = base.all_adapters.plus(base.base)
+    usage, recent = service.observer.usage, live.recent()
+    everything = usage.all_adapters.plus(usage.base.total)
     answered = [each for each in recent if each.ttft_s is not None]
     sums = [sum(part) / len(answered) for part in zip(*(each.parts for each in answered), strict=True)]
     rows, total, matching = _rows(service, query)
@@ -376,18 +358,8 @@ def _rows(service: Service, query: StatsQuery) -> tuple[list[dict[str, Any]], in
     return [{**each.as_json(), "pinned": each.name in pinned} for each in shown], total, len(matching)
 
 
-async def _query(
-    adapters: Annotated[int, Query(ge=0, le=1000)] = 50,
-    sort: SortBy = SortBy.SLOWNESS,
-    ascending: bool = False,
-    match: Annotated[str, Query(max_length=256)] = "",
-    history: bool = False,
-) -> StatsQuery:
-    return StatsQuery(adapters, sort, ascending, match, history)
-
-
 router = APIRouter()
-QueryDep = Annotated[StatsQuery, Depends(_query)]
+QueryDep = Annotated[StatsQuery, Depends()]
 
 
 @router.get("/v1/stats")
@@ -411,7 +383,7 @@ async def stream(
         while not service.gate.draining:
             await _list_unloaded(service)
             yield b"data: " + msgspec.json.encode(snapshot(service, shown)) + b"\n\n"
-            shown = msgspec.structs.replace(query, history=False)
+            shown = replace(query, history=False)
             await asyncio.sleep(interval_s)
 
     async def make() -> Response:

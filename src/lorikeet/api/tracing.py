@@ -16,6 +16,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from lorikeet import __version__
 from lorikeet.api.causes import cause_of
+from lorikeet.api.live_stats import PARTS, parts_of
 from lorikeet.api.trace_context import TraceHeaders
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.request import Request
@@ -98,14 +99,10 @@ def open_exporter(endpoint: str) -> SpanExporter:
 
 def _parts(timings: RequestTimings, ended_s: float) -> list[tuple[str, float, float]]:
     """Return the parts of a request that took time, with their begin and end, as far as it came."""
-    marks = [("queue", timings.arrival_s)]
-    if timings.admitted_s is not None:
-        marks += [
-            ("adapter", timings.admitted_s),
-            ("kv", timings.admitted_s + timings.adapter_wait_s),
-            ("prefill", timings.admitted_s + timings.adapter_wait_s + timings.kv_wait_s),
-        ]
+    parts, begin_s = [], timings.arrival_s
+    for name, part_s in zip(PARTS, parts_of(timings, ended_s), strict=True):
+        parts.append((name, begin_s, begin_s + part_s))
+        begin_s += part_s
     if timings.first_token_s is not None:
-        marks.append(("decode", timings.first_token_s))
-    ends = [at_s for _, at_s in marks[1:]] + [ended_s]
-    return [(name, begin_s, end_s) for (name, begin_s), end_s in zip(marks, ends, strict=True) if end_s > begin_s]
+        parts.append(("decode", begin_s, ended_s))
+    return [(name, begin_s, end_s) for name, begin_s, end_s in parts if end_s > begin_s]

@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from lorikeet.api.sort_by import SortBy
 from lorikeet.cli.console import JsonFile, check_json_file, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lorikeet.core.sizes import format_size
 
-SORTS = ("slowness", "traffic", "waits", "residency", "tier", "hits", "errors", "saved", "name")
 _KINDS = (
     ("kv_running", "KV in use"),
     ("kv_cached", "KV cached"),
@@ -27,7 +27,7 @@ _KINDS = (
 def top(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
-    sort: Annotated[str, typer.Option(help=f"Order of the adapters: {', '.join(SORTS)}.")] = "slowness",
+    sort: Annotated[SortBy, typer.Option(help="Order of the adapters.")] = SortBy.SLOWNESS,
     adapters: Annotated[int, typer.Option(min=0, max=1000, help="Adapters to show.")] = 20,
     match: Annotated[str, typer.Option(help="Only adapters with this in their name.", show_default="all")] = "",
     interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two looks.")] = 2.0,
@@ -39,12 +39,10 @@ def top(
     Ends with Ctrl-C. With --json, what `/v1/stats` answers is written once.
     """
     check_json_file(json_file)
-    if sort not in SORTS:
-        raise typer.BadParameter(f"{sort!r} is none of {', '.join(SORTS)}", param_hint="--sort")
     api = ServerClient(url, api_key)
 
     def look() -> dict[str, Any]:
-        return api.get("/v1/stats", sort=sort, adapters=adapters, match=match, ascending=str(sort == "name").lower())
+        return api.get("/v1/stats", sort=sort, adapters=adapters, match=match, ascending=int(sort is SortBy.NAME))
 
     stats = look()
     if not write_json(json_file, stats) or json_file is not None:
