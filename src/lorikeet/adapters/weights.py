@@ -137,15 +137,6 @@ def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, s
     return slice(None), slice(start, start + local.out_features)
 
 
-def read_float32(stream: FileIO, entry: TensorEntry) -> NDArray[np.float32]:
-    """Return a tensor of an open weights file in fp32.
-
-    Raises:
-        OSError: it cannot be read, or the file was truncated.
-    """
-    return to_float32(_read(stream, entry), DTYPES[entry.dtype])
-
-
 def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:
     """Read a tensor into new memory; reading a mapped file that was truncated would kill the process instead."""
     values = np.empty(entry.shape, KEPT_AS[DTYPES[entry.dtype]])
