@@ -202,13 +202,12 @@ class _Finder:
         if kind == "input":
             yield self._extra(kind, place.modules[0], place.layer, entry, 1, inputs)
             return
-        item_bytes, start = (entry.stop - entry.start) // size, entry.start
+        whole, first = entry.shaped(sum(all_rows), per_row), 0
         for module, rows in zip(place.modules, all_rows, strict=True):
-            stop = start + rows * per_row * item_bytes
-            part = TensorEntry(entry.name, entry.dtype, (rows * per_row,), start, stop)
+            part = whole.row_range(first, rows)
             matrix = (rows, inputs) if kind == "weight" else (1, rows)
             yield self._extra(kind, module, place.layer, part, *matrix, scaling, turned=turned)
-            start = stop
+            first += rows
 
     def _vocabulary_extra(self, each: Named, module: str) -> list[ExtraTensor]:
         kind, entry, shape = each.kind, each.entry, each.entry.shape
@@ -243,7 +242,7 @@ class _Finder:
 
     def _kept(self, entry: TensorEntry) -> TensorEntry:
         """Return the rows of a tensor whose tokens the server knows: those that the base's vocabulary has."""
-        rows, columns = entry.shape
+        rows = entry.shape[0]
         around = self._geometry.surroundings if self._geometry is not None else None
         if around is None or rows <= around.vocab_size:
             return entry
@@ -251,9 +250,7 @@ class _Finder:
             f"{WEIGHTS_FILE}: tensor {entry.name} has {rows} rows; those from {around.vocab_size} on are not used: "
             f"the base model has tokens below {around.vocab_size} only"
         )
-        row_bytes = (entry.stop - entry.start) // rows
-        stop = entry.start + around.vocab_size * row_bytes
-        return TensorEntry(entry.name, entry.dtype, (around.vocab_size, columns), entry.start, stop)
+        return entry.row_range(0, around.vocab_size)
 
     def _sizes(self, vocabulary: int, hidden: int) -> tuple[int, int]:
         """Return the sizes of the vocabulary, given those of a tensor for a base that is not known."""
