@@ -36,7 +36,7 @@ Script = Callable[[Request], list[int]]
 
 BLOCK_TOKENS = 16
 LAYERS, HIDDEN = 2, 16
-GEOMETRY = ModelGeometry(LAYERS, 2, 8, dict.fromkeys(LORA_MODULES, ModuleShape(HIDDEN, HIDDEN)), 4, hidden=HIDDEN)
+GEOMETRY = ModelGeometry(LAYERS, 2, 8, dict.fromkeys(LORA_MODULES, ModuleShape(HIDDEN, HIDDEN)), 4, hidden_size=HIDDEN)
 
 
 def write_adapter(folder: Path, *, rank: int = 4, seed: int = 0, layers: int = LAYERS, hidden: int = HIDDEN) -> Path:

@@ -11,7 +11,7 @@ from lorikeet.adapters.module_names import BaseModules, ModulePlace
 from lorikeet.adapters.peft_config import CONVERT, LoraConfig, ModuleMatcher
 from lorikeet.adapters.task import SCORE_MODULES
 from lorikeet.core.adapter import EMBEDDING, HEAD
-from lorikeet.core.geometry import ModelGeometry, Surroundings, split_layer
+from lorikeet.core.geometry import ModelGeometry, ReplaceableWeights, split_layer
 
 _MAX_NAMED = 3
 _SHARED_INPUTS = frozenset({"q", "k", "v", "gate", "up"})
@@ -74,11 +74,12 @@ def is_of_vocabulary(name: str, resolver: BaseModules, geometry: ModelGeometry |
 
 
 def _vocabulary(name: str, resolver: BaseModules, geometry: ModelGeometry | None) -> str | None:
-    around = geometry.surroundings if geometry is not None else Surroundings("embed_tokens", "lm_head", 0, 0, {})
-    if around is None:
+    usual = ReplaceableWeights("embed_tokens", "lm_head", 0, {})
+    weights = usual if geometry is None else geometry.replaceable
+    if weights is None:
         return None
     path = name.removeprefix(resolver.prefix_of(name))
-    return EMBEDDING if path == around.embedding else HEAD if path == around.head else None
+    return EMBEDDING if path == weights.embedding else HEAD if path == weights.head else None
 
 
 def find_extras(
@@ -159,11 +160,11 @@ class _Finder:
                 return None
             path, layer = split_layer(each.name)
             return self._extra("vector", f"{path}.{each.kind}", layer, each.entry, 1, each.entry.shape[0])
-        if self._geometry.surroundings is None:
+        if self._geometry.replaceable is None:
             return None
         path, layer = split_layer(each.name.removeprefix(self._resolver.prefix_of(each.name)))
         path = f"{path}.{each.kind}"
-        size = self._geometry.surroundings.vectors.get(path)
+        size = self._geometry.replaceable.vectors.get(path)
         if size is None:
             return None
         if layer >= self._geometry.layers:
@@ -213,7 +214,7 @@ class _Finder:
         kind, entry, shape = each.kind, each.entry, each.entry.shape
         rank, scaling = self._matcher.rank_and_scaling(each.name)
         if kind in ("weight", "base") and len(shape) == 2:
-            base = self._geometry.surroundings if self._geometry is not None else None
+            base = self._geometry.replaceable if self._geometry is not None else None
             if kind == "base" and (base is None or shape[0] == base.vocab_size):
                 return []  # the base's own, which PEFT saves beside LoRA on it
             _, hidden = self._sizes(0, shape[1])
@@ -243,20 +244,20 @@ class _Finder:
     def _kept(self, entry: TensorEntry) -> TensorEntry:
         """Return the rows of a tensor whose tokens the server knows: those that the base's vocabulary has."""
         rows = entry.shape[0]
-        around = self._geometry.surroundings if self._geometry is not None else None
-        if around is None or rows <= around.vocab_size:
+        base = self._geometry.replaceable if self._geometry is not None else None
+        if base is None or rows <= base.vocab_size:
             return entry
         self.warnings.append(
-            f"{WEIGHTS_FILE}: tensor {entry.name} has {rows} rows; those from {around.vocab_size} on are not used: "
-            f"the base model has tokens below {around.vocab_size} only"
+            f"{WEIGHTS_FILE}: tensor {entry.name} has {rows} rows; those from {base.vocab_size} on are not used: "
+            f"the base model has tokens below {base.vocab_size} only"
         )
-        return entry.row_range(0, around.vocab_size)
+        return entry.row_range(0, base.vocab_size)
 
     def _sizes(self, vocabulary: int, hidden: int) -> tuple[int, int]:
         """Return the sizes of the vocabulary, given those of a tensor for a base that is not known."""
-        if self._geometry is None or self._geometry.surroundings is None:
+        if self._geometry is None or self._geometry.replaceable is None:
             return vocabulary, hidden
-        return self._geometry.surroundings.vocab_size, self._geometry.surroundings.hidden_size
+        return self._geometry.replaceable.vocab_size, self._geometry.hidden_size
 
     def _extra(
         self,

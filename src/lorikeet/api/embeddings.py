@@ -59,9 +59,11 @@ async def embeddings(http: Request, body: EmbeddingRequest, service: ServiceDep,
     named = {"last": PoolingKind.LAST, **{kind.value: kind for kind in PoolingKind}}
     kind = task.pooling if body.pooling is None else named[body.pooling]
     assert kind is not None
-    hidden = service.client.engine_info.geometry.hidden
-    if body.dimensions is not None and body.dimensions > hidden:
-        raise bad_request(f"dimensions is {body.dimensions}, but this model's vectors have {hidden}.", "dimensions")
+    hidden_size = service.client.engine_info.geometry.hidden_size
+    if body.dimensions is not None and body.dimensions > hidden_size:
+        raise bad_request(
+            f"dimensions is {body.dimensions}, but this model's vectors have {hidden_size}.", "dimensions"
+        )
     has_length_1 = task.normalizes if body.normalize is None else body.normalize
     run = PooledRun(service, body, target, sender)
 
