@@ -3,12 +3,11 @@
 import base64
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import Field
 from starlette.responses import Response
 
 from lorikeet.adapters.task import AdapterTask
@@ -30,7 +29,7 @@ class EmbeddingRequest(PooledBody):
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
-    pooling: Annotated[Literal["mean", "weightedmean", "lasttoken", "last"], Field()] | None = None
+    pooling: Literal["mean", "weightedmean", "lasttoken", "last"] | None = None
     normalize: bool | None = None
 
 
