@@ -104,10 +104,9 @@ def find_extras(
         AdapterError: one belongs to nothing that can be served, or does not fit the config or the base.
     """
     finder = _Finder(config, matcher, resolver, geometry)
-    on_linear = {each.name for each in low_rank if not is_of_vocabulary(each.name, resolver, geometry)}
     found: list[ExtraTensor] = []
     for pair in low_rank:
-        if pair.name not in on_linear:
+        if is_of_vocabulary(pair.name, resolver, geometry):
             found += finder.head(pair)
     for each in tensors:
         if not resolver.is_unused(each.name):
