@@ -1,7 +1,8 @@
-"""What adapters of a step have beside LoRA's A and B, as views of pool blocks, and how a step uses it.
+"""The extras of adapters on the device, as views of pool blocks, and how a step applies them.
 
-Rows of the batch are adjusted segment by segment after the product of the base, so a step without such adapters runs as
-if there were none. ``docs/decisions/adapter-extras.md`` says what the kinds mean.
+Extras are what an adapter has beside LoRA's A and B, such as DoRA's magnitudes (``core.adapter.AdapterExtra``). Rows of
+the batch are adjusted segment by segment after the product of the base, so a step without such adapters runs as if
+there were none. ``docs/decisions/adapter-extras.md`` says what the kinds mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
