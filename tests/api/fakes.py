@@ -76,6 +76,21 @@ def write_classifier(
     return folder
 
 
+def write_dora(folder: Path) -> Path:
+    """Write an adapter with magnitudes beside A and B."""
+    write_adapter(folder)
+    config = json.loads((folder / "adapter_config.json").read_text()) | {"use_dora": True}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "adapter_model.safetensors")
+    magnitudes = {
+        name.replace("lora_B.weight", "lora_magnitude_vector"): np.ones(HIDDEN, np.float32)
+        for name in weights
+        if "lora_B" in name
+    }
+    save_file(weights | magnitudes, folder / "adapter_model.safetensors")
+    return folder
+
+
 def scripted_vector(request: Request) -> list[float]:
     """As many numbers as the head has labels, or as a hidden state has; they depend on the tokens."""
     assert request.pooling is not None
