@@ -181,22 +181,26 @@ class _Finder:
             raise _refusal(entry, f"is of a layer that the base model lacks: it has {self._geometry.layers}")
         if kind == "input" and len(place.modules) == 1 and place.modules[0] in _SHARED_INPUTS:
             raise _refusal(entry, f"scales the input of a product with others: {CONVERT}")
-        turned = kind == "weight" and self._config.fan_in_fan_out
+        is_transposed = kind == "weight" and self._config.fan_in_fan_out
         if kind == "weight" and len(entry.shape) != 2:
             raise _refusal(entry, f"has shape {list(entry.shape)}; a matrix was expected")
         if self._geometry is None:
-            outputs = entry.shape[1 if turned else 0] if kind == "weight" else prod(entry.shape)
-            columns = entry.shape[0 if turned else 1] if kind == "weight" else outputs
+            outputs = entry.shape[1 if is_transposed else 0] if kind == "weight" else prod(entry.shape)
+            columns = entry.shape[0 if is_transposed else 1] if kind == "weight" else outputs
             rows = outputs if kind == "weight" else 1
-            yield self._extra(kind, place.modules[0], place.layer, entry, rows, columns, scaling, turned=turned)
+            yield self._extra(
+                kind, place.modules[0], place.layer, entry, rows, columns, scaling, is_transposed=is_transposed
+            )
             return
-        if len(place.modules) > 1 and (kind == "input" or turned):
+        if len(place.modules) > 1 and (kind == "input" or is_transposed):
             raise _refusal(entry, f"cannot be split over {', '.join(place.modules)}: {CONVERT}")
         all_rows = self._resolver.rows(place)
         inputs = self._geometry.modules[place.modules[0]].in_features
         per_row = inputs if kind == "weight" else 1
         size = inputs if kind == "input" else sum(all_rows) * per_row
-        if prod(entry.shape) != size or (kind == "weight" and entry.shape[0] != (inputs if turned else sum(all_rows))):
+        if prod(entry.shape) != size or (
+            kind == "weight" and entry.shape[0] != (inputs if is_transposed else sum(all_rows))
+        ):
             needs = [sum(all_rows), inputs] if kind == "weight" else [size]
             raise _refusal(entry, f"has shape {list(entry.shape)}; the base model needs {needs}")
         if kind == "input":
@@ -206,7 +210,7 @@ class _Finder:
         for module, rows in zip(place.modules, all_rows, strict=True):
             part = whole.row_range(first, rows)
             matrix = (rows, inputs) if kind == "weight" else (1, rows)
-            yield self._extra(kind, module, place.layer, part, *matrix, scaling, turned=turned)
+            yield self._extra(kind, module, place.layer, part, *matrix, scaling, is_transposed=is_transposed)
             first += rows
 
     def _vocabulary_extra(self, each: Named, module: str) -> list[ExtraTensor]:
@@ -228,9 +232,9 @@ class _Finder:
                 raise _refusal(entry, f"{CONFIG_FILE} names tokens beyond the {vocabulary} of the base model")
             return [self._extra("rows", module, 0, entry, len(tokens), hidden, tokens=tokens)]
         if kind == "a" and len(shape) == 2 and module == EMBEDDING:
-            return [self._extra("a", module, 0, entry, self._sizes(shape[1], 0)[0], rank, turned=True)]
+            return [self._extra("a", module, 0, entry, self._sizes(shape[1], 0)[0], rank, is_transposed=True)]
         if kind == "b" and len(shape) == 2 and module == EMBEDDING:
-            return [self._extra("b", module, 0, entry, rank, self._sizes(0, shape[0])[1], scaling, turned=True)]
+            return [self._extra("b", module, 0, entry, rank, self._sizes(0, shape[0])[1], scaling, is_transposed=True)]
         if kind == "magnitude":
             vocabulary, hidden = self._sizes(prod(shape), prod(shape))
             rows, columns = (1, hidden) if module == EMBEDDING else (vocabulary, 1)
@@ -269,11 +273,11 @@ class _Finder:
         scaling: float = 1.0,
         tokens: tuple[int, ...] = (),
         *,
-        turned: bool = False,
+        is_transposed: bool = False,
     ) -> ExtraTensor:
         if prod(entry.shape) != rows * columns:
             raise _refusal(entry, f"has shape {list(entry.shape)}; {rows * columns} elements were expected")
-        return ExtraTensor(kind, module, layer, rows, columns, entry, scaling, tokens, turned)
+        return ExtraTensor(kind, module, layer, rows, columns, entry, scaling, tokens, is_transposed)
 
 
 def _computed(found: Iterable[ExtraTensor]) -> Iterator[ExtraTensor]:
