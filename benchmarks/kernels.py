@@ -261,8 +261,8 @@ KINDS = ("LoRA", "DoRA", "norms", "output layer")
 def _add_kind(folder: Path, kind: str, geometry: ModelGeometry) -> None:
     """Add to an adapter what its kind has beside A and B."""
     file, config_file = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    tensors, config, around = load_file(file), json.loads(config_file.read_text()), geometry.surroundings
-    assert around is not None
+    tensors, config, base = load_file(file), json.loads(config_file.read_text()), geometry.replaceable
+    assert base is not None
     prefix = "base_model.model.model."
     if kind == "DoRA":
         config["use_dora"] = True
@@ -273,11 +273,11 @@ def _add_kind(folder: Path, kind: str, geometry: ModelGeometry) -> None:
         config["modules_to_save"] = ["input_layernorm", "post_attention_layernorm"]
         for layer in range(geometry.layers):
             for name in config["modules_to_save"]:
-                tensors[f"{prefix}layers.{layer}.{name}.weight"] = torch.ones(around.hidden_size)
+                tensors[f"{prefix}layers.{layer}.{name}.weight"] = torch.ones(geometry.hidden_size)
     elif kind == "output layer":
         config["modules_to_save"] = ["lm_head"]
         tensors["base_model.model.lm_head.weight"] = (
-            torch.randn(around.vocab_size, around.hidden_size).bfloat16() * 0.02
+            torch.randn(base.vocab_size, geometry.hidden_size).bfloat16() * 0.02
         )
     save_file(tensors, file)
     config_file.write_text(json.dumps(config))

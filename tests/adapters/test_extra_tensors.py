@@ -9,12 +9,14 @@ import pytest
 
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.core.geometry import ModelGeometry, Surroundings
+from lorikeet.core.geometry import ModelGeometry, ReplaceableWeights
 from tests.adapters.builders import HIDDEN, LAYERS, Tensors, geometry, key, lora_tensors, write_adapter
 
 VOCABULARY = 24
 BASE = msgspec.structs.replace(
-    geometry(), surroundings=Surroundings("embed_tokens", "lm_head", VOCABULARY, HIDDEN, {"norm.weight": HIDDEN})
+    geometry(),
+    replaceable=ReplaceableWeights("embed_tokens", "lm_head", VOCABULARY, {"norm.weight": HIDDEN}),
+    hidden_size=HIDDEN,
 )
 EMBEDDING = "base_model.model.model.embed_tokens"
 MAGNITUDES = {

@@ -36,7 +36,7 @@ Script = Callable[[Request], list[int]]
 
 BLOCK_TOKENS = 16
 LAYERS, HIDDEN = 2, 16
-GEOMETRY = ModelGeometry(LAYERS, 2, 8, dict.fromkeys(LORA_MODULES, ModuleShape(HIDDEN, HIDDEN)), 4, hidden=HIDDEN)
+GEOMETRY = ModelGeometry(LAYERS, 2, 8, dict.fromkeys(LORA_MODULES, ModuleShape(HIDDEN, HIDDEN)), 4, hidden_size=HIDDEN)
 
 
 def write_adapter(folder: Path, *, rank: int = 4, seed: int = 0, layers: int = LAYERS, hidden: int = HIDDEN) -> Path:
@@ -73,6 +73,21 @@ def write_classifier(
     save_file(weights | {"base_model.model.score.weight": head}, folder / "adapter_model.safetensors")
     if names or problem:
         (folder / "config.json").write_text(json.dumps({"id2label": names, "problem_type": problem}))
+    return folder
+
+
+def write_dora(folder: Path) -> Path:
+    """Write an adapter with magnitudes beside A and B."""
+    write_adapter(folder)
+    config = json.loads((folder / "adapter_config.json").read_text()) | {"use_dora": True}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "adapter_model.safetensors")
+    magnitudes = {
+        name.replace("lora_B.weight", "lora_magnitude_vector"): np.ones(HIDDEN, np.float32)
+        for name in weights
+        if "lora_B" in name
+    }
+    save_file(weights | magnitudes, folder / "adapter_model.safetensors")
     return folder
 
 

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from lorikeet.api.mixtures import MAX_MIXTURES, PREFIX, spelled
 from lorikeet.config import AdapterDirMode
 from tests.api.conftest import Running, Start
-from tests.api.fakes import write_adapter, write_classifier
+from tests.api.fakes import write_adapter, write_classifier, write_dora
 
 pytestmark = pytest.mark.slow
 
@@ -147,6 +147,7 @@ async def test_the_mixtures_used_last_are_kept_and_a_new_version_of_a_part_makes
         ({"model": "+".join(["formal"] * 17)}, 400, "at most 16"),
         ({"model": "formal*0.5", "lora_path": "formal"}, 400, "lora_path"),
         ({"model": "classes*0.5+formal"}, 400, "score head"),
+        ({"model": "dora*0.5+formal"}, 400, "magnitude beside A and B"),
         ({"merged_adapters": {"ids": ["formal"], "weights": [1, 2]}}, 400, "2 weights"),
         ({"merged_adapters": {"ids": ["formal"], "merge_strategy": "ties"}}, 400, "merge_strategy"),
         ({"lora": [{"id": "formal"}], "merged_adapters": {"ids": ["formal"]}}, 400, "do not go together"),
@@ -155,7 +156,8 @@ async def test_the_mixtures_used_last_are_kept_and_a_new_version_of_a_part_makes
 )
 async def test_what_is_no_mixture_is_refused(server: Running, body: Any, status: int, said: str) -> None:
     write_classifier(server.sources / "classes", 2)
-    register(server, "classes")
+    write_dora(server.sources / "dora")
+    register(server, "classes", "dora")
     reply = await server.http.post(PATH, json={"prompt": "hi", **body})
     assert reply.status_code == status, reply.text
     assert said in reply.json()["error"]["message"]

@@ -119,8 +119,8 @@ def write_like(folder: Path, shape: Shape, base: ModelGeometry) -> Path:
             tensors[f"{name}.lora_A.weight"] = torch.zeros(shape.rank, inputs)
             tensors[f"{name}.lora_B.weight"] = torch.zeros(rows, shape.rank)
     if "lm_head" in shape.targets:
-        assert base.surroundings is not None
-        vocabulary, hidden = base.surroundings.vocab_size, base.surroundings.hidden_size
+        assert base.replaceable is not None
+        vocabulary, hidden = base.replaceable.vocab_size, base.hidden_size
         tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(shape.rank, hidden)
         tensors["base_model.model.lm_head.lora_B.weight"] = torch.zeros(vocabulary, shape.rank)
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -10,7 +10,7 @@ from lorikeet.adapters.checkpoint import DescribeOptions, ServedBase, describe_f
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.store import reference
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
-from lorikeet.core.geometry import KvShape
+from lorikeet.core.geometry import KvShape, ReplaceableWeights
 from lorikeet.core.request import Request, RequestId, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.kernels.reference import ReferenceKernels
@@ -19,6 +19,7 @@ from lorikeet.models.default import NAME
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.models.transformers_attention import Mask, UnsupportedAttention, window_of
 from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
+from lorikeet.models.transformers_modules import replaceable_weights
 from lorikeet.worker.rank_setup import load_rank
 from tests.models.checkpoints import make_checkpoint
 from tests.models.library_bases import make_base
@@ -101,6 +102,25 @@ def test_a_preset_that_merges_runs_unmerged_and_says_so(tmp_path: Path) -> None:
     replica.engine.close()
     assert replica.notes[0] == "Phi3ForCausalLM runs by transformers 5.23.0, in float32"
     assert any("none is merged" in note for note in replica.notes)
+
+
+def test_the_hidden_size_is_that_of_the_output_layer(tmp_path: Path) -> None:
+    """OPT may project its embeddings to larger hidden states, and these back before the output layer."""
+    geometry = decoder(tmp_path, "opt", word_embed_proj_dim=16).geometry
+    assert geometry.hidden_size == 16
+    assert geometry.modules["layers.{}.self_attn.q_proj"].in_features == 32
+    assert geometry.replaceable is not None
+    assert (geometry.replaceable.embedding, geometry.replaceable.head) == ("embed_tokens", "lm_head")
+
+
+def test_an_embedding_of_another_size_than_hidden_states_cannot_be_replaced() -> None:
+    model = torch.nn.Module()
+    model.embed, model.norm = torch.nn.Embedding(10, 4), torch.nn.LayerNorm(6)
+    model.head = torch.nn.Linear(6, 10, bias=False)
+    model.get_input_embeddings, model.get_output_embeddings = lambda: model.embed, lambda: model.head
+    vectors = {"norm.weight": 6, "norm.bias": 6}
+    assert replaceable_weights(model, "", [model.norm], 6) == ReplaceableWeights("", "", 0, vectors)
+    assert replaceable_weights(model, "", [model.norm], 4) == ReplaceableWeights("embed", "head", 10, vectors)
 
 
 @pytest.mark.parametrize("spelled", ["parts", "whole"])

@@ -23,7 +23,7 @@ from lorikeet.adapters.description import (
     TensorEntry,
 )
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.experts import check_parameters, describe_experts, parameter_of, row_range
+from lorikeet.adapters.experts import check_parameters, describe_experts, parameter_of
 from lorikeet.adapters.extra_tensors import LowRank, Named, find_extras, is_of_vocabulary, named, summary
 from lorikeet.adapters.module_names import BaseModules
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
@@ -431,7 +431,7 @@ def _described(pair: LowRank, matcher: ModuleMatcher, resolver: BaseModules) -> 
         )
     first = 0
     for module, count in zip(place.modules, rows, strict=True):
-        yield ModuleTensors(place.layer, module, rank, scaling, pair.a, row_range(pair.b, first, count))
+        yield ModuleTensors(place.layer, module, rank, scaling, pair.a, pair.b.row_range(first, count))
         first += count
 
 

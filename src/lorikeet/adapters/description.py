@@ -33,6 +33,17 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     start: int
     stop: int
 
+    def shaped(self, *shape: int) -> "TensorEntry":
+        """Return the same elements in another shape."""
+        return msgspec.structs.replace(self, shape=shape)
+
+    def row_range(self, first: int, count: int) -> "TensorEntry":
+        """Return ``count`` rows of a matrix, or elements of a vector, from ``first`` on."""
+        row_bytes = (self.stop - self.start) // self.shape[0]
+        start = self.start + first * row_bytes
+        shape = (count, *self.shape[1:])
+        return msgspec.structs.replace(self, shape=shape, start=start, stop=start + count * row_bytes)
+
 
 class ModuleTensors(msgspec.Struct, frozen=True, array_like=True):
     """The LoRA of one module.

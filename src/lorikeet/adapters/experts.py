@@ -7,8 +7,6 @@ name, those inside are each called ``base_layer``, and the innermost is that of 
 
 from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
-
 from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE, ModuleTensors, TensorEntry
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.module_names import BaseModules, ModulePlace
@@ -82,15 +80,7 @@ def describe_experts(
             module,
             rank,
             scaling,
-            row_range(a, expert * rank, rank),
-            row_range(b, before, rows[part]),
+            a.row_range(expert * rank, rank),
+            b.row_range(before, rows[part]),
             (expert, place.experts),
         )
-
-
-def row_range(entry: TensorEntry, first: int, count: int) -> TensorEntry:
-    """Return the entry of some rows of a matrix."""
-    row_bytes = (entry.stop - entry.start) // entry.shape[0]
-    start = entry.start + first * row_bytes
-    shape = (count, *entry.shape[1:])
-    return msgspec.structs.replace(entry, shape=shape, start=start, stop=start + count * row_bytes)

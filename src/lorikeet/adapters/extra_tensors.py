@@ -11,7 +11,7 @@ from lorikeet.adapters.module_names import BaseModules, ModulePlace
 from lorikeet.adapters.peft_config import CONVERT, LoraConfig, ModuleMatcher
 from lorikeet.adapters.task import SCORE_MODULES
 from lorikeet.core.adapter import EMBEDDING, HEAD
-from lorikeet.core.geometry import ModelGeometry, Surroundings, split_layer
+from lorikeet.core.geometry import ModelGeometry, ReplaceableWeights, split_layer
 
 _MAX_NAMED = 3
 _SHARED_INPUTS = frozenset({"q", "k", "v", "gate", "up"})
@@ -74,11 +74,12 @@ def is_of_vocabulary(name: str, resolver: BaseModules, geometry: ModelGeometry |
 
 
 def _vocabulary(name: str, resolver: BaseModules, geometry: ModelGeometry | None) -> str | None:
-    around = geometry.surroundings if geometry is not None else Surroundings("embed_tokens", "lm_head", 0, 0, {})
-    if around is None:
+    usual = ReplaceableWeights("embed_tokens", "lm_head", 0, {})
+    weights = usual if geometry is None else geometry.replaceable
+    if weights is None:
         return None
     path = name.removeprefix(resolver.prefix_of(name))
-    return EMBEDDING if path == around.embedding else HEAD if path == around.head else None
+    return EMBEDDING if path == weights.embedding else HEAD if path == weights.head else None
 
 
 def find_extras(
@@ -103,10 +104,9 @@ def find_extras(
         AdapterError: one belongs to nothing that can be served, or does not fit the config or the base.
     """
     finder = _Finder(config, matcher, resolver, geometry)
-    on_linear = {each.name for each in low_rank if not is_of_vocabulary(each.name, resolver, geometry)}
     found: list[ExtraTensor] = []
     for pair in low_rank:
-        if pair.name not in on_linear:
+        if is_of_vocabulary(pair.name, resolver, geometry):
             found += finder.head(pair)
     for each in tensors:
         if not resolver.is_unused(each.name):
@@ -159,11 +159,11 @@ class _Finder:
                 return None
             path, layer = split_layer(each.name)
             return self._extra("vector", f"{path}.{each.kind}", layer, each.entry, 1, each.entry.shape[0])
-        if self._geometry.surroundings is None:
+        if self._geometry.replaceable is None:
             return None
         path, layer = split_layer(each.name.removeprefix(self._resolver.prefix_of(each.name)))
         path = f"{path}.{each.kind}"
-        size = self._geometry.surroundings.vectors.get(path)
+        size = self._geometry.replaceable.vectors.get(path)
         if size is None:
             return None
         if layer >= self._geometry.layers:
@@ -181,40 +181,43 @@ class _Finder:
             raise _refusal(entry, f"is of a layer that the base model lacks: it has {self._geometry.layers}")
         if kind == "input" and len(place.modules) == 1 and place.modules[0] in _SHARED_INPUTS:
             raise _refusal(entry, f"scales the input of a product with others: {CONVERT}")
-        turned = kind == "weight" and self._config.fan_in_fan_out
+        is_transposed = kind == "weight" and self._config.fan_in_fan_out
         if kind == "weight" and len(entry.shape) != 2:
             raise _refusal(entry, f"has shape {list(entry.shape)}; a matrix was expected")
         if self._geometry is None:
-            outputs = entry.shape[1 if turned else 0] if kind == "weight" else prod(entry.shape)
-            columns = entry.shape[0 if turned else 1] if kind == "weight" else outputs
+            outputs = entry.shape[1 if is_transposed else 0] if kind == "weight" else prod(entry.shape)
+            columns = entry.shape[0 if is_transposed else 1] if kind == "weight" else outputs
             rows = outputs if kind == "weight" else 1
-            yield self._extra(kind, place.modules[0], place.layer, entry, rows, columns, scaling, turned=turned)
+            yield self._extra(
+                kind, place.modules[0], place.layer, entry, rows, columns, scaling, is_transposed=is_transposed
+            )
             return
-        if len(place.modules) > 1 and (kind == "input" or turned):
+        if len(place.modules) > 1 and (kind == "input" or is_transposed):
             raise _refusal(entry, f"cannot be split over {', '.join(place.modules)}: {CONVERT}")
         all_rows = self._resolver.rows(place)
         inputs = self._geometry.modules[place.modules[0]].in_features
         per_row = inputs if kind == "weight" else 1
         size = inputs if kind == "input" else sum(all_rows) * per_row
-        if prod(entry.shape) != size or (kind == "weight" and entry.shape[0] != (inputs if turned else sum(all_rows))):
+        if prod(entry.shape) != size or (
+            kind == "weight" and entry.shape[0] != (inputs if is_transposed else sum(all_rows))
+        ):
             needs = [sum(all_rows), inputs] if kind == "weight" else [size]
             raise _refusal(entry, f"has shape {list(entry.shape)}; the base model needs {needs}")
         if kind == "input":
             yield self._extra(kind, place.modules[0], place.layer, entry, 1, inputs)
             return
-        item_bytes, start = (entry.stop - entry.start) // size, entry.start
+        whole, first = entry.shaped(sum(all_rows), per_row), 0
         for module, rows in zip(place.modules, all_rows, strict=True):
-            stop = start + rows * per_row * item_bytes
-            part = TensorEntry(entry.name, entry.dtype, (rows * per_row,), start, stop)
+            part = whole.row_range(first, rows)
             matrix = (rows, inputs) if kind == "weight" else (1, rows)
-            yield self._extra(kind, module, place.layer, part, *matrix, scaling, turned=turned)
-            start = stop
+            yield self._extra(kind, module, place.layer, part, *matrix, scaling, is_transposed=is_transposed)
+            first += rows
 
     def _vocabulary_extra(self, each: Named, module: str) -> list[ExtraTensor]:
         kind, entry, shape = each.kind, each.entry, each.entry.shape
         rank, scaling = self._matcher.rank_and_scaling(each.name)
         if kind in ("weight", "base") and len(shape) == 2:
-            base = self._geometry.surroundings if self._geometry is not None else None
+            base = self._geometry.replaceable if self._geometry is not None else None
             if kind == "base" and (base is None or shape[0] == base.vocab_size):
                 return []  # the base's own, which PEFT saves beside LoRA on it
             _, hidden = self._sizes(0, shape[1])
@@ -229,9 +232,9 @@ class _Finder:
                 raise _refusal(entry, f"{CONFIG_FILE} names tokens beyond the {vocabulary} of the base model")
             return [self._extra("rows", module, 0, entry, len(tokens), hidden, tokens=tokens)]
         if kind == "a" and len(shape) == 2 and module == EMBEDDING:
-            return [self._extra("a", module, 0, entry, self._sizes(shape[1], 0)[0], rank, turned=True)]
+            return [self._extra("a", module, 0, entry, self._sizes(shape[1], 0)[0], rank, is_transposed=True)]
         if kind == "b" and len(shape) == 2 and module == EMBEDDING:
-            return [self._extra("b", module, 0, entry, rank, self._sizes(0, shape[0])[1], scaling, turned=True)]
+            return [self._extra("b", module, 0, entry, rank, self._sizes(0, shape[0])[1], scaling, is_transposed=True)]
         if kind == "magnitude":
             vocabulary, hidden = self._sizes(prod(shape), prod(shape))
             rows, columns = (1, hidden) if module == EMBEDDING else (vocabulary, 1)
@@ -243,23 +246,21 @@ class _Finder:
 
     def _kept(self, entry: TensorEntry) -> TensorEntry:
         """Return the rows of a tensor whose tokens the server knows: those that the base's vocabulary has."""
-        rows, columns = entry.shape
-        around = self._geometry.surroundings if self._geometry is not None else None
-        if around is None or rows <= around.vocab_size:
+        rows = entry.shape[0]
+        base = self._geometry.replaceable if self._geometry is not None else None
+        if base is None or rows <= base.vocab_size:
             return entry
         self.warnings.append(
-            f"{WEIGHTS_FILE}: tensor {entry.name} has {rows} rows; those from {around.vocab_size} on are not used: "
-            f"the base model has tokens below {around.vocab_size} only"
+            f"{WEIGHTS_FILE}: tensor {entry.name} has {rows} rows; those from {base.vocab_size} on are not used: "
+            f"the base model has tokens below {base.vocab_size} only"
         )
-        row_bytes = (entry.stop - entry.start) // rows
-        stop = entry.start + around.vocab_size * row_bytes
-        return TensorEntry(entry.name, entry.dtype, (around.vocab_size, columns), entry.start, stop)
+        return entry.row_range(0, base.vocab_size)
 
     def _sizes(self, vocabulary: int, hidden: int) -> tuple[int, int]:
         """Return the sizes of the vocabulary, given those of a tensor for a base that is not known."""
-        if self._geometry is None or self._geometry.surroundings is None:
+        if self._geometry is None or self._geometry.replaceable is None:
             return vocabulary, hidden
-        return self._geometry.surroundings.vocab_size, self._geometry.surroundings.hidden_size
+        return self._geometry.replaceable.vocab_size, self._geometry.hidden_size
 
     def _extra(
         self,
@@ -272,11 +273,11 @@ class _Finder:
         scaling: float = 1.0,
         tokens: tuple[int, ...] = (),
         *,
-        turned: bool = False,
+        is_transposed: bool = False,
     ) -> ExtraTensor:
         if prod(entry.shape) != rows * columns:
             raise _refusal(entry, f"has shape {list(entry.shape)}; {rows * columns} elements were expected")
-        return ExtraTensor(kind, module, layer, rows, columns, entry, scaling, tokens, turned)
+        return ExtraTensor(kind, module, layer, rows, columns, entry, scaling, tokens, is_transposed)
 
 
 def _computed(found: Iterable[ExtraTensor]) -> Iterator[ExtraTensor]:

@@ -7,7 +7,6 @@ is exact, and costs what the ranks cost together.
 
 import json
 from collections.abc import Sequence
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +15,9 @@ from safetensors.numpy import save_file
 
 from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.adapters.manifest import tensors_of
-from lorikeet.adapters.weights import read_float32
+from lorikeet.adapters.weights import load_weights
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.geometry import DECODER_NAMES, SCORE, ModelGeometry
+from lorikeet.core.geometry import DECODER_NAMES, ModelGeometry
 
 Part = tuple[AdapterRef, float]
 """An adapter and its weight."""
@@ -41,25 +39,19 @@ def write_mixture(folder: Path, parts: Sequence[Part], geometry: ModelGeometry) 
     """
     found: dict[tuple[int, str], _Matrices] = {}
     for ref, weight in parts:
-        modules, extras = tensors_of(ref, geometry)
-        if extras:
-            raise AdapterError(f"adapter {ref.name!r} has {extras[0].kind} beside A and B, which cannot be mixed")
-        file = Path(ref.folder) / WEIGHTS_FILE
-        try:
-            with FileIO(file) as stream:
-                for each in modules:
-                    if each.module == SCORE:
-                        raise AdapterError(f"adapter {ref.name!r} has a score head, which cannot be mixed")
-                    a, b = found.setdefault((each.layer, each.module), ([], []))
-                    a.append(read_float32(stream, each.a))
-                    b.append(read_float32(stream, each.b) * np.float32(weight * each.scaling))
-        except OSError as error:
-            raise AdapterError(f"adapter {ref.name!r}: {file.name}: {error.strerror or error}") from error
+        if ref.extras:
+            raise AdapterError(f"adapter {ref.name!r} has {ref.extras[0].kind} beside A and B, which cannot be mixed")
+        if ref.labels:
+            raise AdapterError(f"adapter {ref.name!r} has a score head, which cannot be mixed")
+        for each in load_weights(ref, geometry, "float32"):
+            a, bt = found.setdefault((each.layer, each.module), ([], []))
+            a.append(each.a)
+            bt.append(each.bt * np.float32(weight))
     tensors, ranks = dict[str, NDArray[np.float32]](), dict[str, int]()
-    for (layer, module), (a, b) in found.items():
+    for (layer, module), (a, bt) in found.items():
         name = _name(layer, module, geometry)
         tensors[f"base_model.model.{name}.lora_A.weight"] = np.concatenate(a)
-        tensors[f"base_model.model.{name}.lora_B.weight"] = np.ascontiguousarray(np.concatenate(b, axis=1))
+        tensors[f"base_model.model.{name}.lora_B.weight"] = np.ascontiguousarray(np.concatenate(bt).T)
         ranks[name] = sum(map(len, a))
     largest = max(ranks.values())
     pattern = {name: rank for name, rank in ranks.items() if rank != largest}

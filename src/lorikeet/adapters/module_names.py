@@ -119,10 +119,10 @@ class BaseModules:
 
     def vocabulary_names(self, prefix: str) -> list[str]:
         """Return the full names of the embedding and the output layer, of those that adapters may change."""
-        around = self._geometry.surroundings if self._geometry is not None else None
-        if around is None:
+        weights = self._geometry.replaceable if self._geometry is not None else None
+        if weights is None:
             return []
-        return [name for name in (around.embedding and prefix + around.embedding, around.head) if name]
+        return [name for name in (weights.embedding and prefix + weights.embedding, weights.head) if name]
 
     def _is_on(self, layer: int, modules: tuple[str, ...]) -> bool:
         """Return whether a layer has all these modules; layers that the model lacks have their own error."""

@@ -146,10 +146,10 @@ def split_score(
             f"{WEIGHTS_FILE}: tensor {weight.name} is {weight.dtype} {list(weight.shape)}; expected a matrix of "
             f"{', '.join(EXPONENTS)} with a row for each label, at most {_MAX_LABELS}"
         )
-    if geometry is not None and weight.shape[1] != geometry.hidden:
+    if geometry is not None and weight.shape[1] != geometry.hidden_size:
         raise AdapterError(
             f"{WEIGHTS_FILE}: tensor {weight.name} has shape {list(weight.shape)}; the base model's hidden states have "
-            f"{geometry.hidden} numbers"
+            f"{geometry.hidden_size} numbers"
         )
     layer = 0 if geometry is None else geometry.layers - 1
     nothing = TensorEntry(weight.name, weight.dtype, (0, weight.shape[0]), weight.stop, weight.stop)

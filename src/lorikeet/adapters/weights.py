@@ -112,12 +112,10 @@ def _rows_of(stream: FileIO, extra: ExtraTensor, dtype: str, where: str) -> Call
         whole = _convert(_read(stream, entry), was, extra.scaling, dtype, where)
         turned = np.ascontiguousarray(whole.reshape(shape[::-1]).T)
         return lambda first, count: turned[first : first + count]
-    row_bytes = (entry.stop - entry.start) // extra.rows
+    matrix = entry.shaped(*shape)
 
     def read(first: int, count: int) -> NDArray[Any]:
-        start = entry.start + first * row_bytes
-        part = TensorEntry(entry.name, entry.dtype, (count, extra.columns), start, start + count * row_bytes)
-        return _convert(_read(stream, part), was, extra.scaling, dtype, where)
+        return _convert(_read(stream, matrix.row_range(first, count)), was, extra.scaling, dtype, where)
 
     return read
 
@@ -135,15 +133,6 @@ def _share(module: str, out_features: int, geometry: ModelGeometry, rank: int, s
     else:
         start = rank * local.out_features
     return slice(None), slice(start, start + local.out_features)
-
-
-def read_float32(stream: FileIO, entry: TensorEntry) -> NDArray[np.float32]:
-    """Return a tensor of an open weights file in fp32.
-
-    Raises:
-        OSError: it cannot be read, or the file was truncated.
-    """
-    return to_float32(_read(stream, entry), DTYPES[entry.dtype])
 
 
 def _read(stream: FileIO, entry: TensorEntry) -> NDArray[Any]:

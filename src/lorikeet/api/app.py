@@ -49,7 +49,7 @@ from lorikeet.api.metrics import (
 from lorikeet.api.middleware import AdmissionGate, RootPath, add_middleware
 from lorikeet.api.mixtures import Mixtures
 from lorikeet.api.observer import RequestObserver
-from lorikeet.api.pooled import MAX_POOLED_BYTES, POOLED_PATHS
+from lorikeet.api.pooled import MAX_POOLED_BYTES
 from lorikeet.api.prompt_process import PATHS
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.served_models import ServedModels
@@ -190,12 +190,13 @@ def create_app(service: Service) -> FastAPI:
     for dialect in (generate, tgi, sglang, sagemaker, vllm):
         app.include_router(dialect.router)
     install_handlers(app)
+    pooled_paths = [route.path for each in (embeddings, classification) for route in each.router.routes]
     add_middleware(
         app,
         max_body_bytes=min(SMALL_BODY_BYTES, service.settings.max_body_bytes),
         larger_bodies={
             **dict.fromkeys(PATHS, service.settings.max_body_bytes),
-            **dict.fromkeys(POOLED_PATHS, min(service.settings.max_body_bytes, MAX_POOLED_BYTES)),
+            **dict.fromkeys(pooled_paths, min(service.settings.max_body_bytes, MAX_POOLED_BYTES)),
             adapters.UPLOAD_PATH: service.adapter_settings.max_bytes,
             batches.FILES_PATH: service.batches.storage.settings.max_file_bytes + batches.FORM_BYTES,
         },

@@ -3,12 +3,11 @@
 import base64
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import Field
 from starlette.responses import Response
 
 from lorikeet.adapters.task import AdapterTask
@@ -30,7 +29,7 @@ class EmbeddingRequest(PooledBody):
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = None
-    pooling: Annotated[Literal["mean", "weightedmean", "lasttoken", "last"], Field()] | None = None
+    pooling: Literal["mean", "weightedmean", "lasttoken", "last"] | None = None
     normalize: bool | None = None
 
 
@@ -59,9 +58,11 @@ async def embeddings(http: Request, body: EmbeddingRequest, service: ServiceDep,
     named = {"last": PoolingKind.LAST, **{kind.value: kind for kind in PoolingKind}}
     kind = task.pooling if body.pooling is None else named[body.pooling]
     assert kind is not None
-    hidden = service.client.engine_info.geometry.hidden
-    if body.dimensions is not None and body.dimensions > hidden:
-        raise bad_request(f"dimensions is {body.dimensions}, but this model's vectors have {hidden}.", "dimensions")
+    hidden_size = service.client.engine_info.geometry.hidden_size
+    if body.dimensions is not None and body.dimensions > hidden_size:
+        raise bad_request(
+            f"dimensions is {body.dimensions}, but this model's vectors have {hidden_size}.", "dimensions"
+        )
     has_length_1 = task.normalizes if body.normalize is None else body.normalize
     run = PooledRun(service, body, target, sender)
 

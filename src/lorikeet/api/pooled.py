@@ -24,10 +24,6 @@ _SLICE_TEXTS = 128
 
 MAX_POOLED_BYTES = 2 * 2**20
 """Of a body. It is read in this process, which takes some ten milliseconds."""
-POOLED_PATHS = (
-    "/v1/embeddings", "/classify", "/v1/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
-    "/v1/moderations",
-)  # fmt: skip
 
 Text = str | list[int] | tuple[str, str]
 """A text, its token ids, or a pair of texts that the tokenizer joins."""

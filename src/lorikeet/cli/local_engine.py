@@ -1,4 +1,4 @@
-"""Runs one request on an engine in this process, for ``lorikeet generate``."""
+"""Runs one request on an engine in this process, for ``lorikeet generate`` and ``adapters inspect --check``."""
 
 import math
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import RequestId
+from lorikeet.core.plan import Token
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.engine.driver import wait_for_work
@@ -122,15 +123,24 @@ def _within(config: ModelConfig, prompt_tokens: int, sampling: SamplingParams) -
 
 
 def _decode(engine: Engine, request: Request, text: IncrementalDetokenizer) -> Iterator[str]:
+    for token in run_alone(engine, request):
+        yield text.push(token.token_id)
+    yield text.flush()
+
+
+def run_alone(engine: Engine, request: Request) -> Iterator[Token]:
+    """Run a request on an engine that has no other, and yield its tokens as they are sampled.
+
+    Raises:
+        GenerationError: the request failed.
+    """
     engine.submit(request)
     while engine.has_requests:
         outputs = engine.step()
         for output in outputs.tokens:
-            for token in output.tokens:
-                yield text.push(token.token_id)
+            yield from output.tokens
         for event in outputs.events:
             if isinstance(event, Finished) and event.reason is FinishReason.ERROR:
                 raise GenerationError(event.error or "the request failed")
         if not engine.is_busy and engine.has_requests:
             wait_for_work(engine, MonotonicClock(), math.inf)
-    yield text.flush()

@@ -21,13 +21,12 @@ from lorikeet.adapters.chat_files import CHAT_FILES
 from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.store import adapted, reference
+from lorikeet.cli.local_engine import GenerationError, run_alone
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
 from lorikeet.core.clock import MonotonicClock
-from lorikeet.core.events import Finished, FinishReason
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import build_replica
-from lorikeet.engine.driver import wait_for_work
 
 _ROUNDING = 1e-6
 """Singular values below this share of the largest are what is left of rounding."""
@@ -199,27 +198,18 @@ def _own_answer(folder: Path, base: Path, token_ids: list[int], tokens: int) -> 
     model = ModelSettings(str(base), dtype="float32", max_model_len=len(token_ids) + tokens)
     replica = build_replica(Settings(model, EngineSettings(host_memory_bytes=0), AdapterSettings()))
     engine = replica.engine
-    chosen: list[int] = []
-    logprobs: list[float] = []
     try:
         ref = reference(folder.name, folder, replica.sizes.geometry, "float32")
         adapter, start = adapted(ref, replica.sizes.geometry, token_ids)
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=1)
-        clock = MonotonicClock()
-        engine.submit(Request(RequestId("check"), token_ids, sampling, clock.now(), adapter, adapter_start=start))
-        while engine.has_requests:
-            outputs = engine.step()
-            for output in outputs.tokens:
-                chosen += [token.token_id for token in output.tokens]
-                logprobs += [dict(token.top)[token.token_id] for token in output.tokens]
-            for event in outputs.events:
-                if isinstance(event, Finished) and event.reason is FinishReason.ERROR:
-                    raise AdapterError(event.error or "the request failed")
-            if not engine.is_busy and engine.has_transfers:
-                wait_for_work(engine, clock, math.inf)
+        now_s = MonotonicClock().now()
+        request = Request(RequestId("check"), token_ids, sampling, now_s, adapter, adapter_start=start)
+        answer = list(run_alone(engine, request))
+    except GenerationError as error:
+        raise AdapterError(str(error)) from error
     finally:
         engine.close()
-    return chosen, logprobs
+    return [token.token_id for token in answer], [dict(token.top)[token.token_id] for token in answer]
 
 
 def _load(base: Path) -> PreTrainedModel:

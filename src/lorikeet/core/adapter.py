@@ -12,9 +12,10 @@ EMBEDDING, HEAD = "embedding", "head"
 
 
 class AdapterExtra(msgspec.Struct, frozen=True, array_like=True):
-    """What an adapter has of one kind for one module, beside LoRA's A and B: a matrix on each of some layers.
+    """An extra: what an adapter has of one kind for one module beside LoRA's A and B, a matrix on each of some layers.
 
-    ``docs/decisions/adapter-extras.md`` lists the kinds.
+    DoRA's magnitudes, biases, whole norms, linear layers and embeddings, and trained tokens are extras. The kinds are
+    listed in ``docs/decisions/adapter-extras.md``.
 
     Attributes:
         kind: what it is, such as ``magnitude``.

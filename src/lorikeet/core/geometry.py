@@ -18,8 +18,11 @@ PRODUCTS: dict[str, tuple[str, ...]] = {
 
 
 SCORE = "score"
-"""The score head of a classification adapter, packed as a module of the last layer behind all others: its rows are a
-matrix ``[labels, hidden]``, and its "rank" is the number of labels. It is no part of ``ModelGeometry.modules``."""
+"""The score head of a classification adapter: a matrix ``[labels, hidden]``.
+
+It is packed like a module of the last layer, behind all others, whose rank is the number of labels. It is no part of
+``ModelGeometry.modules``. Nor is it an extra (``core.adapter``): extras change what the model computes, and are refused
+under tensor parallelism and by presets that merge adapters; a score head reads hidden states, and works there too."""
 
 
 class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
@@ -122,13 +125,12 @@ DECODER_NAMES = ModuleNames(
 """Of the own decoder, split as in Llama or fused as in Phi-3."""
 
 
-class Surroundings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The weights of a base that an adapter may replace beside those of linear modules.
+class ReplaceableWeights(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The weights of a base that an adapter may replace beside those of linear modules: vocabulary, norms and the like.
 
     Attributes:
         embedding, head: names of the embedding and of the output layer, below the prefix; "" if they cannot be changed.
-        vocab_size: rows of both.
-        hidden_size: their columns.
+        vocab_size: rows of both, whose columns are ``ModelGeometry.hidden_size``.
         vectors: elements of each vector, such as that of a norm, by path (see ``ModulePath``) with ``.weight`` or
             ``.bias`` at its end.
     """
@@ -136,7 +138,6 @@ class Surroundings(msgspec.Struct, frozen=True, omit_defaults=True):
     embedding: str
     head: str
     vocab_size: int
-    hidden_size: int
     vectors: dict[str, int]
 
 
@@ -154,8 +155,8 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
             ``head_dim`` counts, and there may be fewer of them than layers. Empty: ``kv_heads`` and ``head_dim``.
         module_layers: the layers that have a module, for modules that not all layers have.
         names: how adapters name the modules; None: :data:`DECODER_NAMES`.
-        surroundings: what else adapters may replace; None: nothing.
-        hidden: numbers of a hidden state; 0 if it is not known, and adapters then have no score heads.
+        replaceable: what else adapters may replace; None: nothing.
+        hidden_size: elements of a hidden state; 0 if it is not known, and adapters then have no score heads.
     """
 
     layers: int
@@ -166,12 +167,12 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_layers: tuple[KvShape, ...] = ()
     module_layers: dict[str, tuple[int, ...]] = {}
     names: ModuleNames | None = None
-    surroundings: Surroundings | None = None
-    hidden: int = 0
+    replaceable: ReplaceableWeights | None = None
+    hidden_size: int = 0
 
     def shape_of(self, module: str) -> ModuleShape:
         """Return the shape of a module, or of :data:`SCORE`."""
-        return ModuleShape(self.hidden, 0) if module == SCORE else self.modules[module]
+        return ModuleShape(self.hidden_size, 0) if module == SCORE else self.modules[module]
 
     @property
     def module_slots(self) -> int:
@@ -184,7 +185,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def sizes(self) -> "ModelGeometry":
         """The geometry as models are compared by it: without what is told by the rest."""
-        return msgspec.structs.replace(self, surroundings=None, hidden=0)
+        return msgspec.structs.replace(self, replaceable=None, hidden_size=0)
 
     def has_module(self, layer: int, module: str) -> bool:
         """Return whether a layer has a module."""

@@ -1,7 +1,8 @@
-"""What adapters of a step have beside LoRA's A and B, as views of pool blocks, and how a step uses it.
+"""The extras of adapters on the device, as views of pool blocks, and how a step applies them.
 
-Rows of the batch are adjusted segment by segment after the product of the base, so a step without such adapters runs as
-if there were none. ``docs/decisions/adapter-extras.md`` says what the kinds mean.
+Extras are what an adapter has beside LoRA's A and B, such as DoRA's magnitudes (``core.adapter.AdapterExtra``). Rows of
+the batch are adjusted segment by segment after the product of the base, so a step without such adapters runs as if
+there were none. ``docs/decisions/adapter-extras.md`` says what the kinds mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -72,8 +73,9 @@ class ExtraWeights:
         is_prepared: whether what is computed on the device has been.
         kinds: those of linear modules and vectors.
         vocabulary: embedding or head, if it has extras of them.
-        fits_one_call: whether all inside the layers of the own decoder are factors and summands of outputs, or norms of
-            the residual stream.
+        fits_one_call: whether the native kernels can apply them in the one call that computes all layers. That knows
+            factors and summands of outputs and norms of the residual stream, but no whole weights, factors of inputs
+            or norms of heads.
     """
 
     def __init__(self, matrices: Mapping[tuple[str, int, str], ExtraMatrix], geometry: ModelGeometry) -> None:
@@ -87,9 +89,9 @@ class ExtraWeights:
             scale, shift = (self.vector(kind, layer, module) for kind in ("scale", "shift"))
             if module not in (EMBEDDING, HEAD) and (scale is not None or shift is not None):
                 self._affine[layer, module] = scale, shift
-        heads = {f"layers.{{}}.self_attn.{side}_norm.weight" for side in "qk"}
+        head_norms = {f"layers.{{}}.self_attn.{side}_norm.weight" for side in "qk"}
         self.fits_one_call = not any(
-            module not in (EMBEDDING, HEAD) and (kind in ("weight", "input") or module in heads)
+            module not in (EMBEDDING, HEAD) and (kind in ("weight", "input") or module in head_norms)
             for kind, _, module in matrices
         )
         self._tables: tuple[Tensor, Tensor | None] | None = None

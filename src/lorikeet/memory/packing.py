@@ -86,8 +86,8 @@ def pack(
     Raises:
         ValueError: one rank row, or a row of an extra, is larger than a block.
     """
+    space = _Space(block_elements)
     pieces: list[PackedRows] = []
-    block, offset, used = 0, 0, 0
     for layer in range(geometry.layers):
         for module in (*geometry.modules, SCORE):
             if module not in ranks:
@@ -96,32 +96,40 @@ def pack(
             row_elements = shape.in_features + shape.out_features
             if row_elements > block_elements:
                 raise ValueError(f"a rank row of {module} has {row_elements} elements, a block only {block_elements}")
-            done, rank = 0, ranks[module][layer]
-            while done < rank:
-                rows = min(rank - done, (block_elements - offset) // row_elements)
-                if rows == 0:
-                    block, offset = block + 1, 0
-                    continue
-                pieces.append(PackedRows(layer, module, block, offset, done, rows))
-                done += rows
-                offset += rows * row_elements
-                used += rows * row_elements
+            pieces += [PackedRows(layer, module, *run) for run in space.take(ranks[module][layer], row_elements)]
     packed: list[PackedExtra] = []
     for number, extra in enumerate(extras):
         if extra.columns > block_elements:
             raise ValueError(f"{extra.kind} of {extra.module} has {extra.columns} columns, a block {block_elements}")
         for layer, count in enumerate(extra.rows):
-            done = 0
-            while done < count:
-                rows = min(count - done, (block_elements - offset) // extra.columns)
-                if rows == 0:
-                    block, offset = block + 1, 0
-                    continue
-                packed.append(PackedExtra(number, layer, block, offset, done, rows))
-                done += rows
-                offset += rows * extra.columns
-                used += rows * extra.columns
-    return AdapterPacking(tuple(pieces), tuple(packed), block + 1 if used else 0, used)
+            packed += [PackedExtra(number, layer, *run) for run in space.take(count, extra.columns)]
+    return AdapterPacking(tuple(pieces), tuple(packed), space.block + 1 if space.used else 0, space.used)
+
+
+class _Space:
+    """The blocks of an adapter while it is packed.
+
+    Attributes:
+        block: the last one begun.
+        used: elements taken so far, of all blocks.
+    """
+
+    def __init__(self, block_elements: int) -> None:
+        self._block_elements, self._offset = block_elements, 0
+        self.block, self.used = 0, 0
+
+    def take(self, count: int, row_elements: int) -> Iterator[tuple[int, int, int, int]]:
+        """Take space for ``count`` rows; yield block, offset, first row and number of rows of each run."""
+        done = 0
+        while done < count:
+            rows = min(count - done, (self._block_elements - self._offset) // row_elements)
+            if rows == 0:
+                self.block, self._offset = self.block + 1, 0
+                continue
+            yield self.block, self._offset, done, rows
+            done += rows
+            self._offset += rows * row_elements
+            self.used += rows * row_elements
 
 
 def packing_for(ref: AdapterRef, geometry: ModelGeometry, block_elements: int, blocks: int) -> AdapterPacking:

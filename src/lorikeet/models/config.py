@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lorikeet.config import ConfigError, Settings
-from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape, Surroundings
+from lorikeet.core.geometry import LORA_MODULES, ModelGeometry, ModuleShape, ReplaceableWeights
 from lorikeet.models.quantization_config import read_quantization
 
 
@@ -424,11 +424,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
             self.head_dim,
             modules,
             dtype_bytes,
-            surroundings=self.surroundings(),
-            hidden=self.hidden_size,
+            replaceable=self.replaceable_weights(),
+            hidden_size=self.hidden_size,
         )
 
-    def surroundings(self) -> Surroundings:
+    def replaceable_weights(self) -> ReplaceableWeights:
         """Return the weights beside linear modules that adapters may replace."""
         vectors = {
             "norm.weight": self.hidden_size,
@@ -437,7 +437,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         }
         if self.qk_norm:
             vectors |= {f"layers.{{}}.self_attn.{side}_norm.weight": self.head_dim for side in "qk"}
-        return Surroundings("embed_tokens", "lm_head", self.vocab_size, self.hidden_size, vectors)
+        return ReplaceableWeights("embed_tokens", "lm_head", self.vocab_size, vectors)
 
 
 class TransformersConfig(msgspec.Struct, frozen=True):

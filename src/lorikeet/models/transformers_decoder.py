@@ -53,8 +53,8 @@ from lorikeet.models.transformers_modules import (
     is_linear,
     is_norm,
     linears_of,
+    replaceable_weights,
     rms_norm_of,
-    surroundings_of,
     take_weight,
 )
 from lorikeet.models.transformers_older import OLDER, replace_attention
@@ -212,13 +212,13 @@ class _Found(NamedTuple):
         calls: the attention calls of a pass.
         rows: by linear module, the numbers of rows that it saw.
         norms: the norms that see every row, and the dimension of their input that has the rows.
-        hidden: numbers of a hidden state.
+        hidden_size: elements of a hidden state.
     """
 
     calls: list[AttentionCall]
     rows: dict[nn.Module, set[int]]
     norms: dict[nn.Module, int]
-    hidden: int
+    hidden_size: int
 
 
 class _Hidden(nn.Module):
@@ -298,7 +298,7 @@ class TransformersDecoder:
             modules = self._take_linears(found)
             self._step = modules.step
             self.geometry = self._geometry(modules.lora, found)
-            self._take_surroundings(found)
+            self._adapt_norms_and_embedding(found)
             self._cut_output_layer()
             self._shapes = self.geometry.kv_shapes()
             self._views: tuple[Tensor, int, list[LayerKv]] | None = None
@@ -480,7 +480,7 @@ class TransformersDecoder:
                 module.forward = norm
         return _Taken(lora, step)
 
-    def _take_surroundings(self, found: _Found) -> None:
+    def _adapt_norms_and_embedding(self, found: _Found) -> None:
         """Let adapters replace norms and the embedding."""
         names = {module: name for name, module in self._decoder.named_modules()}
         for module, rows_at in found.norms.items():
@@ -493,7 +493,6 @@ class TransformersDecoder:
 
     def _geometry(self, lora: LoraModules, found: _Found) -> ModelGeometry:
         assert lora.names is not None
-        around = surroundings_of(self._model, self._decoder, lora.names.prefixes[0], found.norms)
         stored = [call.shape for call in self._calls if call.stores]
         first = stored[0]
         is_plain = set(stored) == {KvShape(first.heads, first.key_dim, first.key_dim)} and len(stored) == lora.layers
@@ -506,8 +505,8 @@ class TransformersDecoder:
             kv_layers=() if is_plain else tuple(stored),
             module_layers=lora.module_layers,
             names=lora.names,
-            surroundings=around,
-            hidden=found.hidden,
+            replaceable=replaceable_weights(self._model, lora.names.prefixes[0], found.norms, found.hidden_size),
+            hidden_size=found.hidden_size,
         )
 
     def _cut_output_layer(self) -> None:

@@ -1,7 +1,7 @@
 """LoRA on the linear layers of a transformers model: their ``forward`` is replaced by the kernels' grouped product."""
 
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from lorikeet.core.geometry import (
     ModuleNames,
     ModulePath,
     ModuleShape,
-    Surroundings,
+    ReplaceableWeights,
     split_layer,
 )
 from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraTarget, LoraTargets, LoraWeights, Weight
@@ -342,14 +342,16 @@ def _replaced(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None
         module._parameters.update(old)
 
 
-def surroundings_of(model: nn.Module, decoder: nn.Module, prefix: str, norms: Mapping[nn.Module, int]) -> Surroundings:
+def replaceable_weights(
+    model: nn.Module, prefix: str, norms: Iterable[nn.Module], hidden_size: int
+) -> ReplaceableWeights:
     """Return what adapters may replace beside linear modules.
 
     Args:
         model: with ``get_input_embeddings`` and ``get_output_embeddings``.
-        decoder: its decoder.
         prefix: of the decoder's names.
-        norms: the norms that see all rows of a step.
+        norms: those that see all rows of a step.
+        hidden_size: elements of a hidden state.
     """
     names = {module: name for name, module in model.named_modules()}
     vectors: dict[str, int] = {}
@@ -357,15 +359,15 @@ def surroundings_of(model: nn.Module, decoder: nn.Module, prefix: str, norms: Ma
         path = split_layer(names[module].removeprefix(prefix))[0]
         vectors |= {f"{path}.{name}": value.numel() for name, value in module.named_parameters(recurse=False)}
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    if type(embedding).forward is not nn.Embedding.forward and not hasattr(embedding, "embed_scale"):
-        return Surroundings("", "", 0, 0, vectors)
-    has_head = output is not None and is_linear(output) and output.bias is None
     rows, columns = embedding.weight.shape
-    return Surroundings(
+    is_plain = type(embedding).forward is nn.Embedding.forward or hasattr(embedding, "embed_scale")
+    if not is_plain or columns != hidden_size:
+        return ReplaceableWeights("", "", 0, vectors)
+    has_head = output is not None and is_linear(output) and output.bias is None
+    return ReplaceableWeights(
         names[embedding].removeprefix(prefix),
         names[output].removeprefix(prefix) if has_head else "",
         rows,
-        columns,
         vectors,
     )
 

@@ -212,8 +212,8 @@ class Rank:
             return StepOutput(self._decoder.head(hidden, lora))
 
         def head(chosen: Seq[int]) -> Tensor:
-            at = to_device(torch.tensor(chosen, dtype=torch.int64), hidden.device)
-            return self._decoder.head(hidden[at], None if lora is None else lora.select_rows(chosen))
+            numbers = to_device(torch.tensor(chosen, dtype=torch.int64), hidden.device)
+            return self._decoder.head(hidden[numbers], None if lora is None else lora.select_rows(chosen))
 
         vectors = pool(hidden, pooled, self._transfers.adapters.weights)
         return StepOutput(head(sampled), score_prompts(head, scored), vectors)
