@@ -22,7 +22,7 @@ class Model:
 
     Args:
         capacity: requests per second of a replica, by profile and preset.
-        bad_seed: with which one request in fifty is late.
+        bad_seed: with which one request in fifty is late under the preset ``auto``.
     """
 
     def __init__(self, capacity: dict[tuple[str, str], float], bad_seed: int = -1) -> None:
@@ -33,9 +33,12 @@ class Model:
         self.asked.append(trial)
         scenario, rate = trial.scenario, trial.rate or float(trial.scenario.rate)
         share = min(1.0, scenario.replicas * self.capacity[scenario.profile, scenario.preset] / rate)
-        if scenario.seed == self.bad_seed:
+        if (scenario.seed, scenario.preset) == (self.bad_seed, "auto"):
             share -= 0.02
-        return TrialResult(scenario.seed, share, {"TTFT": 1 - share})
+        assert scenario.count is not None
+        assert trial.most_missed is not None
+        stopped = round((1 - share) * scenario.count) > trial.most_missed
+        return TrialResult(scenario.seed, share, 100 if stopped else 0, {"TTFT": 1 - share})
 
 
 def plan(model: Model, *presets: str, most: int = 6, workers: int = 1, load: Scenario = LOAD, **given: Any) -> Plan:
@@ -84,12 +87,29 @@ def test_more_load_shows_the_margin_and_what_breaks_first() -> None:
     assert found.breaks.result.missed["TTFT"] == pytest.approx(1 - 13 / 15)
 
 
-def test_clear_misses_are_seen_in_a_short_simulation() -> None:
+def test_of_equally_dear_ones_only_the_best_of_the_beginning_is_simulated_whole() -> None:
+    model = Model({**CAPACITY, ("small", "elora"): 2.6, ("large", "elora"): 10.0})
+    found = plan(model, "auto", "elora")
+    assert found.choice is not None
+    assert found.choice.candidate == Candidate(SMALL, "elora", 0, 4)
+    whole = {(each.candidate.hardware.profile, each.candidate.preset) for each in found.judged if each.full}
+    assert whole == {("small", "elora")}, "large auto and large elora would meet it, too"
+
+
+def test_when_the_best_of_the_beginning_misses_the_next_is_tried() -> None:
+    found = plan(Model({**CAPACITY, ("small", "elora"): 1.0, ("large", "elora"): 11.0}, bad_seed=2), "auto", "elora")
+    assert found.choice is not None
+    assert found.choice.candidate == Candidate(LARGE, "elora", 0, 1)
+    assert [len(each.full) for each in found.judged if each.candidate.hardware == LARGE] == [3, 3]
+
+
+def test_misses_are_seen_in_a_short_simulation() -> None:
     model = Model(CAPACITY)
     plan(model)
     tried = [trial.scenario for trial in model.asked if trial.scenario.profile == "small"]
     assert {scenario.count for scenario in tried} == {300}
-    assert max(trial.scenario.count or 0 for trial in model.asked) == 2 * 1200
+    most = max(trial.scenario.count or 0 for trial in model.asked)
+    assert most == 1.25 * 1200, "that was too much, and more was not tried"
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
