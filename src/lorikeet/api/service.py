@@ -365,7 +365,7 @@ class Service:
             ticket = self.gate_of(is_batch=sender.is_batch).enter(sequences)
         except ApiError as error:
             if error.status == 429:
-                self.observer.refused(target.adapter, slo, sequences, shed=False)
+                self.observer.refused(target.adapter, slo, sender.tenant, sequences, shed=False)
             raise
         adapter = target.adapter
         grant: Grant | None = None
@@ -454,7 +454,7 @@ class Service:
             )
         except ApiError as error:
             if error.status == 429:
-                self.observer.refused(target.adapter, slo, len(requests), shed=False)
+                self.observer.refused(target.adapter, slo, sender.tenant, len(requests), shed=False)
             raise
 
     def _ended(self, generation: Generation, ticket: Ticket, adapter: AdapterRef | None, grant: Grant | None) -> None:
@@ -555,7 +555,7 @@ class Service:
             return
         target_s, predicted_s = request.slo.ttft_s, forecast.ttft_s(request, len(requests) - 1)
         if predicted_s > target_s:
-            self.observer.refused(request.adapter, request.slo, len(requests), shed=True)
+            self.observer.refused(request.adapter, request.slo, request.tenant, len(requests), shed=True)
             raise ApiError(
                 429,
                 f"Too many requests are waiting: the first token is predicted after {predicted_s:.3g} s, and the TTFT "
