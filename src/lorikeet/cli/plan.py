@@ -239,8 +239,8 @@ def _row(judged: "Judged", found: "Plan") -> list[str]:
     numbers = (
         f"{at_most}{min(shares):.1%}",
         f"{at_most}{max(shares):.1%}",
-        f"{ttft_s:.2f}",
-        f"{1e3 * tpot_s:.0f}",
+        f"{ttft_s:.2f}" if ttft_s else "–",
+        f"{1e3 * tpot_s:.0f}" if tpot_s else "–",
         seeds,
     )
     return [escape(_words(judged.candidate)), f"{judged.candidate.cost:g}", *numbers, verdict]

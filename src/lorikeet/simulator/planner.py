@@ -1,6 +1,6 @@
 """Searches the cheapest replicas that meet an SLO, by simulation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -16,6 +16,8 @@ from lorikeet.simulator.trials import Trial, TrialPool, TrialResult
 _LEAST_S = 120.0
 """Length of a simulation, unless the scenario says otherwise."""
 _SHORT_SHARE, _SHORT_REQUESTS = 0.25, 300
+_FINALISTS = 8
+"""Candidates of one price that are simulated whole."""
 _ROUNDING = 1e-6
 LOADS = (1.1, 1.25, 1.5, 2.0)
 """Multiples of the load that the choice is tried with."""
@@ -176,9 +178,9 @@ def _short(scenario: Scenario) -> Scenario:
 class Planner:
     """Finds the cheapest candidate that meets the SLO with every seed, with few and short simulations.
 
-    Candidates of one price are looked at together: each gets the beginning of its simulation. Then the one that did
-    best there is simulated whole with every seed, and only if that misses, the next. Dearer ones are begun by workers
-    that are free. Every simulation ends as soon as its misses are more than the target allows.
+    Candidates of one price are looked at together: each gets the beginning of its simulation. Those that did best there
+    are simulated whole with one seed, the best of them with every seed, and only if that misses, the next. Dearer ones
+    are begun by workers that are free. Every simulation ends as soon as its misses are more than the target allows.
 
     Args:
         scenario: the load; its profile, preset, replicas and seed are those of the candidates.
@@ -231,7 +233,7 @@ class Planner:
 
     def _search(self, later: int) -> Judged | None:
         """Return the choice; ``later`` is how many simulations will follow for it."""
-        while (found := self._met()) is None:
+        while (found := self._choice()) is None:
             wanted = self._wanted()
             if not wanted and not self._waiting:
                 return None
@@ -244,9 +246,24 @@ class Planner:
             self._collect()
         return found
 
-    def _met(self) -> Judged | None:
-        """Return the candidate that meets the SLO; none is simulated whole before all cheaper ones have missed it."""
-        return next((each for each in self._judged if each.meets(self._target, self._seeds)), None)
+    def _prices(self) -> Iterator[list[int]]:
+        """Yield the candidates of each price, the least price first."""
+        for _, numbers in groupby(range(len(self._judged)), key=lambda number: self._judged[number].candidate.cost):
+            yield list(numbers)
+
+    def _choice(self) -> Judged | None:
+        """Return the best of the least price at which candidates meet the SLO; None while better ones may be found."""
+        for numbers in self._prices():
+            met = [number for number in numbers if self._judged[number].meets(self._target, self._seeds)]
+            if met:
+                is_compared = all(self._judged[number].full for number in self._finalists(numbers))
+                return self._judged[min(met, key=self._rank)] if is_compared else None
+        return None
+
+    def _finalists(self, numbers: list[int]) -> list[int]:
+        """Return the candidates of one price that did best in the beginning and are still open."""
+        seen = [number for number in numbers if not self._judged[number].is_done and self._judged[number].short]
+        return sorted(seen, key=lambda number: self._closeness(number, self._judged[number].short))[:_FINALISTS]
 
     def _wanted(self) -> list[int]:
         """Return the candidates of which a simulation should begin, those of the least price first.
@@ -255,11 +272,13 @@ class Planner:
         """
         wanted = list[int]()
         is_cheapest = True
-        for _, numbers in groupby(range(len(self._judged)), key=lambda number: self._judged[number].candidate.cost):
+        for numbers in self._prices():
             open_ones = [number for number in numbers if not self._judged[number].is_done]
             not_seen = [number for number in open_ones if self._judged[number].short is None]
             if is_cheapest and open_ones and not not_seen:
-                wanted.append(min(open_ones, key=self._rank))
+                finalists = self._finalists(numbers)
+                not_whole = [number for number in finalists if not self._judged[number].full]
+                wanted += not_whole or [min(finalists, key=self._rank)]
             wanted += not_seen
             if open_ones and not is_cheapest:
                 break
@@ -267,23 +286,27 @@ class Planner:
         return [number for number in wanted if number not in self._waiting]
 
     def _rank(self, number: int) -> tuple[float, float, int]:
-        """Return what orders candidates of one price, the least first: misses, P99 beside the limits, host memory."""
-        judged, limits = self._judged[number], self._scenario.limits()
-        assert judged.short is not None
+        """Return what orders candidates that were simulated whole with one seed, the best first."""
+        return self._closeness(number, self._judged[number].full[0])
+
+    def _closeness(self, number: int, result: TrialResult | None) -> tuple[float, float, int]:
+        """Return misses, the P99 that is nearest to its limit, as a share of that, and host memory."""
+        assert result is not None
+        limits = self._scenario.limits()
         pairs = (
-            (judged.short.ttft_p99_s, limits.ttft_s),
-            (judged.short.tpot_p99_s, limits.tpot_s),
-            (judged.short.e2e_p99_s, limits.e2e_s),
+            (result.ttft_p99_s, limits.ttft_s),
+            (result.tpot_p99_s, limits.tpot_s),
+            (result.e2e_p99_s, limits.e2e_s),
         )
         nearest = max((p99_s / limit_s for p99_s, limit_s in pairs if limit_s), default=0.0)
-        return -(judged.short.attainment or 0.0), nearest, judged.candidate.host_memory_bytes
+        return -(result.attainment or 0.0), nearest, self._judged[number].candidate.host_memory_bytes
 
     def _begin(self, number: int) -> None:
         judged = self._judged[number]
         if judged.short is None:
             trials = [self._trial(_short(judged.candidate.scenario(self._scenario, 0)))]
         else:
-            seeds = range(len(judged.full), self._seeds)
+            seeds = range(len(judged.full), self._seeds if judged.full else 1)
             trials = [self._trial(judged.candidate.scenario(self._scenario, seed)) for seed in seeds]
         self._waiting[number] = [self._pool.submit(trial) for trial in trials]
 
