@@ -1,7 +1,7 @@
 """Renders the chart with Helm's own library and checks all manifests against the schemas of Kubernetes.
 
     $ pip install helm-python-sdk kubernetes-validate pyyaml jsonschema
-    $ python deploy/check.py CRD.yaml ...
+    $ python scripts/check_manifests.py CRD.yaml ...
 
 The arguments are files with CustomResourceDefinitions; objects of kinds that neither they nor Kubernetes define are
 named and not checked. The packages are large (330 MB) and for this alone, so `make test` does without.
@@ -17,8 +17,10 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-HERE = Path(__file__).parent
-CHART = HERE / "helm" / "lorikeet"
+DEPLOY = Path(__file__).parents[1] / "deploy"
+CHART = DEPLOY / "helm" / "lorikeet"
+LOADER = yaml.CSafeLoader
+"""The definitions have megabytes."""
 ALL_ON = {
     "args": ["--adapter-dir=/adapters"],
     "adapters": {"existingClaim": "adapters"},
@@ -40,20 +42,20 @@ def manifests() -> Iterator[tuple[str, dict[str, Any]]]:
         for title, values in (("defaults", {}), ("everything on", ALL_ON)):
             rendered = chart.render(values, name="demo", namespace="default")
             for name, text in rendered.items():
-                for each in yaml.safe_load_all(text):
+                for each in yaml.load_all(text, LOADER):
                     if each:
                         yield f"{name} with {title}", each
     for folder in ("gateway", "kserve"):
-        for file in sorted((HERE / folder).glob("*.yaml")):
-            for each in yaml.safe_load_all(file.read_text()):
-                yield str(file.relative_to(HERE)), each
+        for file in sorted((DEPLOY / folder).glob("*.yaml")):
+            for each in yaml.load_all(file.read_text(), LOADER):
+                yield str(file.relative_to(DEPLOY)), each
 
 
 def read_crds(files: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the schemas of the kinds that the files define, by API version and kind."""
     schemas = {}
     for file in files:
-        for crd in yaml.safe_load_all(Path(file).read_text()):
+        for crd in yaml.load_all(Path(file).read_text(), LOADER):
             if crd and crd["kind"] == "CustomResourceDefinition":
                 for version in crd["spec"]["versions"]:
                     key = f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"]
