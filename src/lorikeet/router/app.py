@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -16,6 +18,8 @@ from lorikeet.api.errors import ApiError, bad_request, hide_paths, install_handl
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.api.logs import log
 from lorikeet.api.middleware import add_middleware
+from lorikeet.api.stats_stream import StatsQuery, stats_response
+from lorikeet.api.web import page_file
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.metrics import router_state
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS
@@ -64,6 +68,10 @@ def create_app(
     serve("/v1/load_lora_adapter", "POST", routes.load)
     serve("/v1/unload_lora_adapter", "POST", routes.unload)
     serve("/v1/cluster", "GET", routes.cluster)
+    serve("/v1/stats", "GET", routes.stats)
+    serve("/v1/stats/stream", "GET", routes.stats_stream)
+    serve("/ui", "GET", routes.page)
+    serve("/ui/{name}", "GET", routes.page)
     serve("/health", "GET", routes.health)
     serve("/metrics", "GET", routes.metrics)
     for method in ("GET", "POST", "PUT", "DELETE"):
@@ -141,6 +149,20 @@ class _Routes:
         names = {digest: adapter.name for digest, adapter in backend_router.versions.items()}
         return _json({**router_state(backend_router).shown(names), "preset": self._preset})
 
+    async def stats(self, http: Request) -> Response:
+        """What the router does now, in the form of a server's own ``/v1/stats``."""
+        query, _ = _stats_query(http)
+        return await stats_response(self._parts.stats.snapshot, query)
+
+    async def stats_stream(self, http: Request) -> Response:
+        """The same as server-sent events."""
+        query, interval_s = _stats_query(http)
+        return self._parts.stats.streams.response(self._parts.stats.snapshot, query, interval_s)
+
+    async def page(self, http: Request) -> Response:
+        """The console, or a file of it."""
+        return page_file(http, http.path_params.get("name", "ui.html"))
+
     async def health(self, http: Request) -> Response:
         """200 if a backend takes requests, else 503."""
         is_open = sum(backend.is_open for backend in self._parts.backend_router.backends.values())
@@ -155,9 +177,30 @@ class _Routes:
         """Answer 404 and name the routes that clients may mean."""
         raise ApiError(
             404,
-            f"{http.method} {http.url.path} is not proxied; lorikeet router serves {COMPLETIONS} and {CHAT}, and for "
-            "adapters /v1/models, /v1/load_lora_adapter and /v1/unload_lora_adapter.",
+            f"{http.method} {http.url.path} is not proxied; lorikeet router serves {COMPLETIONS} and {CHAT}, for "
+            "adapters /v1/models, /v1/load_lora_adapter and /v1/unload_lora_adapter; also /v1/stats, /v1/cluster, /ui. "
+            "Ask a backend at its own address; /v1/cluster lists them.",
         )
+
+
+class _StreamQuery(BaseModel):
+    """What else a stream of statistics may ask for."""
+
+    interval_s: Annotated[float, Field(ge=0.2, le=5)] = 1.0
+
+
+_STATS_QUERY, _FIELDS = TypeAdapter(StatsQuery), {field.name for field in fields(StatsQuery)}
+
+
+def _stats_query(http: Request) -> tuple[StatsQuery, float]:
+    """Return what the query of a request for statistics asks for, and the seconds between two events."""
+    given = dict(http.query_params)
+    try:
+        interval_s = _StreamQuery.model_validate(given).interval_s
+        return _STATS_QUERY.validate_python({name: given[name] for name in _FIELDS & given.keys()}), interval_s
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise bad_request(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from error
 
 
 async def _read(http: Request, kind: Any) -> Any:
