@@ -61,7 +61,16 @@ def top(
 
 
 def _screen(stats: dict[str, Any]) -> Group:
-    """Return everything that is shown."""
+    """Return everything that is shown: of a server, or of each backend of a router."""
+    if "data" not in stats:
+        return _server(stats)
+    parts: list[Text | Group] = []
+    for each in stats["data"]:
+        parts += [Text(each["backend"], style="bold"), Text(each["error"]) if "error" in each else _server(each)]
+    return Group(*parts)
+
+
+def _server(stats: dict[str, Any]) -> Group:
     requests, rates = stats["requests"], stats["per_s"]
     waiting = ", ".join(
         f"{cause.replace('_', ' ')} {count}" for cause, count in requests["waiting_by"].items() if count

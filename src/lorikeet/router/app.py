@@ -1,4 +1,4 @@
-"""The router's ASGI application: the two proxied completion routes, and the routes that it answers itself."""
+"""The router's ASGI application: the routes that it forwards, and those that it answers itself."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,14 +12,18 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.registry import check_name
+from lorikeet.api.anthropic_errors import AnthropicErrors
 from lorikeet.api.errors import ApiError, bad_request, hide_paths, install_handlers, model_not_found
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.api.logs import log
 from lorikeet.api.middleware import add_middleware
+from lorikeet.bench.answer_stream import error_text
 from lorikeet.router.adapters import describe_adapter
+from lorikeet.router.backends import Backend
+from lorikeet.router.connections import BackendConnectionError, plain_reason
 from lorikeet.router.metrics import router_state
-from lorikeet.router.proxied_request import CHAT, COMPLETIONS
-from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward
+from lorikeet.router.proxied_request import FORWARDED, RESPONSES
+from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward, forward_stored, passed_headers
 
 
 class _Load(msgspec.Struct):
@@ -57,8 +61,11 @@ def create_app(
     def serve(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
         app.add_route(path, answer, methods=[method])
 
-    serve(CHAT, "POST", partial(_proxied, CHAT, parts))
-    serve(COMPLETIONS, "POST", partial(_proxied, COMPLETIONS, parts))
+    for path in FORWARDED:
+        serve(path, "POST", partial(_proxied, path, parts))
+    for method, path in _OF_STORED:
+        serve(path, method, partial(_stored, parts))
+    serve("/v1/stats", "GET", routes.stats)
     serve("/v1/models", "GET", routes.models)
     serve("/v1/models/{name:path}", "GET", routes.model)
     serve("/v1/load_lora_adapter", "POST", routes.load)
@@ -72,17 +79,32 @@ def create_app(
     add_middleware(
         app,
         max_body_bytes=SMALL_BODY_BYTES,
-        larger_bodies=dict.fromkeys((COMPLETIONS, CHAT), MAX_BODY_BYTES),
+        larger_bodies=dict.fromkeys(FORWARDED, MAX_BODY_BYTES),
         api_keys=api_keys,
         admin_keys=admin_keys,
         allowed_origins=allowed_origins,
         host=host,
     )
+    app.add_middleware(AnthropicErrors)
     return app
+
+
+_OF_STORED = (
+    ("GET", f"{RESPONSES}/{{id}}"),
+    ("DELETE", f"{RESPONSES}/{{id}}"),
+    ("POST", f"{RESPONSES}/{{id}}/cancel"),
+    ("GET", f"{RESPONSES}/{{id}}/input_items"),
+)
+_STATS_S = 5.0
+"""Seconds after which a backend has not told its statistics."""
 
 
 async def _proxied(path: str, parts: RouterParts, http: Request) -> Response:
     return await forward(http, path, parts)
+
+
+async def _stored(parts: RouterParts, http: Request) -> Response:
+    return await forward_stored(http, parts)
 
 
 class _Routes:
@@ -147,6 +169,12 @@ class _Routes:
         body = {"status": "ready" if is_open else "no backend", "backends": is_open}
         return JSONResponse(body, 200 if is_open else 503)
 
+    async def stats(self, http: Request) -> Response:
+        """What every backend says at its own ``/v1/stats``, or why it says nothing."""
+        backends = self._parts.backend_router.backends.values()
+        found = await asyncio.gather(*(_stats_of(backend, http) for backend in backends))
+        return _json({"object": "list", "data": found})
+
     async def metrics(self, http: Request) -> Response:
         """Prometheus's text format, or that of OpenMetrics."""
         return self._parts.metrics.page(http.headers.get("accept", ""))
@@ -155,9 +183,30 @@ class _Routes:
         """Answer 404 and name the routes that clients may mean."""
         raise ApiError(
             404,
-            f"{http.method} {http.url.path} is not proxied; lorikeet router serves {COMPLETIONS} and {CHAT}, and for "
-            "adapters /v1/models, /v1/load_lora_adapter and /v1/unload_lora_adapter.",
+            f"{http.method} {http.url.path} is not forwarded; lorikeet router forwards {', '.join(FORWARDED)}, and has "
+            "/v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter, /v1/cluster and /v1/stats of its own.",
         )
+
+
+async def _stats_of(backend: Backend, http: Request) -> dict[str, Any]:
+    head = {"backend": backend.replica}
+    if not backend.is_up:
+        return head | {"error": "It is down."}
+    path = f"/v1/stats?{http.url.query}" if http.url.query else "/v1/stats"
+    try:
+        async with asyncio.timeout(_STATS_S):
+            reply = await backend.open("GET", path, passed_headers(http, backend))
+            try:
+                content = await reply.read()
+            finally:
+                reply.close()
+        if reply.status != 200:
+            return head | {"error": f"It answers {reply.status}: {error_text(content)}"}
+        return head | msgspec.json.decode(content, type=dict[str, Any])
+    except (BackendConnectionError, TimeoutError) as error:
+        return head | {"error": f"It does not answer: {plain_reason(error)}"}
+    except msgspec.DecodeError:
+        return head | {"error": "It answers no statistics."}
 
 
 async def _read(http: Request, kind: Any) -> Any:

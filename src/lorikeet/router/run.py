@@ -41,6 +41,7 @@ from lorikeet.router.health import HEALTH_S, TIMEOUT_S, HealthMonitor
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import PromptLengths
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts
+from lorikeet.router.stored_answers import StoredAnswers
 
 _KEEP_ALIVE_S = 75
 
@@ -198,6 +199,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
             PromptLengths(),
             count(),
             BodyGate(MAX_BODY_BYTES),
+            StoredAnswers(),
             isolates_keys=not options.shared_prefix_cache,
         )
     finally:
