@@ -114,6 +114,7 @@ NOT_OURS = {
     "*::test_batched_parser_receives*": "tests vllm's own code: OpenAIServingChatBatch",
     "tool_parsers/*granite4*": "needs Granite 4",
     "*test_metrics*multimodal*": "needs a vision model",
+    "*test_basic*::test_request_cancellation*": "needs a model with a context of 10,100 tokens",
 }
 
 _BEAM = "beam search is refused (501)"
