@@ -103,6 +103,7 @@ ANSWERS: dict[str, tuple[str, ...]] = {
         '<tool_call>\n{"name": "get_weather", "arguments": {"location": "Paris"}}\n</tool_call>',
     ),
     "openai/test_return_token_ids.py::*comparison*": (_LONG,),
+    "*::test_chat_completion_with_orca_header*": ("It is 2.",),
     "serve/lora/*replaces_inplace*": ("Meow Meow Meow", "Woof Woof Woof"),
     "openai/responses/*::test_max_tokens[*": (_THOUGHT + "Call me Ishmael. Some years ago, never mind how long. " * 4,),
     "openai/responses/*": (_THOUGHT + "Once upon a time there was a cat.",),
@@ -114,6 +115,7 @@ NOT_OURS = {
     "*::test_batched_parser_receives*": "tests vllm's own code: OpenAIServingChatBatch",
     "tool_parsers/*granite4*": "needs Granite 4",
     "*test_metrics*multimodal*": "needs a vision model",
+    "*::test_metrics_exist_run_batch": "tests vllm's own command: run-batch",
     "*test_basic*::test_request_cancellation*": "needs a model with a context of 10,100 tokens",
 }
 

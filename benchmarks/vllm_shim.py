@@ -124,8 +124,9 @@ class RemoteOpenAIServer:
         until = time.monotonic() + _START_S
         while self.proc.poll() is None and time.monotonic() < until:
             if self.uds:
-                if Path(self.uds).exists():
-                    return True
+                with socket.socket(socket.AF_UNIX) as connection:  # the file is there before anybody listens
+                    if connection.connect_ex(self.uds) == 0:
+                        return True
             else:
                 try:
                     with urlopen(self.url_for("health"), timeout=5):
