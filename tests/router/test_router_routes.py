@@ -33,7 +33,7 @@ async def test_routes_that_name_a_model_are_forwarded_to_where_its_adapter_is(st
             backend = next(each for each in routing.backends if each.name == reply.json()["from"])
             assert backend.bodies[-1] == body
             assert "formal" in backend.adapters
-        tokens = {"model": "formal", "prompt": "abc", "add_special_tokens": False}
+        tokens = {"model": "formal", "prompt": "abc", "add_special_tokens": False, "stream": True}
         assert (await routing.http.post("/tokenize", json=tokens)).json() == {"tokens": [97, 98, 99]}
         unknown = {"model": "nobody", "messages": [{"role": "user", "content": "x"}]}
         assert (await routing.http.post("/rerank", json=unknown)).json()["error"]["code"] == 404

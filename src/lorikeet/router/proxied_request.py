@@ -31,6 +31,7 @@ _POOLED = (
 _COUNTED = (f"{MESSAGES_PATH}/count_tokens", "/tokenize", "/detokenize")
 FORWARDED = (COMPLETIONS, CHAT, f"{CHAT}/batch", MESSAGES_PATH, RESPONSES, *_POOLED, *_COUNTED)
 """Routes whose bodies name a model."""
+_STREAMED = (COMPLETIONS, CHAT, MESSAGES_PATH, RESPONSES)
 _PROMPTS = {COMPLETIONS: ("prompt",), CHAT: ("messages",), MESSAGES_PATH: ("messages",)}
 _OTHER_PROMPTS = ("input", "documents", "text_2", "text_1", "messages", "prompt", "tokens")
 """Fields that hold what is read, of which the first that is given counts."""
@@ -117,7 +118,7 @@ class RequestBody:
     @property
     def streams(self) -> bool:
         """Whether the answer is streamed."""
-        return self.fields.get("stream") is True
+        return self.fields.get("stream") is True and self.path in _STREAMED
 
     @property
     def max_tokens(self) -> int | None:
