@@ -91,6 +91,7 @@ class RemoteOpenAIServer:
         self.show_hidden_metrics = any(flag.startswith("--show-hidden-metrics") for flag in flags)
         model_folder(model)
         extra = ["--adapter-dir", str(HERE), "--adapter-dir-mode", "allow", "--port", str(self.port)]
+        extra += ["--store-dir", str(HERE / f"store-{self.port}")]  # with no adapters of other tests
         if not any(flag.replace("_", "-") == "--max-model-len" for flag in flags):
             extra += ["--max-model-len", "2048"]
         self._log = HERE / "server.log"

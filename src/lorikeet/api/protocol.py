@@ -211,6 +211,11 @@ class CompletionRequest(GenerationBody):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     add_special_tokens: bool | None = None
 
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _false_is_not_given(cls, value: Any) -> Any:
+        return None if value is False else value  # as chats say it
+
     @field_validator("prompt_embeds")
     @classmethod
     def _none_is_not_given(cls, value: str | list[str] | None) -> str | list[str] | None:
