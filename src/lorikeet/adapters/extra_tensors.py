@@ -223,7 +223,7 @@ class _Finder:
             _, hidden = self._sizes(0, shape[1])
             kept = self._kept(entry)
             return [self._extra("weight", module, 0, kept, kept.shape[0], hidden)]
-        if kind == "rows" and len(shape) == 2 and module == EMBEDDING:
+        if kind == "rows" and len(shape) == 2:
             tokens = tuple(self._config.tokens_of(each.name))
             if len(tokens) != shape[0]:
                 raise _refusal(entry, f"has {shape[0]} rows; {CONFIG_FILE} names {len(tokens)} trained tokens")
