@@ -64,13 +64,13 @@ def load_weights(
                 layer, module = each.layer, each.module
                 where = f"adapter {ref.name!r}: {module} of layer {layer}"
                 columns, rows = _share(module, each.b.shape[0], geometry, rank, size)
-                whole = of_experts.get(each.b.start)
-                if whole is None:
-                    whole = _read(stream, each.b)
+                matrix = of_experts.get(each.b.start)
+                if matrix is None:
+                    matrix = _read(stream, each.b)
                 first, step = each.columns
                 if step > 1:  # experts alternate between a few tensors; each is read once
-                    of_experts = {**dict(list(of_experts.items())[-1:]), each.b.start: whole}
-                a, b = _read(stream, each.a)[:, columns], whole[rows, first::step]
+                    of_experts = {**dict(list(of_experts.items())[-1:]), each.b.start: matrix}
+                a, b = _read(stream, each.a)[:, columns], matrix[rows, first::step]
                 shape = geometry.shape_of(module)
                 if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
                     raise AdapterError(
