@@ -2,6 +2,8 @@
 //
 // Arithmetic is in float and rounded once, at the end. A row is computed by one thread in one order, so it does
 // not depend on the rest of the batch.
+#include <algorithm>
+
 #include "adjusts.h"
 #include "calls.h"
 #include "simd.h"
@@ -135,18 +137,24 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t n, int64_t threads
 
 template <class T>
 void adjust(T* out, int64_t stride, const Adjusts& adjusts, int64_t first, const Targets& targets, int64_t threads) {
-  for (int64_t s = 0; s < adjusts.count; ++s) {
-    const Adjusted& segment = adjusts.segments[s];
-    for (int64_t t = 0; t < targets.count; ++t) {
-      const Target& target = targets.each[t];
-      const Affine& affine = segment.affines[first + target.module];
-      if (!affine.scale && !affine.shift) continue;
-      const T *scale = (const T*)affine.scale, *shift = (const T*)affine.shift;
-      const int64_t rows = segment.stop - segment.start;
-      parallel(threads_for(rows * target.outputs, threads), [&](int64_t thread, int64_t count) {
-        const Range mine = part_of(rows, thread, count);
-        for (int64_t r = mine.begin; r < mine.end; ++r) {
-          T* to = out + (segment.start + r) * stride + target.column;
+  int64_t rows = 0, outputs = 0;
+  for (int64_t s = 0; s < adjusts.count; ++s) rows += adjusts.segments[s].stop - adjusts.segments[s].start;
+  for (int64_t t = 0; t < targets.count; ++t) outputs += targets.each[t].outputs;
+  parallel(threads_for(rows * outputs, threads), [&](int64_t thread, int64_t count) {
+    const Range mine = part_of(rows, thread, count);
+    int64_t before = 0;  // rows of the segments before
+    for (int64_t s = 0; s < adjusts.count; ++s) {
+      const Adjusted& segment = adjusts.segments[s];
+      const int64_t begin = segment.start + std::max(int64_t(0), mine.begin - before);
+      const int64_t end = std::min(segment.stop, segment.start + mine.end - before);
+      before += segment.stop - segment.start;
+      for (int64_t t = 0; t < targets.count && begin < end; ++t) {
+        const Target& target = targets.each[t];
+        const Affine& affine = segment.affines[first + target.module];
+        if (!affine.scale && !affine.shift) continue;
+        const T *scale = (const T*)affine.scale, *shift = (const T*)affine.shift;
+        for (int64_t r = begin; r < end; ++r) {
+          T* to = out + r * stride + target.column;
           each_vector(target.outputs, [&](int64_t i, auto lanes) {
             F32 v = get(to + i, lanes);
             if (scale) v = mul(v, get(scale + i, lanes));
@@ -154,9 +162,9 @@ void adjust(T* out, int64_t stride, const Adjusts& adjusts, int64_t first, const
             set(to + i, v, lanes);
           });
         }
-      });
+      }
     }
-  }
+  });
 }
 
 template <class T>

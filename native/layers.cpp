@@ -50,6 +50,17 @@ void keep(char* rows, int64_t row_bytes, const int64_t* chosen, int64_t count, c
   std::memcpy(rows, room, size_t(count * row_bytes));
 }
 
+// Whether an adapter changes outputs of a product on a layer by more than LoRA.
+bool any(const Adjusts* adjusts, int64_t first, const void* targets) {
+  const auto& to = *(const Targets*)targets;
+  for (int64_t i = 0; adjusts && i < adjusts->count; ++i)
+    for (int64_t t = 0; t < to.count; ++t) {
+      const Affine& affine = adjusts->segments[i].affines[first + to.each[t].module];
+      if (affine.scale || affine.shift) return true;
+    }
+  return false;
+}
+
 void layers(const Model& m, const Step& s, double eps, double scale, int64_t threads) {
   const int64_t mixed = m.heads * m.head_dim, qkv = mixed + 2 * m.kv_heads * m.head_dim;
   const void* adapters = s.adapters;
@@ -71,7 +82,8 @@ void layers(const Model& m, const Step& s, double eps, double scale, int64_t thr
     auto product = [&](const char* x, int64_t inputs, const void* weight, const void* bias, char* out, const void* to,
                        const void* all, int64_t outputs) {
       lorikeet_linear(x, inputs, weight, bias, out, rows, threads, to ? adapters : nullptr, index, to);
-      if (adjusts) lorikeet_adjust(out, outputs, adjusts, index * kLayerModules, all, m.bytes, threads);
+      const int64_t first = index * kLayerModules;
+      if (any(adjusts, first, all)) lorikeet_adjust(out, outputs, adjusts, first, all, m.bytes, threads);
     };
     char* kv = s.kv + index * s.layer_stride * m.bytes;
     norm(index ? s.delta : nullptr, layer.input_norm, 2 * index);
@@ -90,7 +102,7 @@ void layers(const Model& m, const Step& s, double eps, double scale, int64_t thr
     }
     product(s.mixed, mixed, layer.o, layer.o_bias, s.delta, s.targets.o, s.all_targets.o, m.hidden);
     norm(s.delta, layer.post_norm, 2 * index + 1);
-    if (s.targets.gate_up || adjusts ||
+    if (s.targets.gate_up || any(adjusts, index * kLayerModules, s.all_targets.gate_up) ||
         !lorikeet_linear_gated(s.normed, m.hidden, layer.gate_up, layer.gate_up_bias, s.gated, rows, threads)) {
       product(s.normed, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, s.targets.gate_up,
               s.all_targets.gate_up, 2 * m.inner);

@@ -22,6 +22,7 @@ from lorikeet.kernels.base import (
     kv_view,
 )
 from lorikeet.kernels.extras import (
+    ProductShare,
     adjust_logits,
     embed,
     prepare_product,
@@ -29,7 +30,7 @@ from lorikeet.kernels.extras import (
     replace_products,
     scaled_inputs,
 )
-from lorikeet.models.config import ModelConfig, RopeScaling
+from lorikeet.models.config import ROW_PARALLEL, ModelConfig, RopeScaling
 from lorikeet.models.parallel import NoReduceGroup, RankGroup
 from lorikeet.models.weights import DecoderWeights, lora_targets
 
@@ -139,6 +140,15 @@ class Decoder:
         in_one_call = group.size == 1 and all(config.rope_layers)
         self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if in_one_call else None
         self._norms: dict[tuple[int, str], Tensor] = {}
+        self._shares: dict[str, ProductShare] = {}
+        if group.size > 1:
+            for product, targets in self._targets.items():
+                modules = {target.module for target in targets.each}
+                outputs = {name: config.module_shard(name, group.rank, group.size).outputs for name in modules}
+                splits_inputs = modules <= ROW_PARALLEL
+                self._shares[product] = ProductShare(
+                    outputs, group.all_reduce if splits_inputs else None, not splits_inputs or group.rank == 0
+                )
 
     def cut(self, layers: int) -> "Decoder":
         """Return a decoder of the first ``layers`` layers with the same tensors, to measure the time of a layer.
@@ -173,6 +183,7 @@ class Decoder:
                     getattr(layer, f"{product}_bias"),
                     partial(self._product, weight),
                     partial(self._row_norms, index, product, weight),
+                    self._shares.get(product),
                 )
         head = weights.lm_head
         prepare_vocabulary(

@@ -52,6 +52,7 @@ class RankModel:
         geometry: sizes of the rank's share.
         merger: merges adapters into the decoder's weights; None if the preset never merges.
         weights: in what form the linear weights are, in words.
+        whole_geometry: sizes of the model; None if they are those of the rank.
     """
 
     config: BaseConfig
@@ -62,6 +63,7 @@ class RankModel:
     geometry: ModelGeometry
     merger: Merger | None = None
     weights: str = ""
+    whole_geometry: ModelGeometry | None = None
 
     def base_info(self) -> BaseInfo:
         """Return what clients of the engine know of the model."""
@@ -173,7 +175,8 @@ def load_rank(
         place = _pristine_device(weights, device, preset.merge_by)
         merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
     decoder = Decoder(config, packed, kernels, group)
-    return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored)
+    whole = config.geometry(dtype.itemsize)
+    return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored, whole)
 
 
 def _load_transformers(
