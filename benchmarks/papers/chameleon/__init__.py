@@ -136,7 +136,7 @@ GRID_TABLE = Table(
         "loading, loading and computing, % of TTFT",
         "S-LoRA's knees",
         "distance (nearest reading)",
-        "Chameleon's knees",
+        "Chameleon's knee by that reading",
         "less P50",
         "less P99",
     ),
