@@ -24,8 +24,9 @@ from lorikeet.costs.profile import CostProfile, OperatingLoads
 
 # --- what the paper leaves open: written down before anything was run --------------------------------
 
-RATES = (30.0, 38.0, 46.0)
-"""Requests per second on four servers. The paper prints 30, about 32 and 36 (V-F to V-H)."""
+RATES = (30.0, 38.0, 46.0, 54.0)
+"""Requests per second on four servers. The paper prints 30, about 32 and 36 (V-F to V-H); the last is where each system
+is past the limit, or near it."""
 PRODUCTION_SEEDS = SEEDS[:3]
 """Of the sweep over rates on the production trace; other runs have the first."""
 
@@ -44,8 +45,8 @@ MODELS = {
 OURS, TOPPINGS, RANDOM, CONTIGUOUS = "loraserve", "loraserve:toppings", "loraserve:random", "loraserve:contiguous"
 EXTENDED = "lorikeet:rank-groups"
 SYSTEMS = (OURS, TOPPINGS, RANDOM, CONTIGUOUS)
-SERVERS, LIMIT_S, TIMED_OUT_S = 4, 10.0, 60.0
-"""Servers by default; limit on the P95 TTFT (V-G); a P95 TTFT beyond the last counts as a time-out, as V-F has some."""
+SERVERS, LIMIT_S = 4, 10.0
+"""Servers by default; limit on the P95 TTFT (V-G)."""
 WINDOW_S, WARM_S = 125.0, 25.0
 """Length of a run: five times the longest answer that the limit allows (10 s and 1,000 tokens of 15 ms); what arrives
 before the second does not count, since the servers are empty at first."""
@@ -76,6 +77,16 @@ ALPHAS = (1 / 3, 1.0, 3.0)
 MIXES = OPEN | PRODUCTION | {f"alpha {alpha:.2f}": Mix(100, f"rank-power:{alpha}") for alpha in ALPHAS}
 
 
+@cache
+def hours_like() -> tuple[WorkloadRequest, ...]:
+    """Return two hours of such requests: Azure's one hour twice, which is too short for the highest rate."""
+    once = requests_like()
+    return once + tuple(
+        msgspec.structs.replace(each, arrival_s=each.arrival_s + once[-1].arrival_s + 1.0) for each in once
+    )
+
+
+@cache
 def requests_like() -> tuple[WorkloadRequest, ...]:
     """Return Azure's conversations without those that are too long for the model."""
     longest = load_profile(PROFILE).max_model_len
@@ -113,7 +124,7 @@ def known(profile: str) -> CostProfile:
 
 
 def requests_of(mix: Mix, rate: float, seed: int, scale: int) -> list[WorkloadRequest]:
-    """Return the requests before and in the window. Of the production trace arrivals are Azure's own, stretched."""
+    """Return the requests before and in the window. Of the production trace arrivals are Azure's, stretched."""
     count, duration_s = mix.adapters * scale, PERIODS * PERIOD_S + WINDOW_S
     common: dict[str, Any] = {
         "rates": Rates.constant(rate),
@@ -123,7 +134,7 @@ def requests_of(mix: Mix, rate: float, seed: int, scale: int) -> list[WorkloadRe
         "seed": seed,
     }
     if mix.arrivals == "trace":
-        return Recipe(trace=requests_like(), count=round(rate * duration_s), **common).requests()
+        return Recipe(trace=hours_like(), count=round(rate * duration_s), **common).requests()
     made = Recipe(lengths=requests_like(), duration_s=duration_s, **common).requests()
     if mix.arrivals == "poisson":
         return made
@@ -207,12 +218,12 @@ def rate_gain(baselines: Sequence[str], of: Callable[[float], float]) -> Figure:
 
 
 def tail_gain(made: Sequence[Figures]) -> Answer:
-    """Return the most times that a baseline's P95 TTFT is ours, at a rate that we bear; time-outs do not count."""
+    """Return the most times that a baseline's P95 TTFT is ours at a rate that both bear: "under SLO constraints"."""
     found, answers = by_system(made), []
     for baseline, place in product(SYSTEMS[1:], range(len(RATES))):
         ours = [each[place]["ttft_p95_s"] for each in found[OURS]]
         theirs = [each[place]["ttft_p95_s"] for each in found[baseline]]
-        if max(ours) <= LIMIT_S and min(theirs) <= TIMED_OUT_S:
+        if max(ours) <= LIMIT_S and np.mean(theirs) <= LIMIT_S:
             answers.append(over_seeds([b / a for a, b in zip(ours, theirs, strict=True)]))
     return max(answers, key=lambda answer: answer.value)
 
@@ -258,7 +269,9 @@ PRODUCTION_PART = Measurement(
     "Production trace (V-F)",
     COMMON
     | {
-        "arrivals": "Azure's own, stretched to the rate (the company's trace is not public); ranks equal, Zipf within",
+        "arrivals": "those of Azure's hour, twice, stretched to the rate (the company's trace is not public); ranks "
+        "equal, Zipf within",
+        "TTFT": "compared at rates that both systems bear within the limit",
         "load": f"{', '.join(f'{rate:g}' for rate in RATES)} requests/s; the rate within the limit lies between two",
         "seeds": "3, paired",
     },
@@ -296,13 +309,13 @@ OPEN_RUNS = tuple(served(mix, preset) for mix, preset in product(OPEN, SYSTEMS))
 
 
 def open_gain(key: str, of: Callable[[float], float]) -> Callable[[Sequence[Figures]], float]:
-    """Return the most that a baseline's figure is of ours over the six traces; time-outs do not count."""
+    """Return the most that a baseline's figure is of ours over the six traces, where the baseline keeps the limit."""
 
     def figure(made: Sequence[Figures]) -> float:
         found = []
         for first in range(0, len(made), len(SYSTEMS)):
             ours, *others = made[first : first + len(SYSTEMS)]
-            found += [each[key] / ours[key] for each in others if each["ttft_p95_s"] <= TIMED_OUT_S]
+            found += [each[key] / ours[key] for each in others if each["ttft_p95_s"] <= LIMIT_S]
         return of(max(found))
 
     return figure
