@@ -188,8 +188,12 @@ def rate_of(skew: int, batch: int = BATCH) -> Run:
     return Run(find_rate, (skew, batch))
 
 
+SERVER_SEEDS = SEEDS[:3]
+"""The grid is large."""
+
+
 def served(
-    preset: str, skew: int, load: float = 1.0, batch: int = BATCH, seeds: Sequence[int] = SEEDS
+    preset: str, skew: int, load: float = 1.0, batch: int = BATCH, seeds: Sequence[int] = SERVER_SEEDS
 ) -> tuple[Run, ...]:
     """Return the runs of a preset on one server, one a seed."""
     return tuple(Run(serve, (preset, skew, load, batch, seed), (rate_of(skew, batch),)) for seed in seeds)
@@ -210,7 +214,7 @@ GRID = [(skew, 1.0, BATCH) for skew in SKEWS] + [(skew, load, SMALL_BATCH) for l
 
 def seeds_of(load: float, batch: int) -> tuple[int, ...]:
     """Return the seeds of a cell of the grid: all where the claims are judged."""
-    return SEEDS if load == 1.0 and batch == BATCH else SEEDS[:1]
+    return SERVER_SEEDS if load == 1.0 and batch == BATCH else SEEDS[:1]
 
 
 GRID_RUNS = tuple(
@@ -253,7 +257,7 @@ def by_skew(key: str, runs: tuple[Run, ...]) -> Callable[[Sequence[Figures]], li
     """Return the lines of a plot: each system's mean over the seeds by skew."""
 
     def series(made: Sequence[Figures]) -> list[Series]:
-        lines, count = [], len(SEEDS)
+        lines, count = [], len(SERVER_SEEDS)
         for number, preset in enumerate(SYSTEMS):
             means = []
             for place in range(len(SKEWS)):
@@ -279,7 +283,7 @@ ONE_SERVER = Measurement(
         "limit": "10 decode iterations of a full batch by the profile: 0.19 s (32), 0.14 s (8); printed 0.5 s",
         "window": "5 times the latency that the limit allows a mean answer; arrivals then stop, all are answered",
         "grid": f"skews {SKEWS}, loads {LOADS}, largest batch 32 and 8, five readings of the credits",
-        "seeds": "5, paired, with batches of 32; 1 with batches of 8",
+        "seeds": "3, paired, with batches of 32; 1 with batches of 8",
     },
     {
         "avg-latency-vs-merged-only": largest(MERGED, "latency_per_token_s"),
@@ -366,7 +370,7 @@ def find_peak_rate(preset: str, model: str, seed: int) -> float:
     return peak(lambda rate: limit_s / run_at(preset, model, rate, seed, adapters)["latency_per_token_s"], first, 0.2)
 
 
-CLUSTER_SEEDS = SEEDS[:3]
+CLUSTER_SEEDS = SEEDS[:2]
 """A search costs several runs."""
 
 
@@ -426,7 +430,7 @@ CLUSTERS = Measurement(
         "limit": "10 decode iterations of a full batch by the profiles: 0.14 to 0.46 s; printed 0.5 s",
         "window": "5 times the latency that the limit allows a mean answer, and at least 100 requests",
         "vLLM": "separate instances: of 7B four share a device by time, of 13B and 70B they swap after every iteration",
-        "seeds": "3, paired; 1 for the slices",
+        "seeds": "2, paired; 1 for the slices",
     },
     {
         **{f"throughput-vs-peft-{model}": rates_over(model, PEFT) for model in ("7b", "13b")},
@@ -524,7 +528,7 @@ BALANCING = Measurement(
         "load": "0.9 of dLoRA's highest rate; divided by the factor on the lengths",
         "queueing delay": "time to the first token",
         "imbalance (2.3)": "8 replicas, 1.5 requests/s each, four adapters pinned to each, served as PEFT does",
-        "seeds": "3, paired; 1 for the lengths",
+        "seeds": "2, paired; 1 for the lengths",
     },
     {
         "queueing-delay-vs-rr": compared(times, balanced(RR), balanced(OURS), "ttft_mean_s"),

@@ -63,6 +63,7 @@ A40 = {
 }
 FIVE = {"seeds": "five, paired; 95 % intervals"}
 FEW = {"seeds": "three, paired; 95 % intervals"}
+TWO = {"seeds": "two, paired; 95 % intervals"}
 
 
 def _less(preset: str, load: str, percentile: str, base: str = S_LORA, windows: int = 1) -> Figure:
@@ -218,7 +219,7 @@ PAPER = Paper(
     measurements=[
         Measurement(
             "The grid, and S-LoRA's printed figures",
-            A40 | FIVE,
+            A40 | FEW,
             {
                 "slo-knee-slora": mean_of(knee_runs(S_LORA), float),
                 "char-load-share-max": Figure((CHOSEN, *BASELINES), _of_chosen("load_percent")),
@@ -262,7 +263,7 @@ PAPER = Paper(
         ),
         Measurement(
             "Knees",
-            A40 | FIVE | {"knee": "rate at which P99 TTFT begins to miss the chosen limit, interpolated between rates"},
+            A40 | FEW | {"knee": "rate at which P99 TTFT begins to miss the chosen limit, interpolated between rates"},
             {
                 "slo-knee-chameleon": mean_of(knee_runs(CHAMELEON), float),
                 "throughput-a40": _ratio(CHAMELEON),
@@ -294,7 +295,7 @@ PAPER = Paper(
         Measurement(
             "Larger models and other memory sizes",
             A40
-            | FEW
+            | TWO
             | {
                 "model and device": "Llama-2-7B with 500, Llama-2-13B with 100, LLaMA-30B with 10 adapters on an A100 "
                 "80 GB; 7B also with the device limited to 48 and 24 GB; 13B and 30B scaled from 7B's tables",

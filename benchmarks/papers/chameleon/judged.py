@@ -12,6 +12,8 @@ from benchmarks.papers.measure import SEEDS, Run
 LONG = 3
 """Windows of the longer run beyond S-LoRA's knee: a backlog grows with the run."""
 FEW_SEEDS = SEEDS[:3]
+"""For knees: a search costs many runs."""
+LARGE_SEEDS = SEEDS[:2]
 """For section 5.5, whose runs are the longest."""
 
 
@@ -52,7 +54,10 @@ def load_runs(
 
 def knee_runs(preset: str) -> tuple[Run, ...]:
     """Return the runs that find the knee of a system, one a seed."""
-    return tuple(Run(judged_knee, (preset, seed), (CHOSEN, Run(judged_limit, (seed,), (CHOSEN,)))) for seed in SEEDS)
+    limits = [Run(judged_limit, (seed,), (CHOSEN,)) for seed in FEW_SEEDS]
+    return tuple(
+        Run(judged_knee, (preset, seed), (CHOSEN, limit)) for seed, limit in zip(FEW_SEEDS, limits, strict=True)
+    )
 
 
 # --- an A100 (5.5) -----------------------------------------------------------------------------------
@@ -117,7 +122,7 @@ def large_load(chosen: Sequence[Any], found: dict[str, float], large: Large, loa
 
 def large_knee_runs(model: str) -> tuple[Run, ...]:
     """Return the runs that find both knees, one a seed."""
-    return tuple(Run(large_knees, (LARGE[model], seed), (CHOSEN,)) for seed in FEW_SEEDS)
+    return tuple(Run(large_knees, (LARGE[model], seed), (CHOSEN,)) for seed in LARGE_SEEDS)
 
 
 def large_load_runs(model: str) -> tuple[Run, ...]:
@@ -125,6 +130,6 @@ def large_load_runs(model: str) -> tuple[Run, ...]:
     knees = large_knee_runs(model)
     return tuple(
         Run(large_load, (LARGE[model], load, seed), (CHOSEN, knee))
-        for seed, knee in zip(FEW_SEEDS, knees, strict=True)
+        for seed, knee in zip(LARGE_SEEDS, knees, strict=True)
         for load in LOADS
     )
