@@ -112,4 +112,6 @@ BASELINES = tuple(Run(baseline_cell, (setting,)) for setting in GRID)
 CHAMELEONS = tuple(
     Run(chameleon_cell, (setting,), (baseline,)) for setting, baseline in zip(GRID, BASELINES, strict=True)
 )
-CHOSEN = Run(choose, (), BASELINES)
+CHOICE = Choice(0, "p99-ttft", 0.087)
+"""What ``choose`` returned of all baselines, committed before Chameleon was run in the cell."""
+CELL = GRID[CHOICE.place]
