@@ -26,6 +26,7 @@ from lorikeet.api import (
 from lorikeet.api import tenants as tenant_routes
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
+from lorikeet.api.anthropic_errors import AnthropicErrors
 from lorikeet.api.batches import routes as batches
 from lorikeet.api.batches.batches import Batches
 from lorikeet.api.batches.dispatch import Dispatcher
@@ -209,6 +210,7 @@ def create_app(service: Service) -> FastAPI:
         larger_bodies={
             **dict.fromkeys(PATHS, service.settings.max_body_bytes),
             **dict.fromkeys(pooled_paths, min(service.settings.max_body_bytes, MAX_POOLED_BYTES)),
+            completions.BATCH_PATH: min(service.settings.max_body_bytes, MAX_POOLED_BYTES),
             adapters.UPLOAD_PATH: service.adapter_settings.max_bytes,
             batches.FILES_PATH: service.batches.storage.settings.max_file_bytes + batches.FORM_BYTES,
         },
@@ -219,7 +221,7 @@ def create_app(service: Service) -> FastAPI:
         allowed_origins=service.settings.allowed_origins,
         host="" if service.settings.uds else service.settings.host,
     )
-    app.add_middleware(messages.AnthropicErrors)
+    app.add_middleware(AnthropicErrors)
     app.add_middleware(LoadReports, load=partial(load_of, service.client))
     app.add_middleware(web.SecurityHeaders)
     if root_path := service.settings.root_path.rstrip("/"):

@@ -1,4 +1,4 @@
-"""The router's ASGI application: the two proxied completion routes, and the routes that it answers itself."""
+"""The router's ASGI application: the routes that it forwards, and those that it answers itself."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.registry import check_name
+from lorikeet.api.anthropic_errors import AnthropicErrors
 from lorikeet.api.errors import ApiError, bad_request, hide_paths, install_handlers, model_not_found
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.api.logs import log
@@ -22,8 +23,8 @@ from lorikeet.api.stats_stream import StatsQuery, stats_response
 from lorikeet.api.web import page_file
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.metrics import router_state
-from lorikeet.router.proxied_request import CHAT, COMPLETIONS
-from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward
+from lorikeet.router.proxied_request import FORWARDED, RESPONSES
+from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward, forward_stored
 
 
 class _Load(msgspec.Struct):
@@ -61,8 +62,10 @@ def create_app(
     def serve(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
         app.add_route(path, answer, methods=[method])
 
-    serve(CHAT, "POST", partial(_proxied, CHAT, parts))
-    serve(COMPLETIONS, "POST", partial(_proxied, COMPLETIONS, parts))
+    for path in FORWARDED:
+        serve(path, "POST", partial(_proxied, path, parts))
+    for method, path in _OF_STORED:
+        serve(path, method, partial(_stored, parts))
     serve("/v1/models", "GET", routes.models)
     serve("/v1/models/{name:path}", "GET", routes.model)
     serve("/v1/load_lora_adapter", "POST", routes.load)
@@ -80,17 +83,30 @@ def create_app(
     add_middleware(
         app,
         max_body_bytes=SMALL_BODY_BYTES,
-        larger_bodies=dict.fromkeys((COMPLETIONS, CHAT), MAX_BODY_BYTES),
+        larger_bodies=dict.fromkeys(FORWARDED, MAX_BODY_BYTES),
         api_keys=api_keys,
         admin_keys=admin_keys,
         allowed_origins=allowed_origins,
         host=host,
     )
+    app.add_middleware(AnthropicErrors)
     return app
+
+
+_OF_STORED = (
+    ("GET", f"{RESPONSES}/{{id}}"),
+    ("DELETE", f"{RESPONSES}/{{id}}"),
+    ("POST", f"{RESPONSES}/{{id}}/cancel"),
+    ("GET", f"{RESPONSES}/{{id}}/input_items"),
+)
 
 
 async def _proxied(path: str, parts: RouterParts, http: Request) -> Response:
     return await forward(http, path, parts)
+
+
+async def _stored(parts: RouterParts, http: Request) -> Response:
+    return await forward_stored(http, parts)
 
 
 class _Routes:
@@ -177,8 +193,8 @@ class _Routes:
         """Answer 404 and name the routes that clients may mean."""
         raise ApiError(
             404,
-            f"{http.method} {http.url.path} is not proxied; lorikeet router serves {COMPLETIONS} and {CHAT}, for "
-            "adapters /v1/models, /v1/load_lora_adapter and /v1/unload_lora_adapter; also /v1/stats, /v1/cluster, /ui. "
+            f"{http.method} {http.url.path} is not forwarded; lorikeet router forwards {', '.join(FORWARDED)}, and has "
+            "/v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter, /v1/cluster, /v1/stats and /ui of its own. "
             "Ask a backend at its own address; /v1/cluster lists them.",
         )
 

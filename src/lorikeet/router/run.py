@@ -42,6 +42,7 @@ from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import PromptLengths
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts
 from lorikeet.router.stats import RouterStats
+from lorikeet.router.stored_answers import StoredAnswers
 
 _KEEP_ALIVE_S = 75
 
@@ -200,6 +201,7 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
             PromptLengths(),
             count(),
             BodyGate(MAX_BODY_BYTES),
+            StoredAnswers(),
             isolates_keys=not options.shared_prefix_cache,
         )
     finally:
