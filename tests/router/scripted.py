@@ -55,7 +55,6 @@ class ScriptedBackend:
         health: status of ``/health``.
         key: without which it does not tell its models; None for none.
         stored: ids of answers of other routes.
-        stats: what ``/v1/stats`` answers; None for no such route.
         allows: whose web pages it says may use it; None for nobody.
         streaming: answers under way.
         hung_up: clients that left before the end.
@@ -89,7 +88,6 @@ class ScriptedBackend:
         self.key: str | None = None
         self.allows: str | None = None
         self.stored: set[str] = set()
-        self.stats: dict[str, Any] | None = None
         self.streaming = self.hung_up = 0
         self.port = 0
         self._server: QuickServer | None = None
@@ -139,7 +137,6 @@ class ScriptedBackend:
                 app.add_api_route(path, self._answer, methods=["POST"])
         for path in ("/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items"):
             app.add_api_route(path, self._stored, methods=["GET", "POST", "DELETE"])
-        app.add_api_route("/v1/stats", self._stats, methods=["GET"])
         return app
 
     async def _answer(self, http: Request) -> Response:
@@ -173,11 +170,6 @@ class ScriptedBackend:
             return _error(404, "not here")
         asked = f"{http.method} {http.url.path}?{http.url.query}".rstrip("?")
         return JSONResponse({"from": self.name, "asked": asked}, headers={"X-Own": "1"})
-
-    async def _stats(self, http: Request) -> Response:
-        if self.stats is None:
-            return _error(404, "Not Found")
-        return JSONResponse(self.stats | {"asked": str(http.url.query)})
 
     async def _health(self) -> Response:
         return Response(status_code=self.health)

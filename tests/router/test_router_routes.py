@@ -1,14 +1,10 @@
 """Routes beside completions through a router: embeddings, messages, responses and the like."""
 
-import asyncio
 import json
 from typing import Any
 
 import httpx
-import pytest
-from typer.testing import CliRunner
 
-from lorikeet.cli.main import app
 from lorikeet.router.proxied_request import FORWARDED, RESPONSES
 from tests.router.conftest import Start
 
@@ -92,30 +88,3 @@ async def test_a_response_is_asked_for_where_it_is_kept(start: Start) -> None:
         dropped = (await http.post(RESPONSES, json={**begun, "store": False})).json()["id"]
         assert (await http.get(f"{RESPONSES}/{dropped}")).status_code == 404
         assert {key for backend in routing.backends for key in backend.keys} == {"Bearer its"}
-
-
-STATS = {
-    "model": "base",
-    "status": "ready",
-    "requests": {"running": 1, "waiting": 0, "waiting_by": {}, "finished": 2, "failed": 0, "aborted": 0},
-    "per_s": {"requests": 0.0, "prompt_tokens": 0.0, "generation_tokens": 0.0},
-    "ttft_s": None,
-    "itl_s": None,
-    "memory": {"device": {"total": 0}, "host": {"total": 0}},
-    "adapters": [],
-}
-
-
-@pytest.mark.parametrize("form", ["json", "screen"])
-async def test_statistics_are_those_of_each_backend(start: Start, form: str) -> None:
-    async with start() as routing:
-        routing.backends[0].stats = STATS
-        if form == "json":
-            found = (await routing.http.get("/v1/stats", params={"adapters": 3})).json()["data"]
-            assert found[0] == {"backend": "backend-0", **STATS, "asked": "adapters=3"}
-            assert found[1] == {"backend": "backend-1", "error": "It answers 404: Not Found"}
-            return
-        asked = ["top", "--once", "--url", str(routing.http.base_url)]
-        printed = (await asyncio.to_thread(CliRunner().invoke, app, asked, env={"COLUMNS": "160"})).output
-    for part in ("backend-0", "base: ready, 1 running", "backend-1", "It answers 404"):
-        assert part in printed, printed

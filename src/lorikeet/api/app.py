@@ -39,11 +39,13 @@ from lorikeet.api.live_stats import LiveStats
 from lorikeet.api.load_reports import LoadReports
 from lorikeet.api.logs import log
 from lorikeet.api.metrics import (
+    MOST_TENANTS,
     AdapterUsage,
     ClusterCollector,
     ConnectionCollector,
     ReplicasCollector,
     RequestMetrics,
+    TenantCollector,
     UsageCollector,
     load_of,
 )
@@ -101,6 +103,7 @@ def create_service(
     """
     metrics = RequestMetrics(models.base, chats.base.limits.max_model_len)
     usage = AdapterUsage(settings.server.metrics_adapters)
+    by_tenant = AdapterUsage(settings.server.metrics_adapters, most=MOST_TENANTS)
     lengths = lengths or AnswerLengthPredictor()
     forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
 
@@ -135,7 +138,15 @@ def create_service(
         prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
         grammars=GrammarChecks(chats.base.text_processor, chats.base.limits),
         observer=RequestObserver(
-            metrics, usage, request_log, lengths, forecast, live, traces, None if tenants is None else tenants.ledger
+            metrics,
+            usage,
+            by_tenant,
+            request_log,
+            lengths,
+            forecast,
+            live,
+            traces,
+            None if tenants is None else tenants.ledger,
         ),
         tenants=tenants,
         responses=StoredResponses(
@@ -152,6 +163,7 @@ def create_service(
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest, service.loader.pinned))
     metrics.add_collector(ClusterCollector(client, models.base))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
+    metrics.add_collector(TenantCollector(by_tenant, metrics.labels))
     metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": models.base}))
     metrics.add_collector(LengthCollector(lengths, metrics.labels))
 

@@ -59,6 +59,7 @@ from lorikeet.api.sampling import (
 )
 from lorikeet.api.served_models import ResolvedModel, ServedModels, check_use
 from lorikeet.api.slo_targets import SloTargets
+from lorikeet.api.stats_stream import StatsStreams
 from lorikeet.api.stored_responses import StoredResponses
 from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.tenancy import RateReport, admit
@@ -186,8 +187,6 @@ class Service:
     """Running requests."""
     sessions: Sessions = field(default_factory=Sessions)
     """Of SageMaker's clients."""
-    stats_streams: int = 0
-    """Open streams of ``/v1/stats/stream``."""
     cache_epoch: str = ""
     """Changes when the prefix cache is reset, and tells KV from before and after apart."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
@@ -196,6 +195,10 @@ class Service:
     """Limits adapter loads by host. Apart from the threads that tokenize, so that slow downloads delay no request."""
     removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     """Limits adapter removals to one at a time, as the catalog does. They never wait for a download."""
+    stats_streams: StatsStreams = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stats_streams = StatsStreams(lambda: self.gate.draining)
 
     @property
     def text_processor(self) -> TextProcessor:
@@ -386,7 +389,7 @@ class Service:
             ticket = self.gate_of(is_batch=sender.is_batch).enter(sequences)
         except ApiError as error:
             if error.status == 429:
-                self.observer.refused(target.adapter, slo, sequences, shed=False)
+                self.observer.refused(target.adapter, slo, sender.tenant, sequences, shed=False)
             raise
         adapter = target.adapter
         grant: Grant | None = None
@@ -475,7 +478,7 @@ class Service:
             )
         except ApiError as error:
             if error.status == 429:
-                self.observer.refused(target.adapter, slo, len(requests), shed=False)
+                self.observer.refused(target.adapter, slo, sender.tenant, len(requests), shed=False)
             raise
 
     def _ended(self, generation: Generation, ticket: Ticket, adapter: AdapterRef | None, grant: Grant | None) -> None:
@@ -577,7 +580,7 @@ class Service:
             return
         target_s, predicted_s = request.slo.ttft_s, forecast.ttft_s(request, len(requests) - 1)
         if predicted_s > target_s:
-            self.observer.refused(request.adapter, request.slo, len(requests), shed=True)
+            self.observer.refused(request.adapter, request.slo, request.tenant, len(requests), shed=True)
             raise ApiError(
                 429,
                 f"Too many requests are waiting: the first token is predicted after {predicted_s:.3g} s, and the TTFT "

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -17,13 +19,12 @@ from lorikeet.api.errors import ApiError, bad_request, hide_paths, install_handl
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.api.logs import log
 from lorikeet.api.middleware import add_middleware
-from lorikeet.bench.answer_stream import error_text
+from lorikeet.api.stats_stream import StatsQuery, stats_response
+from lorikeet.api.web import page_file
 from lorikeet.router.adapters import describe_adapter
-from lorikeet.router.backends import Backend
-from lorikeet.router.connections import BackendConnectionError, plain_reason
 from lorikeet.router.metrics import router_state
 from lorikeet.router.proxied_request import FORWARDED, RESPONSES
-from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward, forward_stored, passed_headers
+from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward, forward_stored
 
 
 class _Load(msgspec.Struct):
@@ -65,12 +66,15 @@ def create_app(
         serve(path, "POST", partial(_proxied, path, parts))
     for method, path in _OF_STORED:
         serve(path, method, partial(_stored, parts))
-    serve("/v1/stats", "GET", routes.stats)
     serve("/v1/models", "GET", routes.models)
     serve("/v1/models/{name:path}", "GET", routes.model)
     serve("/v1/load_lora_adapter", "POST", routes.load)
     serve("/v1/unload_lora_adapter", "POST", routes.unload)
     serve("/v1/cluster", "GET", routes.cluster)
+    serve("/v1/stats", "GET", routes.stats)
+    serve("/v1/stats/stream", "GET", routes.stats_stream)
+    serve("/ui", "GET", routes.page)
+    serve("/ui/{name}", "GET", routes.page)
     serve("/health", "GET", routes.health)
     serve("/metrics", "GET", routes.metrics)
     for method in ("GET", "POST", "PUT", "DELETE"):
@@ -95,8 +99,6 @@ _OF_STORED = (
     ("POST", f"{RESPONSES}/{{id}}/cancel"),
     ("GET", f"{RESPONSES}/{{id}}/input_items"),
 )
-_STATS_S = 5.0
-"""Seconds after which a backend has not told its statistics."""
 
 
 async def _proxied(path: str, parts: RouterParts, http: Request) -> Response:
@@ -163,17 +165,25 @@ class _Routes:
         names = {digest: adapter.name for digest, adapter in backend_router.versions.items()}
         return _json({**router_state(backend_router).shown(names), "preset": self._preset})
 
+    async def stats(self, http: Request) -> Response:
+        """What the router does now, in the form of a server's own ``/v1/stats``."""
+        query, _ = _stats_query(http)
+        return await stats_response(self._parts.stats.snapshot, query)
+
+    async def stats_stream(self, http: Request) -> Response:
+        """The same as server-sent events."""
+        query, interval_s = _stats_query(http)
+        return self._parts.stats.streams.response(self._parts.stats.snapshot, query, interval_s)
+
+    async def page(self, http: Request) -> Response:
+        """The console, or a file of it."""
+        return page_file(http, http.path_params.get("name", "ui.html"))
+
     async def health(self, http: Request) -> Response:
         """200 if a backend takes requests, else 503."""
         is_open = sum(backend.is_open for backend in self._parts.backend_router.backends.values())
         body = {"status": "ready" if is_open else "no backend", "backends": is_open}
         return JSONResponse(body, 200 if is_open else 503)
-
-    async def stats(self, http: Request) -> Response:
-        """What every backend says at its own ``/v1/stats``, or why it says nothing."""
-        backends = self._parts.backend_router.backends.values()
-        found = await asyncio.gather(*(_stats_of(backend, http) for backend in backends))
-        return _json({"object": "list", "data": found})
 
     async def metrics(self, http: Request) -> Response:
         """Prometheus's text format, or that of OpenMetrics."""
@@ -184,29 +194,29 @@ class _Routes:
         raise ApiError(
             404,
             f"{http.method} {http.url.path} is not forwarded; lorikeet router forwards {', '.join(FORWARDED)}, and has "
-            "/v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter, /v1/cluster and /v1/stats of its own.",
+            "/v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter, /v1/cluster, /v1/stats and /ui of its own. "
+            "Ask a backend at its own address; /v1/cluster lists them.",
         )
 
 
-async def _stats_of(backend: Backend, http: Request) -> dict[str, Any]:
-    head = {"backend": backend.replica}
-    if not backend.is_up:
-        return head | {"error": "It is down."}
-    path = f"/v1/stats?{http.url.query}" if http.url.query else "/v1/stats"
+class _StreamQuery(BaseModel):
+    """What else a stream of statistics may ask for."""
+
+    interval_s: Annotated[float, Field(ge=0.2, le=5)] = 1.0
+
+
+_STATS_QUERY, _FIELDS = TypeAdapter(StatsQuery), {field.name for field in fields(StatsQuery)}
+
+
+def _stats_query(http: Request) -> tuple[StatsQuery, float]:
+    """Return what the query of a request for statistics asks for, and the seconds between two events."""
+    given = dict(http.query_params)
     try:
-        async with asyncio.timeout(_STATS_S):
-            reply = await backend.open("GET", path, passed_headers(http, backend))
-            try:
-                content = await reply.read()
-            finally:
-                reply.close()
-        if reply.status != 200:
-            return head | {"error": f"It answers {reply.status}: {error_text(content)}"}
-        return head | msgspec.json.decode(content, type=dict[str, Any])
-    except (BackendConnectionError, TimeoutError) as error:
-        return head | {"error": f"It does not answer: {plain_reason(error)}"}
-    except msgspec.DecodeError:
-        return head | {"error": "It answers no statistics."}
+        interval_s = _StreamQuery.model_validate(given).interval_s
+        return _STATS_QUERY.validate_python({name: given[name] for name in _FIELDS & given.keys()}), interval_s
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise bad_request(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from error
 
 
 async def _read(http: Request, kind: Any) -> Any:

@@ -48,6 +48,7 @@ from lorikeet.router.resumable_answer import (
     TokenUsage,
     why_not_resumable,
 )
+from lorikeet.router.stats import RouterStats
 from lorikeet.router.stored_answers import StoredAnswers
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -100,6 +101,7 @@ class RouterParts(NamedTuple):
     catalog: ModelCatalog
     monitor: HealthMonitor
     metrics: RouterMetrics
+    stats: RouterStats
     lengths: PromptLengths
     request_numbers: "count[int]"
     body_gate: BodyGate
@@ -244,6 +246,8 @@ class ProxyTask:
         self._attempts = self._failures = 0
         self._is_sent = self._has_sent = self._is_closed = False
         self._reply: BackendResponse | None = None
+        self._output_tokens = 0
+        parts.stats.begin(request)
 
     def close(self) -> None:
         """Release the backend and count the outcome. A second call does nothing."""
@@ -255,6 +259,7 @@ class ProxyTask:
             self._finish(self._stream.counts)
         self._backend_router.release(self._request)
         self._parts.metrics.ended(self.outcome)
+        self._parts.stats.end(self._request, self.outcome, self._output_tokens or self._stream.tokens)
         if self._reply is not None:
             self._reply.close()
 
@@ -412,6 +417,7 @@ class ProxyTask:
             self._parts.lengths.learn(self._request.body, counts.prompt_tokens)
             if self._request.adapter is not None:
                 self._parts.catalog.on_answer(self._request.adapter, counts.completion_tokens)
+            self._output_tokens = counts.completion_tokens
             self._backend_router.on_finished(self._request, counts.completion_tokens)
 
     # --- streams -------------------------------------------------------------------------------------
@@ -456,6 +462,7 @@ class ProxyTask:
                     self._keep(stream.answer_id)
                 yield out
                 self._backend_router.on_first_token(self._request)
+                self._parts.stats.first_token(self._request)
             if stream.failure is not None:
                 raise stream.failure
         if not stream.is_done:
