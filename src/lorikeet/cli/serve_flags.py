@@ -143,7 +143,10 @@ FLAGS = (
         int,
         "Most tokens in a step.",
     ),
-    Flag("--tensor-parallel-size --tp-size -tp", "engine.tensor_parallel", int, "Ranks."),
+    Flag("--tensor-parallel-size --tp-size -tp", "engine.tensor_parallel", int, "Ranks that share every layer."),
+    Flag("--pipeline-parallel-size --pp-size -pp", "engine.pipeline_parallel", int, "Stages that share the layers."),
+    Flag("--rank-address", "engine.rank_address", str, "Wait there for ranks on other machines.", None, "HOST:PORT"),
+    Flag("--rank-key-file", "engine.rank_key_file", str, "File with their key.", None, "FILE"),
     Flag("--device", "engine.device", str, "cpu or cuda."),
     Flag("--kernels", "engine.kernels", str, "auto, native, triton or reference."),
     Flag(

@@ -326,6 +326,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         attention_multiplier: factor of attention scores; None: ``head_dim ** -0.5``.
         logits_scaling: divisor of logits.
         rope_layers: whether each layer has the rotary embedding; empty: all have.
+        first_layer, stages: of a pipeline stage, as of ``ModelGeometry``; ``layers`` are then its own.
     """
 
     architecture: str
@@ -352,6 +353,36 @@ class ModelConfig(msgspec.Struct, frozen=True):
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
     rope_layers: tuple[bool, ...] = ()
+    first_layer: int = 0
+    stages: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage has the embedding."""
+        return self.first_layer == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the final norm and the output layer."""
+        return self.first_layer + self.layers == self.layers * self.stages
+
+    def stage(self, number: int, stages: int) -> "ModelConfig":
+        """Return the configuration of one of several pipeline stages, which have equally many layers.
+
+        Raises:
+            ModelConfigError: the layers do not divide by the number of stages.
+        """
+        self.check_divides(1, stages)
+        layers = self.layers // stages
+        own = slice(number * layers, (number + 1) * layers)
+        return msgspec.structs.replace(
+            self,
+            layers=layers,
+            windows=self.windows[own],
+            rope_layers=self.rope_layers[own],
+            first_layer=own.start,
+            stages=stages,
+        )
 
     def module_shapes(self) -> dict[str, ModuleShape]:
         """Return the shape of each of ``LORA_MODULES`` in the whole model."""
@@ -387,8 +418,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         share = shape.out_features // tensor_parallel
         return ModuleShard(slice(0, shape.in_features), slice(rank * share, (rank + 1) * share))
 
-    def check_divides(self, tensor_parallel: int) -> None:
-        """Check that the model can be split over ``tensor_parallel`` ranks.
+    def check_divides(self, tensor_parallel: int, pipeline_parallel: int = 1) -> None:
+        """Check that the model can be split over ``tensor_parallel`` ranks in each of ``pipeline_parallel`` stages.
 
         Raises:
             ModelConfigError: it cannot; the message names the size.
@@ -402,6 +433,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
             raise ModelConfigError(f"{self.kv_heads} key/value heads {over}, neither divided nor copied")
         if self.intermediate_size % tensor_parallel:
             raise ModelConfigError(f"the intermediate size {self.intermediate_size} {over}")
+        if self.layers % pipeline_parallel:
+            raise ModelConfigError(f"{self.layers} layers do not divide by {pipeline_parallel} pipeline stages")
 
     def geometry(self, dtype_bytes: int, tensor_parallel: int = 1) -> ModelGeometry:
         """Return the sizes of one rank's share, which are the same for every rank.
@@ -426,6 +459,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
             dtype_bytes,
             replaceable=self.replaceable_weights(),
             hidden_size=self.hidden_size,
+            first_layer=self.first_layer,
+            stages=self.stages,
         )
 
     def replaceable_weights(self) -> ReplaceableWeights:
@@ -456,16 +491,16 @@ class TransformersConfig(msgspec.Struct, frozen=True):
     dtype: str
     version: str
 
-    def check_divides(self, tensor_parallel: int) -> None:
+    def check_divides(self, tensor_parallel: int, pipeline_parallel: int = 1) -> None:
         """Check that there is one rank.
 
         Raises:
             ModelConfigError: there are more.
         """
-        if tensor_parallel != 1:
+        if tensor_parallel * pipeline_parallel != 1:
             raise ModelConfigError(
-                f"{self.architecture} runs by transformers' modules, which are not split: tensor parallelism needs one "
-                f"of {', '.join(ARCHITECTURES)}"
+                f"{self.architecture} runs by transformers' modules, which are not split: several ranks need one of "
+                f"{', '.join(ARCHITECTURES)}"
             )
 
 
@@ -519,7 +554,7 @@ def read_model_config(folder: Path) -> ModelConfig:
     if features.no_rope and all(settings.get(key) is None for key in ("rope_theta", "rope_parameters")):
         raise settings.error("rope_theta", "is missing")  # its default is not Llama's
     rope, context_tokens = read_rope(settings)
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=settings.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -540,8 +575,8 @@ def read_model_config(folder: Path) -> ModelConfig:
         eos_token_ids=read_eos_token_ids(folder, settings),
         dtype=settings.string("dtype", settings.string("torch_dtype", "float32")),
         rope_layers=_rope_layers(settings, layers) if features.no_rope else (),
-        **(_multipliers(settings) if features.multipliers else {}),
     )
+    return msgspec.structs.replace(config, **_multipliers(settings)) if features.multipliers else config
 
 
 def _architecture(settings: JsonSection) -> str:
