@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from lorikeet.core.executor import ExecutorError
-from lorikeet.worker.torch_executor import build_torch_executor
-from tests.support.driver import driving, fp32_settings
+from lorikeet.worker.remote_ranks import RemoteRankError, read_key
+from tests.support.driver import driving
 from tests.worker.test_tensor_parallel import make_model, run_everything
 
 pytestmark = pytest.mark.slow
@@ -82,12 +82,9 @@ def test_another_key_is_refused_by_both_ends(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_missing_or_short_is_an_error(tmp_path: Path) -> None:
-    short = key_file(tmp_path, "short")
-    for file, why in ((str(short), "at least 16 bytes"), (str(tmp_path / "none"), "No such file")):
-        settings = fp32_settings(tensor_parallel=2, rank_address="127.0.0.1:9", rank_key_file=file)
-        folder, _ = make_model(tmp_path / Path(file).name)
-        with pytest.raises(ExecutorError, match=why):
-            build_torch_executor(settings, folder, lambda *_: None, lambda: None)
+    for file, why in ((key_file(tmp_path, "short"), "at least 16 bytes"), (tmp_path / "none", "No such file")):
+        with pytest.raises(RemoteRankError, match=why):
+            read_key(str(file))
 
 
 @contextmanager
