@@ -195,10 +195,14 @@ class LlamaCppApi(_StartedWithAdapters):
         )
 
     def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
-        """Choose the adapter, and no other, by its number."""
+        """Choose the adapter, and no other, by its number.
+
+        Adapters that are not listed are off, but for an empty list, which leaves all on. So the base model needs one
+        that is listed as off.
+        """
         number = None if adapter is None else self._number(adapter)
-        chosen = [] if number is None else [{"id": number, "scale": 1.0}]
-        return {**fields, "model": base, "lora": chosen}
+        chosen = {"id": 0, "scale": 0.0} if number is None else {"id": number, "scale": 1.0}
+        return {**fields, "model": base, "lora": [chosen]}
 
     async def tokenize(self, ask: Ask, model: str, text: str) -> Reply:
         """Ask for the token ids of a text."""
