@@ -52,6 +52,8 @@ class ScriptedBackend:
         bad_paths: that it cannot load.
         lists: whether it lists the adapters that it has.
         health: status of ``/health``.
+        is_occupied: its connections all answer requests, and ``/health`` gets no answer.
+        word_s: seconds after each word of a stream.
         key: without which it does not tell its models; None for none.
         allows: whose web pages it says may use it; None for nobody.
         streaming: answers under way.
@@ -83,6 +85,8 @@ class ScriptedBackend:
         self.bad_paths: set[str] = set()
         self.lists = True
         self.health = 200
+        self.is_occupied = False
+        self.word_s = 0.0
         self.key: str | None = None
         self.allows: str | None = None
         self.streaming = self.hung_up = 0
@@ -132,6 +136,8 @@ class ScriptedBackend:
         return app
 
     async def _health(self) -> Response:
+        if self.is_occupied:
+            await asyncio.Event().wait()
         return Response(status_code=self.health)
 
     async def _metrics(self) -> Response:
@@ -242,7 +248,7 @@ class ScriptedBackend:
                 word = words(body["model"], text + said, 1)
                 said += word
                 yield event([choice(word, "length" if index + 1 == body["max_tokens"] else None)], index + 1)
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.word_s)
             if options.get("include_usage"):
                 yield event([], body["max_tokens"])
             yield b"data: [DONE]\n\n"

@@ -160,6 +160,14 @@ class Backend:
         limit_s = timeout_s if self._progress or self.watch.streams else max(timeout_s, STUCK_S)
         return timeout_s > 0 and self.watch.silent_s >= limit_s
 
+    @property
+    def is_occupied(self) -> bool:
+        """Whether it is up, and its answers come: then a call about its health may wait behind them.
+
+        llama.cpp's server has a thread for each connection that it answers, four more than slots.
+        """
+        return self.is_up and self.watch.has_heard(ANSWER_S)
+
     def rest(self) -> None:
         """Leave it alone for a while."""
         self._rests_until_s = time.monotonic() + REST_S
