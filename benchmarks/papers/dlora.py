@@ -171,7 +171,7 @@ def find_rate(skew: int, batch: int) -> float:
     """Return the rate at which dLoRA's average latency per output token is about the limit."""
     limit_s = slo_s("7b", batch)
     holds = lambda rate: limit_s / serve(1.0, OURS, skew, rate, batch, SEEDS[0])["latency_per_token_s"]  # noqa: E731
-    return peak(holds, 2.0 if batch == SMALL_BATCH else 5.0, 0.1)
+    return peak(holds, 2.5 if batch == SMALL_BATCH else 10.0, 0.1)
 
 
 def serve(found: float, preset: str, skew: int, load: float, batch: int, seed: int) -> Figures:
@@ -188,8 +188,12 @@ def rate_of(skew: int, batch: int = BATCH) -> Run:
     return Run(find_rate, (skew, batch))
 
 
+SERVER_SEEDS = SEEDS[:3]
+"""The grid is large."""
+
+
 def served(
-    preset: str, skew: int, load: float = 1.0, batch: int = BATCH, seeds: Sequence[int] = SEEDS
+    preset: str, skew: int, load: float = 1.0, batch: int = BATCH, seeds: Sequence[int] = SERVER_SEEDS
 ) -> tuple[Run, ...]:
     """Return the runs of a preset on one server, one a seed."""
     return tuple(Run(serve, (preset, skew, load, batch, seed), (rate_of(skew, batch),)) for seed in seeds)
@@ -210,7 +214,7 @@ GRID = [(skew, 1.0, BATCH) for skew in SKEWS] + [(skew, load, SMALL_BATCH) for l
 
 def seeds_of(load: float, batch: int) -> tuple[int, ...]:
     """Return the seeds of a cell of the grid: all where the claims are judged."""
-    return SEEDS if load == 1.0 else SEEDS[:1]
+    return SERVER_SEEDS if load == 1.0 and batch == BATCH else SEEDS[:1]
 
 
 GRID_RUNS = tuple(
@@ -253,7 +257,7 @@ def by_skew(key: str, runs: tuple[Run, ...]) -> Callable[[Sequence[Figures]], li
     """Return the lines of a plot: each system's mean over the seeds by skew."""
 
     def series(made: Sequence[Figures]) -> list[Series]:
-        lines, count = [], len(SEEDS)
+        lines, count = [], len(SERVER_SEEDS)
         for number, preset in enumerate(SYSTEMS):
             means = []
             for place in range(len(SKEWS)):
@@ -279,7 +283,7 @@ ONE_SERVER = Measurement(
         "limit": "10 decode iterations of a full batch by the profile: 0.19 s (32), 0.14 s (8); printed 0.5 s",
         "window": "5 times the latency that the limit allows a mean answer; arrivals then stop, all are answered",
         "grid": f"skews {SKEWS}, loads {LOADS}, largest batch 32 and 8, five readings of the credits",
-        "seeds": "5, paired; 1 at 0.7 of the limit's rate and for other readings",
+        "seeds": "3, paired, with batches of 32; 1 with batches of 8",
     },
     {
         "avg-latency-vs-merged-only": largest(MERGED, "latency_per_token_s"),
@@ -355,14 +359,18 @@ def run_at(preset: str, model: str, rate: float, seed: int, adapters: int, scale
     return kept(run_cluster(preset, setting, work.requests, seed), "moves")
 
 
+FIRST_RATES = {"7b": 4.0, "13b": 4.0, "70b": 2.0}
+"""At which searches for dLoRA begin."""
+
+
 def find_peak_rate(preset: str, model: str, seed: int) -> float:
     """Return the highest rate at which the average latency per output token keeps the limit."""
     limit_s, adapters = slo_s(model), ADAPTERS_PER_DEVICE * DEVICES
-    first = 4.0 if preset == OURS else 0.25
+    first = FIRST_RATES[model] if preset == OURS else 0.5
     return peak(lambda rate: limit_s / run_at(preset, model, rate, seed, adapters)["latency_per_token_s"], first, 0.2)
 
 
-CLUSTER_SEEDS = SEEDS[:3]
+CLUSTER_SEEDS = SEEDS[:2]
 """A search costs several runs."""
 
 
@@ -422,7 +430,7 @@ CLUSTERS = Measurement(
         "limit": "10 decode iterations of a full batch by the profiles: 0.14 to 0.46 s; printed 0.5 s",
         "window": "5 times the latency that the limit allows a mean answer, and at least 100 requests",
         "vLLM": "separate instances: of 7B four share a device by time, of 13B and 70B they swap after every iteration",
-        "seeds": "3, paired; 1 for the slices",
+        "seeds": "2, paired; 1 for the slices",
     },
     {
         **{f"throughput-vs-peft-{model}": rates_over(model, PEFT) for model in ("7b", "13b")},
@@ -466,7 +474,7 @@ def run_balanced(preset: str, rate: float, seed: int, scale: float) -> Figures:
 def find_balanced() -> float:
     """Return dLoRA's highest rate there."""
     limit_s = slo_s("7b")
-    return peak(lambda rate: limit_s / run_balanced(OURS, rate, 1, 1.0)["latency_per_token_s"], 8.0, 0.1)
+    return peak(lambda rate: limit_s / run_balanced(OURS, rate, 1, 1.0)["latency_per_token_s"], 6.0, 0.2)
 
 
 BALANCED_LOAD = 0.9
@@ -478,7 +486,7 @@ def balance(found: float, preset: str, scale: float, seed: int) -> Figures:
     return run_balanced(preset, BALANCED_LOAD * found / scale, seed, scale)
 
 
-def balanced(preset: str, scale: float = 1.0, seeds: Sequence[int] = SEEDS) -> tuple[Run, ...]:
+def balanced(preset: str, scale: float = 1.0, seeds: Sequence[int] = CLUSTER_SEEDS) -> tuple[Run, ...]:
     """Return the runs of a preset on the server, one a seed."""
     return tuple(Run(balance, (preset, scale, seed), (Run(find_balanced),)) for seed in seeds)
 
@@ -520,7 +528,7 @@ BALANCING = Measurement(
         "load": "0.9 of dLoRA's highest rate; divided by the factor on the lengths",
         "queueing delay": "time to the first token",
         "imbalance (2.3)": "8 replicas, 1.5 requests/s each, four adapters pinned to each, served as PEFT does",
-        "seeds": "5, paired; 1 for the lengths",
+        "seeds": "2, paired; 1 for the lengths",
     },
     {
         "queueing-delay-vs-rr": compared(times, balanced(RR), balanced(OURS), "ttft_mean_s"),

@@ -350,6 +350,19 @@ def case_rows(cases: Sequence[Case], made: Sequence[Any]) -> list[list[Any]]:
     return rows
 
 
+def invalid_rows(cases: Sequence[Case], made: Sequence[Any]) -> list[list[Any]]:
+    """Return a row for each service: invalid KV without and with the tree, and the TTFT of one over the other."""
+    found: dict[str, list[tuple[Result, Result]]] = {}
+    for case, without, ours in zip(cases, made[: len(cases)], made[len(cases) :], strict=True):
+        found.setdefault(case.service, []).append((without, ours))
+    rows = []
+    for service, pairs in found.items():
+        shares = [[f"{100 * each['invalid_kv_share']:.1f}" for each in system] for system in zip(*pairs, strict=True)]
+        ratios = [np.mean(without["ttft_s"]) / np.mean(ours["ttft_s"]) for without, ours in pairs]
+        rows.append([service, *(", ".join(each) for each in shares), ", ".join(f"{ratio:.3f}" for ratio in ratios)])
+    return rows
+
+
 def reading_rows(made: Sequence[Any]) -> list[list[Any]]:
     """Return a row for each reading: its TTFT over LRU's, mean over seeds, and what the device held."""
     results = iter(made)
@@ -450,6 +463,9 @@ _ALL = cases_of()
 _THREE = (*runs(OURS, _ALL), *runs(VLLM, _ALL), *runs(S_LORA, _ALL))
 _CHAT = cases_of(("chatbot",))
 _IN_TURN = [case_of(tuple(SERVICES)[seed % 3], seed) for seed in SEEDS]
+_SHORT = [
+    Case(service, "8B", ADAPTERS, seed, load=2 * LOAD, pool=POOL, window=0.5) for service in SERVICES for seed in SEEDS
+]
 _POLICY = [chat_34b(50, seed) for seed in SEEDS]
 _LIGHT = Case("chatbot", "34B", 100, 1, load=0.1 / PAST_FULL, filled=False)
 _BUSY = ORACLE_CASES[-1]
@@ -510,6 +526,15 @@ _MANAGER = Measurement(
         **_ablation("wos", "elora:wos", _IN_TURN),
         "wom-invalid-kv": one_system("elora:wom", lambda result: 100 * result["invalid_kv_share"], _IN_TURN),
     },
+    tables=[
+        Table(
+            f"Invalid KV where memory is short, in percent of the cached (seeds {SEEDS[0]} to {SEEDS[-1]}). 8B,"
+            f" {ADAPTERS} adapters, a pool of {POOL:g} of the device's, constant {2 * LOAD:g} of the last stage's rate",
+            ["service", "without the tree", "with it", "TTFT without it, times ELORA's"],
+            (*runs("elora:wom", _SHORT), *runs(OURS, _SHORT)),
+            lambda made: invalid_rows(_SHORT, made),
+        )
+    ],
 )
 _FACTORS = Measurement(
     "Without factors of the cost model (VIII-G)",

@@ -192,6 +192,7 @@ def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadReques
     figures = latencies(preset, counted, setting.limits_s)
     return figures | {
         "held_most": [each.held_most for each in made.cluster.replicas],
+        "routed_most": [each.routed_most for each in made.cluster.replicas],
         "held_share": made.cluster.held_share,
         "moves": made.cluster.moves,
     }

@@ -185,6 +185,7 @@ FIGURES = {
     "switch_s": 0.1,
     "drained_s": 10.0,
     "held_most": [3, 4],
+    "routed_most": [2, 4],
     "adapter_hit_rate": 0.5,
     "kv_hit_rate": None,
     "invalid_kv_share": 0.0,

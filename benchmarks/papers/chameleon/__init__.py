@@ -1,15 +1,15 @@
 """Chameleon's figures: its setting, modelled, in the conditions under which S-LoRA comes out as the paper prints it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.papers.chameleon.grid import (
     BASELINES,
     CHAMELEONS,
-    CHOSEN,
+    CHOICE,
     GRID,
     LOADS,
-    Choice,
+    choose,
     distance,
 )
 from benchmarks.papers.chameleon.judged import (
@@ -63,6 +63,7 @@ A40 = {
 }
 FIVE = {"seeds": "five, paired; 95 % intervals"}
 FEW = {"seeds": "three, paired; 95 % intervals"}
+TWO = {"seeds": "two, paired; 95 % intervals"}
 
 
 def _less(preset: str, load: str, percentile: str, base: str = S_LORA, windows: int = 1) -> Figure:
@@ -80,12 +81,8 @@ def _largest_tbt_ms(made: Sequence[Any]) -> float:
     return max(float(each["tbt_p99_ms"]) for each in made)
 
 
-def _of_chosen(name: str) -> Callable[[Sequence[Any]], float]:
-    def of(made: Sequence[Any]) -> float:
-        chosen, *cells = made
-        return float(cells[Choice(*chosen).place][name])
-
-    return of
+def _of_chosen(name: str) -> Figure:
+    return Figure((BASELINES[CHOICE.place],), lambda made: float(made[0][name]))
 
 
 def _large_ratio(model: str) -> Figure:
@@ -109,8 +106,10 @@ def _large_reduction(model: str) -> Figure:
 
 
 def _grid_rows(made: Sequence[Any]) -> list[list[str]]:
-    chosen, baselines, others = Choice(*made[0]), made[1 : 1 + len(GRID)], made[1 + len(GRID) :]
-    rows = []
+    baselines, others = made[: len(GRID)], made[len(GRID) :]
+    chosen, rows = choose(*baselines), []
+    if chosen[:2] != CHOICE[:2]:
+        raise ValueError(f"the baselines choose {chosen}, and {CHOICE} was judged")
     for place, (setting, base, own) in enumerate(zip(GRID, baselines, others, strict=True)):
         reading = min(base["knees"], key=lambda each: distance(base, each))
         mark = "**chosen** " if place == chosen.place else ""
@@ -136,11 +135,11 @@ GRID_TABLE = Table(
         "loading, loading and computing, % of TTFT",
         "S-LoRA's knees",
         "distance (nearest reading)",
-        "Chameleon's knees",
+        "Chameleon's knee by that reading",
         "less P50",
         "less P99",
     ),
-    (CHOSEN, *BASELINES, *CHAMELEONS),
+    (*BASELINES, *CHAMELEONS),
     _grid_rows,
 )
 
@@ -218,11 +217,11 @@ PAPER = Paper(
     measurements=[
         Measurement(
             "The grid, and S-LoRA's printed figures",
-            A40 | FIVE,
+            A40 | FEW,
             {
                 "slo-knee-slora": mean_of(knee_runs(S_LORA), float),
-                "char-load-share-max": Figure((CHOSEN, *BASELINES), _of_chosen("load_percent")),
-                "char-adapter-share-r128": Figure((CHOSEN, *BASELINES), _of_chosen("adapter_percent")),
+                "char-load-share-max": _of_chosen("load_percent"),
+                "char-adapter-share-r128": _of_chosen("adapter_percent"),
             },
             tables=[GRID_TABLE],
         ),
@@ -262,7 +261,7 @@ PAPER = Paper(
         ),
         Measurement(
             "Knees",
-            A40 | FIVE | {"knee": "rate at which P99 TTFT begins to miss the chosen limit, interpolated between rates"},
+            A40 | FEW | {"knee": "rate at which P99 TTFT begins to miss the chosen limit, interpolated between rates"},
             {
                 "slo-knee-chameleon": mean_of(knee_runs(CHAMELEON), float),
                 "throughput-a40": _ratio(CHAMELEON),
@@ -294,7 +293,7 @@ PAPER = Paper(
         Measurement(
             "Larger models and other memory sizes",
             A40
-            | FEW
+            | TWO
             | {
                 "model and device": "Llama-2-7B with 500, Llama-2-13B with 100, LLaMA-30B with 10 adapters on an A100 "
                 "80 GB; 7B also with the device limited to 48 and 24 GB; 13B and 30B scaled from 7B's tables",

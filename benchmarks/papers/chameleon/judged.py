@@ -5,54 +5,49 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.papers.chameleon.grid import CHOSEN, GRID, LOADS, PRINTED, Choice
+from benchmarks.papers.chameleon.grid import CELL, CHOICE, LOADS, PRINTED
 from benchmarks.papers.chameleon.simulate import CHAMELEON, S_LORA, Setting, Sweep, limits_s, run_at, work_at
 from benchmarks.papers.measure import SEEDS, Run
 
 LONG = 3
 """Windows of the longer run beyond S-LoRA's knee: a backlog grows with the run."""
 FEW_SEEDS = SEEDS[:3]
+"""For knees: a search costs many runs."""
+LARGE_SEEDS = SEEDS[:2]
 """For section 5.5, whose runs are the longest."""
-
-
-def chosen_cell(chosen: Sequence[Any]) -> tuple[Setting, str]:
-    """Return the setting and the reading of the limit that were chosen; ``chosen`` is a ``Choice`` as plain data."""
-    choice = Choice(*chosen)
-    return GRID[choice.place], choice.reading
 
 
 # --- Llama-7B on an A40 ------------------------------------------------------------------------------
 
 
-def judged_load(
-    chosen: Sequence[Any], preset: str, load: str, seed: int, windows: int, accuracy: float
-) -> dict[str, Any]:
+def judged_load(cell: Setting, preset: str, load: str, seed: int, windows: int, accuracy: float) -> dict[str, Any]:
     """Return the figures of a system at a printed load; requests arrive for so many windows."""
-    setting = msgspec.structs.replace(chosen_cell(chosen)[0], accuracy=accuracy)
+    setting = msgspec.structs.replace(cell, accuracy=accuracy)
     return run_at(preset, setting, LOADS[load], windows * setting.window_s, seed)
 
 
-def judged_limit(chosen: Sequence[Any], seed: int) -> float:
+def judged_limit(cell: Setting, reading: str, seed: int) -> float:
     """Return the limit on P99 TTFT in seconds."""
-    setting, reading = chosen_cell(chosen)
-    return limits_s(setting, seed)[reading]
+    return limits_s(cell, seed)[reading]
 
 
-def judged_knee(chosen: Sequence[Any], limit_s: float, preset: str, seed: int) -> float:
+def judged_knee(limit_s: float, cell: Setting, preset: str, seed: int) -> float:
     """Return the knee of a system in requests/s."""
-    return Sweep(preset, chosen_cell(chosen)[0], seed, PRINTED.knee).knee(limit_s)
+    return Sweep(preset, cell, seed, PRINTED.knee).knee(limit_s)
 
 
 def load_runs(
     preset: str, load: str, windows: int = 1, accuracy: float = 0.8, seeds: Sequence[int] = SEEDS
 ) -> tuple[Run, ...]:
     """Return the runs of a system at a load, one a seed."""
-    return tuple(Run(judged_load, (preset, load, seed, windows, accuracy), (CHOSEN,)) for seed in seeds)
+    return tuple(Run(judged_load, (CELL, preset, load, seed, windows, accuracy)) for seed in seeds)
 
 
 def knee_runs(preset: str) -> tuple[Run, ...]:
     """Return the runs that find the knee of a system, one a seed."""
-    return tuple(Run(judged_knee, (preset, seed), (CHOSEN, Run(judged_limit, (seed,), (CHOSEN,)))) for seed in SEEDS)
+    return tuple(
+        Run(judged_knee, (CELL, preset, seed), (Run(judged_limit, (CELL, CHOICE.reading, seed)),)) for seed in FEW_SEEDS
+    )
 
 
 # --- an A100 (5.5) -----------------------------------------------------------------------------------
@@ -83,18 +78,16 @@ LARGE = {
 }
 
 
-def large_setting(chosen: Sequence[Any], large: Large) -> Setting:
+def large_setting(cell: Setting, large: Large) -> Setting:
     """Return the setting of a model on an A100: lengths, link and step of the chosen cell."""
-    cell, _ = chosen_cell(chosen)
     return msgspec.structs.replace(
         cell, profile=large.profile, adapters=large.adapters, memory_gib=large.memory_gib, tbt_slo_s=0.0
     )
 
 
-def large_knees(chosen: Sequence[Any], large: Large, seed: int) -> dict[str, float]:
+def large_knees(cell: Setting, reading: str, large: Large, seed: int) -> dict[str, float]:
     """Return S-LoRA's and Chameleon's knees in requests/s, and the mean tokens of a request, prompt and answer."""
-    _, reading = chosen_cell(chosen)
-    setting = large_setting(chosen, large)
+    setting = large_setting(cell, large)
     limit_s = limits_s(setting, seed)[reading]
     base = Sweep(S_LORA, setting, seed, large.near).knee(limit_s)
     requests = work_at(setting, base, 1000, seed).requests
@@ -105,26 +98,26 @@ def large_knees(chosen: Sequence[Any], large: Large, seed: int) -> dict[str, flo
     }
 
 
-def large_load(chosen: Sequence[Any], found: dict[str, float], large: Large, load: str, seed: int) -> dict[str, float]:
+def large_load(found: dict[str, float], cell: Setting, large: Large, load: str, seed: int) -> dict[str, float]:
     """Return by how many percent Chameleon's P99 TTFT is below S-LoRA's at a load.
 
     The rates are not printed. They are those shares of S-LoRA's knee that 6, 8 and 9 requests/s are of 8.7.
     """
-    setting, rate = large_setting(chosen, large), LOADS[load] / PRINTED.knee * found[S_LORA]
+    setting, rate = large_setting(cell, large), LOADS[load] / PRINTED.knee * found[S_LORA]
     own, base = (run_at(preset, setting, rate, setting.window_s, seed)["ttft_p99_s"] for preset in (CHAMELEON, S_LORA))
     return {"rate": rate, "s_lora_s": base, "reduction": 100 * (1 - own / base)}
 
 
 def large_knee_runs(model: str) -> tuple[Run, ...]:
     """Return the runs that find both knees, one a seed."""
-    return tuple(Run(large_knees, (LARGE[model], seed), (CHOSEN,)) for seed in FEW_SEEDS)
+    return tuple(Run(large_knees, (CELL, CHOICE.reading, LARGE[model], seed)) for seed in LARGE_SEEDS)
 
 
 def large_load_runs(model: str) -> tuple[Run, ...]:
     """Return the runs at the three loads, three a seed."""
     knees = large_knee_runs(model)
     return tuple(
-        Run(large_load, (LARGE[model], load, seed), (CHOSEN, knee))
-        for seed, knee in zip(FEW_SEEDS, knees, strict=True)
+        Run(large_load, (CELL, LARGE[model], load, seed), (knee,))
+        for seed, knee in zip(LARGE_SEEDS, knees, strict=True)
         for load in LOADS
     )

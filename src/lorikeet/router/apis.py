@@ -1,8 +1,8 @@
 """The APIs of the servers behind a router: how each loads an adapter, and how a request names it there.
 
-All speak OpenAI's completions. vLLM has been tried. The calls of SGLang (LoRA serving), llama.cpp (tools/server) and
-Ollama (docs/api) were compared with their documentation in November 2026, those of TGI and LoRAX are as we know them;
-none of these servers has been run behind a router yet.
+All speak OpenAI's completions. vLLM and llama.cpp's server have been run behind a router. The calls of SGLang (LoRA
+serving) and Ollama (docs/api) were compared with their documentation in November 2026, those of TGI and LoRAX are as we
+know them; none of these four has been run behind a router yet.
 """
 
 import asyncio

@@ -514,7 +514,15 @@ def build_torch_executor(
         host_blocks = host_arena_blocks(settings, model, blocks)
         arena = allocate_arena(model, blocks, engine)
         transfers = TransferManager(
-            arena, host_blocks, model.geometry, 0, engine.tensor_parallel, loader, engine, finished.report
+            arena,
+            host_blocks,
+            model.geometry,
+            0,
+            engine.tensor_parallel,
+            loader,
+            engine,
+            finished.report,
+            whole=model.whole_geometry,
         )
         undo.callback(transfers.close)
         if others is not None:
