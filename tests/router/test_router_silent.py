@@ -53,11 +53,12 @@ async def test_a_backend_that_hangs_loses_its_streams_to_another_and_gets_no_new
 
 
 @pytest.mark.slow
-async def test_a_backend_whose_answers_come_is_there_whatever_its_health_says(
+async def test_a_backend_that_answers_many_is_there_though_its_health_waits(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.router.backends.ANSWER_S", 0.2)
-    async with start(count=1) as router:
+    monkeypatch.setattr("lorikeet.router.apis.ServerApi.health_waits", True)
+    async with start(count=1, backend_timeout_s=60.0) as router:
         (backend,) = router.backends
         backend.is_occupied, backend.word_s = True, 0.05
         assert text_of(await events(router.http, COMPLETIONS, body())) == words("base", "once", 12)

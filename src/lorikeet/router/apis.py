@@ -62,12 +62,14 @@ class ServerApi:
     Attributes:
         name: as ``api=`` of a backend.
         health_path: answers 200 while the server takes requests; 503 while it takes none.
+        health_waits: whether calls about its health wait while it answers many requests.
         continues_chats: whether a chat can go on within its last message.
         lists_adapters: whether ``/v1/models`` has the adapters that are loaded.
     """
 
     name = "vllm"
     health_path = "/health"
+    health_waits = False
     continues_chats = True
     lists_adapters = True
 
@@ -155,6 +157,7 @@ class LlamaCppApi(_StartedWithAdapters):
     """llama.cpp's server: adapters are given at its start, and a request chooses among them by number."""
 
     name = "llamacpp"
+    health_waits = True  # it has a thread for each connection that it answers, four more than slots
 
     def __init__(self, base: str = "") -> None:
         super().__init__(base)
