@@ -1,11 +1,15 @@
 """Backends that say they are well and answer nothing: they are taken out, named, and others are asked."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 import structlog
 
+from lorikeet.core.ids import ReplicaId
+from lorikeet.router.apis import APIS, BackendSpec
+from lorikeet.router.backends import Backend
 from lorikeet.router.connections import AnswerWatch
 from lorikeet.router.proxied_request import COMPLETIONS
 from tests.router.conftest import Routing, Start, events, text_of
@@ -50,6 +54,22 @@ async def test_a_backend_that_hangs_loses_its_streams_to_another_and_gets_no_new
                 assert text_of(await events(router.http, COMPLETIONS, body())) == words("base", "once", 12)
             assert (len(hanging.bodies), len(other.bodies)) == (3, 10)
             await taken_out(router, hanging, logged)
+
+
+def test_a_backend_is_occupied_while_its_answers_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    backend = Backend(ReplicaId("backend-0"), BackendSpec("http://127.0.0.1:9", "llamacpp"))
+    backend.is_up = True
+    assert not backend.is_occupied(60.0), "nothing has come yet"
+    backend.watch.begin(is_stream=True)
+    assert not backend.is_occupied(60.0)
+    backend.watch.end(is_stream=True, has_come=True)
+    assert backend.is_occupied(60.0), "also between two pieces"
+    now_s += 59.0
+    assert backend.is_occupied(60.0), "llama.cpp answers about its health once a connection is free"
+    backend.api = APIS["vllm"]("")
+    assert not backend.is_occupied(60.0), "others do so at once"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ Why aiohttp's client: docs/decisions/the-router-speaks-http.md.
 """
 
 import asyncio
+import math
 import os
 import time
 from errno import EADDRNOTAVAIL, ECONNREFUSED, EHOSTUNREACH, EMFILE, ENFILE, ENOBUFS, ENOMEM
@@ -78,6 +79,7 @@ class AnswerWatch:
         self.streams = 0
         self._waits = 0
         self._began_s = self._before_s = 0.0
+        self._heard_s = -math.inf
 
     def begin(self, *, is_stream: bool) -> None:
         """Something of an answer is waited for."""
@@ -98,10 +100,11 @@ class AnswerWatch:
     def heard(self) -> None:
         """The server has done something."""
         self._before_s, self._began_s = 0.0, time.monotonic()
+        self._heard_s = self._began_s
 
     def has_heard(self, within_s: float) -> bool:
-        """Whether an answer is waited for, and something has come a moment ago."""
-        return self._waits > 0 and self.silent_s < within_s
+        """Whether something has come in the last ``within_s`` seconds."""
+        return time.monotonic() - self._heard_s < within_s
 
     @property
     def silent_s(self) -> float:
