@@ -58,6 +58,7 @@ class QuickServer(uvicorn.Server):
 @asynccontextmanager
 async def serving(config: uvicorn.Config, *, break_off: bool = False) -> AsyncIterator[str]:
     """Serve on a free port in this event loop and yield the address; end as ``QuickServer.stop``."""
+    config.timeout_keep_alive = 600  # after the usual 5 s a client of a test that stalls meets a closed connection
     server = QuickServer(config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
