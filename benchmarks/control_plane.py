@@ -687,7 +687,7 @@ def streaming() -> None:
         ) as server,
     ):
         api = psutil.Process(server.process.pid)
-        engine = next(each for each in api.children() if "lorikeet.engine.process" in each.cmdline())
+        engine = next(each for each in api.children() if "lorikeet.engine" in each.cmdline())
         names = [default_model().name, *sample_adapters()]
         api_s, engine_s, rates = [], [], []
         for turn in range(STREAM_ROUNDS + 1):

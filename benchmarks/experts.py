@@ -3,6 +3,9 @@
 A mixture of experts and a dense model of as many active parameters run by the modules of transformers, with random
 weights, in turns: time of a decode step without adapters, and with one adapter for each sequence. In the mixture an
 adapter changes all experts, so that each token uses those of the experts that it chose.
+
+A step reads each expert that any of its tokens chose, and the dense model reads its layers once for all tokens. So the
+table also says how many times as many weights of experts the mixture reads, if experts are chosen evenly.
 """
 
 import argparse
@@ -53,7 +56,7 @@ def main() -> None:
     print_table(
         f"{sizes} of {options.inner}, or {options.active * options.inner}; {options.dtype}, {options.threads} threads: "
         "milliseconds of a decode step",
-        ["sequences", "adapters", MIXTURE, DENSE, f"{MIXTURE} / {DENSE}"],
+        ["sequences", "adapters", MIXTURE, DENSE, f"{MIXTURE} / {DENSE}", "weights read"],
         rows,
     )
 
@@ -137,11 +140,13 @@ def _compare(sides: dict[str, LorikeetBackend], batch: int, adapted: bool, optio
 
     calls: dict[str, Callable[[int], float]] = {name: partial(step_s, side) for name, side in sides.items()}
     times = in_turns(calls, options.rounds)
+    read = options.experts * (1 - (1 - options.active / options.experts) ** batch)
     return [
         batch,
         "one each" if adapted else "none",
         *(with_interval([1000 * each for each in times[name]]) for name in (MIXTURE, DENSE)),
         with_interval(ratios(times[MIXTURE], times[DENSE])),
+        f"{read / options.active:.2g} x",
     ]
 
 

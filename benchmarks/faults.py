@@ -303,7 +303,7 @@ def blocks_in_use(url: str, within_s: float = 60.0) -> int:
 
 def kill_engine(scene: Scene) -> str:
     """Kill the engine process."""
-    _child(scene, "lorikeet.engine.process").kill()
+    _child(scene, "lorikeet.engine").kill()
     return ""
 
 

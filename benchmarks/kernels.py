@@ -7,6 +7,8 @@ On the CPU, with the default model in bfloat16. Parts, each a table:
   once and multiplying its rows. Each step runs twice in a row, with the adapters and without.
 * ``kinds``: what eight DoRA adapters, and eight with norms or an output layer of their own, add to a decode step of
   eight rows, beside eight plain ones of the same rank, in turns.
+* ``second-turn``: TTFT of a conversation's next turn under another adapter, after 2,000 tokens of it: an aLoRA, which
+  shares the KV before its invocation with all others, beside the same matrices as an ordinary LoRA, in turns.
 * ``throughput``: output tokens per second with adapters beside the base model's, in turns.
 * ``ranks``: eight decodes of mixed ranks by the ``unpadded`` and the ``padded`` form, beside eight of one rank.
 * ``loads``: an adapter of rank 64 a second over a link of 0.8 GB/s, and the steps beside it.
@@ -26,6 +28,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -255,7 +258,44 @@ def kinds(rounds: int) -> None:
     )
 
 
+def second_turn(rounds: int) -> None:
+    """Print how long the first token of a second turn takes, under another adapter than the first turn's."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
+        replica(default_model(), max_num_seqs=8, memory_bytes=2**30, threads=THREADS) as built,
+    ):
+        geometry = built.sizes.geometry
+        folders = [write_random_adapter(Path(scratch) / f"a{i}", geometry, 16, seed=i) for i in range(2)]
+        first, second = (reference(folder.name, folder, geometry) for folder in folders)
+        run_all(built, make_requests("load", 2, 4, 1, [first, second]))
+
+        def side(name: str, is_activated: bool) -> Callable[[int], float]:
+            start = SHARED_TOKENS if is_activated else 0
+
+            def ttft_s(turn: int) -> float:
+                (long,) = make_requests(f"{name}{turn}", 1, SHARED_TOKENS + TURN_TOKENS, 1, [first], seed=turn)
+                run_all(built, [msgspec.structs.replace(long, adapter_start=start)])
+                (other,) = make_requests(f"{name}{turn}, next", 1, TURN_TOKENS, 1, [second], seed=rounds + turn)
+                tokens = [*long.prompt_token_ids[:SHARED_TOKENS], *other.prompt_token_ids]
+                began_s = time.monotonic()
+                run_all(built, [msgspec.structs.replace(other, prompt_token_ids=tokens, adapter_start=start)])
+                return time.monotonic() - began_s
+
+            return ttft_s
+
+        sides = {"LoRA": side("lora", False), "aLoRA": side("alora", True)}
+        found = in_turns(sides, rounds)
+    table = [
+        [name, f"{1e3 * statistics.median(times):.1f}", with_interval(ratios(found["LoRA"], times))]
+        for name, times in found.items()
+    ]
+    title = f"First token of a turn of {TURN_TOKENS} tokens under another adapter, after {SHARED_TOKENS} tokens"
+    print_table(title, ["adapter", "TTFT, ms", "times shorter"], table)
+
+
 KINDS = ("LoRA", "DoRA", "norms", "output layer")
+SHARED_TOKENS, TURN_TOKENS = 2000, 32
+"""Of a conversation, and of its second turn with the invocation."""
 
 
 def _add_kind(folder: Path, kind: str, geometry: ModelGeometry) -> None:
@@ -522,6 +562,7 @@ PARTS: dict[str, Callable[[int], None]] = {
     "steps": steps,
     "adapters": lambda rounds: with_loaded(adapters, rounds),
     "kinds": kinds,
+    "second-turn": second_turn,
     "throughput": lambda rounds: with_loaded(throughput, rounds),
     "ranks": ranks,
     "loads": loads,

@@ -136,7 +136,7 @@ def _inside(path: str) -> str:
 def _process(command: list[str]) -> str:
     """Return the role of a process by its command line."""
     module = next((word for word in command if word.startswith("lorikeet.")), "")
-    return {"": "API", "lorikeet.engine.process": "engine"}.get(module, module.rpartition(".")[2])
+    return {"": "API", "lorikeet.engine": "engine"}.get(module, module.rpartition(".")[2])
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--answers", type=int, default=30)
+    parser.add_argument("--answers", type=int, default=12)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     print_setup()

@@ -73,9 +73,11 @@ def main() -> None:
 def fill_store(store: Path, log: Path, adapters: int) -> None:
     """Make a store in which so many versions are registered, each under a name."""
     name, source = next(iter(sample_adapters().items()))
-    flags = [str(default_model()), "--store-dir", str(store), "--lora-modules", f"{name}={source}"]
-    with running_server(flags, log) as server:
-        httpx.get(f"{server.url}/v1/models", timeout=60).raise_for_status()
+    # Adapters of flags are not kept in the registry, so this one is loaded by a request.
+    folder = ["--adapter-dir", str(Path(source).parent), "--adapter-dir-mode", "allow"]
+    with running_server([str(default_model()), "--store-dir", str(store), *folder], log) as server:
+        body = {"lora_name": name, "lora_path": str(source)}
+        httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
     with sqlite3.connect(store / "registry.sqlite3") as registry:
         version = registry.execute("SELECT digest FROM versions").fetchone()[0]
         for number in range(adapters - 1):

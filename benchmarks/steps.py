@@ -24,7 +24,7 @@ from lorikeet.kernels.base import Kernels, Layers, LayersShape, LayerWeights, Sa
 
 # --- by kernel ---------------------------------------------------------------------------------------
 
-KERNELS = ("linear", "add_norm", "rotary_store", "attention", "silu_mul", "choose")
+KERNELS = ("linear", "add_norm", "rotary_store", "attention", "silu_mul", "gelu_mul", "choose")
 """All of a step, one by one."""
 AT_ONCE = ("layers", "add_norm", "linear", "choose")
 """All of a step whose layers are one call."""

@@ -91,6 +91,7 @@ class RemoteOpenAIServer:
         self.show_hidden_metrics = any(flag.startswith("--show-hidden-metrics") for flag in flags)
         model_folder(model)
         extra = ["--adapter-dir", str(HERE), "--adapter-dir-mode", "allow", "--port", str(self.port)]
+        extra += ["--store-dir", str(HERE / f"store-{self.port}")]  # with no adapters of other tests
         if not any(flag.replace("_", "-") == "--max-model-len" for flag in flags):
             extra += ["--max-model-len", "2048"]
         self._log = HERE / "server.log"
@@ -124,8 +125,9 @@ class RemoteOpenAIServer:
         until = time.monotonic() + _START_S
         while self.proc.poll() is None and time.monotonic() < until:
             if self.uds:
-                if Path(self.uds).exists():
-                    return True
+                with socket.socket(socket.AF_UNIX) as connection:  # the file is there before anybody listens
+                    if connection.connect_ex(self.uds) == 0:
+                        return True
             else:
                 try:
                     with urlopen(self.url_for("health"), timeout=5):

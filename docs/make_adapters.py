@@ -14,18 +14,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from peft import PeftModel
 
+from lorikeet.adapters.peft_config import CONVERTED_TYPES, REFUSED_TYPES, SERVED_TYPES
 from lorikeet.cli.peft_adapters import convert
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.models.config import read_model_config
 from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 from tests.models.checkpoints import make_checkpoint
-from tests.models.library_bases import make_base
+from tests.models.library_bases import make_base, random_ids
 from tests.models.peft_family import CONVERTED, GPT2_LIKE, LLAMA_LIKE, make
-from tests.models.test_library_bases import MAX_MODEL_LEN
+from tests.models.test_library_bases import MAX_MODEL_LEN, log_probabilities
 from tests.models.test_peft_family import expected, load, serve
 
 PAGE = Path(__file__).parent / "adapters.md"
+LARGEST_RANK = 1024
 BASES = {
     "own decoder (qwen3)": ("qwen3-biases", LLAMA_LIKE),
     "transformers (gemma3)": ("gemma3_text", LLAMA_LIKE),
@@ -41,10 +44,16 @@ def main() -> None:
     lines += [
         f"| {kind} | " + " | ".join(column.get(kind, "–") for column in columns.values()) + " |" for kind in kinds
     ]
-    lines += ["", "| type | converted to LoRA of rank | error |", "|---|---|---|", *conversions()]
-    text = PAGE.read_text()
-    table = "<!-- table -->\n\n" + "\n".join(lines) + "\n\n<!-- end of table -->"
-    PAGE.write_text(re.sub(r"<!-- table -->.*<!-- end of table -->", lambda _: table, text, flags=re.DOTALL))
+    types = ["| type | what to expect | rank | error | log probabilities |", "|---|---|---|---|---|", *rows_of_types()]
+    text = _replaced(PAGE.read_text(), "table", lines)
+    PAGE.write_text(_replaced(text, "types", types))
+
+
+def _replaced(text: str, name: str, lines: list[str]) -> str:
+    marks = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    assert all(mark in text for mark in marks)
+    content = "\n\n".join((marks[0], "\n".join(lines), marks[1]))
+    return re.sub(f"{marks[0]}.*{marks[1]}", lambda _: content, text, flags=re.DOTALL)
 
 
 def outcomes(kind: str, every: dict[str, Any]) -> dict[str, str]:
@@ -68,18 +77,26 @@ def outcomes(kind: str, every: dict[str, Any]) -> dict[str, str]:
         }
 
 
-def conversions() -> list[str]:
-    """Return a row for each type that is converted."""
-    rows = []
+def rows_of_types() -> list[str]:
+    """Return a row for each type of PEFT, and for each initialisation of LoRA that is converted."""
+    rows = {name: f"| `{name}` | served | | | |" for name in SERVED_TYPES}
+    rows |= {name: f"| `{name}` | refused: {why} | | | |" for name, why in REFUSED_TYPES.items()}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        make_checkpoint(folder / "base", "llama", vocab_size=96)
+        base, ids = folder / "base", random_ids(11, 1)
+        make_checkpoint(base, "llama", vocab_size=96)
         for name, config in CONVERTED.items():
-            make(load(folder / "base"), folder / name, config())
-            found = convert(folder / name, folder / f"{name}-lora", folder / "base", 0, 1e-6)
+            make(load(base), folder / name, config())
+            found = convert(folder / name, folder / f"{name}-lora", base, LARGEST_RANK, 1e-6)
+            by_peft, by_lora = (
+                log_probabilities(PeftModel.from_pretrained(load(base), folder / each).eval(), ids, adapted=True)
+                for each in (name, f"{name}-lora")
+            )
             rank, error = max(each.rank for each in found), max(each.error for each in found)
-            rows.append(f"| {name} | {rank}, of weights of rank 48 | {error:.0e} |")
-    return rows
+            shown = f"`{name}`" if name in CONVERTED_TYPES else f"`LORA` initialised as {name}"
+            differ = float((by_peft - by_lora).abs().max())
+            rows[name] = f"| {shown} | converted | {rank} | {error:.0e} | {differ:.0e} |"
+    return [rows[name] for name in sorted(rows, key=str.upper)]
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
   if constexpr (kTileUnit<P>)  // whole steps of tokens; those that are none have a weight of 0
     std::memset((void*)(values.values + round_up(tokens, 2) * stride), 0,
                 size_t((round_up(tokens, kTileDepth) - round_up(tokens, 2)) * stride) * sizeof(bf16));
-  const float scale = c.scale * 1.44269504088896341f;  // weights are powers of 2
+  const float scale = c.scale * 1.44269504088896341f, softcap = c.softcap * 1.44269504088896341f;  // powers of 2
   const int64_t blocks = (rows + kBlock<P> - 1) / kBlock<P>;
   for (int64_t block = 0; block < blocks; ++block) {
     const Range part = part_of(rows, block, blocks);
@@ -95,7 +95,7 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
     const int64_t width = round_up(end, kTileUnit<P> ? kTileDepth : kLanes);
     if constexpr (kTileUnit<P>) {
       score_by_tiles(queries + row * stride, stride, keys, width, work.scores, ahead);
-      weigh<kBlock<P>>(work.scores, weights, count, width, seen, scale, state, row, factors);
+      weigh<kBlock<P>>(work.scores, weights, count, width, seen, scale, softcap, state, row, factors);
       accumulate_by_tiles(weights, values.values, width, first ? nullptr : factors, state, row, count, ahead);
     } else {
       const int64_t groups = (c.head_dim + kGroup<K> - 1) / kGroup<K>, pairs = (end + kGroup<P> - 1) / kGroup<P>;
@@ -111,7 +111,7 @@ void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& loc
                               ahead);
             });
           });
-      weigh<kBlock<P>>(work.scores, weights, count, width, seen, scale, state, row, factors);
+      weigh<kBlock<P>>(work.scores, weights, count, width, seen, scale, softcap, state, row, factors);
       for (int64_t column = 0; column < stride; column += kVectors * kLanes)
         with_constant<kRows>(count, [&](auto r) {
           with_constant<kVectors / 2>((stride - column) / kSpan, [&](auto s) {
@@ -270,18 +270,19 @@ using namespace lorikeet;
 //
 // Rows row_starts[s] to row_starts[s + 1] of q are the last of the contexts[s] tokens of sequence s, whose keys and
 // values lie in the blocks of its table: block b is [2 (k, v), block_tokens, kv_heads, head_dim] at kv + b *
-// block_stride. A row sees its own and earlier positions, with a window the latest `window` only.
+// block_stride. A row sees its own and earlier positions, with a window the latest `window` only. With a softcap, scores are
+// softcap * tanh(scale * score / softcap).
 LORIKEET_EXPORT void lorikeet_attention(
     const void* q, int64_t q_stride, const void* kv, int64_t block_stride, void* out, int64_t out_stride,
     const int64_t* row_starts, const int64_t* contexts, const int64_t* tables, int64_t table_stride, int64_t sequences,
     int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens, double scale, int64_t window,
-    int64_t bytes, int64_t threads) {
+    double softcap, int64_t bytes, int64_t threads) {
   if (bytes == 2)
     attention<bf16>({(const bf16*)q, q_stride, (const bf16*)kv, block_stride, (bf16*)out, out_stride, row_starts,
                      contexts, tables, table_stride, sequences, heads, kv_heads, head_dim, block_tokens, float(scale),
-                     window}, threads);
+                     window, float(softcap)}, threads);
   else
     attention<float>({(const float*)q, q_stride, (const float*)kv, block_stride, (float*)out, out_stride, row_starts,
                       contexts, tables, table_stride, sequences, heads, kv_heads, head_dim, block_tokens, float(scale),
-                      window}, threads);
+                      window, float(softcap)}, threads);
 }

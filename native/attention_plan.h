@@ -35,6 +35,7 @@ struct Call {
   int64_t table_stride, sequences, heads, kv_heads, head_dim, block_tokens;
   float scale;
   int64_t window;
+  float softcap;  // 0: none
 
   int64_t group() const { return heads / kv_heads; }
   int64_t rows(int64_t sequence) const { return row_starts[sequence + 1] - row_starts[sequence]; }

@@ -165,10 +165,16 @@ inline void hide(float* scores, int64_t begin, int64_t end, F32 unseen) {
 
 // weights[r][token] = 2^(scale * score - m), m the largest such exponent so far of row `row + r`; 0 outside of what it
 // sees. At most Rows rows, `width` tokens, a multiple of kLanes. Writes by what each row's earlier sums must be
-// multiplied.
+// multiplied. softcap: of scale * score; 0 for none.
 template <int Rows, class P>
-void weigh(float* scores, P* weights, int64_t rows, int64_t width, const Seen* seen, float scale, const State& state,
-           int64_t row, float* factors) {
+void weigh(float* scores, P* weights, int64_t rows, int64_t width, const Seen* seen, float scale, float softcap,
+           const State& state, int64_t row, float* factors) {
+  if (softcap != 0) {
+    const F32 inner = splat(scale / softcap), cap = splat(softcap / scale);
+    for (int64_t r = 0; r < rows; ++r)
+      for (float *s = scores + r * kTile, *end = s + width; s < end; s += kLanes)
+        store(s, mul(cap, tanh(mul(load(s), inner))));
+  }
   float now[Rows];
   F32 changes = zero();
   const F32 unseen = splat(kUnseen / scale);

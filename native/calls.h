@@ -12,22 +12,26 @@ LORIKEET_EXPORT bool lorikeet_linear_gated(
     const void* x, int64_t x_stride, const void* weight, const void* bias, void* out, int64_t rows, int64_t threads);
 
 LORIKEET_EXPORT void lorikeet_add_norm(
-    void* x, const void* delta, const void* weight, void* out, int64_t rows, int64_t hidden, double eps, int64_t bytes,
-    int64_t threads);
+    void* x, const void* delta, const void* weight, void* out, int64_t rows, int64_t hidden, double eps, double offset,
+    int64_t bytes, int64_t threads);
 
 LORIKEET_EXPORT void lorikeet_rotary_store(
     void* qkv, int64_t row_stride, int64_t heads, int64_t kv_heads, int64_t head_dim, const void* cos, const void* sin,
-    const void* q_norm, const void* k_norm, double eps, void* kv, int64_t block_stride, int64_t block_tokens,
-    const int64_t* slot_blocks, const int64_t* slot_offsets, int64_t rows, int64_t bytes, int64_t threads);
+    const void* q_norm, const void* k_norm, double eps, double offset, int64_t whole, int64_t dims, int64_t neighbours,
+    void* kv, int64_t block_stride, int64_t block_tokens, const int64_t* slot_blocks, const int64_t* slot_offsets,
+    int64_t rows, int64_t bytes, int64_t threads);
 
 LORIKEET_EXPORT void lorikeet_attention(
     const void* q, int64_t q_stride, const void* kv, int64_t block_stride, void* out, int64_t out_stride,
     const int64_t* row_starts, const int64_t* contexts, const int64_t* tables, int64_t table_stride, int64_t sequences,
     int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens, double scale, int64_t window,
-    int64_t bytes, int64_t threads);
+    double softcap, int64_t bytes, int64_t threads);
 
 LORIKEET_EXPORT void lorikeet_adjust(
     void* out, int64_t stride, const void* adjusts, int64_t first, const void* targets, int64_t bytes, int64_t threads);
 
 LORIKEET_EXPORT void lorikeet_silu_mul(
+    const void* gate_up, void* out, int64_t rows, int64_t n, int64_t bytes, int64_t threads);
+
+LORIKEET_EXPORT void lorikeet_gelu_mul(
     const void* gate_up, void* out, int64_t rows, int64_t n, int64_t bytes, int64_t threads);

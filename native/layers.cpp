@@ -10,9 +10,9 @@ namespace {
 
 // Weights are those of lorikeet_linear(); what a model has not is null, a window 0 if there is none.
 struct Layer {
-  const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *post_norm, *gate_up, *gate_up_bias, *down,
-      *down_bias;
-  int64_t window;
+  const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias, *attention_norm, *post_norm, *gate_up,
+      *gate_up_bias, *down, *down_bias, *mlp_norm;
+  int64_t window, rotation;
 };
 
 constexpr int64_t kLayerModules = 7;  // of a layer: LORA_MODULES
@@ -20,6 +20,12 @@ constexpr int64_t kLayerModules = 7;  // of a layer: LORA_MODULES
 struct Model {
   const Layer* layers;
   int64_t count, hidden, heads, kv_heads, head_dim, inner, bytes;
+  int64_t rotary_dims, rotates_neighbours, whole_norms, gelu;
+};
+
+// The numbers of a model that are no integers.
+struct Reals {
+  double eps, scale, norm_offset, softcap;
 };
 
 // Null for products that no adapter changes.
@@ -31,7 +37,7 @@ struct Step {
   int64_t rows, samples;       // rows whose output is wanted,
   const int64_t* sample_rows;  // which
   char* x;                     // [rows, hidden]; comes out as it is before the last MLP is added
-  const void *cos, *sin;
+  const char *cos, *sin;  // [rotations, rows, head_dim]
   char* kv;
   int64_t layer_stride, block_stride, block_tokens;
   const int64_t *slot_blocks, *slot_offsets, *row_starts, *contexts, *tables;
@@ -50,37 +56,58 @@ void keep(char* rows, int64_t row_bytes, const int64_t* chosen, int64_t count, c
   std::memcpy(rows, room, size_t(count * row_bytes));
 }
 
-void layers(const Model& m, const Step& s, double eps, double scale, int64_t threads) {
+// Whether an adapter changes outputs of a product on a layer by more than LoRA.
+bool any(const Adjusts* adjusts, int64_t first, const void* targets) {
+  const auto& to = *(const Targets*)targets;
+  for (int64_t i = 0; adjusts && i < adjusts->count; ++i)
+    for (int64_t t = 0; t < to.count; ++t) {
+      const Affine& affine = adjusts->segments[i].affines[first + to.each[t].module];
+      if (affine.scale || affine.shift) return true;
+    }
+  return false;
+}
+
+void layers(const Model& m, const Step& s, const Reals& reals, int64_t threads) {
   const int64_t mixed = m.heads * m.head_dim, qkv = mixed + 2 * m.kv_heads * m.head_dim;
   const void* adapters = s.adapters;
   const Adjusts* adjusts = s.adjusts;
   int64_t rows = s.rows;
+  // Adds to x, and returns what goes into the next product: the norm, or x itself where there is none.
   auto norm = [&](const void* delta, const void* weight, int64_t index) {
-    lorikeet_add_norm(s.x, delta, weight, s.normed, rows, m.hidden, eps, m.bytes, threads);
+    lorikeet_add_norm(s.x, delta, weight, s.normed, rows, m.hidden, reals.eps, reals.norm_offset, m.bytes, threads);
     for (int64_t i = 0; adjusts && i < adjusts->count; ++i) {
       const Adjusted& segment = adjusts->segments[i];
       const void* own = segment.norms ? segment.norms[index] : nullptr;
       const int64_t at = segment.start * m.hidden * m.bytes;
       if (own)
-        lorikeet_add_norm(s.x + at, nullptr, own, s.normed + at, segment.stop - segment.start, m.hidden, eps, m.bytes,
-                          threads);
+        lorikeet_add_norm(s.x + at, nullptr, own, s.normed + at, segment.stop - segment.start, m.hidden, reals.eps,
+                          reals.norm_offset, m.bytes, threads);
     }
+    return weight ? s.normed : s.x;
+  };
+  auto norm_output = [&](const void* weight) {
+    if (weight)
+      lorikeet_add_norm(s.delta, nullptr, weight, s.delta, rows, m.hidden, reals.eps, reals.norm_offset, m.bytes, threads);
   };
   for (int64_t index = 0; index < m.count; ++index) {
     const Layer& layer = m.layers[index];
     auto product = [&](const char* x, int64_t inputs, const void* weight, const void* bias, char* out, const void* to,
                        const void* all, int64_t outputs) {
       lorikeet_linear(x, inputs, weight, bias, out, rows, threads, to ? adapters : nullptr, index, to);
-      if (adjusts) lorikeet_adjust(out, outputs, adjusts, index * kLayerModules, all, m.bytes, threads);
+      const int64_t first = index * kLayerModules;
+      if (any(adjusts, first, all)) lorikeet_adjust(out, outputs, adjusts, first, all, m.bytes, threads);
     };
     char* kv = s.kv + index * s.layer_stride * m.bytes;
-    norm(index ? s.delta : nullptr, layer.input_norm, 2 * index);
-    product(s.normed, m.hidden, layer.qkv, layer.qkv_bias, s.qkv, s.targets.qkv, s.all_targets.qkv, qkv);
-    lorikeet_rotary_store(s.qkv, qkv, m.heads, m.kv_heads, m.head_dim, s.cos, s.sin, layer.q_norm, layer.k_norm, eps,
-                          kv, s.block_stride, s.block_tokens, s.slot_blocks, s.slot_offsets, rows, m.bytes, threads);
+    const char* in = norm(index ? s.delta : nullptr, layer.input_norm, 2 * index);
+    product(in, m.hidden, layer.qkv, layer.qkv_bias, s.qkv, s.targets.qkv, s.all_targets.qkv, qkv);
+    const int64_t angles = layer.rotation * s.rows * m.head_dim * m.bytes;
+    lorikeet_rotary_store(s.qkv, qkv, m.heads, m.kv_heads, m.head_dim, s.cos + angles, s.sin + angles, layer.q_norm,
+                          layer.k_norm, reals.eps, reals.norm_offset, m.whole_norms, m.rotary_dims,
+                          m.rotates_neighbours, kv, s.block_stride, s.block_tokens, s.slot_blocks, s.slot_offsets, rows,
+                          m.bytes, threads);
     lorikeet_attention(s.qkv, qkv, kv, s.block_stride, s.mixed, mixed, s.row_starts, s.contexts, s.tables,
-                       s.table_stride, s.sequences, m.heads, m.kv_heads, m.head_dim, s.block_tokens, scale,
-                       layer.window, m.bytes, threads);
+                       s.table_stride, s.sequences, m.heads, m.kv_heads, m.head_dim, s.block_tokens, reals.scale,
+                       layer.window, reals.softcap, m.bytes, threads);
     if (index == m.count - 1 && s.samples < rows) {
       keep(s.x, m.hidden * m.bytes, s.sample_rows, s.samples, s.normed);
       keep(s.mixed, mixed * m.bytes, s.sample_rows, s.samples, s.qkv);
@@ -89,14 +116,16 @@ void layers(const Model& m, const Step& s, double eps, double scale, int64_t thr
       adjusts = s.sample_adjusts;
     }
     product(s.mixed, mixed, layer.o, layer.o_bias, s.delta, s.targets.o, s.all_targets.o, m.hidden);
-    norm(s.delta, layer.post_norm, 2 * index + 1);
-    if (s.targets.gate_up || adjusts ||
-        !lorikeet_linear_gated(s.normed, m.hidden, layer.gate_up, layer.gate_up_bias, s.gated, rows, threads)) {
-      product(s.normed, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, s.targets.gate_up,
-              s.all_targets.gate_up, 2 * m.inner);
-      lorikeet_silu_mul(s.gate_up, s.gated, rows, m.inner, m.bytes, threads);
+    norm_output(layer.attention_norm);
+    in = norm(s.delta, layer.post_norm, 2 * index + 1);
+    if (s.targets.gate_up || any(adjusts, index * kLayerModules, s.all_targets.gate_up) || m.gelu ||
+        !lorikeet_linear_gated(in, m.hidden, layer.gate_up, layer.gate_up_bias, s.gated, rows, threads)) {
+      product(in, m.hidden, layer.gate_up, layer.gate_up_bias, s.gate_up, s.targets.gate_up, s.all_targets.gate_up,
+              2 * m.inner);
+      (m.gelu ? lorikeet_gelu_mul : lorikeet_silu_mul)(s.gate_up, s.gated, rows, m.inner, m.bytes, threads);
     }
     product(s.gated, m.inner, layer.down, layer.down_bias, s.delta, s.targets.down, s.all_targets.down, m.hidden);
+    norm_output(layer.mlp_norm);
   }
 }
 
@@ -104,6 +133,8 @@ void layers(const Model& m, const Step& s, double eps, double scale, int64_t thr
 }  // namespace lorikeet
 
 // model, step: addresses of the records above, whose members are 64-bit integers and addresses.
-LORIKEET_EXPORT void lorikeet_layers(const void* model, const void* step, double eps, double scale, int64_t threads) {
-  lorikeet::layers(*(const lorikeet::Model*)model, *(const lorikeet::Step*)step, eps, scale, threads);
+LORIKEET_EXPORT void lorikeet_layers(
+    const void* model, const void* step, double eps, double scale, double norm_offset, double softcap, int64_t threads) {
+  const lorikeet::Reals reals{eps, scale, norm_offset, softcap};
+  lorikeet::layers(*(const lorikeet::Model*)model, *(const lorikeet::Step*)step, reals, threads);
 }

@@ -412,4 +412,14 @@ inline F32 exp(F32 x) {
 // x * sigmoid(x)
 inline F32 silu(F32 x) { return div(x, add(splat(1.0f), exp(sub(zero(), x)))); }
 
+// GELU, approximated by tanh: x * sigmoid(sqrt(8 / pi) * (x + 0.044715 x^3))
+inline F32 gelu(F32 x) {
+  F32 inner = mul(mul(x, splat(-1.5957691216057308f)), fma(mul(x, x), splat(0.044715f), splat(1.0f)));
+  return div(x, add(splat(1.0f), exp(inner)));
+}
+
+inline F32 tanh(F32 x) {
+  return sub(splat(1.0f), div(splat(2.0f), add(splat(1.0f), exp(add(x, x)))));
+}
+
 }  // namespace lorikeet

@@ -362,6 +362,20 @@ def test_nothing_is_said_of_a_flag_that_asks_for_what_happens_anyway() -> None:
     assert compat.translate(arguments) == ([], [])
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("8192", 8192), ("8k", 8000), ("8K", 8192), ("0.5k", 500), ("2M", 2 * 2**20), ("auto", 0), ("-1", 0)],
+)
+def test_numbers_of_tokens_are_written_as_in_vllm(text: str, number: int) -> None:
+    assert serve_flags._count(text) == number
+
+
+@pytest.mark.parametrize("text", ["8kk", "k", "1.5", "-2", "eight", ""])
+def test_other_texts_are_no_numbers_of_tokens(text: str) -> None:
+    with pytest.raises(ValueError, match="not a"):
+        serve_flags._count(text)
+
+
 def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None:
     arguments = ["--enable-mixed-moe-lora-format", "--enable-moe-shared-loras", "--max-lora-cls-labels", "3", "m"]
     kept, notes = compat.translate(arguments)
@@ -386,8 +400,15 @@ def test_flags_about_experts_and_classifiers_are_taken_off_with_a_note() -> None
         ("--runner generate --task generate --convert none --tokenizer-mode auto", None),
         ("--stream-interval 1 --structured-outputs-config.backend auto", None),
         ("--structured-outputs-config.backend=xgrammar", "llguidance"),
-        ("--enable-force-include-usage", "stream_options.include_usage"),
         ("--stream-interval 10", "sent at once"),
+        ("--api-server-count 1 --chat-template-content-format auto --response-role assistant --nnodes 1", None),
+        ('--limit-mm-per-prompt {"image":0}', "only text"),
+        ("--enable-sleep-mode", "/pause"),
+        ('--structured-outputs-config {"backend":"auto"}', "llguidance"),
+        ("--show-hidden-metrics-for-version=0.32", "no metric is hidden"),
+        ("-O3", "--kernels"),
+        ("-O 2", "--kernels"),
+        ("--enable-mixed-chunk", None),
         ("--async-scheduling", "how many steps"),
         ("--attention-backend FLASHINFER", "--kernels"),
         ('--compilation-config {"level":3}', "--kernels"),

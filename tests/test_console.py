@@ -16,6 +16,8 @@ from playwright.async_api import Page, async_playwright, expect
 from lorikeet.api.web import FILES
 from tests.api.test_chat import CHAT
 from tests.api.test_serve import Server, make_model, serving
+from tests.router.conftest import adapters, events, routing
+from tests.router.scripted import ScriptedBackend
 from tests.support.live import write_adapter
 from tests.support.waiting import until
 from tests.test_docs import ROOT
@@ -166,6 +168,7 @@ async def _fits_narrow_screens(page: Page) -> None:
         await expect(page.get_by_text(re.compile("Loading …|Waiting for the first figures"))).to_have_count(0)
         if name == "adapters":
             await expect(page.locator("tbody tr")).not_to_have_count(0)
+            await expect(page.get_by_text("Slide the table to the left")).to_be_visible()
         assert await page.evaluate("document.documentElement.scrollWidth") <= 400, name
         unlabelled = "[...document.querySelectorAll('input, textarea')].filter((each) => !each.labels.length).length"
         assert await page.evaluate(unlabelled) == 0, name
@@ -210,6 +213,29 @@ async def test_a_key_that_is_no_operators_sees_what_it_may_and_no_buttons(tmp_pa
         await page.evaluate("location.hash = '#/adapters/nobody'")
         await expect(page.get_by_text("The adapter `nobody` does not exist.")).to_be_visible()
         assert [each for each in complaints if "Failed to load resource" not in each] == []
+
+
+async def test_a_router_is_seen_with_what_it_knows() -> None:
+    backend = ScriptedBackend("b0")
+    await backend.start()
+    async with (
+        routing([backend.url], [backend], adapters=adapters("formal", "pirate")) as router,
+        open_page(f"{router.http.base_url}/ui") as (page, complaints),
+    ):
+        await router.up(1)
+        await events(router.http, "/v1/completions", {"model": "pirate", "prompt": "once", "max_tokens": 3})
+        await expect(page.locator("#state")).to_contain_text("base: ready")
+        await expect(page.get_by_text("TTFT, median")).to_be_visible()
+        for hidden in ("Requests", "HTTP API"):
+            await expect(page.get_by_role("link", name=hidden, exact=True)).to_be_hidden()
+        await page.evaluate("location.hash = '#/adapters'")
+        await expect(page.locator("tbody tr")).to_have_count(3)
+        await expect(page.locator("tbody tr").first).to_contain_text("pirate")
+        await page.evaluate("location.hash = '#/replicas'")
+        await expect(page.get_by_role("heading", name="backend-0")).to_be_visible()
+        await expect(page.get_by_text("1 adapters loaded")).to_be_visible()
+        assert complaints == []
+    await backend.kill()
 
 
 def test_the_built_files_are_those_of_the_sources(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 import re
 import shutil
 import subprocess
+from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from lorikeet.core.messages import AssistCounters
 from tests.api.conftest import Running, sources, start  # noqa: F401 - fixtures
@@ -54,3 +56,46 @@ async def test_alerts_and_dashboard_use_metrics_that_the_server_has(server: Runn
         used = set(re.findall(r"\b(?:vllm|lorikeet):\w+", file.read_text()))
         assert len(used) > 10
         assert used <= known, file.name
+
+
+def documents(folder: str) -> list[dict[str, Any]]:
+    """Return all objects in the manifests of a folder."""
+    files = sorted((DEPLOY / folder).glob("*.yaml"))
+    return [each for file in files for each in yaml.safe_load_all(file.read_text())]
+
+
+def only(found: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (one,) = [each for each in found if each["kind"] == kind]
+    return one
+
+
+def test_the_route_leads_to_a_pool_of_the_charts_pods_and_its_picker() -> None:
+    found = documents("gateway")
+    pool, route, service = (only(found, kind) for kind in ("InferencePool", "HTTPRoute", "Service"))
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    chart = (DEPLOY / "helm" / "lorikeet" / "templates" / "_helpers.tpl").read_text()
+    for label in pool["spec"]["selector"]["matchLabels"]:
+        assert f"{label}: " in chart
+    picker = pool["spec"]["endpointPickerRef"]
+    assert (picker["name"], picker["port"]["number"]) == (
+        service["metadata"]["name"],
+        service["spec"]["ports"][0]["port"],
+    )
+    config = yaml.safe_load(only(found, "ConfigMap")["data"]["picker.yaml"])
+    named = {each["type"] for each in config["plugins"]}
+    assert {each["pluginRef"] for each in config["schedulingProfiles"][0]["plugins"]} == named
+
+
+async def test_the_server_has_the_metrics_that_endpoint_pickers_read(server: Running) -> None:
+    """The names and labels by which llm-d knows vLLM: its extractor of core metrics."""
+    server.engine.stats = STATS
+    text = (await server.http.get("/metrics")).text
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+        assert re.search(rf"^vllm:{name}{{", text, re.MULTILINE), name
+    info = re.search(r"^vllm:lora_requests_info{(.*)}", text, re.MULTILINE)
+    assert info is not None
+    assert {"running_lora_adapters", "waiting_lora_adapters", "max_lora"} <= set(re.findall(r"(\w+)=", info[1]))
+    shape = re.search(r"^vllm:cache_config_info{(.*)}", text, re.MULTILINE)
+    assert shape is not None
+    assert {"block_size", "num_gpu_blocks"} <= set(re.findall(r"(\w+)=", shape[1]))

@@ -568,7 +568,7 @@ def guidellm_run() -> None:
             *("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"),
             *("--disable-progress", "--output", f"kind=json,path={folder}/report.json"),
         ]
-        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
         assert ran.returncode == 0, (ran.stdout + ran.stderr)[-600:]
         (benchmark,) = json.loads(next(Path(folder).glob("*.json")).read_text())["benchmarks"]
         assert len(benchmark["requests"]["successful"]) >= 4 and not benchmark["requests"]["errored"]

@@ -262,6 +262,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             sequence for each prompt and choice.
         max_logprobs: most alternatives that a request may ask for with each token; -1 for the whole vocabulary.
         return_tokens_as_token_ids: name tokens ``token_id:ID`` in log probabilities, unless a request says otherwise.
+        force_include_usage: streams tell the tokens so far in every chunk, unless ``stream_options`` says otherwise.
+        request_metrics: answers to completions and chats tell the times of the request, in ``metrics``.
         max_body_bytes: larger request bodies are answered with 413.
         max_connections: most connections open at once; beyond that the answer is 503. Fewer if the limit on open files
             does not allow as many.
@@ -315,6 +317,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued: Positive = 1024
     max_logprobs: Annotated[int, msgspec.Meta(ge=-1)] = 20
     return_tokens_as_token_ids: bool = False
+    force_include_usage: bool = False
+    request_metrics: bool = False
     max_body_bytes: Positive = 8 * 2**20
     max_connections: Positive = 4096
     max_head_bytes: Annotated[int, msgspec.Meta(ge=MIN_HEAD_BYTES)] = 64 * 1024

@@ -21,7 +21,7 @@ from lorikeet.adapters.errors import (
     AdapterStoreError,
     UnknownAdapter,
 )
-from lorikeet.adapters.registry import AdapterNameRow, RegistryRow, VersionRow, _version
+from lorikeet.adapters.registry import NAMES, VERSIONS, RegistryRow, _version
 from lorikeet.adapters.store import AdapterStore
 from lorikeet.adapters.weights import load_weights
 from lorikeet.config import AdapterSettings
@@ -533,8 +533,8 @@ def test_ten_thousand_adapters_open_with_a_handful_of_queries(
     sample = first.register("sample", "formal").record.row
     rows = [RegistryRow(f"adapter-{n}", f"{n:064x}", f"source-{n}", n, sample.ranks, 4, 100) for n in range(10_000)]
     with first._registry._writing("all") as connection:
-        connection.execute(insert(VersionRow), [_version(row) for row in rows])
-        connection.execute(insert(AdapterNameRow), [first._registry._name(row) for row in rows])
+        connection.execute(insert(VERSIONS), [_version(row) for row in rows])
+        connection.execute(insert(NAMES), [first._registry._name(row) for row in rows])
     first.close()
     for row in rows:
         (Path(settings.store_dir) / "versions" / row.digest).mkdir()

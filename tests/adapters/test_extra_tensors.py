@@ -93,6 +93,15 @@ def test_a_server_of_low_rank_matrices_says_why(tmp_path: Path) -> None:
         describe_folder(folder, DescribeOptions(BASE, only_low_rank="merges adapters"))
 
 
+def test_tensor_parallel_ranks_take_vectors_but_no_whole_linear_layers(tmp_path: Path) -> None:
+    options = DescribeOptions(BASE, only_vectors="ranks do not split these")
+    describe_folder(write_adapter(tmp_path / "dora", with_ones(**MAGNITUDES), use_dora=True), options)
+    whole = with_ones(**{"base_model.model.model.layers.0.self_attn.o_proj.weight": (HIDDEN, HIDDEN)})
+    folder = write_adapter(tmp_path / "whole", whole, modules_to_save=["o_proj"])
+    with pytest.raises(AdapterError, match="weight of o: ranks do not split these"):
+        describe_folder(folder, options)
+
+
 def test_the_embedding_of_the_base_beside_lora_on_it_is_left_out(tmp_path: Path) -> None:
     lora = {f"{EMBEDDING}.lora_embedding_A": (4, VOCABULARY), f"{EMBEDDING}.lora_embedding_B": (HIDDEN, 4)}
     same = with_ones(**lora, **{f"{EMBEDDING}.base_layer.weight": (VOCABULARY, HIDDEN)})

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lorikeet.client.client import ONLY_REPLICA, Engines, RequestOutput
+from lorikeet.client.client import ONLY_REPLICA, Engines, OutputListener, RequestOutput
 from lorikeet.client.state import ClusterState
 from lorikeet.client.supervisor import EngineError
 from lorikeet.core.adapter import AdapterRef
@@ -225,6 +225,16 @@ class FakeHandle:
             for each in waits:
                 each.cancel()
         return self._aborted.is_set()
+
+    def listen(self, listener: OutputListener) -> None:
+        async def pass_on() -> None:
+            try:
+                async for output in self:
+                    listener(output)
+            except EngineError as error:
+                listener(error)
+
+        self._passing_on = asyncio.create_task(pass_on())
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
         engine, request_id, sampling = self._engine, self.request.request_id, self.request.sampling

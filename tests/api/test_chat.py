@@ -15,6 +15,7 @@ from tests.api.conftest import END, TOKENIZER, Running, Start, count_calls_off_t
 pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
+BATCH = f"{CHAT}/batch"
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -127,6 +128,57 @@ async def test_usage_in_every_chunk_needs_one_option(server: Running, said: dict
     wanted = said.get("include_usage") is None
     assert [("usage" in chunk) for chunk in chunks] == [wanted] * len(chunks)
     assert (chunks[-1]["choices"] == []) is wanted
+
+
+async def test_several_conversations_are_answered_at_once(server: Running) -> None:
+    conversations = [[{"role": "user", "content": text}] for text in ("hi", "hello world")]
+    asked = body(model="formal", messages=conversations, logprobs=True, top_logprobs=1, return_token_ids=True)
+    answer = (await server.http.post(BATCH, json=asked)).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    for choice, request in zip(answer["choices"], server.engine.submitted, strict=True):
+        assert choice["message"]["content"] == "hello world"
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) > 0
+        assert request.adapter is not None
+    one, other = (request.prompt_token_ids for request in server.engine.submitted)
+    assert one != other
+    assert answer["usage"]["prompt_tokens"] == len(one) + len(other)
+    assert server.service.gate.active == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"messages": [[{"role": "user", "content": "x"}], [{"role": "user"}]]}, "messages.1.0"),
+        ({"messages": [[{"role": "user", "content": "x"}], [{"role": "user", "content": "x" * 2000}]]}, "messages.1: "),
+        ({"messages": []}, "messages"),
+        ({"messages": MESSAGES}, "messages"),
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n: "),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stop_regex": "x"}, "regular expression"),
+    ],
+)
+async def test_conversations_that_cannot_be_answered_are_refused_by_name(
+    server: Running, fields: dict[str, Any], said: str
+) -> None:
+    refused = await server.http.post(BATCH, json={"model": "base", "messages": [MESSAGES], **fields})
+    assert refused.status_code in (400, 501)
+    assert said in refused.json()["error"]["message"]
+    assert server.service.gate.active == 0
+
+
+async def test_a_server_may_tell_usage_in_every_chunk_and_the_times_of_a_request(start: Start) -> None:
+    async with start(force_include_usage=True, request_metrics=True) as server:
+        asked = body()
+        whole = (await server.http.post(CHAT, json=asked)).json()["metrics"]
+        assert {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms"} <= whole.keys()
+        assert min(whole.values()) >= 0
+        chunks = await events(server.http, CHAT, body(max_tokens=1))
+        assert all(chunk["usage"]["prompt_tokens"] for chunk in chunks)
+        assert ["metrics" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert "mean_itl_ms" not in chunks[-1]["metrics"]
+        unasked = await events(server.http, CHAT, body(stream_options={"include_usage": False}))
+        assert not any("usage" in chunk for chunk in unasked)
 
 
 async def test_several_choices_have_seeds_of_their_own(server: Running) -> None:

@@ -78,7 +78,16 @@ async def test_status_shows_what_the_server_tells(server: Running) -> None:
         return (await asyncio.to_thread(CliRunner().invoke, app, arguments)).output
 
     printed = await status("--adapters")
-    for words in ("replica-0", "10.0.0.5, pid 4711", "open", "down", "25%", "formal", "replica-0 75%", "4 requests wait"):
+    for words in (
+        "replica-0",
+        "10.0.0.5, pid 4711",
+        "open",
+        "down",
+        "25%",
+        "formal",
+        "replica-0 75%",
+        "4 requests wait",
+    ):
         assert words in printed, printed
     assert "fetches 1" in printed
     assert "host-device" not in printed

@@ -144,5 +144,13 @@ async def test_logprobs_say_where_each_token_lies(server: Running) -> None:
     assert offsets == whole["text_offset"]
 
 
+async def test_logprobs_may_be_false_and_an_empty_list_of_embeddings_is_none(server: Running) -> None:
+    asked = {"model": "base", "prompt": "hello", "logprobs": False, "prompt_embeds": []}
+    answer = (await server.http.post("/v1/completions", json=asked)).json()
+    assert answer["choices"][0]["logprobs"] is None
+    refused = await server.http.post("/v1/completions", json={"model": "base", "prompt": None, "prompt_embeds": []})
+    assert "must be provided and non-empty" in refused.json()["error"]["message"]
+
+
 async def test_suffixes_are_not_supported(server: Running) -> None:
     assert (await server.http.post(URL, json=body(suffix="x"))).status_code == 501

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from lorikeet.api.dialects import sessions
+from lorikeet.api.errors import ApiError
 from lorikeet.models.default import prepare_default_model
 from tests.api.conftest import END, TOKENIZER, Running, Start
 from tests.api.test_serve import Server, serving
@@ -239,6 +242,46 @@ async def test_sagemaker_loads_and_removes_adapters(server: Running) -> None:
     assert (await server.http.post("/adapters", json=body)).status_code == 400
     assert (await server.http.delete("/adapters/new")).status_code == 200
     assert (await server.http.delete("/adapters/new")).status_code == 404
+
+
+async def test_sagemaker_has_sessions(server: Running) -> None:
+    async def call(body: dict[str, Any], session: str | None = None) -> httpx.Response:
+        headers = {} if session is None else {"X-Amzn-SageMaker-Session-Id": session}
+        return await server.http.post("/invocations", json=body, headers=headers)
+
+    begun = await call({"requestType": "NEW_SESSION"})
+    session, _, expires = begun.headers["X-Amzn-SageMaker-New-Session-Id"].partition("; Expires=")
+    assert datetime.fromisoformat(expires) > datetime.now(UTC)
+    assert (await call({"prompt": "hello"}, session)).json()["choices"][0]["text"] == "hello world"
+    close = {"requestType": "CLOSE"}
+    for body, named, status, said in (
+        ({"requestType": "NEW_SESSION", "more": 1}, None, 400, "more"),
+        ({**close, "more": 1}, session, 400, "more"),
+        ({"requestType": "OTHER"}, session, 400, "requestType"),
+        (close, None, 424, "invalid session_id"),
+        (close, "nobody", 400, "session not found"),
+        ({"prompt": "hello"}, "nobody", 400, "session not found"),
+    ):
+        refused = await call(body, named)
+        assert (refused.status_code, said in refused.json()["error"]["message"]) == (status, True), refused.text
+    assert (await call(close, session)).headers["X-Amzn-SageMaker-Closed-Session-Id"] == session
+    assert (await call(close, session)).status_code == 400
+
+
+def test_sessions_end_by_themselves_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1.0
+    monkeypatch.setattr(sessions.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(sessions, "_MOST", 2)
+    begun = sessions.Sessions()
+    first, second = (begun.begin("t")[0] for _ in range(2))
+    begun.use("t", first)
+    third, _ = begun.begin("t")
+    for each, tenant in ((second, "t"), (first, "other")):
+        with pytest.raises(ApiError, match="session not found"):
+            begun.use(tenant, each)
+    now_s = 1.0 + sessions.LASTS_S
+    with pytest.raises(ApiError, match="session not found"):
+        begun.use("t", third)
 
 
 async def test_servers_tell_of_themselves(server: Running) -> None:

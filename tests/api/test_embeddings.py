@@ -110,6 +110,26 @@ async def test_what_cannot_be_served_is_refused(server: Running, fields: dict[st
     assert server.service.gate.active == 0
 
 
+async def test_an_error_says_which_of_several_texts_is_wrong(server: Running) -> None:
+    long = "x" * 2000
+    for path, body, place, param in (
+        (PATH, {"input": ["a", ""]}, "input.1", "input"),
+        (PATH, {"input": ["a"] * 200 + [""]}, "input.200", "input"),
+        (PATH, {"input": ["a", long]}, "input.1", "input"),
+        (PATH, {"input": ""}, "The prompt is empty", "input"),
+        ("/rerank", {"query": "a", "documents": ["b", "c", ""]}, "documents.2", "documents"),
+        ("/score", {"text_1": "", "text_2": ["b", "c"]}, "text_1:", "text_2"),
+        ("/v1/completions", {"prompt": ["a", ""]}, "prompt.1", "prompt"),
+        ("/v1/completions", {"prompt": ["a", long]}, "prompt.1", "prompt"),
+        ("/v1/completions", {"prompt": ["a", "x" * 70_000]}, "prompt.1", "prompt"),  # read in another process
+    ):
+        refused = await server.http.post(path, json={"model": "formal", **body})
+        error = refused.json()["error"]
+        assert refused.status_code == 400
+        assert error["message"].startswith(place), error
+        assert error["param"] == param
+
+
 async def test_an_unknown_model_is_404_and_numbers_that_are_not_finite_are_an_error(server: Running) -> None:
     assert (await server.http.post(PATH, json={"model": "nobody", "input": "x"})).status_code == 404
     server.engine.vector = lambda request: [float("nan")] * HIDDEN

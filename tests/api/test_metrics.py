@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from lorikeet.api.metrics import TTFT_BOUNDS_S, AdapterUsage, RequestCounts, RequestMetrics
+from lorikeet.api.middleware import key_name
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterArrived, AdapterLoaded, Admitted, KvArrived, Queued, RequestTimings
 from lorikeet.core.ids import AdapterDigest, AdapterName, RequestId
@@ -26,6 +27,7 @@ from lorikeet.core.messages import (
 )
 from tests.api.conftest import Running, Start
 from tests.api.test_chat import CHAT, body, events
+from tests.api.test_operations import bearer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -448,3 +450,27 @@ def test_time_in_the_queue_is_counted_by_cause() -> None:
     labels = {**metrics.labels, "cause": "kv_blocks"}
     assert metrics.registry.get_sample_value("lorikeet:request_queue_seconds_total", labels) == 2.0
     assert metrics.registry.get_sample_value("lorikeet:request_queue_seconds_total", labels | {"cause": "order"}) == 0.0
+
+
+async def test_keys_are_counted_one_by_one_by_their_names(start: Start) -> None:
+    async with start(api_keys=("one", "two"), max_queued=2) as server:
+
+        async def ask(key: str) -> int:
+            return (await server.http.post(CHAT, json=body(), headers=bearer(key))).status_code
+
+        assert "lorikeet:tenant_requests_total" not in await page(server)
+        assert [await ask(key) for key in ("one", "two", "one")] == [200, 200, 200]
+        server.engine.open.clear()
+        waiting = [asyncio.create_task(ask("one")) for _ in range(2)]
+        await until(lambda: len(server.engine.submitted) == 5, "two run")
+        assert await ask("two") == 429
+        one, two = key_name("one"), key_name("two")
+        assert value(await page(server), "lorikeet:tenant_requests_running", tenant=one) == 2
+        server.engine.open.set()
+        assert await asyncio.gather(*waiting) == [200, 200]
+        samples = await page(server)
+    for key, requests, refused in ((one, 4, 0), (two, 1, 1)):
+        assert value(samples, "lorikeet:tenant_requests_total", tenant=key) == requests
+        assert value(samples, "lorikeet:tenant_first_tokens_total", tenant=key) == requests
+        assert value(samples, "lorikeet:tenant_requests_refused_total", tenant=key) == refused
+        assert value(samples, "lorikeet:tenant_requests_running", tenant=key) == 0

@@ -72,6 +72,19 @@ async def test_the_adapters_of_a_mixture_are_loaded_when_they_are_first_named(st
         assert server.service.models.missing(mixture) == []
 
 
+async def test_a_mixture_that_cannot_be_made_is_named_as_the_client_wrote_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start(adapters={"max_rank": 6}) as server:
+        register(server, "formal", "pirate")
+        for mixture in ("formal*1+pirate*2", "base:formal+pirate*2"):
+            refused = await server.http.post(PATH, json={"model": mixture, "prompt": "hi", "max_tokens": 2})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, "model")
+            assert f"mixture {mixture!r}" in error["message"]
+            assert PREFIX not in error["message"]
+
+
 async def test_an_index_is_the_place_in_the_list_of_adapters(start: Start) -> None:
     async with start(adapters={"adapter_dir_mode": AdapterDirMode.SERVE}) as server:
         listed = [each["name"] for each in (await server.http.get("/v1/adapters")).json()["data"]]

@@ -21,7 +21,7 @@ from lorikeet.api.live_stats import (
     percentiles,
 )
 from lorikeet.api.sort_by import SortBy
-from lorikeet.api.stats import MOST_STREAMS
+from lorikeet.api.stats_stream import MOST_STREAMS
 from lorikeet.cli.main import app
 from lorikeet.config import AdapterDirMode
 from lorikeet.core.adapter import AdapterRef
@@ -242,8 +242,8 @@ async def test_the_stream_repeats_the_same_and_its_places_are_limited(server: Ru
                 break
     assert [each["object"] for each in lines] == ["stats", "stats"]
     assert ["history" in each for each in lines] == [True, False]
-    await until(lambda: server.service.stats_streams == 0, "the stream has noticed that its client is gone")
-    server.service.stats_streams = MOST_STREAMS
+    await until(lambda: server.service.stats_streams.open == 0, "the stream has noticed that its client is gone")
+    server.service.stats_streams.open = MOST_STREAMS
     assert (await server.http.get("/v1/stats/stream")).status_code == 429
 
 

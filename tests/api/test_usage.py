@@ -114,3 +114,14 @@ def test_the_sum_is_exact_and_other_never_falls(script: list[str | int]) -> None
         assert sum(count.prompt_tokens for count in counts.values()) == 7 * total
         assert counts[OTHER].requests >= other
         other = counts[OTHER].requests
+
+
+def test_of_too_many_names_the_one_used_longest_ago_is_counted_with_the_others() -> None:
+    clock = Clock()
+    tenants = AdapterUsage(2, clock, most=2)
+    for name in "abac":
+        clock.now_s += 1
+        tenants.of(name).add(RequestCounts(requests=1))
+    assert requests(tenants.labelled()) == {"a": 2, "c": 0, OTHER: 2}
+    tenants.of("a").running = tenants.of("c").running = 1
+    assert tenants.running(("c", OTHER)) == {"c": 1, OTHER: 1}

@@ -281,7 +281,7 @@ async def test_an_engine_that_was_started_early_is_the_first_one(
     assert (await first.wait(), await second.wait(), first.returncode) == (7, 7, 7)
     assert early == again != later
     told = interpreter.read_text().splitlines()
-    assert sorted(told) == sorted(f"-m lorikeet.engine.process {each} settings" for each in (early, later))
+    assert sorted(told) == sorted(f"-m lorikeet.engine {each} settings" for each in (early, later))
     host.close()
 
 

@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Shape:
-    """A call: ``sequences`` are (rows, context) each; ``window`` 0 is none."""
+    """A call: ``sequences`` are (rows, context) each; ``window`` and ``softcap`` 0 are none."""
 
     sequences: list[tuple[int, int]]
     kv_heads: int = 3
@@ -27,6 +27,7 @@ class Shape:
     head_dim: int = 64
     block_size: int = 16
     window: int = 0
+    softcap: float = 0.0
 
 
 class Case:
@@ -77,6 +78,7 @@ class Case:
             shape.block_size,
             shape.head_dim**-0.5,
             shape.window,
+            shape.softcap,
             self.q.element_size(),
             threads,
         )
@@ -95,11 +97,17 @@ class Case:
             seen = distance >= 0
             if shape.window:
                 seen &= distance < shape.window
-            out = F.scaled_dot_product_attention(
-                q.transpose(0, 1)[None].to(dtype), k[None], v[None], attn_mask=seen, enable_gqa=True
-            )
-            outputs.append(out[0].transpose(0, 1).flatten(1))
+            out = self._attended(q.transpose(0, 1).to(dtype), k, v, seen)
+            outputs.append(out.transpose(0, 1).flatten(1))
         return torch.cat(outputs)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        if not self.shape.softcap:
+            return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=seen, enable_gqa=True)[0]
+        k, v = (each.repeat_interleave(self.shape.group, 0) for each in (k, v))
+        scores = (q @ k.mT).to(torch.float64 if q.dtype == torch.float64 else torch.float32) * q.shape[-1] ** -0.5
+        scores = (torch.tanh(scores / self.shape.softcap) * self.shape.softcap).masked_fill(~seen, -torch.inf)
+        return scores.softmax(-1).to(q.dtype) @ v
 
 
 def check(shape: Shape, dtype: torch.dtype, instruction_set: str) -> None:
@@ -131,6 +139,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         head_dim=draw(st.one_of(st.sampled_from([16, 32, 64, 80, 128]), st.integers(1, 130))),
         block_size=draw(st.sampled_from([1, 5, 16, 64])),
         window=draw(st.sampled_from([0, 0, 1, 17, 100])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 1.5])),
     )
 
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HeadNorms, kv_view
-from lorikeet.kernels.native import supported_instruction_sets
-from lorikeet.kernels.reference import ReferenceKernels
+from lorikeet.kernels.base import Batch, HeadNorms, RotaryPairs, kv_view
+from lorikeet.kernels.native import load_library, supported_instruction_sets
+from lorikeet.kernels.reference import ReferenceKernels, split_heads
 from tests.kernels.exactness import check_error
 from tests.kernels.test_native_linear import DTYPES, kernels
 
@@ -18,6 +18,9 @@ REFERENCE = ReferenceKernels()
 instruction_sets = pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 dtypes = st.sampled_from(DTYPES)
 rows = st.one_of(st.integers(1, 9), st.just(64))
+gates = st.sampled_from(["silu_mul", "gelu_mul"])
+head_norms = st.sampled_from(["", "heads", "heads with offset", "whole"])
+kinds_of_pairs = st.sampled_from(["halves", "partial halves", "neighbours", "partial neighbours"])
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -26,57 +29,76 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 @pytest.mark.slow
 @instruction_sets
-@given(rows, st.one_of(st.integers(1, 70), st.just(1000)), st.booleans(), dtypes)
-def test_add_norm(instruction_set: str, rows: int, hidden: int, added: bool, dtype: torch.dtype) -> None:
+@given(rows, st.one_of(st.integers(1, 70), st.just(1000)), st.booleans(), st.sampled_from([0.0, 1.0]), dtypes)
+def test_add_norm(instruction_set: str, rows: int, hidden: int, added: bool, offset: float, dtype: torch.dtype) -> None:
     native = kernels(instruction_set)
 
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = random(rows, hidden, dtype=dtype, seed=3 * seed), random(hidden, dtype=dtype, seed=3 * seed + 1)
         delta = random(rows, hidden, dtype=dtype, seed=3 * seed + 2) if added else None
         sums = {name: x.clone() for name in ("native", "torch")}
-        found = native.add_norm(sums["native"], delta, weight, 1e-5)
-        by_torch = REFERENCE.add_norm(sums["torch"], delta, weight, 1e-5)
+        found = native.add_norm(sums["native"], delta, weight, 1e-5, offset)
+        by_torch = REFERENCE.add_norm(sums["torch"], delta, weight, 1e-5, offset)
         assert torch.equal(sums["native"], sums["torch"])
         wide = sums["torch"].double()
-        return found, by_torch, wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return found, by_torch, normed * (weight.double() + offset)
 
     check_error("add_norm", draw)
 
 
 @pytest.mark.slow
 @instruction_sets
-@given(rows, st.one_of(st.integers(1, 70), st.just(1536)), dtypes)
-def test_silu_mul(instruction_set: str, rows: int, columns: int, dtype: torch.dtype) -> None:
-    native = kernels(instruction_set)
+@given(rows, st.one_of(st.integers(1, 70), st.just(1536)), gates, dtypes)
+def test_gates(instruction_set: str, rows: int, columns: int, gate: str, dtype: torch.dtype) -> None:
+    by_torch, native = getattr(REFERENCE, gate), getattr(kernels(instruction_set), gate)
 
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
         gate_up = random(rows, 2 * columns, dtype=dtype, seed=seed) * 4
-        return native.silu_mul(gate_up), REFERENCE.silu_mul(gate_up), REFERENCE.silu_mul(gate_up.double())
+        return native(gate_up), by_torch(gate_up), by_torch(gate_up.double())
 
-    check_error("silu_mul", draw)
+    check_error(gate, draw)
+
+
+@instruction_sets
+@pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_what_is_far_out_or_not_a_number(instruction_set: str, gate: str, dtype: torch.dtype) -> None:
+    values = torch.tensor([-torch.inf, -1e30, -200.0, -90.0, 0.0, 90.0, 1e30, torch.inf, torch.nan], dtype=dtype)
+    pairs = torch.cat((values, torch.ones_like(values)))[None]
+    found, expected = (getattr(each, gate)(pairs)[0] for each in (kernels(instruction_set), REFERENCE))
+    torch.testing.assert_close(found[1:8], expected[1:8])
+    assert found[8].isnan()
 
 
 @instruction_sets
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_of_what_is_far_out_or_not_a_number(instruction_set: str, dtype: torch.dtype) -> None:
-    gate = torch.tensor([-torch.inf, -1e30, -200.0, -90.0, 0.0, 90.0, 1e30, torch.inf, torch.nan], dtype=dtype)
-    found = kernels(instruction_set).silu_mul(torch.cat((gate, torch.ones_like(gate)))[None])[0]
-    torch.testing.assert_close(found[1:8], torch.nn.functional.silu(gate.float()).to(dtype)[1:8])
-    assert found[8].isnan()
+def test_a_norm_may_be_written_over_its_input(instruction_set: str, dtype: torch.dtype) -> None:
+    """What attention and MLP give is normalised in place."""
+    library, x, weight = load_library(instruction_set), random(5, 70, dtype=dtype), random(70, dtype=dtype, seed=1)
+    expected = kernels(instruction_set).add_norm(x.clone(), None, weight, 1e-5, 1.0)
+    address = x.data_ptr()
+    library.lorikeet_add_norm(address, None, weight.data_ptr(), address, 5, 70, 1e-5, 1.0, x.element_size(), 2)
+    assert torch.equal(x, expected)
 
 
 class Heads:
     """Random queries, keys and values of some rows, and where they go."""
 
     def __init__(
-        self, rows: int, heads: int, kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype, seed: int
+        self, rows: int, heads: int, kv_heads: int, head_dim: int, norms: str, pairs: str, dtype: torch.dtype, seed: int
     ) -> None:
         self.kv_heads, self.head_dim = kv_heads, head_dim
         self.qkv = random(rows, (heads + 2 * kv_heads) * head_dim, dtype=dtype, seed=4 * seed)
-        angle = random(rows, head_dim, dtype=torch.float32, seed=4 * seed + 1) * 3
+        dims = max(2, head_dim // 4 * 2) if "partial" in pairs else head_dim
+        angle = random(rows, head_dim // 2, dtype=torch.float32, seed=4 * seed + 1) * 3
+        angle[:, dims // 2 :] = 0
+        angle = angle.repeat(1, 2)
+        self.pairs = RotaryPairs(dims, "neighbours" in pairs)
         self.cos, self.sin = angle.cos().to(dtype), angle.sin().to(dtype)
-        weights = (random(head_dim, dtype=dtype, seed=4 * seed + i) for i in (2, 3))
-        self.norms = HeadNorms(*weights, 1e-5) if normed else None
+        sizes = (heads * head_dim, kv_heads * head_dim) if "whole" in norms else (head_dim, head_dim)
+        weights = (random(size, dtype=dtype, seed=4 * seed + i) for i, size in zip((2, 3), sizes, strict=True))
+        self.norms = HeadNorms(*weights, 1e-5, float("offset" in norms), "whole" in norms) if norms else None
         none = torch.zeros(0, dtype=torch.int64)
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(4))
         self.batch = Batch(none, none, order // 4, order % 4, none, none, none, none)
@@ -87,24 +109,24 @@ class Heads:
         arena = torch.zeros(blocks, 2 * 2 * 4 * self.kv_heads * self.head_dim, dtype=dtype)
         kv = kv_view(arena, 2, 4, self.kv_heads, self.head_dim)
         qkv = self.qkv.to(dtype, copy=True)
-        norms = self.norms and HeadNorms(self.norms.q.to(dtype), self.norms.k.to(dtype), self.norms.eps)
-        backend.rotary_store(qkv, self.cos.to(dtype), self.sin.to(dtype), kv[1], self.batch, norms)
+        norms = self.norms and self.norms._replace(q=self.norms.q.to(dtype), k=self.norms.k.to(dtype))
+        backend.rotary_store(qkv, self.cos.to(dtype), self.sin.to(dtype), kv[1], self.batch, norms, self.pairs)
         return qkv[:, : qkv.shape[1] - 2 * self.kv_heads * self.head_dim], arena
 
 
 @pytest.mark.slow
 @instruction_sets
 @given(
-    rows, st.integers(1, 4), st.integers(1, 3), st.one_of(st.integers(1, 20), st.sampled_from([32, 64])), st.booleans(),
-    dtypes,
+    rows, st.integers(1, 4), st.integers(1, 3), st.one_of(st.integers(1, 20), st.sampled_from([32, 64])), head_norms,
+    kinds_of_pairs, dtypes,
 )  # fmt: skip
 def test_rotary_store(
-    instruction_set: str, rows: int, group: int, kv_heads: int, half: int, normed: bool, dtype: torch.dtype
+    instruction_set: str, rows: int, group: int, kv_heads: int, half: int, norms: str, pairs: str, dtype: torch.dtype
 ) -> None:
     native = kernels(instruction_set)
 
     def draw(seed: int, part: int) -> tuple[Tensor, Tensor, Tensor]:
-        heads = Heads(rows, group * kv_heads, kv_heads, 2 * half, normed, dtype, seed)
+        heads = Heads(rows, group * kv_heads, kv_heads, 2 * half, norms, pairs, dtype, seed)
         found = heads.run(native, dtype)  # type: ignore[arg-type]
         return found[part], heads.run(REFERENCE, dtype)[part], heads.run(_ExactNorms(), torch.float64)[part]
 
@@ -115,12 +137,10 @@ def test_rotary_store(
 class _ExactNorms(ReferenceKernels):
     """The reference in fp64, its norms too."""
 
-    def rotary_store(self, qkv, cos, sin, kv, batch, norms) -> None:  # type: ignore[no-untyped-def]
+    def rotary_store(self, qkv, cos, sin, kv, batch, norms, pairs) -> None:  # type: ignore[no-untyped-def]
         if norms is not None:
-            heads = qkv.unflatten(-1, (-1, kv.shape[-1]))
-            normed = heads.shape[1] - kv.shape[-2]
-            wide = heads[:, :normed] / (heads[:, :normed].square().mean(-1, keepdim=True) + norms.eps).sqrt()
-            queries = normed - kv.shape[-2]
-            heads[:, :queries] = wide[:, :queries] * norms.q
-            heads[:, queries:normed] = wide[:, queries:] * norms.k
-        super().rotary_store(qkv, cos, sin, kv, batch, None)
+            for heads, weight in zip(split_heads(qkv, kv)[:2], (norms.q, norms.k), strict=True):
+                x = heads.flatten(1) if norms.is_whole else heads
+                normed = x / (x.square().mean(-1, keepdim=True) + norms.eps).sqrt() * (weight + norms.offset)
+                heads[:] = normed.view(heads.shape)
+        super().rotary_store(qkv, cos, sin, kv, batch, None, pairs)

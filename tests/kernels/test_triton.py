@@ -44,7 +44,14 @@ from tests.kernels import test_quantized as quantized
 from tests.kernels.choices import check_chosen
 from tests.kernels.exactness import check_error
 from tests.kernels.test_native_choose import parameters
-from tests.kernels.test_native_elementwise import REFERENCE, Heads, _ExactNorms, random
+from tests.kernels.test_native_elementwise import (
+    REFERENCE,
+    Heads,
+    _ExactNorms,
+    head_norms,
+    kinds_of_pairs,
+    random,
+)
 from tests.support.interpreter import round_to_nearest, spare_needless_work
 from tests.support.on_gpu import triton_kernels
 from tests.support.step_counts import examples
@@ -59,31 +66,34 @@ rows = st.integers(1, 9)
 
 
 @FEW
-@given(rows, st.one_of(st.integers(1, 70), st.just(576)), st.booleans(), dtypes)
-def test_add_norm(rows: int, hidden: int, added: bool, dtype: torch.dtype) -> None:
+@given(rows, st.one_of(st.integers(1, 70), st.just(576)), st.booleans(), st.sampled_from([0.0, 1.0]), dtypes)
+def test_add_norm(rows: int, hidden: int, added: bool, offset: float, dtype: torch.dtype) -> None:
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = random(rows, hidden, dtype=dtype, seed=3 * seed), random(hidden, dtype=dtype, seed=3 * seed + 1)
         delta = random(rows, hidden, dtype=dtype, seed=3 * seed + 2) if added else None
         own, by_torch = x.clone(), x.clone()
         found, torchs = (
-            backend.add_norm(each, delta, weight, 1e-5) for backend, each in ((TRITON, own), (REFERENCE, by_torch))
+            backend.add_norm(each, delta, weight, 1e-5, offset)
+            for backend, each in ((TRITON, own), (REFERENCE, by_torch))
         )
         assert torch.equal(own, by_torch)
         wide = by_torch.double()
-        return found, torchs, wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return found, torchs, normed * (weight.double() + offset)
 
     check_error("triton add_norm", draw)
 
 
 @pytest.mark.slow
 @FEW
-@given(rows, st.one_of(st.integers(1, 70), st.just(1536)), dtypes)
-def test_silu_mul(rows: int, columns: int, dtype: torch.dtype) -> None:
+@given(rows, st.one_of(st.integers(1, 70), st.just(1536)), st.sampled_from(["silu_mul", "gelu_mul"]), dtypes)
+def test_gates(rows: int, columns: int, gate: str, dtype: torch.dtype) -> None:
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
         gate_up = random(rows, 2 * columns, dtype=dtype, seed=seed) * 4
-        return TRITON.silu_mul(gate_up), REFERENCE.silu_mul(gate_up), REFERENCE.silu_mul(gate_up.double())
+        by_torch = getattr(REFERENCE, gate)
+        return getattr(TRITON, gate)(gate_up), by_torch(gate_up), by_torch(gate_up.double())
 
-    check_error("triton silu_mul", draw)
+    check_error(f"triton {gate}", draw)
 
 
 @FEW
@@ -106,13 +116,15 @@ def test_a_product_with_a_quantised_weight(
 @pytest.mark.slow
 @FEW
 @given(
-    rows, st.integers(1, 4), st.integers(1, 3), st.one_of(st.integers(1, 20), st.sampled_from([32, 64])), st.booleans(),
-    dtypes,
+    rows, st.integers(1, 4), st.integers(1, 3), st.one_of(st.integers(1, 20), st.sampled_from([32, 64])), head_norms,
+    kinds_of_pairs, dtypes,
 )  # fmt: skip
-def test_rotary_store(rows: int, group: int, kv_heads: int, half: int, normed: bool, dtype: torch.dtype) -> None:
+def test_rotary_store(
+    rows: int, group: int, kv_heads: int, half: int, norms: str, pairs: str, dtype: torch.dtype
+) -> None:
     @cache  # of both parts
     def run(seed: int) -> list[tuple[Tensor, Tensor]]:
-        heads = Heads(rows, group * kv_heads, kv_heads, 2 * half, normed, dtype, seed)
+        heads = Heads(rows, group * kv_heads, kv_heads, 2 * half, norms, pairs, dtype, seed)
         found = heads.run(TRITON, dtype)  # type: ignore[arg-type]
         return [found, heads.run(REFERENCE, dtype), heads.run(_ExactNorms(), torch.float64)]
 
@@ -138,7 +150,8 @@ class Paged(attention.Case):
         arena = torch.stack((torch.full_like(self.kv, torch.nan), self.kv), dim=1)
         qkv = torch.cat((self.q, self.q[:, : (2 * shape.kv_heads - 2) * shape.head_dim]), dim=1)
         batch = self.batch(of_a_graph=of_a_graph)
-        return TRITON.attention(qkv, arena[:, 1], batch, shape.head_dim**-0.5, shape.window or None)
+        scale, window = shape.head_dim**-0.5, shape.window or None
+        return TRITON.attention(qkv, arena[:, 1], batch, scale, window, shape.softcap)
 
 
 def check_attention(name: str, shape: attention.Shape, dtype: torch.dtype, *, of_a_graph: bool = False) -> None:
@@ -175,6 +188,7 @@ def shapes(draw: st.DrawFn) -> attention.Shape:
         head_dim=draw(st.sampled_from([16, 32, 64, 80, 128, 7])),
         block_size=draw(st.sampled_from([1, 5, 16, 64])),
         window=draw(st.sampled_from([0, 0, 1, 17, 100])),
+        softcap=draw(st.sampled_from([0.0, 1.5])),
     )
 
 

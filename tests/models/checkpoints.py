@@ -7,9 +7,17 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -26,6 +34,17 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
+}
+
+_GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 6,
+    "tie_word_embeddings": True,
+}
+_TWO_ROPES: dict[str, Any] = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
 }
 
 VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
@@ -75,6 +94,31 @@ VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         },
     ),
     "smollm3": (SmolLM3Config, {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "gemma": (GemmaConfig, {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": (Gemma2Config, {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {**_GEMMA, "num_hidden_layers": 4, "sliding_window_pattern": 2, "rope_parameters": _TWO_ROPES},
+    ),
+    "olmo2": (Olmo2Config, {"pad_token_id": 0}),
+    "olmo3": (Olmo3Config, {"pad_token_id": 0, "sliding_window": 5, "num_hidden_layers": 4}),
+    "phi3": (Phi3Config, {"pad_token_id": 0, "sliding_window": 7}),
+    "phi3-partial": (Phi3Config, {"pad_token_id": 0, "head_dim": 16, "partial_rotary_factor": 0.75}),
+    "phi3-longrope": (
+        Phi3Config,
+        {
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+            },
+        },
+    ),
+    "glm": (GlmConfig, {"pad_token_id": 0, "head_dim": 16}),
+    "glm4": (Glm4Config, {"pad_token_id": 0, "head_dim": 16, "attention_bias": True}),
     "qwen3-biases": (Qwen3Config, {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
 }
 """Every feature that a checkpoint can ask for, at least once."""

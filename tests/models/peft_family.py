@@ -1,22 +1,13 @@
 """Adapters of every kind that PEFT saves and that are served: how to make a random one over a base."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import (
-    HRAConfig,
-    IA3Config,
-    LoHaConfig,
-    LoKrConfig,
-    LoraConfig,
-    OFTConfig,
-    PeftModel,
-    VBLoRAConfig,
-    VeraConfig,
-    get_peft_model,
-)
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from transformers import PreTrainedModel
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]
@@ -55,9 +46,15 @@ def lora(**options: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "lora_alpha": 6, "init_lora_weights": False, **options})
 
 
-def ia3(**options: Any) -> IA3Config:
+def of_type(name: str, **options: Any) -> PeftConfig:
+    """A config of one of PEFT's types."""
+    config: PeftConfig = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(name)](**options)
+    return config
+
+
+def ia3(**options: Any) -> PeftConfig:
     """An IA³ config."""
-    return IA3Config(**options)
+    return of_type("IA3", **options)
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -82,10 +79,12 @@ LLAMA_LIKE: dict[str, Callable[[], Any]] = {
     "IA3 on all, scaling the input of o": lambda: ia3(
         target_modules=LINEAR, feedforward_modules=["o_proj"], modules_to_save=["norm"]
     ),
+    "tuned norms": lambda: of_type("LN_TUNING", target_modules=["input_layernorm", "post_attention_layernorm", "norm"]),
+    "trained tokens alone": lambda: of_type("TRAINABLE_TOKENS", token_indices=[3, 7, 11, 40]),
 }
 """Over bases with Llama's names."""
 SAMPLE = ("LoRA", "DoRA with biases", "LoRA with biases", "whole norms", "whole linear layers", "trained tokens",
-          "LoRA on the vocabulary", "IA3")  # fmt: skip
+          "LoRA on the vocabulary", "IA3", "tuned norms", "trained tokens alone")  # fmt: skip
 """Some of them."""
 
 GPT2_LINEAR = ["c_attn", "c_proj", "c_fc"]
@@ -101,17 +100,48 @@ GPT2_LIKE: dict[str, Callable[[], Any]] = {
         target_modules=["c_fc"], fan_in_fan_out=True, trainable_token_indices={"wte": [3, 7, 11, 40]}
     ),
     "IA3": lambda: ia3(target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"]),
+    "tuned norms": lambda: of_type("LN_TUNING", target_modules=["ln_1", "ln_2", "ln_f"]),
+    "trained tokens alone": lambda: of_type("TRAINABLE_TOKENS", target_modules=["wte"], token_indices=[3, 7, 11, 40]),
 }
 """Over GPT-2, whose linear layers are transposed."""
 
 CONVERTED: dict[str, Callable[[], Any]] = {
-    "LoHa": lambda: LoHaConfig(r=2, alpha=4, target_modules=ATTENTION),
-    "LoKr": lambda: LoKrConfig(r=2, alpha=4, target_modules=ATTENTION),
-    "OFT": lambda: OFTConfig(r=0, oft_block_size=8, target_modules=ATTENTION),
-    "HRA": lambda: HRAConfig(r=4, target_modules=ATTENTION),
-    "VeRA": lambda: VeraConfig(r=4, target_modules=["q_proj"]),
-    "VB-LoRA": lambda: VBLoRAConfig(r=4, target_modules=["q_proj"], num_vectors=16, vector_length=16),
     "PiSSA": lambda: lora(target_modules=ATTENTION, init_lora_weights="pissa"),
     "OLoRA": lambda: lora(target_modules=ATTENTION, init_lora_weights="olora"),
+    **{
+        name: partial(of_type, name, **{"target_modules": ATTENTION, **options})
+        for name, options in {
+            "ADALORA": {"init_r": 4, "target_r": 2, "total_step": 10},
+            "ADAMSS": {"r": 4, "num_subspaces": 2},
+            "BEFT": {},
+            "BOFT": {"boft_block_size": 8},
+            "C3A": {"block_size": 8},
+            "DEFT": {"r": 4},
+            "DELORA": {"r": 4},
+            "FOURIERFT": {"n_frequency": 40},
+            "FROD": {"target_modules": ["q_proj"]},
+            "GLORA": {"r": 4},
+            "GRALORA": {"r": 4},
+            "HIRA": {"r": 4},
+            "HRA": {"r": 4},
+            "LOHA": {"r": 2, "alpha": 4},
+            "LOKR": {"r": 2, "alpha": 4},
+            "MISS": {"r": 4},
+            "OFT": {"r": 0, "oft_block_size": 8},
+            "OSF": {"effective_rank": 0.9},
+            "PEANUT": {"r": 4},
+            "PSOFT": {"r": 4},
+            "PVERA": {"r": 4, "target_modules": ["q_proj"]},
+            "RANDLORA": {"r": 4, "target_modules": ["q_proj"]},
+            "ROAD": {"group_size": 8},
+            "SHIRA": {"r": 4},
+            "SUPERTUNING": {"sparsity": 0.9},
+            "TINYLORA": {},
+            "UNILORA": {"r": 4},
+            "VBLORA": {"r": 4, "target_modules": ["q_proj"], "num_vectors": 16, "vector_length": 16},
+            "VERA": {"r": 4, "target_modules": ["q_proj"]},
+            "WAVEFT": {"n_frequency": 40},
+        }.items()
+    },
 }
-"""Types that are converted to LoRA, over bases with Llama's names."""
+"""Types that are converted to LoRA, and initialisations of LoRA that are, over bases with Llama's names."""

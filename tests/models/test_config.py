@@ -43,25 +43,25 @@ def test_old_and_new_spellings_mean_the_same(tmp_path: Path) -> None:
     old = config_of(tmp_path, rope_theta=5e5, rope_scaling=scaling, torch_dtype="float16")
     new = config_of(tmp_path, rope_parameters={**scaling, "rope_theta": 5e5}, torch_dtype=None, dtype="float16")
     assert old == new
-    assert old.rope == RopeScaling(5e5, "llama3", 8.0, 128, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert old.ropes[0] == RopeScaling(5e5, "llama3", 8.0, 128, low_freq_factor=1.0, high_freq_factor=4.0)
     assert old.dtype == "float16"
 
 
 def test_the_oldest_spelling_of_linear_scaling_is_understood(tmp_path: Path) -> None:
     config = config_of(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
-    assert config.rope == RopeScaling(10_000.0, "linear", 2.0)
+    assert config.ropes[0] == RopeScaling(10_000.0, "linear", 2.0)
 
 
 def test_what_both_spellings_say_alike_is_understood(tmp_path: Path) -> None:
     both = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
     both |= {"rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert config_of(tmp_path, **both).rope == RopeScaling(5e5, "linear", 2.0)
+    assert config_of(tmp_path, **both).ropes[0] == RopeScaling(5e5, "linear", 2.0)
 
 
 def test_a_context_before_scaling_may_stand_beside_the_scaling(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0}
     config = config_of(tmp_path, rope_scaling=scaling, original_max_position_embeddings=128)
-    assert (config.rope.original_tokens, config.context_tokens) == (128, 512)
+    assert (config.ropes[0].original_tokens, config.context_tokens) == (128, 512)
 
 
 def test_yarn_lengthens_the_context_by_its_factor(tmp_path: Path) -> None:
@@ -118,6 +118,34 @@ def test_each_architecture_has_its_own_rule_for_windows(
     assert config_of(tmp_path, **changes).windows == windows
 
 
+GEMMA_3: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 16}
+
+
+def test_old_and_new_spellings_of_two_rotary_embeddings_mean_the_same(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = config_of(tmp_path, **GEMMA_3, rope_theta=1e6, rope_local_base_freq=1e4, rope_scaling=scaling)
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    by_type = {"full_attention": {**scaling, "rope_theta": 1e6}, "sliding_attention": local}
+    assert old == config_of(tmp_path, **GEMMA_3, rope_parameters=by_type)
+    assert old == config_of(tmp_path, **GEMMA_3, rope_scaling=scaling)  # the others are Gemma 3's defaults
+    assert old.ropes == (RopeScaling(1e6, "linear", 8.0), RopeScaling(1e4))
+    assert old.rotations == (1, 1, 1, 1, 1, 0)
+    assert old.windows == (16,) * 5 + (None,)
+
+
+def test_the_decoder_of_a_vision_model_has_its_own_section_and_defaults(tmp_path: Path) -> None:
+    """As in the published config of Gemma 3 4B, which leaves most keys out."""
+    inner = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    inner |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = read_model_config(tmp_path)
+    assert (config.heads, config.kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262_208)
+    assert (config.tie_word_embeddings, config.dtype, config.context_tokens) == (True, "bfloat16", 131_072)
+    assert (config.norm_offset, config.activation, config.embedding_scale) == (1.0, "gelu_pytorch_tanh", 2560**0.5)
+    assert config.windows.count(None) == 5
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -126,7 +154,7 @@ def test_each_architecture_has_its_own_rule_for_windows(
         ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config: quant_method"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling: 'dynamic'"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: 'longrope'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters: short_factor: must be a list"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor: is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": "64"}, "hidden_size: must be a number"),
@@ -147,6 +175,12 @@ def test_each_architecture_has_its_own_rule_for_windows(
             "original_max_position_embeddings: is 128 here and 256 in rope_scaling",
         ),
         ({"attention_bias": "yes"}, "attention_bias: must be true or false"),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}},
+            "rope_scaling: needs 4 factors, not 3",
+        ),
+        ({"architectures": ["GemmaForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config: is missing"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         (
             {

@@ -55,6 +55,19 @@ def test_logits_agree_with_transformers_in_prefill_chunks_and_decode(variant: st
     assert_close(torch.cat(stepped), expected)
 
 
+def test_an_embedding_for_long_sequences_is_that_of_the_longest_ones(tmp_path: Path) -> None:
+    """Phi-3's; transformers takes the factors that belong to the length of a sequence."""
+    model = make_checkpoint(tmp_path, "phi3-longrope")
+    config = read_model_config(tmp_path)
+    prompt = tokens(70, seed=1)
+    for longest_tokens, length in ((64, 60), (65, 70)):
+        chosen = config.for_lengths(longest_tokens)
+        decoder = Decoder(chosen, load_weights(tmp_path, chosen, torch.float32), ReferenceKernels(), SingleRankGroup())
+        arena = Arena.make(chosen)
+        logits = decoder.forward(arena.batch([("a", prompt[:length])]), arena.kv)
+        assert_close(logits, oracle_logits(model, prompt[:length]))
+
+
 @pytest.mark.parametrize("variant", ["llama-tied", "mistral-window", "qwen3"])
 def test_sequences_in_all_phases_share_a_step_without_touching_each_other(variant: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, variant)

@@ -45,7 +45,7 @@ def test_config_and_card_say_what_the_model_is(default_model_cache: Path) -> Non
     folder = prepare_default_model(default_model_cache)
     config = read_model_config(folder)
     assert (config.layers, config.heads, config.kv_heads, config.context_tokens) == (30, 9, 3, 8192)
-    assert (config.dtype, config.rope.theta, config.eos_token_ids) == ("bfloat16", 1e5, (2,))
+    assert (config.dtype, config.ropes[0].theta, config.eos_token_ids) == ("bfloat16", 1e5, (2,))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert (settings["bos_token"], settings["eos_token"]) == ("<|im_start|>", "<|im_end|>")
     card = (folder / "README.md").read_text()

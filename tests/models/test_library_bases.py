@@ -22,12 +22,14 @@ from lorikeet.adapters.store import reference
 from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import Finished
+from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.messages import StepOutputs
 from lorikeet.core.plan import PromptToken, Token
 from lorikeet.core.request import Request, RequestId, SamplingParams
 from lorikeet.engine.build import build_replica
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.memory.packing import pack
+from lorikeet.models.config import ARCHITECTURES, read_model_config
 from lorikeet.models.transformers_attention import UnsupportedAttention
 from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 from tests.models.library_bases import VOCABULARY, NotTried, decoders, make_base, random_ids, row
@@ -39,6 +41,13 @@ MAX_MODEL_LEN = 64
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 
 KINDS = sorted(decoders()) if sampling.runs_all else sorted(SAMPLE)
+OWN_SAMPLE = ("gemma2", "gemma3", "glm4", "olmo3", "phi3")
+"""Soft caps and norms around; a vision model; neighbours rotated; norms after; fused layers."""
+OWN_KINDS = sorted(
+    kind
+    for kind, model in decoders().items()
+    if model.__name__ in ARCHITECTURES and (sampling.runs_all or kind in OWN_SAMPLE)
+)
 
 
 def make_peft_adapter(model: PreTrainedModel, folder: Path, **options: Any) -> PeftModel:
@@ -69,10 +78,10 @@ def linear_layers(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in below if type(module) in kinds and module is not output]
 
 
-def settings_of(folder: Path, **engine: Any) -> Settings:
+def settings_of(folder: Path, model_impl: str = "transformers", **engine: Any) -> Settings:
     """fp32, blocks of four tokens, steps of at most 16 tokens."""
     small = {"block_size": 4, "host_memory_bytes": 0, "threads": 1, "max_num_batched_tokens": 16, "max_num_seqs": 8}
-    model = ModelSettings(str(folder), dtype="float32", max_model_len=MAX_MODEL_LEN, model_impl="transformers")
+    model = ModelSettings(str(folder), dtype="float32", max_model_len=MAX_MODEL_LEN, model_impl=model_impl)
     return Settings(model, EngineSettings(**{**small, **engine}), AdapterSettings())
 
 
@@ -157,7 +166,15 @@ def log_probabilities(model: PeftModel, token_ids: list[int], *, adapted: bool) 
             return model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
 
 
-def serve_as_peft(folder: Path, kind: str, **options: Any) -> float:
+def geometry_of(folder: Path, model_impl: str) -> ModelGeometry:
+    """Return the geometry of a base in fp32, by what computes it."""
+    if model_impl == "lorikeet":
+        return read_model_config(folder).geometry(4)
+    kernels = choose_kernels("auto", torch.float32, torch.device("cpu"))
+    return TransformersDecoder(load_model(folder, torch.float32, torch.device("cpu")), kernels, MAX_MODEL_LEN).geometry
+
+
+def serve_as_peft(folder: Path, kind: str, model_impl: str = "transformers", **options: Any) -> float:
     """Serve a tiny base and an adapter; return the largest difference of a log probability from PEFT's.
 
     Raises:
@@ -166,10 +183,7 @@ def serve_as_peft(folder: Path, kind: str, **options: Any) -> float:
     base = make_base(folder / "base", kind)
     peft = make_peft_adapter(base, folder / "adapter", **options)
     long = random_ids(37, 1)
-    kernels = choose_kernels("auto", torch.float32, torch.device("cpu"))
-    geometry = TransformersDecoder(
-        load_model(folder / "base", torch.float32, torch.device("cpu")), kernels, MAX_MODEL_LEN
-    ).geometry
+    geometry = geometry_of(folder / "base", model_impl)
     ref = reference("adapter", folder / "adapter", geometry)
     first = [
         request("scored", long, ref, 4, prompt_logprobs=0),
@@ -184,7 +198,7 @@ def serve_as_peft(folder: Path, kind: str, **options: Any) -> float:
     sequences = spare_blocks // 13 + 2  # of 50 tokens each
     crowd = [request(f"r{i}", random_ids(20, i), ref if i % 2 else None, 30) for i in range(sequences)]
     memory_bytes = least_blocks * geometry.block_bytes(4)
-    settings = settings_of(folder / "base", memory_bytes=memory_bytes, max_num_seqs=sequences)
+    settings = settings_of(folder / "base", model_impl, memory_bytes=memory_bytes, max_num_seqs=sequences)
     outcome = run(settings, [first, again, crowd])
     assert sorted(outcome.prompts["scored"]) == list(range(1, len(long)))
     assert outcome.cached_tokens >= 28, "no prefix came from the cache"
@@ -203,3 +217,9 @@ def test_answers_with_an_adapter_on_all_linear_layers_equal_peft(kind: str, tmp_
     finally:
         gc.collect()
     assert row(kind, reason) in PAGE.read_text().splitlines(), "run docs/make_models.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OWN_KINDS)
+def test_the_own_decoder_equals_peft_too(kind: str, tmp_path: Path) -> None:
+    assert serve_as_peft(tmp_path, kind, "lorikeet") < 1e-4

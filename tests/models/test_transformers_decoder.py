@@ -18,7 +18,7 @@ from lorikeet.models.config import ModelConfigError, read_model_config, wants_ow
 from lorikeet.models.default import NAME
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.models.transformers_attention import Mask, UnsupportedAttention, window_of
-from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
+from lorikeet.models.transformers_decoder import TransformersDecoder, _check_batch, load_model
 from lorikeet.models.transformers_modules import replaceable_weights
 from lorikeet.worker.rank_setup import load_rank
 from tests.models.checkpoints import make_checkpoint
@@ -74,33 +74,55 @@ def test_what_attention_over_blocks_cannot_compute_is_refused(tmp_path: Path, ki
 
 def test_the_own_decoder_is_chosen_where_it_supports_the_model(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "llama", "llama")
-    make_base(tmp_path / "phi3", "phi3")
+    make_base(tmp_path / "starcoder2", "starcoder2")
     assert wants_own_decoder(tmp_path / "llama", "auto")
     assert not wants_own_decoder(tmp_path / "llama", "transformers")
-    assert not wants_own_decoder(tmp_path / "phi3", "auto")
-    with pytest.raises(ModelConfigError, match="architectures: \\['Phi3ForCausalLM'\\] is not one of"):
-        wants_own_decoder(tmp_path / "phi3", "lorikeet")
+    assert not wants_own_decoder(tmp_path / "starcoder2", "auto")
+    with pytest.raises(ModelConfigError, match="architectures: \\['Starcoder2ForCausalLM'\\] is not one of"):
+        wants_own_decoder(tmp_path / "starcoder2", "lorikeet")
     make_checkpoint(tmp_path / "gelu", "llama", hidden_act="gelu")
     assert not wants_own_decoder(tmp_path / "gelu", "auto")
 
 
-def settings(folder: Path, model_impl: str = "auto", **engine: Any) -> Settings:
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe"])
+def test_any_base_is_quantised_on_load(tmp_path: Path, kind: str) -> None:
+    """Conv1D; experts. What the decoder computes is compared with the dequantised weights when it is made."""
+    make_base(tmp_path, kind)
+    plain, wanted = settings(tmp_path), settings(tmp_path, quantization="int8")
+    one, other = (load_rank(each, tmp_path, SingleRankGroup()) for each in (plain, wanted))
+    assert other.weights == "int8 in groups of 32, quantised from float32"
+    assert one.weights == ""
+    ids = torch.arange(3, 9)
+    logits = []
+    for each in (one, other):
+        arena = torch.zeros(4, each.geometry.block_elements(4))
+        kv = each.decoder.view_kv(arena, 4)
+        logits.append(each.decoder.forward(_check_batch(ids, [(0, 6, [1, 2])], 4), kv))
+    change = (logits[1] - logits[0]).norm() / logits[0].norm()
+    assert 1e-4 < change < 0.2
+    with pytest.raises(ValueError, match=r"quantization: fp8 is not what .* has: it is not quantised"):
+        load_rank(settings(tmp_path, quantization="fp8"), tmp_path, SingleRankGroup())
+
+
+def settings(folder: Path, model_impl: str = "auto", quantization: str = "auto", **engine: Any) -> Settings:
     small = {"block_size": 4, "memory_bytes": 32 * 2**20, "host_memory_bytes": 0, "threads": 1, **engine}
-    model = ModelSettings(str(folder), dtype="float32", model_impl=model_impl, max_model_len=64)
+    model = ModelSettings(
+        str(folder), dtype="float32", model_impl=model_impl, max_model_len=64, quantization=quantization
+    )
     return Settings(model, EngineSettings(**small), AdapterSettings())
 
 
 def test_several_ranks_are_refused(tmp_path: Path) -> None:
-    make_base(tmp_path, "phi3")
-    with pytest.raises(ModelConfigError, match="Phi3ForCausalLM runs by transformers' modules, which are not split"):
+    make_base(tmp_path, "starcoder2")
+    with pytest.raises(ModelConfigError, match="Starcoder2ForCausalLM runs by transformers' modules, which are not"):
         load_rank(settings(tmp_path, tensor_parallel=2), tmp_path, SingleRankGroup())
 
 
 def test_a_preset_that_merges_runs_unmerged_and_says_so(tmp_path: Path) -> None:
-    make_base(tmp_path, "phi3")
+    make_base(tmp_path, "starcoder2")
     replica = build_replica(settings(tmp_path, preset="dlora"))
     replica.engine.close()
-    assert replica.notes[0] == "Phi3ForCausalLM runs by transformers 5.23.0, in float32"
+    assert replica.notes[0] == "Starcoder2ForCausalLM runs by transformers 5.23.0, in float32"
     assert any("none is merged" in note for note in replica.notes)
 
 

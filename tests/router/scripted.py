@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
+from lorikeet.router.proxied_request import FORWARDED
 from tests.support.quick_server import QuickServer
 
 
@@ -53,6 +54,7 @@ class ScriptedBackend:
         lists: whether it lists the adapters that it has.
         health: status of ``/health``.
         key: without which it does not tell its models; None for none.
+        stored: ids of answers of other routes.
         allows: whose web pages it says may use it; None for nobody.
         streaming: answers under way.
         hung_up: clients that left before the end.
@@ -85,6 +87,7 @@ class ScriptedBackend:
         self.health = 200
         self.key: str | None = None
         self.allows: str | None = None
+        self.stored: set[str] = set()
         self.streaming = self.hung_up = 0
         self.port = 0
         self._server: QuickServer | None = None
@@ -129,7 +132,44 @@ class ScriptedBackend:
         app.add_api_route("/v1/unload_lora_adapter", self._unload, methods=["POST"])
         app.add_api_route("/v1/completions", self._complete, methods=["POST"])
         app.add_api_route("/v1/chat/completions", self._complete, methods=["POST"])
+        for path in FORWARDED:
+            if not path.endswith("completions") and path != "/tokenize":
+                app.add_api_route(path, self._answer, methods=["POST"])
+        for path in ("/v1/responses/{id}", "/v1/responses/{id}/cancel", "/v1/responses/{id}/input_items"):
+            app.add_api_route(path, self._stored, methods=["GET", "POST", "DELETE"])
         return app
+
+    async def _answer(self, http: Request) -> Response:
+        """Answer any route in its own words; a stream has three named events, and breaks after ``dies_after``."""
+        body = await http.json()
+        self.bodies.append(body)
+        self.keys.append(http.headers.get("authorization"))
+        if body["model"] != "base" and body["model"] not in self.adapters:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        if (previous := body.get("previous_response_id")) and previous not in self.stored:
+            return _error(404, f"{previous} is not here")
+        answer = {"id": f"resp_{self.name}_{len(self.bodies)}", "from": self.name, "path": http.url.path}
+        self.stored.add(answer["id"])
+        if not body.get("stream"):
+            return JSONResponse({**answer, "model": body["model"], "usage": {"input_tokens": 3}})
+        kind = "message" if http.url.path == "/v1/messages" else "response"
+        last = "message_stop" if kind == "message" else "response.completed"
+        dies_after = self.dies_after
+
+        async def events() -> AsyncIterator[bytes]:
+            for at, name in enumerate((f"{kind}.created", f"{kind}.delta", last)):
+                if at == dies_after:
+                    raise ConnectionAbortedError
+                yield f"event: {name}\ndata: {json.dumps({'type': name, 'response': answer})}\n\n".encode()
+                await asyncio.sleep(0)
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def _stored(self, http: Request) -> Response:
+        if http.path_params["id"] not in self.stored:
+            return _error(404, "not here")
+        asked = f"{http.method} {http.url.path}?{http.url.query}".rstrip("?")
+        return JSONResponse({"from": self.name, "asked": asked}, headers={"X-Own": "1"})
 
     async def _health(self) -> Response:
         return Response(status_code=self.health)

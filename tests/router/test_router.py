@@ -360,10 +360,10 @@ async def test_a_backend_that_has_lost_an_adapter_and_cannot_load_it_again_is_av
 async def test_what_is_no_json_is_refused_and_so_are_other_routes(start: Start) -> None:
     async with start() as routing:
         assert (await routing.http.post(COMPLETIONS, content=b"{")).status_code == 400
-        for method, path in (("POST", "/v1/embeddings"), ("GET", "/"), ("POST", "/v1/models")):
+        for method, path in (("POST", "/v1/batches"), ("GET", "/"), ("POST", "/v1/models")):
             reply = await routing.http.request(method, path)
             assert reply.status_code == 404
-            assert "is not proxied" in reply.json()["error"]["message"]
+            assert "is not forwarded" in reply.json()["error"]["message"]
             assert "/v1/load_lora_adapter" in reply.json()["error"]["message"]
 
 

@@ -154,7 +154,7 @@ class Driver:
     def blocks_of(self, adapter: AdapterRef) -> int:
         """Blocks that an adapter takes."""
         geometry = self.sizes.local_geometry
-        return pack(adapter.ranks, geometry, geometry.block_elements(BLOCK_TOKENS)).blocks
+        return pack(adapter.ranks, geometry, geometry.block_elements(BLOCK_TOKENS), adapter.extras).blocks
 
     def held_blocks(self) -> tuple[BlockId, ...]:
         """Device blocks that hold an adapter or KV."""

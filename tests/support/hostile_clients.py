@@ -583,7 +583,7 @@ def growth(samples: Sequence[tuple[float, int, int]]) -> str:
 def _kill_engine(server: RunningServer) -> int:
     for child in psutil.Process(server.process.pid).children(recursive=True):
         with suppress(psutil.Error):
-            if "lorikeet.engine.process" in child.cmdline():
+            if "lorikeet.engine" in child.cmdline():
                 child.send_signal(signal.SIGKILL)
                 return 1
     return 0

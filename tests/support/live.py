@@ -81,7 +81,7 @@ def engine_processes() -> set[int]:
     found = set()
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it has ended, though its parent may not have asked for its code yet
-            if "lorikeet.engine.process" in child.cmdline():
+            if "lorikeet.engine" in child.cmdline():
                 found.add(child.pid)
     return found
 

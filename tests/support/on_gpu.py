@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.geometry import LORA_MODULES
-from lorikeet.kernels.base import Batch, HeadNorms, LoraBatch, LoraDelta, LoraWeights, SamplingTensors, Weight
+from lorikeet.kernels.base import (
+    Batch,
+    HeadNorms,
+    LoraBatch,
+    LoraDelta,
+    LoraWeights,
+    RotaryPairs,
+    SamplingTensors,
+    Weight,
+)
 from lorikeet.kernels.gpu.kernels import TritonKernels
 from lorikeet.kernels.gpu.launch import INTERPRETED
 from lorikeet.kernels.quantized import QuantizedWeight
@@ -25,31 +34,44 @@ class OnGpu(TritonKernels):
             delta = delta._replace(lora=_lora_there(delta.lora))
         return super().linear(_there(x), weight.to(GPU), None if bias is None else bias.to(GPU), delta).cpu()
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Compute on the GPU."""
         own = x.to(GPU)
-        found = super().add_norm(own, None if delta is None else delta.to(GPU), weight.to(GPU), eps)
+        found = super().add_norm(own, None if delta is None else delta.to(GPU), weight.to(GPU), eps, offset)
         x.copy_(own)
         return found.cpu()
 
     def rotary_store(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        batch: Batch,
+        norms: HeadNorms | None,
+        pairs: RotaryPairs | None = None,
     ) -> None:
         """Compute on the GPU."""
         own, own_kv = _there(qkv), _there(kv)
         if norms is not None:
             norms = norms._replace(q=norms.q.to(GPU), k=norms.k.to(GPU))
-        super().rotary_store(own, cos.to(GPU), sin.to(GPU), own_kv, _batch_there(batch), norms)
+        super().rotary_store(own, cos.to(GPU), sin.to(GPU), own_kv, _batch_there(batch), norms, pairs)
         qkv.copy_(own)
         kv.copy_(own_kv)
 
-    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
         """Compute on the GPU."""
-        return super().attention(_there(qkv), _there(kv), _batch_there(batch), scale, window).cpu()
+        return super().attention(_there(qkv), _there(kv), _batch_there(batch), scale, window, softcap).cpu()
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Compute on the GPU."""
         return super().silu_mul(gate_up.to(GPU)).cpu()
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """Compute on the GPU."""
+        return super().gelu_mul(gate_up.to(GPU)).cpu()
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Compute on the GPU."""

@@ -15,6 +15,7 @@ from lorikeet.kernels.base import (
     LoraBatch,
     LoraDelta,
     LoraTargets,
+    RotaryPairs,
     SamplingTensors,
     Weight,
 )
@@ -82,28 +83,42 @@ class RecordingKernels:
         """Not recorded: computed once, before any batch."""
         return self._inner.row_norms(weight)
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Record the shape, and whether something is added."""
         self.calls.append(("add_norm", _shape(x), delta is not None, eps))
-        return self._inner.add_norm(x, delta, weight, eps)
+        return self._inner.add_norm(x, delta, weight, eps, offset)
 
     def rotary_store(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        batch: Batch,
+        norms: HeadNorms | None,
+        pairs: RotaryPairs | None = None,
     ) -> None:
         """Record the shape, and whether heads are normed; the size of the arena says nothing about the work."""
         self.calls.append(("rotary_store", _shape(qkv), norms is not None))
-        self._inner.rotary_store(qkv, cos, sin, kv, batch, norms)
+        self._inner.rotary_store(qkv, cos, sin, kv, batch, norms, pairs)
 
-    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
         """Record the shape, and rows and context of each sequence."""
         spans = (*batch.row_starts.tolist(), *batch.contexts.tolist())
         self.calls.append(("attention", _shape(qkv), spans, scale, window))
-        return self._inner.attention(qkv, kv, batch, scale, window)
+        return self._inner.attention(qkv, kv, batch, scale, window, softcap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Record the shape."""
         self.calls.append(("silu_mul", _shape(gate_up)))
         return self._inner.silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """Record the shape."""
+        self.calls.append(("gelu_mul", _shape(gate_up)))
+        return self._inner.gelu_mul(gate_up)
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Record the shape."""

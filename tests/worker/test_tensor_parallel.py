@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+from lorikeet.adapters.store import reference
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.ids import BlockId
@@ -27,6 +29,7 @@ from lorikeet.worker.tensor_parallel import RankFailed, RankProcesses
 from lorikeet.worker.torch_executor import build_torch_executor
 from lorikeet.worker.transfer.finished import TransferWork
 from tests.models.checkpoints import make_checkpoint
+from tests.models.peft_family import LLAMA_LIKE, make
 from tests.support.driver import (
     ALL,
     Driver,
@@ -81,6 +84,41 @@ def test_tensor_parallel_ranks_give_the_tokens_of_one(tmp_path: Path, kv_heads: 
     with driving(folder, tensor_parallel=ranks) as together:
         assert run_everything(together, adapters) == expected
     assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
+
+
+KINDS = (
+    "DoRA with biases",
+    "LoRA with biases",
+    "all biases",
+    "whole norms",
+    "trained tokens",
+    "LoRA on the vocabulary",
+)
+
+
+@pytest.mark.parametrize(("variant", "ranks"), [("qwen3-biases", 2), ("llama-biases", 4)])
+def test_tensor_parallel_ranks_serve_what_is_not_low_rank(variant: str, ranks: int, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "base", variant, vocab_size=96)
+    geometry = read_model_config(tmp_path / "base").geometry(4)
+    adapters = {}
+    for name in KINDS:
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+        make(base, tmp_path / name, LLAMA_LIKE[name]())
+        adapters[name] = reference(name, tmp_path / name, geometry)
+
+    def run(driver: Driver) -> dict[str, list[int]]:
+        assert [done.error for done in driver.load(*adapters.values())] == [None] * len(adapters)
+        for index, name in enumerate(("base", *adapters)):
+            driver.add(name, random_tokens(8 + index, seed=7), adapters.get(name))
+        driver.step({name: 8 + index for index, name in enumerate(("base", *adapters))})
+        driver.decode(["base", *adapters], 6)
+        return {name: driver.token_ids(name) for name in ("base", *adapters)}
+
+    with driving(tmp_path / "base", memory_bytes=2**22) as alone:
+        expected = run(alone)
+    with driving(tmp_path / "base", memory_bytes=2**22, tensor_parallel=ranks) as together:
+        assert run(together) == expected
+    assert len({tuple(tokens) for tokens in expected.values()}) > 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

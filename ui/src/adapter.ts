@@ -6,7 +6,8 @@ import { confirmed, failure, h, say, set } from "./dom.js";
 import { bytes, count, percent, time } from "./format.js";
 import { card as boxed } from "./overview.js";
 import { repeat, type Page } from "./page.js";
-import { WAITS, type Card, type Ended } from "./types.js";
+import type { Card, Ended } from "./types.js";
+import { waitsFor } from "./waits.js";
 
 const EVERY_MS = 2000;
 
@@ -98,7 +99,7 @@ function content(found: Card): HTMLElement[] {
         ["Tokens", `${count(stats.prompt_tokens)} of prompts (${stats.prompt_tokens ? percent(stats.cached_tokens / stats.prompt_tokens) : "0 %"} cached), ${count(stats.generation_tokens)} generated`],
         ["Hits", asked ? `${percent(stats.hits / asked)} found it on the device` : "–"],
         ["ITL", stats.itl_s ? `median ${time(stats.itl_s.p50)}, P99 ${time(stats.itl_s.p99)}` : "–"],
-        ["In the queue", Object.entries(stats.queue_s).filter(([, s]) => s > 0).map(([cause, seconds]) => `${time(seconds)} ${WAITS[cause] ?? cause}`).join("; ") || "–"],
+        ["In the queue", Object.entries(stats.queue_s).filter(([, s]) => s > 0).map(([cause, seconds]) => `${time(seconds)} for ${waitsFor(cause)}`).join("; ") || "–"],
         ["Seconds saved", saved.map(([mechanism, seconds]) => `${mechanism.replaceAll("_", " ")} ${seconds.toFixed(2)} s`).join(", ") || "none"],
       ])),
       boxed(h("h2", {}, "Latest errors"), stats.errors.length

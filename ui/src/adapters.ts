@@ -61,6 +61,7 @@ export function adapters(changed: () => void): Page {
   mark();
   const body = h("div", {},
       h("p", { class: "tools" }, h("label", { for: "filter" }, "Filter "), filter, shown),
+      h("p", { class: "narrow dim" }, "Slide the table to the left for more columns: parts of TTFT, requests, memory, hits and errors."),
       h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of adapters" },
         h("table", { class: "adapters" }, h("caption", { class: "hidden" }, "Adapters; press a column's name to order by it"),
           h("thead", {}, h("tr", {}, ...heads)), rows)));

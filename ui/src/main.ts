@@ -11,6 +11,7 @@ import { playground } from "./playground.js";
 import { replicas } from "./replicas.js";
 import { request } from "./request.js";
 import type { Stats } from "./types.js";
+import { learnWords } from "./waits.js";
 
 const RETRY_MS = 2000;
 const PAGES: [string, string][] = [
@@ -19,8 +20,8 @@ const PAGES: [string, string][] = [
 
 const main = document.getElementById("main") as HTMLElement;
 const state = document.getElementById("state") as HTMLElement;
-const links = PAGES.map(([path, name]) => h("a", { href: `#/${path}` }, name));
-document.getElementById("nav")?.append(...links, h("a", { href: "docs" }, "HTTP API"));
+const links = PAGES.map(([path, name]) => h("a", { href: `#/${path}`, class: path === "requests" ? "of-server" : null }, name));
+document.getElementById("nav")?.append(...links, h("a", { href: "docs", class: "of-server" }, "HTTP API"));
 document.getElementById("key-button")?.addEventListener("click", () => askForKey(""));
 
 let page: Page | null = null;
@@ -71,6 +72,8 @@ function follow(): void {
 }
 
 function setState(stats: Stats): void {
+  learnWords(stats);
+  document.body.classList.toggle("router", stats.is_router === true);
   const text = `${stats.model}: ${stats.status}`;
   if (state.textContent !== text) set(state, h("span", { class: stats.status === "ready" ? "good" : "bad" }, text));
   state.title = `Lorikeet ${stats.version}, up for ${time(stats.uptime_s)}`;

@@ -4,7 +4,8 @@ import { line, partsTable, strip } from "./chart.js";
 import { adapterLink, h, set } from "./dom.js";
 import { count, percent, rate, time } from "./format.js";
 import type { Page } from "./page.js";
-import { WAITS, type Percentiles, type Sample, type Stats } from "./types.js";
+import type { Percentiles, Sample, Stats } from "./types.js";
+import { waitsFor } from "./waits.js";
 
 const MOST = 300;
 export const FOR_OPERATORS = "These figures are of all tenants, and need an operator's key: press “Key” to give one.";
@@ -20,22 +21,23 @@ export function overview(): Page {
     update(stats: Stats) {
       if (stats.history) samples = stats.history;
       samples = [...samples.slice(-MOST), sample(stats)];
+      const inside = !stats.is_router;
       set(body,
         h("dl", { class: "tiles" },
           tile("Tokens/s", rate(stats.per_s.generation_tokens), `${rate(stats.per_s.prompt_tokens)} of prompts`),
           tile("Requests/s", rate(stats.per_s.requests), `${count(stats.requests.finished)} finished`),
           tile("Running", count(stats.requests.running), `${count(stats.requests.waiting)} wait`),
           latency("TTFT", stats.ttft_s),
-          latency("ITL", stats.itl_s),
-          tile("Adapter hits", share(stats.hits.adapter_hits, stats.hits.adapter_queries), `${share(stats.hits.kv_hit_tokens, stats.hits.kv_query_tokens)} of prompt tokens`),
-          tile("Failed", count(stats.requests.failed), `${count(stats.requests.aborted)} aborted, ${count(stats.preemptions)} preempted`)),
+          inside && latency("ITL", stats.itl_s),
+          inside && tile("Adapter hits", share(stats.hits.adapter_hits, stats.hits.adapter_queries), `${share(stats.hits.kv_hit_tokens, stats.hits.kv_query_tokens)} of prompt tokens`),
+          tile("Failed", count(stats.requests.failed), `${count(stats.requests.aborted)} aborted${inside ? `, ${count(stats.preemptions)} preempted` : ""}`)),
         h("div", { class: "columns" },
           card(line("Tokens generated per second", samples, (each) => each.generation_tokens_per_s, rate)),
           card(line("Requests waiting", samples, (each) => each.waiting, count))),
-        h("div", { class: "columns" },
+        inside && h("div", { class: "columns" },
           card(strip("Device memory", samples, "device")),
           (stats.memory.host.total > 0) && card(strip("Host memory", samples, "host"))),
-        h("div", { class: "columns" }, card(h("h2", {}, "Where the time to the first token goes"),
+        inside && h("div", { class: "columns" }, card(h("h2", {}, "Where the time to the first token goes"),
           stats.parts_s ? partsTable(stats.parts_s) : h("p", { class: "dim" }, "No request had its first token in the last five minutes.")),
           card(h("h2", {}, "What requests wait for"), waits(stats))),
         card(h("h2", {}, "Slowest adapters"), slowest(stats), h("p", {}, h("a", { href: "#/adapters" }, `All ${count(stats.adapters_total)} adapters`))));
@@ -72,7 +74,7 @@ function waits(stats: Stats): HTMLElement {
     ...waiting.sort((a, b) => b[1] - a[1]).map(([cause, requests]) => {
       const bar = h("i", { "aria-hidden": "true" });
       bar.style.width = `${(100 * requests) / most}%`;
-      return h("tr", {}, h("th", { scope: "row" }, WAITS[cause] ?? cause), h("td", {}, bar), h("td", {}, count(requests)));
+      return h("tr", {}, h("th", { scope: "row" }, waitsFor(cause)), h("td", {}, bar), h("td", {}, count(requests)));
     })));
 }
 

@@ -38,12 +38,12 @@ function replica(each: Replica): HTMLElement {
     h("h2", {}, `Replica ${each.id}`, " ", h("small", { class: each.is_open ? "good" : "bad" }, state)),
     h("p", {}, `${each.address}${each.pid === null ? "" : `, process ${each.pid}`}${each.restarts ? `, restarted ${each.restarts} ×` : ""}. ` +
       `${count(each.running)} running, ${count(each.waiting)} waiting. ${count(each.held)} adapters held (${bytes(each.held_bytes)}).`),
-    h("p", { class: "with-bar wide" }, h("span", { class: "bar", role: "img", "aria-label": `memory ${percent(each.memory_used ?? 0)} used` }, used),
-      h("span", {}, `${percent(each.memory_used ?? 0)} of device memory`)),
-    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ...["link", "transfers", "bytes", "busy", "failed"].map((name, at) => h("th", { scope: "col", class: at ? null : "start" }, name)))),
+    each.memory_used !== null && h("p", { class: "with-bar wide" }, h("span", { class: "bar", role: "img", "aria-label": `memory ${percent(each.memory_used)} used` }, used),
+      h("span", {}, `${percent(each.memory_used)} of device memory`)),
+    Object.keys(each.links).length > 0 && h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ...["link", "transfers", "bytes", "busy", "failed"].map((name, at) => h("th", { scope: "col", class: at ? null : "start" }, name)))),
       h("tbody", {}, ...Object.entries(each.links).sort().map(([route, use]) => h("tr", {}, h("th", { scope: "row", class: "start" }, route.replace("-", " → ")),
         h("td", {}, count(use.transfers)), h("td", {}, bytes(use.bytes)), h("td", {}, time(use.busy_s)), h("td", { class: use.failed ? "bad" : null }, count(use.failed))))))),
-    h("h3", {}, `${count(each.resident.length)} adapters on the device`),
+    h("h3", {}, each.memory_used === null ? `${count(each.resident.length)} adapters loaded` : `${count(each.resident.length)} adapters on the device`),
     h("p", { class: "names" }, ...each.resident.slice(0, MOST_RESIDENT).map(adapterLink),
       each.resident.length > MOST_RESIDENT && `and ${count(each.resident.length - MOST_RESIDENT)} more`));
 }

@@ -44,10 +44,12 @@ export interface Sample {
 }
 
 export interface Stats {
+  /** A router knows of no memory, hits and parts of TTFT. */
+  is_router?: boolean;
   unix_s: number; uptime_s: number; version: string; model: string; status: string; recent_s: number;
   requests: {
-    accepted: number; running: number; waiting: number; waiting_by: Record<string, number>; finished: number;
-    failed: number; aborted: number;
+    accepted: number; running: number; waiting: number; waiting_by: Record<string, number>;
+    waiting_words: Record<string, string>; finished: number; failed: number; aborted: number;
   };
   per_s: { requests: number; prompt_tokens: number; generation_tokens: number };
   ttft_s: Percentiles | null; parts_s: Record<Part, number> | null; itl_s: Percentiles | null;
@@ -73,13 +75,3 @@ export interface Sequence {
   output_tokens?: number; e2e_s?: number; error?: string;
   decisions: { after_s: number; mechanism: string; saved_s: number; why: string }[];
 }
-
-export const WAITS: Record<string, string> = {
-  order: "behind other requests",
-  kv_blocks: "for memory for their KV",
-  adapter_blocks: "for memory for their adapter",
-  slot: "for a place beside other adapters",
-  transfer: "for their adapter to be read into host memory",
-  adapter: "for their adapter's transfer to the device",
-  kv: "for their KV's transfer to the device",
-};

@@ -73,7 +73,7 @@ class AdapterCatalog:
         fit_chat: called with what a new adapter's folder says about conversations; returns what differs from the base
             model, or raises AdapterError.
         now: returns Unix seconds.
-        only_low_rank: as of ``AdapterStore``.
+        only_low_rank, only_vectors: as of ``AdapterStore``.
         base: the base model, compared with the one that an adapter names; None: it is not compared.
 
     Attributes:
@@ -97,8 +97,9 @@ class AdapterCatalog:
         now: Callable[[], float] = time.time,
         base: ServedBase | None = None,
         only_low_rank: str = "",
+        only_vectors: str = "",
     ) -> None:
-        self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype, base, only_low_rank)
+        self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype, base, only_low_rank, only_vectors)
         self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
         self._reserved = {base_name, *reserved_names}
         self.dtype = dtype

@@ -27,7 +27,14 @@ from lorikeet.adapters.experts import check_parameters, describe_experts, parame
 from lorikeet.adapters.extra_tensors import LowRank, Named, find_extras, is_of_vocabulary, named, summary
 from lorikeet.adapters.module_names import BaseModules
 from lorikeet.adapters.numbers import DTYPES, KEPT_AS, fits, to_float32
-from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, LoraConfig, ModuleMatcher, read_config, read_json
+from lorikeet.adapters.peft_config import (
+    CONVERT,
+    MAX_CONFIG_BYTES,
+    LoraConfig,
+    ModuleMatcher,
+    read_config,
+    read_json,
+)
 from lorikeet.adapters.task_files import split_score
 from lorikeet.adapters.tensors import EXPONENTS, MAX_TENSORS, largest_bits, merged, merged_data, read_entries
 from lorikeet.core.geometry import DECODER_NAMES, SCORE, ModelGeometry
@@ -84,6 +91,7 @@ class DescribeOptions(msgspec.Struct, frozen=True):
         checks_fit: False takes only the names from the geometry.
         base: the base model; None compares no names.
         only_low_rank: why only low-rank matrices on linear modules can be served; "" if all can.
+        only_vectors: why neither whole weights nor factors of inputs of linear modules can be served; "" if they can.
     """
 
     geometry: ModelGeometry | None = None
@@ -97,6 +105,7 @@ class DescribeOptions(msgspec.Struct, frozen=True):
     checks_fit: bool = True
     base: ServedBase | None = None
     only_low_rank: str = ""
+    only_vectors: str = ""
 
 
 def describe_folder(
@@ -150,6 +159,8 @@ def describe_folder(
     warnings += warnings_of_extras
     if extras and options.only_low_rank:
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: {options.only_low_rank}")
+    if options.only_vectors and (split := [each for each in extras if each.is_split]):
+        raise AdapterError(f"{WEIGHTS_FILE}: {summary(split)}: {options.only_vectors}")
     if extras and config.alora_invocation_tokens:  # they would change the KV before the invocation
         raise AdapterError(f"{WEIGHTS_FILE}: {summary(extras)}: not supported with alora_invocation_tokens")
     of_head = [pair for pair in served if is_of_vocabulary(pair.name, resolver, options.geometry)]
@@ -278,6 +289,8 @@ class _Weights:
 def _check_present(folder: Path) -> None:
     if (folder / WEIGHTS_FILE).is_file() or (folder / INDEX_FILE).is_file():
         return
+    if folder.is_dir() and (foreign := [*folder.glob("adapters.safetensors"), *folder.glob("*.gguf")]):
+        raise AdapterError(f"{foreign[0].name}: this is not PEFT's format: {CONVERT}")
     others = [file.name for file in folder.glob("adapter_model.*")] if folder.is_dir() else []
     found = f"; {', '.join(sorted(others))} is ignored, since only safetensors is supported" if others else ""
     raise AdapterError(f"{WEIGHTS_FILE}: there is no such file in {folder}{found}")

@@ -3,7 +3,7 @@
 import msgspec
 
 from lorikeet.adapters.chat import AdapterChat
-from lorikeet.core.adapter import AdapterExtra
+from lorikeet.core.adapter import EMBEDDING, HEAD, AdapterExtra
 from lorikeet.core.geometry import SCORE, ModelGeometry
 
 CONFIG_FILE = "adapter_config.json"
@@ -94,6 +94,11 @@ class ExtraTensor(msgspec.Struct, frozen=True, array_like=True):
     scaling: float = 1.0
     tokens: tuple[int, ...] = ()
     is_transposed: bool = False
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor-parallel ranks would each need some of its columns or rows."""
+        return self.kind in ("weight", "input") and self.module not in (EMBEDDING, HEAD)
 
 
 class AdapterDescription(msgspec.Struct, frozen=True):

@@ -29,8 +29,8 @@ _FORMS = [
         (r"\.ia3_l(?:\.default)?", "ia3"),
         (r"\.base_layer\.weight", "base"),
         (r"\.base_layer\.bias", "bias"),
-        (r"(?:\.modules_to_save(?:\.default)?)?\.weight", "weight"),
-        (r"(?:\.modules_to_save(?:\.default)?)?\.bias", "bias"),
+        (r"(?:\.(?:modules_to_save|ln_tuning_layers)(?:\.default)?)?\.weight", "weight"),
+        (r"(?:\.(?:modules_to_save|ln_tuning_layers)(?:\.default)?)?\.bias", "bias"),
     )
 ]
 """Names of tensors in the files of PEFT; the first that matches counts."""
@@ -115,7 +115,7 @@ def find_extras(
     for extra in found:
         if by_place.setdefault((extra.kind, extra.module, extra.layer), extra) is not extra:
             raise AdapterError(f"{WEIGHTS_FILE}: there are two tensors for {extra.kind} of {extra.module}")
-    _check_complete(by_place, config, tensors, low_rank)
+    _check_complete(by_place, config, matcher, tensors, low_rank)
     ordered = sorted([*found, *_computed(found)], key=lambda extra: (extra.kind, extra.module, extra.layer))
     return Extras(tuple(ordered), finder.warnings)
 
@@ -223,7 +223,7 @@ class _Finder:
             _, hidden = self._sizes(0, shape[1])
             kept = self._kept(entry)
             return [self._extra("weight", module, 0, kept, kept.shape[0], hidden)]
-        if kind == "rows" and len(shape) == 2 and module == EMBEDDING:
+        if kind == "rows" and len(shape) == 2:
             tokens = tuple(self._config.tokens_of(each.name))
             if len(tokens) != shape[0]:
                 raise _refusal(entry, f"has {shape[0]} rows; {CONFIG_FILE} names {len(tokens)} trained tokens")
@@ -299,6 +299,7 @@ def _computed(found: Iterable[ExtraTensor]) -> Iterator[ExtraTensor]:
 def _check_complete(
     by_place: dict[tuple[str, str, int], ExtraTensor],
     config: LoraConfig,
+    matcher: ModuleMatcher,
     tensors: Sequence[Named],
     low_rank: Sequence[LowRank],
 ) -> None:
@@ -321,7 +322,12 @@ def _check_complete(
     if names["a"] != names["b"]:
         raise AdapterError(f"{WEIGHTS_FILE}: {min(names['a'] ^ names['b'])} has only one of lora_embedding_A and _B")
     saved = [each for each in config.modules_to_save or [] if each not in SCORE_MODULES]
-    for name in sorted(names["weight"] | (names["bias"] if config.bias == "none" else set())):
+    tuned: set[str] = set()
+    if config.peft_type == "LN_TUNING":  # its targets are whole modules
+        tuned = {name for name in names["weight"] | names["bias"] if any(map(matcher.covers, _and_parents(name)))}
+        if not tuned:
+            raise AdapterError(f"{WEIGHTS_FILE}: it has no weights of what {CONFIG_FILE} targets")
+    for name in sorted((names["weight"] | (names["bias"] if config.bias == "none" else set())) - tuned):
         is_vocabulary = name.rpartition(".")[2] in ("embed_tokens", "lm_head")  # saved when they were resized
         if not is_vocabulary and not any(_is_below(name, each) for each in saved):
             raise AdapterError(
@@ -337,16 +343,24 @@ def _check_complete(
         raise AdapterError(f"{WEIGHTS_FILE}: it has no ia3_l")
     if config.peft_type != "IA3" and names["ia3"]:
         raise AdapterError(f"{WEIGHTS_FILE}: it has ia3_l, but peft_type is {config.peft_type!r}")
-    if config.trainable_token_indices and not names["rows"]:
-        raise AdapterError(f"{CONFIG_FILE}: trainable_token_indices is set, but {WEIGHTS_FILE} has no trained tokens")
+    of_tokens = "token_indices" if config.peft_type == "TRAINABLE_TOKENS" else "trainable_token_indices"
+    if (config.trainable_token_indices or of_tokens == "token_indices") and not names["rows"]:
+        raise AdapterError(f"{CONFIG_FILE}: {of_tokens} is set, but {WEIGHTS_FILE} has no trained tokens")
+    if config.peft_type not in ("LORA", "IA3") and low_rank:
+        raise AdapterError(f"{WEIGHTS_FILE}: tensor {low_rank[0].a.name} does not belong to {config.peft_type}")
     if {("weight", EMBEDDING, 0), ("rows", EMBEDDING, 0)} <= by_place.keys():
         raise AdapterError(f"{WEIGHTS_FILE}: the embedding is replaced, and rows of it trained: only one can be served")
 
 
 def _is_below(name: str, module: str) -> bool:
     """Return whether a module is one of ``modules_to_save`` or inside one, as PEFT compares: by the end of names."""
+    return any(each.endswith(module) for each in _and_parents(name))
+
+
+def _and_parents(name: str) -> list[str]:
+    """Return the names of a module and of the modules that it is in."""
     parts = name.split(".")
-    return any(".".join(parts[:stop]).endswith(module) for stop in range(1, len(parts) + 1))
+    return [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
 
 
 def _refusal(entry: TensorEntry, why: str) -> AdapterError:

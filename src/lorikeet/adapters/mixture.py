@@ -6,8 +6,9 @@ is exact, and costs what the ranks cost together.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,9 +54,15 @@ def write_mixture(folder: Path, parts: Sequence[Part], geometry: ModelGeometry) 
         tensors[f"base_model.model.{name}.lora_A.weight"] = np.concatenate(a)
         tensors[f"base_model.model.{name}.lora_B.weight"] = np.ascontiguousarray(np.concatenate(bt).T)
         ranks[name] = sum(map(len, a))
+    save_file(tensors, folder / WEIGHTS_FILE)
+    (folder / CONFIG_FILE).write_text(json.dumps(config_of(ranks)))
+
+
+def config_of(ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Return PEFT's config of a LoRA whose matrices have no factor, by the ranks of its modules' full names."""
     largest = max(ranks.values())
     pattern = {name: rank for name, rank in ranks.items() if rank != largest}
-    config = {
+    return {
         "peft_type": "LORA",
         "r": largest,
         "lora_alpha": largest,
@@ -63,8 +70,6 @@ def write_mixture(folder: Path, parts: Sequence[Part], geometry: ModelGeometry) 
         "alpha_pattern": pattern,
         "target_modules": list(ranks),
     }
-    save_file(tensors, folder / WEIGHTS_FILE)
-    (folder / CONFIG_FILE).write_text(json.dumps(config))
 
 
 def _name(layer: int, module: str, geometry: ModelGeometry) -> str:

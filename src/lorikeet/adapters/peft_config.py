@@ -49,24 +49,29 @@ _HARMLESS = {
     "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "init_lora_weights", "megatron_core", "qalora_group_size", "runtime_config",
     "eva_config", "corda_config", "lora_ga_config", "velora_config", "ensure_weight_tying", "init_ia3_weights",
+    "init_weights", "token_indices",
 }  # fmt: skip
 """Keys that are read elsewhere or have no effect on inference. ``*_config`` of initialisers matter only through
 ``init_lora_weights``."""
-_CONVERTED = {
-    "ADALORA", "BOFT", "C3A", "DELORA", "FOURIERFT", "GRALORA", "HIRA", "HRA", "LOHA", "LOKR", "MISS", "OFT",
-    "RANDLORA", "SHIRA", "VBLORA", "VERA", "WAVEFT",
+SERVED_TYPES = ("LORA", "IA3", "LN_TUNING", "TRAINABLE_TOKENS")
+"""Types of PEFT that are served as they are."""
+CONVERTED_TYPES = {
+    "ADALORA", "ADAMSS", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA",
+    "HRA", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "PVERA", "RANDLORA", "ROAD", "SHIRA", "SUPERTUNING",
+    "TINYLORA", "UNILORA", "VBLORA", "VERA", "WAVEFT",
 }  # fmt: skip
 """Types that are made of linear maps, but not stored as low-rank matrices."""
-_NOT_LINEAR = {
-    "TRAINABLE_TOKENS": "train the tokens by trainable_token_indices of a LoRA",
-    "LN_TUNING": "train the norms by modules_to_save of a LoRA",
+_PER_INPUT = "what it adds depends on the input, so that no matrix is it; train a LoRA instead"
+REFUSED_TYPES = {
+    **dict.fromkeys(("LILY", "SHADOW", "XLORA"), _PER_INPUT),
+    "POLY": "it mixes its matrices by a task id that requests do not have; train a LoRA for each task instead",
     **dict.fromkeys(
         ("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING",
          "PROMPT_TUNING"),
         "it learns a prompt; train a LoRA instead",
     ),
 }  # fmt: skip
-"""Types that change no linear layer, so that they cannot be converted either; and what to do instead."""
+"""Types that are no linear maps, so that they cannot be converted either; and what to do instead."""
 CONVERT = "convert it with `lorikeet adapters convert FOLDER OUT --base BASE`"
 _KEEPS_BASE = {"gaussian", "eva", "mica", "orthogonal"}
 """Initialisers that do not change the base weights."""
@@ -294,8 +299,10 @@ def read_config(file: Path) -> ReadConfig:
     try:
         warnings = _check_supported(raw)
         given = _without_nulls(raw)
-        if given["peft_type"] == "IA3":
+        if given["peft_type"] != "LORA":
             given = {"r": 1, "lora_alpha": 1, **given}
+        if "token_indices" in given:
+            given["trainable_token_indices"] = given.pop("token_indices")
         config = msgspec.convert(given, LoraConfig)
         _check_values(config)
     except (msgspec.ValidationError, AdapterError) as error:
@@ -307,11 +314,11 @@ def read_config(file: Path) -> ReadConfig:
 def _check_supported(raw: dict[str, Any]) -> list[str]:
     """Check the keys of a config, and return warnings about those that are ignored."""
     kind = raw.get("peft_type")
-    if kind in _CONVERTED:
+    if kind in CONVERTED_TYPES:
         raise AdapterError(f"peft_type is {kind!r}: {CONVERT}")
     _check_linear(kind)
-    if kind not in ("LORA", "IA3"):
-        raise AdapterError(f"peft_type is {kind!r}; only 'LORA' and 'IA3' are supported")
+    if kind not in SERVED_TYPES:
+        raise AdapterError(f"peft_type is {kind!r}, which is unknown; served are {', '.join(SERVED_TYPES)}")
     known = _HARMLESS | _IGNORED | {*_REFUSED, *LoraConfig.__struct_fields__}
     for key, value in raw.items():
         if key in _REFUSED and value:
@@ -340,8 +347,8 @@ def check_convertible(file: Path) -> None:
 
 
 def _check_linear(kind: Any) -> None:
-    if isinstance(kind, str) and kind in _NOT_LINEAR:
-        raise AdapterError(f"peft_type is {kind!r}, which is neither served nor converted: {_NOT_LINEAR[kind]}")
+    if isinstance(kind, str) and kind in REFUSED_TYPES:
+        raise AdapterError(f"peft_type is {kind!r}, which is neither served nor converted: {REFUSED_TYPES[kind]}")
 
 
 def _check_init(init: Any) -> None:

@@ -11,15 +11,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import BigInteger, Delete, ForeignKey, MetaData, create_engine, delete, event, func, inspect, select
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Delete,
+    Float,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    delete,
+    event,
+    func,
+    inspect,
+    select,
+)
 from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from lorikeet.adapters.audit import AUDIT, note_change
@@ -33,7 +48,7 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.sizes import format_size
 
-_INSERTS: dict[str, Callable[..., Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_DATABASES = ("sqlite", "postgresql")
 """Both support ``ON CONFLICT``; other databases are not supported."""
 _CREATE_TABLES_LOCK = 0x6C6F72696B656574
 """Key of PostgreSQL's advisory lock: "lorikeet" in ASCII."""
@@ -53,7 +68,7 @@ def open_engine(url: str, postgresql_arguments: dict[str, Any] | None = None) ->
     """
     parsed = _with_driver(make_url(url))
     backend = parsed.get_backend_name()
-    if backend not in _INSERTS:
+    if backend not in _DATABASES:
         raise ValueError(f"a registry is SQLite or PostgreSQL, not {backend}")
     arguments = (postgresql_arguments or {}) if backend == "postgresql" else {}
     try:
@@ -67,7 +82,8 @@ def open_engine(url: str, postgresql_arguments: dict[str, Any] | None = None) ->
 
 def insert_of(engine: Engine) -> Callable[..., Any]:
     """Return the INSERT construct of the engine's database, which supports ``ON CONFLICT``."""
-    return _INSERTS[engine.dialect.name]
+    insert: Callable[..., Any] = import_module(f"sqlalchemy.dialects.{engine.dialect.name}").insert
+    return insert
 
 
 def create_tables(engine: Engine, metadata: MetaData) -> None:
@@ -121,49 +137,49 @@ def _tune_sqlite(connection: Any, _record: Any) -> None:
     cursor.close()
 
 
-class _Base(DeclarativeBase):
-    pass
+_TABLES = MetaData()
+"""Plain tables: their rows are read and written in bulk, and the mapper of SQLAlchemy costs a tenth of a start."""
 
+VERSIONS = Table(
+    "versions",
+    _TABLES,
+    Column("digest", String, primary_key=True),
+    Column("ranks", String, nullable=False),
+    Column("max_rank", Integer, nullable=False),
+    Column("weight_bytes", BigInteger, nullable=False),
+    Column("source", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+"""Versions, to which names point. ``ranks`` is JSON, which is decoded only for adapters in use."""
 
-class VersionRow(_Base):
-    """A version, to which names point. ``ranks`` is JSON, which is decoded only for adapters in use."""
+NAMES = Table(
+    "adapters",
+    _TABLES,
+    Column("base", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("digest", String, ForeignKey("versions.digest"), nullable=False, index=True),
+    Column("source", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+"""Names for one base model. ``created_at`` is in Unix seconds."""
 
-    __tablename__ = "versions"
-    digest: Mapped[str] = mapped_column(primary_key=True)
-    ranks: Mapped[str]
-    max_rank: Mapped[int]
-    weight_bytes: Mapped[int] = mapped_column(BigInteger)
-    source: Mapped[str]
-    created_at: Mapped[float]
+_CHATS = Table(
+    "adapter_chats",
+    _TABLES,
+    Column("base", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("chat", String, nullable=False),
+)
+"""How conversations under a name differ from those with the base model, as JSON; most names have no row."""
 
-
-class AdapterNameRow(_Base):
-    """A name for one base model. ``created_at`` is in Unix seconds."""
-
-    __tablename__ = "adapters"
-    base: Mapped[str] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(primary_key=True)
-    digest: Mapped[str] = mapped_column(ForeignKey("versions.digest"), index=True)
-    source: Mapped[str]
-    created_at: Mapped[float]
-
-
-class AdapterChatRow(_Base):
-    """How conversations under a name differ from those with the base model, as JSON; most names have no row."""
-
-    __tablename__ = "adapter_chats"
-    base: Mapped[str] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(primary_key=True)
-    chat: Mapped[str]
-
-
-class AdapterOwnerRow(_Base):
-    """The tenant that owns a name; those of the operator have no row. ``key_id`` is that of the tenant's key."""
-
-    __tablename__ = "adapter_owners"
-    base: Mapped[str] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(primary_key=True)
-    key_id: Mapped[str] = mapped_column(index=True)
+_OWNERS = Table(
+    "adapter_owners",
+    _TABLES,
+    Column("base", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("key_id", String, nullable=False, index=True),
+)
+"""The tenant that owns a name; those of the operator have no row. ``key_id`` is that of the tenant's key."""
 
 
 class Author(NamedTuple):
@@ -220,7 +236,7 @@ class Registry:
         try:
             self._engine = open_engine(url)
             self._insert = insert_of(self._engine)
-            create_tables(self._engine, _Base.metadata)
+            create_tables(self._engine, _TABLES)
             create_tables(self._engine, AUDIT)
         except (SQLAlchemyError, ImportError, OSError, ValueError) as error:
             raise AdapterError(f"the adapter registry cannot be opened: {error}") from error
@@ -233,27 +249,28 @@ class Registry:
         """
         query = (
             select(
-                AdapterNameRow.name,
-                AdapterNameRow.digest,
-                AdapterNameRow.source,
-                AdapterNameRow.created_at,
-                VersionRow.ranks,
-                VersionRow.max_rank,
-                VersionRow.weight_bytes,
-                func.coalesce(AdapterChatRow.chat, ""),
-                func.coalesce(AdapterOwnerRow.key_id, ""),
+                NAMES.c.name,
+                NAMES.c.digest,
+                NAMES.c.source,
+                NAMES.c.created_at,
+                VERSIONS.c.ranks,
+                VERSIONS.c.max_rank,
+                VERSIONS.c.weight_bytes,
+                func.coalesce(_CHATS.c.chat, ""),
+                func.coalesce(_OWNERS.c.key_id, ""),
             )
-            .join(VersionRow, VersionRow.digest == AdapterNameRow.digest)
+            .select_from(NAMES)
+            .join(VERSIONS, VERSIONS.c.digest == NAMES.c.digest)
             .outerjoin(
-                AdapterChatRow,
-                (AdapterChatRow.base == AdapterNameRow.base) & (AdapterChatRow.name == AdapterNameRow.name),
+                _CHATS,
+                (_CHATS.c.base == NAMES.c.base) & (_CHATS.c.name == NAMES.c.name),
             )
             .outerjoin(
-                AdapterOwnerRow,
-                (AdapterOwnerRow.base == AdapterNameRow.base) & (AdapterOwnerRow.name == AdapterNameRow.name),
+                _OWNERS,
+                (_OWNERS.c.base == NAMES.c.base) & (_OWNERS.c.name == NAMES.c.name),
             )
-            .where(AdapterNameRow.base == self._base)
-            .order_by(AdapterNameRow.created_at, AdapterNameRow.name)
+            .where(NAMES.c.base == self._base)
+            .order_by(NAMES.c.created_at, NAMES.c.name)
         )
         with self._reading() as connection:
             return [RegistryRow(*row) for row in connection.execute(query)]
@@ -264,7 +281,7 @@ class Registry:
         Raises:
             AdapterStoreError: the database cannot be read.
         """
-        query = select(AdapterNameRow.name).where(AdapterNameRow.base != self._base).order_by(AdapterNameRow.name)
+        query = select(NAMES.c.name).where(NAMES.c.base != self._base).order_by(NAMES.c.name)
         with self._reading() as connection:
             return list(connection.scalars(query))
 
@@ -276,18 +293,16 @@ class Registry:
             AdapterQuotaExceeded: the author owns too much.
             AdapterStoreError: the database cannot be written.
         """
-        insert_name = self._insert(AdapterNameRow).values(self._name(row))
+        insert_name = self._insert(NAMES).values(self._name(row))
         if replace:
             new = {key: insert_name.excluded[key] for key in ("digest", "source", "created_at")}
             insert_name = insert_name.on_conflict_do_update(index_elements=["base", "name"], set_=new)
-        insert_version = self._insert(VersionRow).values(_version(row)).on_conflict_do_nothing()
+        insert_version = self._insert(VERSIONS).values(_version(row)).on_conflict_do_nothing()
         with self._writing(row.name) as connection:
-            old = connection.scalar(
-                select(AdapterNameRow.digest).where(AdapterNameRow.base == self._base, AdapterNameRow.name == row.name)
-            )
+            old = connection.scalar(select(NAMES.c.digest).where(NAMES.c.base == self._base, NAMES.c.name == row.name))
             connection.execute(insert_version)
             connection.execute(insert_name)
-            for table, column, value in ((AdapterChatRow, "chat", row.chat), (AdapterOwnerRow, "key_id", row.owner)):
+            for table, column, value in ((_CHATS, "chat", row.chat), (_OWNERS, "key_id", row.owner)):
                 connection.execute(self._delete(table, row.name))
                 if value:
                     connection.execute(self._insert(table).values(base=self._base, name=row.name, **{column: value}))
@@ -304,9 +319,9 @@ class Registry:
             AdapterStoreError: the database cannot be written.
         """
         with self._writing() as connection:
-            removed = connection.execute(self._delete(AdapterNameRow, name)).rowcount
-            connection.execute(self._delete(AdapterChatRow, name))
-            connection.execute(self._delete(AdapterOwnerRow, name))
+            removed = connection.execute(self._delete(NAMES, name)).rowcount
+            connection.execute(self._delete(_CHATS, name))
+            connection.execute(self._delete(_OWNERS, name))
             if removed:
                 note_change(connection, actor, "adapter removed", name, {})
 
@@ -326,10 +341,10 @@ class Registry:
             AdapterStoreError: the database cannot be written.
         """
         with self._writing() as connection:
-            named = select(AdapterNameRow.name).where(AdapterNameRow.digest == digest).limit(1)
+            named = select(NAMES.c.name).where(NAMES.c.digest == digest).limit(1)
             if connection.scalar(named) is not None:
                 return False
-            connection.execute(delete(VersionRow).where(VersionRow.digest == digest))
+            connection.execute(delete(VERSIONS).where(VERSIONS.c.digest == digest))
             return True
 
     def named_digests(self) -> set[str]:
@@ -339,7 +354,7 @@ class Registry:
             AdapterStoreError: the database cannot be read.
         """
         with self._reading() as connection:
-            return set(connection.scalars(select(AdapterNameRow.digest).distinct()))
+            return set(connection.scalars(select(NAMES.c.digest).distinct()))
 
     def close(self) -> None:
         """Close all connections."""
@@ -364,8 +379,8 @@ class Registry:
                 raise AdapterExists(f"adapter {adding!r} is registered already") from error
             raise AdapterStoreError(f"the adapter registry cannot be written: {_reason(error)}") from error
 
-    def _delete(self, table: type[AdapterNameRow | AdapterChatRow | AdapterOwnerRow], name: str) -> Delete:
-        return delete(table).where(table.base == self._base, table.name == name)
+    def _delete(self, table: Table, name: str) -> Delete:
+        return delete(table).where(table.c.base == self._base, table.c.name == name)
 
     def _name(self, row: RegistryRow) -> dict[str, Any]:
         columns = ("name", "digest", "source", "created_at")
@@ -381,14 +396,14 @@ def _check_quota(connection: Connection, author: Author) -> None:
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(func.hashtext(author.owner))))
     owned = (
-        select(func.count(), func.coalesce(func.sum(VersionRow.weight_bytes), 0))
-        .select_from(AdapterOwnerRow)
+        select(func.count(), func.coalesce(func.sum(VERSIONS.c.weight_bytes), 0))
+        .select_from(_OWNERS)
         .join(
-            AdapterNameRow,
-            (AdapterNameRow.base == AdapterOwnerRow.base) & (AdapterNameRow.name == AdapterOwnerRow.name),
+            NAMES,
+            (NAMES.c.base == _OWNERS.c.base) & (NAMES.c.name == _OWNERS.c.name),
         )
-        .join(VersionRow, VersionRow.digest == AdapterNameRow.digest)
-        .where(AdapterOwnerRow.key_id == author.owner)
+        .join(VERSIONS, VERSIONS.c.digest == NAMES.c.digest)
+        .where(_OWNERS.c.key_id == author.owner)
     )
     number, size_bytes = connection.execute(owned).one()
     if 0 < author.max_adapters < number:

@@ -153,7 +153,7 @@ def _local_folder(path: str, settings: AdapterSettings, trusted: bool) -> Path:
     except (OSError, RuntimeError) as error:
         raise AdapterError(f"{path}: cannot be read: {error}") from error
     if not folder.is_relative_to(allowed):
-        raise AdapterError(f"{path}: outside the folder from which adapters may be loaded (--adapter-dir)")
+        raise AdapterNotFound(f"{path}: outside the folder from which adapters may be loaded (--adapter-dir)")
     return folder
 
 

@@ -85,7 +85,7 @@ class AdapterStore:
         geometry: sizes of the base model, for validation.
         dtype: dtype in which adapters will be served; weights that overflow it are refused. "" for any.
         base: the base model, compared with the one that an adapter names; None: it is not compared.
-        only_low_rank: why only low-rank matrices on linear modules can be served; "" if all can.
+        only_low_rank, only_vectors: as of ``DescribeOptions``.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class AdapterStore:
         dtype: str = "",
         base: ServedBase | None = None,
         only_low_rank: str = "",
+        only_vectors: str = "",
     ) -> None:
         self._versions = root / "versions"
         self._incoming = root / "incoming"
@@ -111,6 +112,7 @@ class AdapterStore:
             read_chat=True,
             base=base,
             only_low_rank=only_low_rank,
+            only_vectors=only_vectors,
         )
         self._names = DescribeOptions(geometry)
         for folder in (self._versions, self._incoming):

@@ -35,7 +35,12 @@ class ModuleWeights(NamedTuple):
 
 
 def load_weights(
-    ref: AdapterRef, geometry: ModelGeometry, dtype: str, rank: int = 0, size: int = 1
+    ref: AdapterRef,
+    geometry: ModelGeometry,
+    dtype: str,
+    rank: int = 0,
+    size: int = 1,
+    whole: ModelGeometry | None = None,
 ) -> Iterator[ModuleWeights]:
     """Read an adapter, module by module in packing order.
 
@@ -46,11 +51,12 @@ def load_weights(
         rank, size: tensor-parallel rank and number of ranks. Query, gate and up take a slice of B's rows; key and
             value the rows of the rank's KV heads (head ``rank * heads // size`` if there are fewer heads than ranks);
             o and down a slice of A's columns.
+        whole: sizes of the model, if ``size`` is above 1.
 
     Raises:
         AdapterError: the files are missing, have changed since they were registered, or overflow ``dtype``.
     """
-    (modules, _), file = tensors_of(ref, geometry), Path(ref.folder) / WEIGHTS_FILE
+    (modules, _), file = tensors_of(ref, whole or geometry), Path(ref.folder) / WEIGHTS_FILE
     of_experts: dict[int, NDArray[Any]] = {}
     try:
         with FileIO(file) as stream:
@@ -58,13 +64,13 @@ def load_weights(
                 layer, module = each.layer, each.module
                 where = f"adapter {ref.name!r}: {module} of layer {layer}"
                 columns, rows = _share(module, each.b.shape[0], geometry, rank, size)
-                whole = of_experts.get(each.b.start)
-                if whole is None:
-                    whole = _read(stream, each.b)
+                matrix = of_experts.get(each.b.start)
+                if matrix is None:
+                    matrix = _read(stream, each.b)
                 first, step = each.columns
                 if step > 1:  # experts alternate between a few tensors; each is read once
-                    of_experts = {**dict(list(of_experts.items())[-1:]), each.b.start: whole}
-                a, b = _read(stream, each.a)[:, columns], whole[rows, first::step]
+                    of_experts = {**dict(list(of_experts.items())[-1:]), each.b.start: matrix}
+                a, b = _read(stream, each.a)[:, columns], matrix[rows, first::step]
                 shape = geometry.shape_of(module)
                 if (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
                     raise AdapterError(
@@ -81,7 +87,9 @@ def load_weights(
 def load_extras(
     ref: AdapterRef, geometry: ModelGeometry, dtype: str
 ) -> Iterator[tuple[int, int, Callable[[int, int], NDArray[Any]]]]:
-    """Read the extras of an adapter in packing order; arguments and errors as of :func:`load_weights`.
+    """Read the extras of an adapter, whole, in packing order; ``geometry`` is that of the model.
+
+    Other arguments and errors are those of :func:`load_weights`.
 
     Yields:
         Its number, its layer, and a function that returns ``count`` rows of its matrix from ``first`` on. A matrix

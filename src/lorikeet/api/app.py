@@ -26,6 +26,7 @@ from lorikeet.api import (
 from lorikeet.api import tenants as tenant_routes
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
+from lorikeet.api.anthropic_errors import AnthropicErrors
 from lorikeet.api.batches import routes as batches
 from lorikeet.api.batches.batches import Batches
 from lorikeet.api.batches.dispatch import Dispatcher
@@ -38,11 +39,13 @@ from lorikeet.api.live_stats import LiveStats
 from lorikeet.api.load_reports import LoadReports
 from lorikeet.api.logs import log
 from lorikeet.api.metrics import (
+    MOST_TENANTS,
     AdapterUsage,
     ClusterCollector,
     ConnectionCollector,
     ReplicasCollector,
     RequestMetrics,
+    TenantCollector,
     UsageCollector,
     load_of,
 )
@@ -100,6 +103,7 @@ def create_service(
     """
     metrics = RequestMetrics(models.base, chats.base.limits.max_model_len)
     usage = AdapterUsage(settings.server.metrics_adapters)
+    by_tenant = AdapterUsage(settings.server.metrics_adapters, most=MOST_TENANTS)
     lengths = lengths or AnswerLengthPredictor()
     forecast = TtftForecast(resolve_preset(settings.engine.preset)[1].admission) if settings.server.shed else None
 
@@ -134,7 +138,15 @@ def create_service(
         prompt_processes=PromptProcesses(chats.base, settings.server.max_queued),
         grammars=GrammarChecks(chats.base.text_processor, chats.base.limits),
         observer=RequestObserver(
-            metrics, usage, request_log, lengths, forecast, live, traces, None if tenants is None else tenants.ledger
+            metrics,
+            usage,
+            by_tenant,
+            request_log,
+            lengths,
+            forecast,
+            live,
+            traces,
+            None if tenants is None else tenants.ledger,
         ),
         tenants=tenants,
         responses=StoredResponses(
@@ -151,6 +163,7 @@ def create_service(
     metrics.add_collector(ReplicasCollector(client, metrics.labels, service.adapters_by_digest, service.loader.pinned))
     metrics.add_collector(ClusterCollector(client, models.base))
     metrics.add_collector(UsageCollector(usage, metrics.labels))
+    metrics.add_collector(TenantCollector(by_tenant, metrics.labels))
     metrics.add_collector(ConnectionCollector(service.connections.closed, {"model_name": models.base}))
     metrics.add_collector(LengthCollector(lengths, metrics.labels))
 
@@ -197,6 +210,7 @@ def create_app(service: Service) -> FastAPI:
         larger_bodies={
             **dict.fromkeys(PATHS, service.settings.max_body_bytes),
             **dict.fromkeys(pooled_paths, min(service.settings.max_body_bytes, MAX_POOLED_BYTES)),
+            completions.BATCH_PATH: min(service.settings.max_body_bytes, MAX_POOLED_BYTES),
             adapters.UPLOAD_PATH: service.adapter_settings.max_bytes,
             batches.FILES_PATH: service.batches.storage.settings.max_file_bytes + batches.FORM_BYTES,
         },
@@ -207,7 +221,7 @@ def create_app(service: Service) -> FastAPI:
         allowed_origins=service.settings.allowed_origins,
         host="" if service.settings.uds else service.settings.host,
     )
-    app.add_middleware(messages.AnthropicErrors)
+    app.add_middleware(AnthropicErrors)
     app.add_middleware(LoadReports, load=partial(load_of, service.client))
     app.add_middleware(web.SecurityHeaders)
     if root_path := service.settings.root_path.rstrip("/"):

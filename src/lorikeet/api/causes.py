@@ -7,6 +7,8 @@ ORDER = "order"
 """Cause of a wait behind other requests: a step has its tokens, or the order says so."""
 CAUSES = {reason.name.lower(): text for reason, text in WAITS_FOR.items()} | {ORDER: "their turn behind others"}
 """Every cause, as ``EngineStats.queued`` names it, in words."""
+WAITS = CAUSES | {"adapter": "the transfer of its adapter to the device", "kv": "the transfer of its KV"}
+"""These, and what requests with blocks wait for, in words."""
 _OF_TEXT = {text: cause for cause, text in CAUSES.items()}
 
 

@@ -155,21 +155,31 @@ async def classify(http: Request, body: ClassificationRequest, service: ServiceD
 
 
 async def _scores(
-    run: PooledRun, service: Service, target: ResolvedModel, pairs: Sequence[tuple[str, str]], *, activates: bool
+    run: PooledRun,
+    service: Service,
+    target: ResolvedModel,
+    pairs: Sequence[tuple[str, str]],
+    fields: tuple[str, str],
+    *,
+    activates: bool,
 ) -> list[float]:
-    """Return how well the texts of each pair go together.
+    """Return how well the texts of each pair go together; ``fields`` hold the first ones and the second ones.
 
     Raises:
         ApiError: a text is not valid, or cannot be served.
     """
     if target.adapter is None or not target.adapter.labels:
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # a query is read once
+        places: dict[str, str] = {}  # a query is read once
+        several = [len({pair[at] for pair in pairs}) > 1 for at in range(2)]
+        for at, pair in enumerate(pairs):
+            for text, field, has_several in zip(pair, fields, several, strict=True):
+                places.setdefault(text, f"{field}.{at}" if has_several else field)
         pooling = task_of(service, target).pooling
         assert pooling is not None
-        found = normalized(await run.vectors(list[Text](texts), Pooling(pooling), "text_2"))
-        vectors = dict(zip(texts, found, strict=True))
+        read = await run.vectors(list[Text](places), Pooling(pooling), fields[1], list(places.values()))
+        vectors = dict(zip(places, normalized(read), strict=True))
         return [float(vectors[one] @ vectors[other]) for one, other in pairs]
-    logits = await run.vectors(list[Text](pairs), _LOGITS, "text_2")
+    logits = await run.vectors(list[Text](pairs), _LOGITS, fields[1])
     return [float((probabilities(target, each) if activates else each)[0]) for each in logits]
 
 
@@ -202,7 +212,7 @@ async def score(http: Request, body: ScoreRequest, service: ServiceDep, sender: 
 
     async def make() -> dict[str, Any]:
         pairs = list(zip(first, second, strict=True))
-        found = await _scores(run, service, target, pairs, activates=body.activates)
+        found = await _scores(run, service, target, pairs, ("text_1", "text_2"), activates=body.activates)
         data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found)]
         return _head(http, "score", target) | {"data": data, "usage": run.usage}
 
@@ -226,7 +236,7 @@ async def rerank(http: Request, body: RerankRequest, service: ServiceDep, sender
 
     async def make() -> dict[str, Any]:
         pairs = [(body.query, document) for document in documents]
-        found = await _scores(run, service, target, pairs, activates=body.activates)
+        found = await _scores(run, service, target, pairs, ("query", "documents"), activates=body.activates)
         best = sorted(range(len(found)), key=lambda index: (-found[index], index))[: body.top_n]
         results = [
             {"index": index, "relevance_score": found[index]}

@@ -4,15 +4,17 @@ Both submit a body to the service and write the generation's deltas as one JSON 
 differ only in how prompts are encoded and how choices are written.
 """
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
-from lorikeet.api.chat_answer import start_chat
+from lorikeet.api.chat_answer import ChatAnswer, start_chat
 from lorikeet.api.chat_output import AnswerPart, AnswerReader, whole_calls
 from lorikeet.api.conversation import content_text
 from lorikeet.api.errors import ApiError, bad_request
@@ -28,20 +30,23 @@ from lorikeet.api.logprobs import (
 )
 from lorikeet.api.prompt_embeds import read_prompt_embeds, token_count
 from lorikeet.api.protocol import (
+    Body,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationBody,
+    StreamOptions,
     check_prompt_embeds,
     prompts_of,
     refuse_unsupported,
+    validated,
 )
-from lorikeet.api.sampling import truncated
+from lorikeet.api.sampling import of_prompt, truncated
 from lorikeet.api.service import GenerationSpec, JsonBody, Sender, SenderDep, Service, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
 from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.api.threads import off_the_loop
-from lorikeet.api.usage import token_counts, usage_of
+from lorikeet.api.usage import metrics_of, token_counts, usage_of
 from lorikeet.client.client import RequestHandle
 from lorikeet.config import ServerSettings
 from lorikeet.core.plan import Token
@@ -91,7 +96,12 @@ class AnswerFormat(Protocol):
 
 
 async def respond(
-    http: Request, body: GenerationBody, generation: Generation, answer: AnswerFormat, model: str
+    http: Request,
+    body: GenerationBody,
+    generation: Generation,
+    answer: AnswerFormat,
+    model: str,
+    settings: ServerSettings,
 ) -> Response:
     """Return the answer of ``generation``, which is closed in the end.
 
@@ -103,7 +113,14 @@ async def respond(
         generation: running.
         answer: the route's format.
         model: name to report.
+        settings: of the server.
     """
+    if settings.force_include_usage and body.stream and body.stream_options is None:
+        body.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
+
+    def timed() -> dict[str, Any]:
+        return {"metrics": metrics_of(generation)} if settings.request_metrics else {}
+
     envelope = {
         "id": f"{answer.id_prefix}-{http.state.request_id}",
         "object": answer.chunk_object if body.stream else answer.object,
@@ -113,27 +130,32 @@ async def respond(
 
     async def make() -> Response:
         if not body.stream:
-            whole = await _collect(generation, answer, body, envelope)
+            whole = await _collect(generation, answer, body, envelope, timed)
             generation.close()  # now, so that a slow client does not hold the request's place
             return Response(whole, media_type="application/json")
-        events = await begun(_events(generation, answer, body, envelope))
+        events = await begun(_events(generation, answer, body, envelope, timed))
         return EventStream(events, generation.read_until_s)
 
     return CancelOnDisconnect(make, generation.close)
 
 
 async def _collect(
-    generation: Generation, answer: AnswerFormat, body: GenerationBody, envelope: dict[str, Any]
+    generation: Generation,
+    answer: AnswerFormat,
+    body: GenerationBody,
+    envelope: dict[str, Any],
+    timed: Callable[[], dict[str, Any]],
 ) -> bytes:
     deltas: dict[int, list[OutputDelta]] = {choice.index: [] for choice in generation.choices}
     async for delta in generation.deltas():
         deltas[delta.index].append(delta)
     tokens = {index: _tokens(each) for index, each in deltas.items()}
+    times = timed()
 
     def write() -> bytes:
         kept = _best(tokens, body.choices_per_prompt, body.n or 1)
         choices = [answer.complete(index, deltas[index]) | {"index": number} for number, index in enumerate(kept)]
-        whole = envelope | answer.envelope(0) | {"system_fingerprint": None, "kv_transfer_params": None}
+        whole = envelope | answer.envelope(0) | {"system_fingerprint": None, "kv_transfer_params": None} | times
         return msgspec.json.encode(whole | {"choices": choices, "usage": usage_of(generation) | answer.usage()})
 
     listed = tokens.values() if answer.needs_every_token else ()
@@ -161,7 +183,11 @@ def _best(tokens: Mapping[int, Sequence[Token]], choices: int, wanted: int) -> l
 
 
 async def _events(
-    generation: Generation, answer: AnswerFormat, body: GenerationBody, envelope: dict[str, Any]
+    generation: Generation,
+    answer: AnswerFormat,
+    body: GenerationBody,
+    envelope: dict[str, Any],
+    timed: Callable[[], dict[str, Any]],
 ) -> AsyncIterator[bytes]:
     opened: set[int] = set()
 
@@ -191,7 +217,7 @@ async def _events(
         yield _event(error.body()) + _DONE
         return
     if body.wants_usage:
-        yield _event(envelope | {"choices": [], "usage": usage_of(generation) | answer.usage()})
+        yield _event(envelope | {"choices": [], "usage": usage_of(generation) | answer.usage()} | timed())
     yield _DONE
 
 
@@ -436,7 +462,7 @@ async def completions(http: Request, body: CompletionRequest, service: ServiceDe
         choices=body.choices_per_prompt,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
-    return await respond(http, body, generation, answer, model)
+    return await respond(http, body, generation, answer, model, service.settings)
 
 
 def _check_choices(body: CompletionRequest) -> None:
@@ -574,19 +600,101 @@ async def chat_completions(
     http: Request, body: ChatCompletionRequest, service: ServiceDep, sender: SenderDep
 ) -> Response:
     """Answer a conversation."""
+    _check_chat(body)
+    answer = await start_chat(service, body, sender, prepared_body(http))
+    chat_format = _chat_format(service, body, answer)
+    return await respond(http, body, answer.generation, chat_format, answer.target.name, service.settings)
+
+
+def _check_chat(body: ChatCompletionRequest) -> None:
     refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true.", "top_logprobs")
     _check_stream(body)
-    answer = await start_chat(service, body, sender, prepared_body(http))
-    chat_format = ChatFormat(
+
+
+def _chat_format(service: Service, body: ChatCompletionRequest, answer: ChatAnswer) -> ChatFormat:
+    return ChatFormat(
         TokenReport.of(body, answer.chat.text_processor, service.settings, logprobs=bool(body.logprobs)),
         [choice.handle for choice in answer.generation.choices],
         echo=_echo(body),
         readers=answer.readers,
         is_named=answer.use is not None and answer.use.is_named,
     )
-    return await respond(http, body, answer.generation, chat_format, answer.target.name)
+
+
+BATCH_PATH = "/v1/chat/completions/batch"
+MAX_CONVERSATIONS = 128
+
+
+class ChatBatchRequest(Body):
+    """Body of ``POST /v1/chat/completions/batch``: several conversations, and the other fields of a chat for all."""
+
+    messages: Annotated[list[list[dict[str, Any]]], Field(min_length=1, max_length=MAX_CONVERSATIONS)]
+
+    def chats(self) -> list[ChatCompletionRequest]:
+        """Return a chat for each conversation.
+
+        Raises:
+            ApiError: 400, one is not valid, or a field does not go with several.
+        """
+        fields = self.model_extra or {}
+        for name in ("stream", "stream_options"):
+            if fields.get(name):
+                raise bad_request(f"{name}: several conversations cannot be streamed.", name)
+        if fields.get("n") not in (None, 1):
+            raise bad_request("n: there is one choice for each conversation.", "n")
+        found = []
+        for at, messages in enumerate(self.messages):
+            try:
+                found.append(validated(ChatCompletionRequest, fields | {"messages": messages}))
+            except ApiError as error:
+                raise bad_request(error.message.replace("messages", f"messages.{at}", 1), error.param) from error
+        return found
+
+
+@router.post(BATCH_PATH)
+async def chat_batch(http: Request, body: ChatBatchRequest, service: ServiceDep, sender: SenderDep) -> Response:
+    """Answer several conversations at once, each by a choice of one answer, as vLLM does."""
+    chats = body.chats()
+    for chat in chats:
+        _check_chat(chat)
+    answers: list[ChatAnswer] = []
+
+    def close() -> None:
+        for answer in answers:
+            answer.generation.close()
+
+    async def make() -> Response:
+        for at, chat in enumerate(chats):
+            with of_prompt(f"messages.{at}"):
+                answers.append(await start_chat(service, chat, sender, None))
+        formats = [_chat_format(service, *each) for each in zip(chats, answers, strict=True)]
+        deltas = await asyncio.gather(*(_all_deltas(answer.generation) for answer in answers))
+
+        def write() -> bytes:
+            each = zip(formats, deltas, strict=True)
+            choices = [form.complete(0, found) | {"index": at} for at, (form, found) in enumerate(each)]
+            counts = [usage_of(answer.generation) for answer in answers]
+            usage = token_counts(*(sum(one[key] for one in counts) for key in ("prompt_tokens", "completion_tokens")))
+            envelope = {
+                "id": f"{ChatFormat.id_prefix}-{http.state.request_id}",
+                "object": ChatFormat.object,
+                "created": int(time.time()),
+                "model": answers[0].target.name,
+            }
+            return msgspec.json.encode(envelope | {"choices": choices, "usage": usage})
+
+        content = await off_the_loop(write, sum(map(len, deltas)))
+        return Response(content, media_type="application/json")
+
+    return CancelOnDisconnect(make, close)
+
+
+async def _all_deltas(generation: Generation) -> list[OutputDelta]:
+    found = [delta async for delta in generation.deltas()]
+    generation.close()
+    return found
 
 
 def _echo(body: ChatCompletionRequest) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lorikeet.api.errors import ApiError, engine_unavailable, hide_paths, unexpected_failure
 from lorikeet.api.logs import log
@@ -181,13 +182,14 @@ class Generation:
             ActiveChoice(index, handle, observer.watch(handle), text_processor, options)
             for index, handle in enumerate(map(client.submit, requests))
         ]
-        self._tasks = [asyncio.create_task(self._pump(choice)) for choice in self.choices]
         loop = asyncio.get_running_loop()
         too_late = ApiError(504, f"The request did not finish within {timeout_s:g} s.")
         self._timer = loop.call_later(timeout_s, self.stop, too_late) if timeout_s > 0 else None
         self.read_until_s = loop.time() + timeout_s + _READ_S if timeout_s > 0 else None
         self._end_reason, self._end_error = FinishReason.ABORT, ""
         self.closed = asyncio.Event()
+        for choice in self.choices:
+            choice.handle.listen(partial(self._receive, choice))
 
     async def deltas(self) -> AsyncIterator[OutputDelta]:
         """Yield the deltas of all choices as they arrive, until every choice has finished.
@@ -210,8 +212,6 @@ class Generation:
         self.closed.set()
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.handle.abort()
@@ -229,17 +229,18 @@ class Generation:
         self._end_reason, self._end_error = FinishReason.ERROR, error.message
         self._deltas.put_nowait(error)
 
-    async def _pump(self, choice: ActiveChoice) -> None:
-        """Put one choice's deltas into the queue; a failure is put there last."""
+    def _receive(self, choice: ActiveChoice, output: RequestOutput | EngineError) -> None:
+        """Queue what an output of the engine adds to a choice; nothing after its end."""
+        if choice.finish_reason is not None or self.closed.is_set():
+            return
         try:
-            async for output in choice.handle:
-                delta = choice.add_output(output)
-                choice.watch.output(len(delta.tokens), delta.text)
-                self._deltas.put_nowait(delta)
-                if delta.finish_reason is not None:
-                    choice.watch.finished(choice.completion_tokens, delta.finish_reason)
-                    return
-            raise EngineError("the engine stopped answering")
+            if isinstance(output, EngineError):
+                raise output
+            delta = choice.add_output(output)
+            choice.watch.output(len(delta.tokens), delta.text)
+            self._deltas.put_nowait(delta)
+            if delta.finish_reason is not None:
+                choice.watch.finished(choice.completion_tokens, delta.finish_reason)
         except ApiError as error:
             self._fail(choice, error)
         except EngineError as error:

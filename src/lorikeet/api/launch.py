@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from lorikeet.client.supervisor import LocalHost
 from lorikeet.config import Settings
+from lorikeet.core.process_tuning import collect_no_garbage
 
 
 def launch(settings: Settings, name_settings: Callable[[str], str] = str) -> None:
@@ -12,6 +13,7 @@ def launch(settings: Settings, name_settings: Callable[[str], str] = str) -> Non
     Raises:
         SystemExit: with code 1 if the server cannot start, the reason printed or, with ``log_json``, logged.
     """
+    collect_no_garbage()
     host = LocalHost()
     try:
         if settings.cluster.is_one_engine:

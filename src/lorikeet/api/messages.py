@@ -6,16 +6,15 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lorikeet.api.answer_blocks import AnswerBlocks, Block, BlockAdded, BlockEvent, BlockKind, BlockOpened
+from lorikeet.api.anthropic_errors import MESSAGES_PATH, anthropic_error
 from lorikeet.api.chat_answer import ChatAnswer, check_one_answer, start_chat
 from lorikeet.api.errors import ApiError
 from lorikeet.api.large_bodies import PromptRoute, prepared_body
 from lorikeet.api.messages_body import CountTokensRequest, MessagesRequest
-from lorikeet.api.prompt_process import MESSAGES_PATH, TOKENIZE_PATH
+from lorikeet.api.prompt_process import TOKENIZE_PATH
 from lorikeet.api.protocol import refuse_unsupported
 from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
@@ -23,17 +22,6 @@ from lorikeet.api.usage import usage_of
 
 router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
 
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-"""By HTTP status; of others ``invalid_request_error``."""
 _DELTA = {
     BlockKind.TEXT: ("text_delta", "text"),
     BlockKind.THOUGHTS: ("thinking_delta", "thinking"),
@@ -169,7 +157,7 @@ async def _events(writer: MessageWriter) -> AsyncIterator[bytes]:
     except ApiError as error:
         if not has_begun:
             raise
-        yield _event("error", error=_error(error.status, error.message))
+        yield _event("error", error=anthropic_error(error.status, error.message))
         return
     usage = writer.usage()
     yield _event("message_delta", delta=writer.end(), usage=usage) + _event("message_stop")
@@ -187,56 +175,3 @@ def _block_event(change: BlockEvent) -> bytes:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))
-
-
-def _error(status: int, message: str) -> dict[str, str]:
-    return {"type": _ERROR_TYPES.get(status, "invalid_request_error"), "message": message}
-
-
-class AnthropicErrors:
-    """Middleware that writes the errors of these routes in Anthropic's form, wherever they arose.
-
-    Args:
-        app: what answers with errors in OpenAI's form.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        path = scope.get("path", "")
-        if scope["type"] != "http" or not (path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")):
-            await self._app(scope, receive, send)
-            return
-        start: Message = {}
-        parts: list[bytes] = []
-
-        async def send_in_form(message: Message) -> None:
-            nonlocal start
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["request-id"] = headers.get("x-request-id", "")
-                if message["status"] >= 400:
-                    start = message
-                    return
-            if not start:
-                await send(message)
-                return
-            parts.append(message.get("body", b""))
-            if not message.get("more_body"):
-                content = _in_form(start["status"], b"".join(parts), MutableHeaders(scope=start)["request-id"])
-                MutableHeaders(scope=start)["content-length"] = str(len(content))
-                await send(start)
-                await send({"type": "http.response.body", "body": content})
-
-        await self._app(scope, receive, send_in_form)
-
-
-def _in_form(status: int, content: bytes, request_id: str) -> bytes:
-    try:
-        error = json.loads(content)["error"]
-    except (ValueError, KeyError, TypeError):
-        return content
-    message = error["message"] if isinstance(error, dict) else str(error)
-    return msgspec.json.encode({"type": "error", "error": _error(status, message), "request_id": request_id})

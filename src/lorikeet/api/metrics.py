@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -51,6 +52,8 @@ TTFT_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, math.inf)
 """Upper bounds of an adapter's histogram of TTFT: few, since each is a series for every labelled adapter."""
 _NO_TTFT = (0,) * len(TTFT_BOUNDS_S)
 
+MOST_TENANTS = 4096
+"""Tenants that are counted one by one."""
 _HALF_LIFE_S = 300.0
 _HYSTERESIS = 1.5
 """An adapter replaces a labelled one only if it is busier, or slower, by this factor."""
@@ -76,6 +79,7 @@ class RequestCounts:
     e2e_ns: int = 0
     adapter_wait_ns: int = 0
     kv_wait_ns: int = 0
+    refused: int = 0
     shed: int = 0
     ttft_met: int = 0
     ttft_missed: int = 0
@@ -85,16 +89,7 @@ class RequestCounts:
 
     def plus(self, other: "RequestCounts", sign: int = 1) -> "RequestCounts":
         """Return the sum, or with ``sign`` -1 the difference."""
-        result = RequestCounts()
-        for name, mine in vars(self).items():
-            theirs = getattr(other, name)
-            total = (
-                tuple(a + sign * b for a, b in zip(mine, theirs, strict=True))
-                if name == "ttft_buckets"
-                else mine + sign * theirs
-            )
-            setattr(result, name, total)
-        return result
+        return RequestCounts(**{name: _sum(mine, getattr(other, name), sign) for name, mine in vars(self).items()})
 
     @property
     def ttft_s(self) -> float:
@@ -119,6 +114,13 @@ class RequestCounts:
     def add(self, other: "RequestCounts") -> None:
         """Add ``other`` in place."""
         vars(self).update(vars(self.plus(other)))
+
+
+def _sum(mine: Any, theirs: Any, sign: int) -> Any:
+    """Return the sum or difference of two counts, or of each of two lists of counts."""
+    if isinstance(mine, tuple):
+        return tuple(_sum(*pair, sign) for pair in zip(mine, theirs, strict=True))
+    return mine + sign * theirs
 
 
 def ttft_bucket(seconds: float | None) -> tuple[int, ...]:
@@ -180,16 +182,19 @@ class AdapterTraffic:
 
 
 class AdapterUsage:
-    """Traffic of every adapter that had any.
+    """Traffic of every adapter that had any; tenants are counted by another one of these.
 
     Args:
         labels: number of adapters that are labelled.
         clock: in seconds; replaced in tests.
+        most: records to keep; of more, the one that was used longest ago is dropped, and its counts stay in ``other``.
+            None for no limit.
     """
 
-    def __init__(self, labels: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, labels: int, clock: Callable[[], float] = time.monotonic, *, most: int | None = None) -> None:
         self._labels = labels
         self._clock = clock
+        self._most = most
         self._base = AdapterTraffic(clock, RequestCounts())
         self._adapters: dict[str, AdapterTraffic] = {}
         self._all_adapters = RequestCounts()
@@ -206,6 +211,9 @@ class AdapterUsage:
                 # A label is free: it counts from the first request on.
                 usage.baseline = RequestCounts()
                 self._labels_used += 1
+            if self._most is not None and len(self._adapters) > self._most:
+                idle = (item for item in self._adapters.items() if not item[1].running and item[0] != adapter)
+                self.forget(min(idle, key=lambda item: item[1].last_used_s, default=(adapter, usage))[0])
         return usage
 
     @property
@@ -252,6 +260,13 @@ class AdapterUsage:
         for labelled in counts.values():
             other = other.plus(labelled, -1)
         return {**counts, OTHER: other}
+
+    def running(self, labels: Iterable[str]) -> dict[str, int]:
+        """Return the running requests under each label that :meth:`labelled` returned."""
+        by_label = dict.fromkeys(labels, 0)
+        for name, usage in self._adapters.items():
+            by_label[name if name in by_label else OTHER] += usage.running
+        return by_label
 
     def forget(self, adapter: str) -> None:
         """Drop the record of a removed adapter; its counts stay in ``other``."""
@@ -719,6 +734,36 @@ class UsageCollector(Collector):
             for adapter, counts in by_adapter.items()
         ]
         return self._make.histograms("lorikeet:adapter_ttft_seconds", "TTFT.", ("adapter",), values)
+
+
+_PER_TENANT: tuple[tuple[str, str, Callable[[RequestCounts], float]], ...] = (
+    ("requests", "Requests ended.", lambda counts: counts.requests),
+    ("requests_failed", "Requests that ended with an error.", lambda counts: counts.failed),
+    ("requests_refused", "Requests that got a 429.", lambda counts: counts.refused),
+    ("prompt_tokens", "Prompt tokens.", lambda counts: counts.prompt_tokens),
+    ("generation_tokens", "Tokens generated.", lambda counts: counts.completion_tokens),
+    ("time_to_first_token_seconds", "Sum of TTFT.", lambda counts: counts.ttft_s),
+    ("first_tokens", "Requests that had a first token.", lambda counts: counts.ttft_count),
+)
+
+
+class TenantCollector(Collector):
+    """Counts of the busiest and slowest tenants, and the sum of all others; nothing before a request has had a key."""
+
+    def __init__(self, usage: AdapterUsage, labels: dict[str, str]) -> None:
+        self._usage = usage
+        self._make = MetricFamilies(labels)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metrics."""
+        by_tenant = self._usage.labelled()
+        if len(by_tenant) == 1:
+            return
+        for name, text, value in _PER_TENANT:
+            values = [((tenant,), value(counts)) for tenant, counts in by_tenant.items()]
+            yield self._make.counts(f"lorikeet:tenant_{name}", text, ("tenant",), values)
+        running = [((tenant,), float(count)) for tenant, count in self._usage.running(by_tenant).items()]
+        yield self._make.gauges("lorikeet:tenant_requests_running", "Requests not ended.", ("tenant",), running)
 
 
 _KINDS: tuple[tuple[str, Callable[[TierBytes], int]], ...] = (

@@ -34,6 +34,7 @@ class RequestObserver:
     Args:
         metrics: histograms and counters.
         usage: counts per adapter.
+        tenants: counts per tenant.
         request_log: None if there is none.
         lengths: learns from the lengths of answers.
         forecast: learns how fast requests are admitted; None without shedding.
@@ -49,6 +50,7 @@ class RequestObserver:
         self,
         metrics: RequestMetrics,
         usage: AdapterUsage,
+        tenants: AdapterUsage,
         request_log: RequestLog | None,
         lengths: AnswerLengthPredictor,
         forecast: TtftForecast | None,
@@ -58,6 +60,7 @@ class RequestObserver:
     ) -> None:
         self.metrics = metrics
         self.usage = usage
+        self.tenants = tenants
         self.request_log = request_log
         self.lengths = lengths
         self.forecast = forecast
@@ -70,13 +73,14 @@ class RequestObserver:
         """Start recording a request that was just submitted."""
         return RequestWatch(self, handle)
 
-    def refused(self, adapter: AdapterRef | None, slo: Slo | None, requests: int, *, shed: bool) -> None:
+    def refused(self, adapter: AdapterRef | None, slo: Slo | None, tenant: str, requests: int, *, shed: bool) -> None:
         """Count ``requests`` that were refused because too many are running, or ``shed`` by the forecast."""
         self.metrics.count_refused(requests, shed=shed)
         self.live.refused(adapter, requests)
         counts = missed(slo, requests)
-        counts.shed = requests if shed else 0
+        counts.refused, counts.shed = requests, requests if shed else 0
         self.usage.of(None if adapter is None else adapter.name).add(counts)
+        self.tenants.of(tenant or None).add(counts)
 
 
 class RequestWatch:
@@ -95,7 +99,9 @@ class RequestWatch:
             self._forecast.on_submitted(handle.request, handle.timings)
         adapter = handle.request.adapter
         self._usage = observer.usage.of(None if adapter is None else adapter.name)
+        self._tenant = observer.tenants.of(handle.request.tenant or None)
         self._usage.running += 1
+        self._tenant.running += 1
         log = observer.request_log
         self._text: list[str] | None = [] if log is not None and log.wants_text else None
 
@@ -143,8 +149,9 @@ class RequestWatch:
         self._record.finished(completion_tokens, reason, ended_s, error)
         self._observer.live.end(self._live, request, completion_tokens, reason, error, ended_s)
         counts.add(attainment(request.slo, timings, completion_tokens, reason, ended_s))
-        self._usage.add(counts)
-        self._usage.running -= 1
+        for usage in (self._usage, self._tenant):
+            usage.add(counts)
+            usage.running -= 1
         if self._forecast is not None:
             self._forecast.on_ended(request)
         if request.pooling is None:

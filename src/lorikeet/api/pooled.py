@@ -10,7 +10,7 @@ from pydantic import Field
 from lorikeet.api.errors import ApiError
 from lorikeet.api.generation import Generation
 from lorikeet.api.protocol import Body, CompletionRequest, TokenIds
-from lorikeet.api.sampling import ModelLimits, truncated
+from lorikeet.api.sampling import ModelLimits, check_prompt, of_prompt, truncated
 from lorikeet.api.served_models import ResolvedModel
 from lorikeet.api.service import GenerationSpec, Sender, Service
 from lorikeet.api.text_processor import TextProcessor
@@ -81,23 +81,29 @@ class PooledRun:
         self._generation: Generation | None = None
         self.prompt_tokens = 0
 
-    async def vectors(self, texts: Sequence[Text], pooling: Pooling, param: str) -> list[Vector]:
+    async def vectors(
+        self, texts: Sequence[Text], pooling: Pooling, param: str, places: Sequence[str] = ()
+    ) -> list[Vector]:
         """Return the vector of each text.
 
         Args:
             texts: at least one.
             pooling: how vectors are made.
             param: field that holds the texts, for errors.
+            places: where each text is, for errors; in that field, one after the other, if not given.
 
         Raises:
             ApiError: a text is not valid, or cannot be served.
         """
         if not texts:
             raise ApiError(400, f"{param} is empty; at least one text is needed.", param=param)
+        if not places:
+            places = [f"{param}.{at}" for at in range(len(texts))] if len(texts) > 1 else [""]
         found: list[Vector] = []
         with self._service.versions.hold(self._target.adapter):  # one version for all slices
             for first in range(0, len(texts), _SLICE_TEXTS):
-                found += await self._slice(texts[first : first + _SLICE_TEXTS], pooling, param)
+                part = slice(first, first + _SLICE_TEXTS)
+                found += await self._slice(texts[part], pooling, param, places[part])
         return found
 
     def close(self) -> None:
@@ -111,7 +117,7 @@ class PooledRun:
         tokens = self.prompt_tokens
         return {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0, "prompt_tokens_details": None}
 
-    async def _slice(self, texts: Sequence[Text], pooling: Pooling, param: str) -> list[Vector]:
+    async def _slice(self, texts: Sequence[Text], pooling: Pooling, param: str, places: Sequence[str]) -> list[Vector]:
         chat = await self._service.chat_of(self._target)
         body = CompletionRequest(
             model=self._target.name,
@@ -124,9 +130,15 @@ class PooledRun:
         )
         special, limits = self._body.add_special_tokens is not False, None if body.truncates else chat.limits
 
+        def read(text: Text, place: str) -> list[int]:
+            with of_prompt(place):
+                ids = _token_ids(chat.text_processor, text, limits, param, special=special)
+                ids = truncated(ids, body, chat.limits)
+                check_prompt(ids, chat.limits, param)
+            return ids
+
         def tokenized() -> list[list[int]]:
-            ids = (_token_ids(chat.text_processor, text, limits, param, special=special) for text in texts)
-            return [truncated(each, body, chat.limits) for each in ids]
+            return list(map(read, texts, places))
 
         async def encode() -> list[list[int]]:
             return await off_the_loop(tokenized, sum(map(_length, texts)))

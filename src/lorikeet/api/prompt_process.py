@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.api.adapter_chat import AdapterChats
+from lorikeet.api.anthropic_errors import MESSAGES_PATH
 from lorikeet.api.body_structure import BodyStructure, check_structure
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.conversation import content_text
@@ -45,14 +46,14 @@ from lorikeet.api.protocol import (
     validated,
 )
 from lorikeet.api.responses_body import ResponsesRequest, in_these_words
-from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs, truncated
+from lorikeet.api.sampling import MAX_BIASES, ModelLimits, check_prompt, logit_bias_pairs, of_prompt, truncated
 from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
 from lorikeet.core.request import PromptEmbeds
 
 CHAT_PATH, TOKENIZE_PATH = "/v1/chat/completions", "/tokenize"
-RESPONSES_PATH, MESSAGES_PATH = "/v1/responses", "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
 PATHS: dict[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     CHAT_PATH: ChatCompletionRequest,
@@ -250,8 +251,9 @@ class PromptReader:
         prompts = prompts_of(body)
         self._check(body, len(prompts))
         token_ids, total = [], 0
-        for prompt in prompts:
-            ids = self._token_ids(body, prompt, "prompt", special=body.add_special_tokens is not False)
+        for at, prompt in enumerate(prompts):
+            with of_prompt(f"prompt.{at}" if len(prompts) > 1 else ""):
+                ids = self._token_ids(body, prompt, "prompt", special=body.add_special_tokens is not False)
             total += len(ids)
             if total > self._max_tokens:
                 raise bad_request(f"The prompts have more than {self._max_tokens} tokens together.", "prompt")

@@ -204,12 +204,22 @@ class CompletionRequest(GenerationBody):
         | Annotated[list[TokenIds], Field(fail_fast=True)]
         | None
     ) = None
-    prompt_embeds: str | Annotated[list[str], Field(min_length=1, max_length=128, fail_fast=True)] | None = None
+    prompt_embeds: str | Annotated[list[str], Field(max_length=128, fail_fast=True)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=-1)] | None = None
     max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     add_special_tokens: bool | None = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _false_is_not_given(cls, value: Any) -> Any:
+        return None if value is False else value  # as chats say it
+
+    @field_validator("prompt_embeds")
+    @classmethod
+    def _none_is_not_given(cls, value: str | list[str] | None) -> str | list[str] | None:
+        return value if isinstance(value, str) else value or None
 
     @property
     def choices_per_prompt(self) -> int:
@@ -243,7 +253,7 @@ def prompts_of(body: CompletionRequest) -> Sequence[str | list[int]]:
         ApiError: 400, there is none.
     """
     if body.prompt is None:
-        raise bad_request("A body needs a prompt or prompt_embeds.", "prompt")
+        raise bad_request("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]

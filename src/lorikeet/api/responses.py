@@ -50,7 +50,9 @@ async def create(http: Request, body: ResponsesRequest, service: ServiceDep, sen
     check_one_answer(body)
     stores = body.store is not False and service.responses.max_number > 0 and not sender.is_batch
     if body.background and not stores:
-        raise bad_request("background needs a response that is stored.", "background")
+        raise bad_request(
+            "background can only be used when `store` is true, and where the server stores responses.", "background"
+        )
     prepared = prepared_body(http)
     previous = b"" if prepared else service.responses.conversation(sender.tenant, body.previous_response_id)
     with ExitStack() as holding:
@@ -131,7 +133,9 @@ async def cancel(response_id: str, service: ServiceDep, sender: SenderDep) -> Re
     """Stop a response that is made in the background; of one that has ended nothing changes."""
     stored = service.responses.get(sender.tenant, response_id)
     if stored.run is None:
-        raise bad_request("Only background responses can be cancelled.", "response_id")
+        raise bad_request(
+            "Cannot cancel a synchronous response: only those made with `background` can be.", "response_id"
+        )
     await stored.run.cancel()
     return _json(stored.as_json())
 

@@ -28,6 +28,7 @@ class ApiRoutes(NamedTuple):
 
 ROUTES = (
     ApiRoutes(("POST /v1/chat/completions",), "streaming or not"),
+    ApiRoutes(("POST /v1/chat/completions/batch",), "vLLM's: `messages` is a list of up to 128 conversations"),
     ApiRoutes(
         (
             "POST /v1/responses",

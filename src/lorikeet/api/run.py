@@ -419,17 +419,22 @@ def _open_catalog(
             sources.strict_base,
         ),
         only_low_rank=_why_only_low_rank(settings),
+        only_vectors=_why_only_vectors(settings),
     )
 
 
 def _why_only_low_rank(settings: Settings) -> str:
     """Return why adapters with more than low-rank matrices on linear modules cannot be served; "" if they can."""
-    if settings.engine.tensor_parallel > 1:
-        return "tensor parallelism serves low-rank matrices on linear modules only"
     name, preset = resolve_preset(settings.engine.preset)
     if preset.batching_mode in MERGING_MODES:
         return f"preset {name} merges adapters, and can merge low-rank matrices on linear modules only"
     return ""
+
+
+def _why_only_vectors(settings: Settings) -> str:
+    """Return why adapters with whole linear layers or factors of their inputs cannot be served; "" if they can."""
+    ranks = settings.engine.tensor_parallel
+    return f"--tensor-parallel-size {ranks} does not split these over its ranks" if ranks > 1 else ""
 
 
 def _open_request_log(settings: Settings) -> RequestLog | None:

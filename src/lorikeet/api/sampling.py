@@ -2,7 +2,8 @@
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +18,8 @@ _SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighb
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 """A token id as JSON writes a number, so that no token has two keys. Ten digits exceed every vocabulary."""
 
-_MAX_SHOWN = 20
+_MAX_SHOWN, _MOST_SHOWN = 20, 10
+"""Characters of a key, and keys, in an error message."""
 
 MAX_BIASES = 2**16
 """Most ``logit_bias`` entries over all sequences of a request, since each sequence is sent with its own."""
@@ -74,6 +76,17 @@ def check_text_length(least_tokens: int, limits: ModelLimits, param: str) -> Non
     """
     if least_tokens >= limits.max_model_len:
         raise _too_long(f"at least {least_tokens}", limits, param)
+
+
+@contextmanager
+def of_prompt(where: str) -> Iterator[None]:
+    """Let errors within the context begin with ``where``, which of several prompts they mean; empty for only one."""
+    try:
+        yield
+    except ApiError as error:
+        if not where:
+            raise
+        raise ApiError(error.status, f"{where}: {error.message}", param=error.param) from error
 
 
 def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
@@ -187,13 +200,12 @@ def logit_bias_pairs(body: GenerationBody, vocabulary: int, sequences: int) -> t
                 "for all of them together.",
                 name,
             )
-    pairs = []
-    for key, bias in biases.items():
-        token_id = int(key) if _TOKEN_ID.fullmatch(key) else vocabulary
-        if token_id >= vocabulary:
-            shown = key if len(key) <= _MAX_SHOWN else f"{key[:_MAX_SHOWN]}…"
-            raise bad_request(f"logit_bias: {shown!r} is not a token id below {vocabulary}.", "logit_bias")
-        pairs.append((token_id, bias))
+    pairs = [(int(key) if _TOKEN_ID.fullmatch(key) else vocabulary, bias) for key, bias in biases.items()]
+    if wrong := [key for key, (token_id, _) in zip(biases, pairs, strict=True) if token_id >= vocabulary]:
+        names = [repr(key if len(key) <= _MAX_SHOWN else f"{key[:_MAX_SHOWN]}…") for key in wrong[:_MOST_SHOWN]]
+        shown = ", ".join(names) + (f" and {len(wrong) - _MOST_SHOWN} others" if len(wrong) > _MOST_SHOWN else "")
+        said = "is not a token id" if len(wrong) == 1 else "are no token ids"
+        raise bad_request(f"logit_bias: {shown} {said} below {vocabulary}.", "logit_bias")
     return tuple(pairs)
 
 

@@ -23,12 +23,14 @@ from fastapi import Request as HttpRequest
 
 from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.adapters.chat import AdapterChat
+from lorikeet.adapters.mixture import Part
 from lorikeet.adapters.task import AdapterTask
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.adapter_loader import AdapterLoader
 from lorikeet.api.batches.batches import Batches
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionStats
+from lorikeet.api.dialects.sessions import Sessions
 from lorikeet.api.errors import ApiError, bad_request, engine_unavailable
 from lorikeet.api.generation import Generation, TextOptions
 from lorikeet.api.grammar_process import GrammarSpec, Thoughts
@@ -36,7 +38,7 @@ from lorikeet.api.large_bodies import BodyGate, PromptProcesses, check_content_t
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.load_places import LoadPlaces
 from lorikeet.api.middleware import AdmissionGate, Ticket
-from lorikeet.api.mixtures import PREFIX, Mixtures, spelling
+from lorikeet.api.mixtures import PREFIX, Mixtures, name_of, spelling
 from lorikeet.api.observer import RequestObserver
 from lorikeet.api.prompt_process import CHAT_PATH, BodyNeeds, BodyRead, WhichModel
 from lorikeet.api.protocol import (
@@ -47,9 +49,17 @@ from lorikeet.api.protocol import (
     may_hold_surrogates,
     refuse_lone_surrogates,
 )
-from lorikeet.api.sampling import ModelLimits, check_prompt, logit_bias_pairs, params_for_choice, sampling_params
+from lorikeet.api.sampling import (
+    ModelLimits,
+    check_prompt,
+    logit_bias_pairs,
+    of_prompt,
+    params_for_choice,
+    sampling_params,
+)
 from lorikeet.api.served_models import ResolvedModel, ServedModels, check_use
 from lorikeet.api.slo_targets import SloTargets
+from lorikeet.api.stats_stream import StatsStreams
 from lorikeet.api.stored_responses import StoredResponses
 from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.tenancy import RateReport, admit
@@ -67,6 +77,7 @@ from lorikeet.tenants.ledger import Grant
 from lorikeet.tenants.tenants import Tenants
 
 _INDEX = re.compile("[0-9]{1,10}")
+_SHOWN_CHARS = 200
 _ATTEMPTS = 3
 """To find a mixture before another request's takes its place."""
 
@@ -174,8 +185,8 @@ class Service:
     """Versions that requests used, so that metrics can name those whose name was removed."""
     generations: set[Generation] = field(default_factory=set)
     """Running requests."""
-    stats_streams: int = 0
-    """Open streams of ``/v1/stats/stream``."""
+    sessions: Sessions = field(default_factory=Sessions)
+    """Of SageMaker's clients."""
     cache_epoch: str = ""
     """Changes when the prefix cache is reset, and tells KV from before and after apart."""
     background: set[asyncio.Task[int]] = field(default_factory=set)
@@ -184,6 +195,10 @@ class Service:
     """Limits adapter loads by host. Apart from the threads that tokenize, so that slow downloads delay no request."""
     removals: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
     """Limits adapter removals to one at a time, as the catalog does. They never wait for a download."""
+    stats_streams: StatsStreams = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stats_streams = StatsStreams(lambda: self.gate.draining)
 
     @property
     def text_processor(self) -> TextProcessor:
@@ -282,7 +297,7 @@ class Service:
             with ExitStack() as held:
                 for adapter, _ in parts:
                     held.enter_context(self.versions.hold(adapter))
-                name = await self.mixtures.get(parts)
+                name = await self._made(text, parts)
             record = self.models.record(name)
             if record is None:  # somebody has removed it
                 self.mixtures.lost(name)
@@ -290,6 +305,15 @@ class Service:
                 named = msgspec.structs.replace(record.ref, name=AdapterName(text))
                 return ResolvedModel(text, named, msgspec.structs.replace(chat, task=AdapterTask()))
         raise ApiError(409, f"The mixture `{text}` has just changed; send the request again.")
+
+    async def _made(self, text: str, parts: Sequence[Part]) -> str:
+        """Return the name under which a mixture is registered. Errors call it as the client wrote it."""
+        try:
+            return await self.mixtures.get(parts)
+        except ApiError as error:
+            own, shown = name_of(parts), text[:_SHOWN_CHARS]
+            said = error.message.replace(f"adapter {own!r}", f"mixture {shown!r}").replace(own, shown)
+            raise ApiError(error.status, said, param="model", type=error.type) from error
 
     async def warm(self, target: ResolvedModel, sender: Sender) -> None:
         """Bring an adapter onto the device of the replica that the router chooses, by a request of one token.
@@ -365,7 +389,7 @@ class Service:
             ticket = self.gate_of(is_batch=sender.is_batch).enter(sequences)
         except ApiError as error:
             if error.status == 429:
-                self.observer.refused(target.adapter, slo, sequences, shed=False)
+                self.observer.refused(target.adapter, slo, sender.tenant, sequences, shed=False)
             raise
         adapter = target.adapter
         grant: Grant | None = None
@@ -454,7 +478,7 @@ class Service:
             )
         except ApiError as error:
             if error.status == 429:
-                self.observer.refused(target.adapter, slo, len(requests), shed=False)
+                self.observer.refused(target.adapter, slo, sender.tenant, len(requests), shed=False)
             raise
 
     def _ended(self, generation: Generation, ticket: Ticket, adapter: AdapterRef | None, grant: Grant | None) -> None:
@@ -491,7 +515,8 @@ class Service:
         for at, (token_ids, tokens) in enumerate(zip(prompts, predicted, strict=True)):
             embeds = spec.embeds[at] if spec.embeds else None
             start = task.start(token_ids) if embeds is None or not task.invocation_token_ids else None
-            check_prompt(token_ids, limits, spec.prompt_param)
+            with of_prompt(f"{spec.prompt_param}.{at}" if len(prompts) > 1 else ""):
+                check_prompt(token_ids, limits, spec.prompt_param)
             params = sampling_params(
                 body,
                 limits,
@@ -555,7 +580,7 @@ class Service:
             return
         target_s, predicted_s = request.slo.ttft_s, forecast.ttft_s(request, len(requests) - 1)
         if predicted_s > target_s:
-            self.observer.refused(request.adapter, request.slo, len(requests), shed=True)
+            self.observer.refused(request.adapter, request.slo, request.tenant, len(requests), shed=True)
             raise ApiError(
                 429,
                 f"Too many requests are waiting: the first token is predicted after {predicted_s:.3g} s, and the TTFT "

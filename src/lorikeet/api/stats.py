@@ -3,20 +3,18 @@
 The console (``/ui``) and ``lorikeet top`` show the same object.
 """
 
-import asyncio
 import heapq
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends, Query
 from starlette.responses import Response
 
 from lorikeet import __version__
 from lorikeet.adapters.catalog import AdapterRecord
-from lorikeet.api.causes import CAUSES, ORDER
-from lorikeet.api.errors import ApiError
+from lorikeet.api.causes import CAUSES, ORDER, WAITS
 from lorikeet.api.live_stats import (
     BASE,
     HISTORY_EVERY_S,
@@ -32,13 +30,10 @@ from lorikeet.api.live_stats import (
 from lorikeet.api.metrics import AdapterTraffic
 from lorikeet.api.service import Sender, Service, ServiceDep
 from lorikeet.api.sort_by import SortBy
-from lorikeet.api.streaming import CancelOnDisconnect, EventStream
+from lorikeet.api.stats_stream import StatsQuery, stats_response
 from lorikeet.core.ids import AdapterDigest
 from lorikeet.core.messages import EngineStats
 from lorikeet.tenants.keys import Access
-
-MOST_STREAMS = 32
-"""Streams that may be open at once."""
 
 
 @dataclass
@@ -267,25 +262,6 @@ async def _list_unloaded(service: Service) -> None:
         live.unloaded = await service.unloaded_names(Access())
 
 
-@dataclass(frozen=True)
-class StatsQuery:
-    """Which adapters are shown.
-
-    Attributes:
-        adapters: most of them.
-        sort: by what.
-        ascending: the least first.
-        match: part of their names.
-        history: whether samples of the last ten minutes are added.
-    """
-
-    adapters: Annotated[int, Query(ge=0, le=1000)] = 50
-    sort: SortBy = SortBy.SLOWNESS
-    ascending: bool = False
-    match: Annotated[str, Query(max_length=256)] = ""
-    history: bool = False
-
-
 def snapshot(service: Service, query: StatsQuery) -> dict[str, Any]:
     """Return the body of ``/v1/stats``."""
     live = service.observer.live
@@ -309,6 +285,7 @@ def snapshot(service: Service, query: StatsQuery) -> dict[str, Any]:
             "running": sum(each.running for each in stats),
             "waiting": sum(each.waiting for each in stats),
             "waiting_by": _waiting(stats),
+            "waiting_words": WAITS,
             "finished": everything.requests,
             "failed": everything.failed,
             "aborted": everything.aborted,
@@ -339,7 +316,7 @@ def snapshot(service: Service, query: StatsQuery) -> dict[str, Any]:
 
 def _waiting(stats: Iterable[EngineStats]) -> dict[str, int]:
     """Return waiting requests by cause: those of the queue, and transfers to requests that have their blocks."""
-    waiting = dict.fromkeys((*CAUSES, "adapter", "kv"), 0)
+    waiting = dict.fromkeys(WAITS, 0)
     for each in stats:
         waiting["adapter"] += each.waiting_for_adapter
         waiting["kv"] += each.waiting_for_kv
@@ -365,9 +342,7 @@ QueryDep = Annotated[StatsQuery, Depends()]
 @router.get("/v1/stats")
 async def stats(service: ServiceDep, query: QueryDep) -> Response:
     """Return load, latencies, memory and adapters as they are now."""
-    await _list_unloaded(service)
-    content = msgspec.json.encode(snapshot(service, query))
-    return Response(content, media_type="application/json", headers={"Cache-Control": "no-store"})
+    return await stats_response(partial(_look, service), query)
 
 
 @router.get("/v1/stats/stream")
@@ -375,22 +350,9 @@ async def stream(
     service: ServiceDep, query: QueryDep, interval_s: Annotated[float, Query(ge=0.2, le=5)] = 1.0
 ) -> Response:
     """Send the same as server-sent events, one each ``interval_s``; only the first has the history."""
-    if service.stats_streams >= MOST_STREAMS:
-        raise ApiError(429, f"{MOST_STREAMS} streams of statistics are open; try again later.")
+    return service.stats_streams.response(partial(_look, service), query, interval_s)
 
-    async def events() -> AsyncIterator[bytes]:
-        shown = query
-        while not service.gate.draining:
-            await _list_unloaded(service)
-            yield b"data: " + msgspec.json.encode(snapshot(service, shown)) + b"\n\n"
-            shown = replace(query, history=False)
-            await asyncio.sleep(interval_s)
 
-    async def make() -> Response:
-        return EventStream(events())
-
-    def close() -> None:
-        service.stats_streams -= 1
-
-    service.stats_streams += 1
-    return CancelOnDisconnect(make, close)
+async def _look(service: Service, query: StatsQuery) -> dict[str, Any]:
+    await _list_unloaded(service)
+    return snapshot(service, query)

@@ -59,23 +59,28 @@ class SecurityHeaders:
 @router.get("/ui")
 async def console(http: Request) -> Response:
     """Return the console's page."""
-    return _file(http, "ui.html")
+    return page_file(http, "ui.html")
 
 
 @router.get("/docs")
 async def docs(http: Request) -> Response:
     """Return the page of the routes."""
-    return _file(http, "docs.html")
+    return page_file(http, "docs.html")
 
 
 @router.get("/ui/{name}")
 @router.get("/docs/{name}")
 async def file(http: Request, name: str) -> Response:
     """Return a file of these pages."""
-    return _file(http, name)
+    return page_file(http, name)
 
 
-def _file(http: Request, name: str) -> Response:
+def page_file(http: Request, name: str) -> Response:
+    """Return a file that ``make ui`` built.
+
+    Raises:
+        ApiError: 404, there is none of that name.
+    """
     found = _files().get(name)
     if found is None:
         raise ApiError(404, f"There is no file {name[:100]!r} here.")

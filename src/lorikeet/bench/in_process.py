@@ -2,9 +2,10 @@
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import count
 from typing import NamedTuple
 
 import msgspec
@@ -29,12 +30,30 @@ class WorkloadAdapterUnknown(ValueError):
     """A workload names an unknown adapter."""
 
 
+STOPPED = "stopped"
+"""The error of requests that had not ended when a run was stopped."""
+_COUNT_EVERY_TURNS = 16
+
+
+class MissBudget(NamedTuple):
+    """How many requests may miss their limits before a run is stopped.
+
+    Attributes:
+        slo: limits of requests without their own.
+        most: of them.
+    """
+
+    slo: Slo
+    most: int
+
+
 class WorkloadRun(NamedTuple):
     """The result of a workload.
 
     Attributes:
         exchanges: records of all requests, in the order of the workload. Times count from the start of the workload,
-            and ``token_times_s`` are those of the first and the last token.
+            and ``token_times_s`` are those of the first and the last token. Of a run that was stopped early, those that
+            had been sent; the ones that had not ended have the error ``STOPPED``.
         gaps_s: ITL, all gaps between two tokens of an answer.
     """
 
@@ -72,6 +91,7 @@ def run_workload(
     on_finished: Callable[[int], None] = lambda finished: None,
     observer: RunObserver | None = None,
     predictor: Predictor | None = None,
+    budget: MissBudget | None = None,
 ) -> WorkloadRun:
     """Run a workload with greedy sampling and answers of exactly the requested length.
 
@@ -90,15 +110,18 @@ def run_workload(
         observer: of the run.
         predictor: predicts the lengths of answers. With None, policies see the most that a request may generate, which
             is what it generates here.
+        budget: the run ends soon after more requests have missed their limits; None for a whole run.
 
     Raises:
         WorkloadAdapterUnknown: the workload names an unknown adapter.
         ExecutorError: a step failed.
     """
     arrivals = WorkloadArrivals(workload, adapters, prompts, clock.now(), observer, predictor)
-    collector = RecordCollector(workload, arrivals, on_finished)
+    collector = RecordCollector(workload, arrivals, on_finished, budget)
     for outputs in drive(engine, clock, arrivals, coalesced=coalesced):
         collector.take(outputs, clock.now())
+        if collector.is_over_budget:
+            break
     return collector.run()
 
 
@@ -139,6 +162,11 @@ class WorkloadArrivals:
     def in_flight(self) -> int:
         """Number of requests that were sent and have not ended."""
         return len(self._in_flight)
+
+    def under_way(self) -> Iterator[tuple[int, float]]:
+        """Yield the requests in flight: their index, and when they were sent, counted from the start."""
+        for index, (sent_s, _) in self._in_flight.items():
+            yield index, sent_s
 
     @property
     def follow_answers(self) -> bool:
@@ -207,6 +235,10 @@ class RecordCollector:
         workload: by arrival.
         arrivals: of the same workload; receives the answers.
         on_finished: called with the number of requests that have ended.
+        budget: of requests that miss their limits; None to count none.
+
+    Attributes:
+        is_over_budget: whether more have missed them. Looked at every few turns.
     """
 
     def __init__(
@@ -214,6 +246,7 @@ class RecordCollector:
         workload: Sequence[WorkloadRequest],
         arrivals: WorkloadArrivals,
         on_finished: Callable[[int], None],
+        budget: MissBudget | None = None,
     ) -> None:
         self._workload = workload
         self._arrivals = arrivals
@@ -221,6 +254,11 @@ class RecordCollector:
         self._answers: dict[RequestId, _Answer] = {}
         self._exchanges: dict[int, RequestRecord] = {}
         self._gaps_s = array("d")
+        self._budget = budget
+        self._missed = 0
+        self._now_s = 0.0
+        self._turns = count()
+        self.is_over_budget = False
 
     def take(self, outputs: StepOutputs, now: float) -> None:
         """Add the outputs of a turn that ended ``now``.
@@ -238,30 +276,52 @@ class RecordCollector:
         for event in outputs.events:
             if isinstance(event, Finished):
                 self._finish(event)
+        if self._budget is not None and next(self._turns) % _COUNT_EVERY_TURNS == 0:
+            self._now_s = now - self._arrivals.start_s
+            self.is_over_budget = self._missed + self._late(self._budget.slo) > self._budget.most
+
+    def _late(self, slo: Slo) -> int:
+        """Return how many requests in flight have missed their limit on TTFT."""
+        late = 0
+        for index, sent_s in self._arrivals.under_way():
+            limit_s = (self._workload[index].slo or slo).ttft_s
+            if limit_s is not None:
+                answer = self._answers.get(RequestId(str(index)))
+                first_s = None if answer is None else answer.first_s
+                late += (self._now_s if first_s is None else first_s - self._arrivals.start_s) - sent_s > limit_s
+        return late
 
     def _finish(self, event: Finished) -> None:
-        index, start_s = int(event.request_id), self._arrivals.start_s
-        planned, answer = self._workload[index], self._answers.pop(event.request_id, _Answer())
-        ended_s = event.at_s - start_s
+        index = int(event.request_id)
+        answer = self._answers.pop(event.request_id, _Answer())
+        ended_s = event.at_s - self._arrivals.start_s
         sent_s = self._arrivals.ended(index, answer.token_ids, ended_s)
-        times_s = () if answer.first_s is None else (answer.first_s - start_s, answer.last_s - start_s)
         whole = event.reason in (FinishReason.STOP, FinishReason.LENGTH)
-        self._exchanges[index] = RequestRecord(
+        error = None if whole else event.reason.value
+        record = self._exchanges[index] = self._record(index, answer, sent_s, ended_s, error, event.error or "")
+        if self._budget is not None:
+            self._missed += not record.meets(self._budget.slo)
+        self._on_finished(len(self._exchanges))
+
+    def _record(
+        self, index: int, answer: _Answer, sent_s: float, ended_s: float, error: str | None, message: str
+    ) -> RequestRecord:
+        planned, start_s = self._workload[index], self._arrivals.start_s
+        return RequestRecord(
             adapter=planned.adapter,
             due_s=planned.arrival_s,
             sent_s=sent_s,
             ended_s=ended_s,
             held_s=sent_s - planned.arrival_s,
-            token_times_s=times_s,
+            token_times_s=() if answer.first_s is None else (answer.first_s - start_s, answer.last_s - start_s),
             input_tokens=planned.input_tokens,
             output_tokens=len(answer.token_ids),
             asked_tokens=planned.output_tokens,
             cached_tokens=answer.cached_tokens,
-            error=None if whole else event.reason.value,
-            message=event.error or "",
+            error=error,
+            message=message,
             slo=planned.slo,
         )
-        self._on_finished(len(self._exchanges))
 
     def exchange(self, request_id: RequestId) -> RequestRecord:
         """Return the record of a request that has ended."""
@@ -269,4 +329,7 @@ class RecordCollector:
 
     def run(self) -> WorkloadRun:
         """Return all records, in the order of the workload."""
+        for index, sent_s in self._arrivals.under_way():  # none, unless the run was stopped
+            answer = self._answers.get(RequestId(str(index)), _Answer())
+            self._exchanges[index] = self._record(index, answer, sent_s, self._now_s, STOPPED, "")
         return WorkloadRun([self._exchanges[index] for index in sorted(self._exchanges)], self._gaps_s)

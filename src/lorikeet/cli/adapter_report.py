@@ -1,5 +1,6 @@
 """Describes the content of an adapter's folder, as data and as a table."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from rich.table import Table
 from lorikeet.adapters.description import AdapterDescription, ExtraTensor
 from lorikeet.cli.console import output
 from lorikeet.core.adapter import EMBEDDING, HEAD
-from lorikeet.core.geometry import LORA_MODULES, SCORE
+from lorikeet.core.geometry import LORA_MODULES, SCORE, split_layer
 from lorikeet.core.sizes import format_size
 
 _NOT_OF_MODULES = frozenset({"vector", "rows"})
@@ -108,6 +109,43 @@ def show(description: dict[str, Any]) -> None:
         console.print(f"not changed by the adapter: {_join(description['not_covered'])}")
     for warning in description["warnings"]:
         console.print(f"warning: {warning}", markup=False)
+
+
+def show_differences(config: Mapping[str, tuple[Any, Any]], modules: Sequence[Any], tensors: Sequence[Any]) -> None:
+    """Print how two adapters differ: a row for the same module of all layers, the largest difference with its layer.
+
+    Args:
+        config: keys with both values.
+        modules, tensors: ``lora_algebra.Difference``.
+    """
+    console = output()
+    for key, (one, two) in config.items():
+        console.print(f"{key}: {one!r} → {two!r}", markup=False)
+    by_path: dict[str, list[tuple[int, Any]]] = {}
+    for each in modules:
+        path, layer = split_layer(each.name)
+        by_path.setdefault(path, []).append((layer, each))
+    table = Table("module", "layers", "ranks", "relative difference", "largest in layer")
+    for path, found in by_path.items():
+        ranks = sorted({each.ranks for _, each in found})
+        both = [(each.relative, layer) for layer, each in found if each.relative is not None]
+        mean = sum(relative for relative, _ in both) / len(both) if both else 0.0
+        largest, at = max(both, default=(0.0, 0))
+        alone = len(found) - len(both)
+        notes = [f"{mean:.3g} in the mean" if both else "", f"{alone} in one only" if alone else ""]
+        table.add_row(
+            path,
+            _ranges([layer for layer, _ in found]),
+            _join(f"{one} → {two}" if one != two else str(one) for one, two in ranks),
+            ", ".join(filter(None, notes)),
+            f"{largest:.3g} in {at}" if both and largest else "",
+        )
+    console.print(table)
+    for each in tensors:
+        how = "in one only" if each.relative is None else f"{each.relative:.3g}"
+        console.print(f"{each.name}: {how}", markup=False)
+    if not config and not any(each.relative != 0 for each in (*modules, *tensors)):
+        console.print("the adapters add the same")
 
 
 def _join(values: Any) -> str:

@@ -1,6 +1,8 @@
-"""``lorikeet adapters``: manages the adapters of a running server, and inspects PEFT folders."""
+"""``lorikeet adapters``: manages the adapters of a running server, and inspects, converts and merges folders."""
 
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -13,7 +15,7 @@ from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.sizes import format_size
 
-app = typer.Typer(help="List, add, remove and inspect adapters.", no_args_is_help=True)
+app = typer.Typer(help="List, add, remove, inspect and convert adapters.", no_args_is_help=True)
 
 _PAGE = 1000
 
@@ -109,38 +111,179 @@ def inspect(
 
 @app.command("convert")
 def convert(
-    folder: Annotated[Path, typer.Argument(help="Folder of an adapter that PEFT can merge into linear layers.")],
+    folder: Annotated[Path, typer.Argument(help="Folder or file of the adapter.")],
     target: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
     base: Annotated[
         str, typer.Option(help="Folder of the adapter's base, or a hub id; empty for the default model.")
     ] = "",
-    rank: Annotated[int, typer.Option(min=0, help="Largest rank of a module; 0 for what --tolerance needs.")] = 0,
+    rank: Annotated[
+        str,
+        typer.Option(
+            help="Largest rank of a module; `auto`: what --tolerance needs, while LoRA is smaller than the weight."
+        ),
+    ] = "auto",
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Largest error of a module, as a share of the change of its weight.")
     ] = 0.01,
     json_file: JsonFile = None,
 ) -> None:
-    """Write a LoRA adapter for one of another type (LoHa, LoKr, OFT, VeRA, PiSSA, ...). Needs peft, and no server."""
+    """Write a PEFT LoRA adapter for one of another type or program. Needs no server.
+
+    Types of PEFT (LoHa, LoKr, OFT, VeRA, PiSSA, ...) are loaded by PEFT, and split to the rank that --tolerance needs.
+    Adapters of mlx, GGUF files and those with lora_up and lora_down are rewritten as they are.
+    """
     from lorikeet.adapters.description import CONFIG_FILE
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.adapters.peft_config import check_convertible
+    from lorikeet.cli import foreign_adapters
 
     check_json_file(json_file)
+    if rank != "auto" and not (rank.isdecimal() and int(rank) > 0):
+        fail(f"--rank {rank}: must be auto or a positive number", code=2)
     try:
+        form = foreign_adapters.recognise(folder)
+        if form is not None:
+            modules = foreign_adapters.rewrite(form, target, _base_folder(base))
+            if write_json(json_file, {"format": form.name, "modules": modules}):
+                print(f"{target}: {form.name} rewritten as PEFT's LoRA on {len(modules)} modules, exactly")
+            return
         check_convertible(folder / CONFIG_FILE)
         peft, base_folder = _peft(), _base_folder(base)
         if _is_served(folder, base_folder):
             print(f"warning: {folder} is served as it is; converting it is not needed", file=sys.stderr)
         print(f"converting {folder} over {base_folder}, which PEFT loads first …", file=sys.stderr)
-        found = peft.convert(folder, target, base_folder, rank, tolerance)
+        found = peft.convert(folder, target, base_folder, 0 if rank == "auto" else int(rank), tolerance)
     except AdapterError as error:
         fail(str(error))
     worst = max(found, key=lambda each: each.error)
-    ranks = sorted({each.rank for each in found})
     if write_json(json_file, {"modules": [each._asdict() for each in found], "error": worst.error}):
-        spread = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
         where = f" ({worst.module})" if worst.error else ""
-        print(f"{target}: LoRA of rank {spread} on {len(found)} modules; largest error {worst.error:.2g}{where}")
+        print(f"{target}: LoRA of {_rank_range(found)} on {len(found)} modules; largest error {worst.error:.2g}{where}")
+        sizes = sorted({size for each in found for size in each.at})
+        errors = [f"{max(each.at.get(size, each.error) for each in found):.2g} at rank {size}" for size in sizes]
+        if errors:
+            print(f"smaller by --rank: errors would be {', '.join(errors)}")
+
+
+@app.command("merge")
+def merge(
+    mixture: Annotated[str, typer.Argument(help="Folders with their weights, as in './a*0.7+./b*0.3', or one folder.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
+    base: Annotated[
+        str,
+        typer.Option(help="Folder of the base, or a hub id: writes that base with the adapter in its weights."),
+    ] = "",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="How several become one, by PEFT's names: cat (exact, the ranks add up), svd (the nearest of --rank), "
+            "linear (A and B added up, rough)."
+        ),
+    ] = "cat",
+    rank: Annotated[int, typer.Option(min=0, help="Rank of svd; 0 for the largest of the adapters'.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Merge several adapters into one, or one or several into their base. Needs no server; PEFT for a base."""
+    from lorikeet.adapters.errors import AdapterError
+    from lorikeet.cli import lora_algebra
+
+    check_json_file(json_file)
+    if method not in lora_algebra.METHODS:
+        fail(f"--method {method}: must be one of {', '.join(lora_algebra.METHODS)}", code=2)
+    parts = _parts(mixture)
+    if len(parts) == 1 and not base:
+        fail("one folder is merged into a base: name it with --base", code=2)
+    try:
+        if len(parts) == 1 and parts[0][1] == 1:
+            found = []
+            _peft().merge_into(parts[0][0], target, _base_folder(base))
+        elif base:
+            with tempfile.TemporaryDirectory() as scratch:
+                found = lora_algebra.merge(parts, Path(scratch) / "merged", method, rank)
+                _peft().merge_into(Path(scratch) / "merged", target, _base_folder(base))
+        else:
+            found = lora_algebra.merge(parts, target, method, rank)
+    except AdapterError as error:
+        fail(str(error))
+    if write_json(json_file, {"modules": [each._asdict() for each in found]}):
+        if base:
+            print(f"{target}: the base with the weights of {mixture}")
+        else:
+            worst = max(each.error for each in found)
+            print(f"{target}: LoRA of {_rank_range(found)} on {len(found)} modules; largest error {worst:.2g}")
+
+
+@app.command("compress")
+def compress(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of adapters of one base.")],
+    into: Annotated[Path, typer.Option(help="Folder to write, which must not exist.")],
+    rank: Annotated[int, typer.Option(min=1, help="Of the joint basis.")],
+    json_file: JsonFile = None,
+) -> None:
+    """Write many adapters on one joint basis: each module's A is the same for all of them. Needs no server."""
+    from lorikeet.adapters.errors import AdapterError
+    from lorikeet.cli import lora_algebra
+
+    check_json_file(json_file)
+    try:
+        found = lora_algebra.compress(folders, into, rank)
+    except AdapterError as error:
+        fail(str(error))
+    if not write_json(json_file, [each._asdict() for each in found]):
+        return
+    table = Table("adapter", "rank", "error", f"cut to rank {rank} alone")
+    for each in found:
+        low, high = each.ranks
+        table.add_row(
+            each.name, f"{low} to {high}" if low < high else str(low), f"{each.error:.3g}", f"{each.alone:.3g}"
+        )
+    output().print(table)
+    print(f"{into}: {len(found)} adapters of rank {rank}; the error is the share of an adapter's change that is lost")
+
+
+@app.command("diff")
+def diff(
+    first: Annotated[Path, typer.Argument(help="Folder of an adapter.")],
+    second: Annotated[Path, typer.Argument(help="Folder of the other.")],
+    json_file: JsonFile = None,
+) -> None:
+    """Compare two adapters: their configs, and module by module what they add to the base. Needs no server."""
+    from lorikeet.adapters.errors import AdapterError
+    from lorikeet.cli import adapter_report, lora_algebra
+
+    check_json_file(json_file)
+    try:
+        found = lora_algebra.diff(first, second)
+    except AdapterError as error:
+        fail(str(error))
+    content = {
+        "config": found.config,
+        "modules": [each._asdict() for each in found.modules],
+        "tensors": [each._asdict() for each in found.tensors],
+    }
+    if write_json(json_file, content):
+        adapter_report.show_differences(found.config, found.modules, found.tensors)
+
+
+def _parts(mixture: str) -> list[tuple[Path, float]]:
+    """Return folders and weights, spelled as in requests."""
+    from lorikeet.api.errors import ApiError
+    from lorikeet.api.mixtures import spelled
+
+    if Path(mixture).is_dir():
+        return [(Path(mixture), 1.0)]
+    try:
+        parts = spelled(mixture)
+    except ApiError as error:
+        fail(str(error.detail))
+    if parts is None and ("*" in mixture or "+" in mixture):
+        fail(f"{mixture!r} is not a mixture; write for example './a*0.7+./b*0.3'", code=2)
+    return [(Path(name), weight) for name, weight in parts or [(mixture, 1.0)]]
+
+
+def _rank_range(found: Sequence[Any]) -> str:
+    ranks = sorted({each.rank for each in found})
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"rank {ranks[0]} to {ranks[-1]}"
 
 
 def _sizes(base: Path) -> tuple[ModelGeometry | None, str]:

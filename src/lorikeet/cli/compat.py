@@ -7,6 +7,7 @@ otherwise not serve what was asked for. Flags in neither list are errors.
 Names: https://docs.vllm.ai/en/latest/cli/serve/ and https://docs.sglang.io/docs/advanced_features/server_arguments
 """
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,12 +36,15 @@ _POOL = "adapters of any rank and KV share one pool, so there are no adapter slo
 _HOST = "use --host-memory SIZE, one host tier for adapters and KV"
 _ADMISSION = "the preset decides which request is admitted next (for example --preset lorikeet:priority)"
 _ALWAYS = "Lorikeet always does this"
-_DENSE = "mixture-of-experts models are not supported"
+_EXPERTS = "adapters of experts are served in the form in which they are saved"
 _MAIN = "the hub's main revision is served; fetch another into a folder, and name that"
 _TEXT_MODELS = "only models that generate text are served"
 _STEPS = "the engine itself decides how many steps are planned at once"
 _KERNELS = "the kernels are chosen by device (--kernels), and need no compiler options"
 _GRAMMARS = "grammars are compiled by llguidance"
+_TEXT_ONLY = "only text models are served"
+_ONE_MACHINE = "the ranks of a model are on one machine; --replicas with --ray-address uses several"
+_OWN_CODE = "code of others does not run in the server"
 _ORIGINS = "pages of an allowed origin may use any"
 
 FOREIGN_FLAGS: dict[str, ForeignFlag] = {
@@ -57,9 +61,9 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--enable-lora-overlap-loading": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--lora-strict-loading": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--lora-drain-wait-threshold": ForeignFlag(_ADMISSION, same=("0", "0.0")),
-    "--enable-mixed-moe-lora-format": ForeignFlag(_DENSE, value=False),
-    "--enable-moe-shared-loras": ForeignFlag(_DENSE, value=False),
-    "--max-lora-cls-labels": ForeignFlag("only models that generate text are served, no classifiers"),
+    "--enable-mixed-moe-lora-format": ForeignFlag(_EXPERTS, value=False),
+    "--enable-moe-shared-loras": ForeignFlag(_EXPERTS, value=False),
+    "--max-lora-cls-labels": ForeignFlag("a classification adapter may have any number of labels"),
     "--max-lora-chunk-size": ForeignFlag("the kernels choose their own chunks"),
     "--swap-space": ForeignFlag(_HOST),
     "--kv-offloading-size": ForeignFlag(_HOST),
@@ -92,9 +96,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--runner": ForeignFlag(_TEXT_MODELS, same=("generate", "auto"), refuse=True),
     "--task": ForeignFlag(_TEXT_MODELS, same=("generate", "auto"), refuse=True),
     "--convert": ForeignFlag(_TEXT_MODELS, same=("none", "auto"), refuse=True),
-    "--enable-force-include-usage": ForeignFlag(
-        "requests ask for usage in streams (stream_options.include_usage)", value=False
-    ),
     "--stream-interval": ForeignFlag("the tokens of a step are sent at once", same=("1",)),
     "--async-scheduling": ForeignFlag(_STEPS, value=False),
     "--no-async-scheduling": ForeignFlag(_STEPS, value=False),
@@ -109,7 +110,7 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--tokenizer-mode": ForeignFlag("the tokenizer is the one in the model's folder", same=("auto",)),
     "--override-generation-config": ForeignFlag("change the generation_config.json in the model's folder", refuse=True),
     "--hf-overrides": ForeignFlag("change the config.json in the model's folder", same=("{}",), refuse=True),
-    "--middleware": ForeignFlag("code of others does not run in the server; put a proxy in front", refuse=True),
+    "--middleware": ForeignFlag(f"{_OWN_CODE}; put a proxy in front", refuse=True),
     "--download-dir": ForeignFlag("set HF_HUB_CACHE in the environment to keep what comes from the hub elsewhere"),
     "--allow-credentials": ForeignFlag("keys are in a header, so pages need no cookies", value=False),
     "--allowed-methods": ForeignFlag(_ORIGINS, same=('["*"]',)),
@@ -123,14 +124,66 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
         refuse=True,
     ),
     "--speculative-config": ForeignFlag("speculative decoding is not supported", refuse=True),
-    "--default-mm-loras": ForeignFlag("only text models are served", refuse=True),
-    "--enable-tower-connector-lora": ForeignFlag("only text models are served", value=False, refuse=True),
+    "--default-mm-loras": ForeignFlag(_TEXT_ONLY, refuse=True),
+    "--enable-tower-connector-lora": ForeignFlag(_TEXT_ONLY, value=False, refuse=True),
+    "--limit-mm-per-prompt": ForeignFlag(_TEXT_ONLY),
+    "--mm-processor-kwargs": ForeignFlag(_TEXT_ONLY),
+    "--enable-multimodal": ForeignFlag(_TEXT_ONLY, value=False, refuse=True),
+    "--language-model-only": ForeignFlag(_ALWAYS, value=False, same=("",)),
+    "--kv-transfer-config": ForeignFlag("KV is not handed over to other servers", refuse=True),
+    "--kv-events-config": ForeignFlag("lorikeet router needs no events of KV"),
+    "--enable-sleep-mode": ForeignFlag("/pause and /resume stop generation, and keep the memory", value=False),
+    "--api-server-count": ForeignFlag("one process answers, and has others to read large bodies", same=("1",)),
+    "--disable-frontend-multiprocessing": ForeignFlag("the engine is always a process of its own", value=False),
+    "--structured-outputs-config": ForeignFlag(_GRAMMARS),
+    "--constrained-json-whitespace-pattern": ForeignFlag("requests say so: guided_whitespace_pattern"),
+    "--chat-template-content-format": ForeignFlag(
+        "templates get the content as a string", same=("auto", "string"), refuse=True
+    ),
+    "--default-chat-template-kwargs": ForeignFlag(
+        "requests say so (chat_template_kwargs), or change the template", same=("{}",), refuse=True
+    ),
+    "--response-role": ForeignFlag("answers have the role assistant", same=("assistant",), refuse=True),
+    "--trust-request-chat-template": ForeignFlag("a chat_template in a request is refused", value=False),
+    "--reasoning-config": ForeignFlag("--reasoning-parser knows how thoughts begin and end"),
+    "--tool-parser-plugin": ForeignFlag(f"{_OWN_CODE}; use --tool-call-parser", refuse=True),
+    "--reasoning-parser-plugin": ForeignFlag(f"{_OWN_CODE}; use --reasoning-parser", refuse=True),
+    "--logits-processors": ForeignFlag(_OWN_CODE, refuse=True),
+    "--tool-server": ForeignFlag("tools run at the client", refuse=True),
+    "--enable-log-outputs": ForeignFlag("use --request-log FILE with --request-log-text", value=False),
+    "--max-log-len": ForeignFlag("the log has no prompts; --request-log-text writes whole ones to the request log"),
+    "--show-hidden-metrics-for-version": ForeignFlag("no metric is hidden"),
+    "--collect-detailed-traces": ForeignFlag("--otlp-traces-endpoint always gets the parts of TTFT"),
+    "--disable-fastapi-docs": ForeignFlag("/docs shows the routes and nothing of this server", value=False),
+    "--num-gpu-blocks-override": ForeignFlag("--memory sets the size of the pool, in bytes"),
+    "--cpu-offload-gb": ForeignFlag("weights of the base model stay on the device", same=("0", "0.0"), refuse=True),
+    "--max-seq-len-to-capture": ForeignFlag(_KERNELS),
+    "--optimization-level": ForeignFlag(_KERNELS),
+    "--enable-torch-compile": ForeignFlag(_KERNELS, value=False),
+    "--disable-custom-all-reduce": ForeignFlag(_KERNELS, value=False),
+    "--max-num-partial-prefills": ForeignFlag(_ADMISSION, same=("1",)),
+    "--max-long-partial-prefills": ForeignFlag(_ADMISSION, same=("1",)),
+    "--long-prefill-token-threshold": ForeignFlag(_ADMISSION, same=("0",)),
+    "--schedule-conservativeness": ForeignFlag(_ADMISSION, same=("1", "1.0")),
+    "--num-continuous-decode-steps": ForeignFlag(_STEPS, same=("1",)),
+    "--enable-mixed-chunk": ForeignFlag(_ALWAYS, value=False, same=("",)),
+    "--is-embedding": ForeignFlag("/v1/embeddings is there for every model that generates text", value=False),
+    "--random-seed": ForeignFlag("every request without a seed gets one of its own"),
+    "--watchdog-timeout": ForeignFlag("use --step-timeout and --heartbeat-timeout"),
+    "--skip-server-warmup": ForeignFlag("a short warm-up is part of the start", value=False),
+    "--decode-log-interval": ForeignFlag("figures are at /metrics, and lorikeet top shows them"),
+    "--nnodes": ForeignFlag(_ONE_MACHINE, same=("1",), refuse=True),
+    "--node-rank": ForeignFlag(_ONE_MACHINE, same=("0",), refuse=True),
+    "--dist-init-addr": ForeignFlag(_ONE_MACHINE, refuse=True),
     "--enable-ssl-refresh": ForeignFlag("a certificate that changes is always read again", value=False),
     "--ssl-ca-certs": ForeignFlag("put a proxy in front to ask clients for certificates", refuse=True),
 }
 
 _LISTS = ("--lora-modules", "--lora-paths", "--served-model-name", "--api-key")
 """Options that take several values in vLLM and SGLang."""
+
+_LEVEL = re.compile(r"-O=?[0-3]?")
+"""vLLM's short form of ``--optimization-level``."""
 
 _MODEL_OPTIONS = ("--model", "--model-path")
 
@@ -157,7 +210,11 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if flag.startswith("--"):
             flag = flag.replace("_", "-")
             word = flag + equals + value
-        if flag in FOREIGN_FLAGS:
+        if _LEVEL.fullmatch(word):
+            if word == "-O" and words and words[0].isdecimal():
+                words.pop(0)
+            notes.append(f"{word} is ignored: {_KERNELS}")
+        elif flag in FOREIGN_FLAGS:
             if FOREIGN_FLAGS[flag].value and not equals:
                 value = _take_value(flag, words)
             notes += _note(flag, value)

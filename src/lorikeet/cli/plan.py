@@ -203,7 +203,7 @@ def _print(console: Console, found: "Plan", scenario: "Scenario") -> None:
         "in time,\nmost",
         "TTFT P99,\ns",
         "TPOT P99,\nms",
-        "seeds",
+        "simulated\nseeds",
         "",
     ):
         table.add_column(name, justify="right", no_wrap=True)
@@ -227,15 +227,22 @@ def _print(console: Console, found: "Plan", scenario: "Scenario") -> None:
 def _row(judged: "Judged", found: "Plan") -> list[str]:
     error = next((each.error for each in judged.results if each.error), "")
     shares = [each.attainment or 0.0 for each in judged.results]
+    at_most = "≤ " if all(each.stopped_after for each in judged.results) else ""
     ttft_s, tpot_s = (max(getattr(each, name) for each in judged.results) for name in ("ttft_p99_s", "tpot_p99_s"))
-    seeds = str(len(judged.full)) if judged.full else "short"
+    seeds = str(len(judged.full)) if judged.full else "beginning"
     if error:
         verdict = f"[red]{escape(error[:60])}[/]"
     elif judged is found.choice:
         verdict = "[bold green]best[/]"
     else:
-        verdict = "[green]met[/]" if judged.meets(found.target, found.seeds) else "[red]missed[/]"
-    numbers = (f"{min(shares):.1%}", f"{max(shares):.1%}", f"{ttft_s:.2f}", f"{1e3 * tpot_s:.0f}", seeds)
+        verdict = "[red]missed[/]" if judged.is_done else "not needed"
+    numbers = (
+        f"{at_most}{min(shares):.1%}",
+        f"{at_most}{max(shares):.1%}",
+        f"{ttft_s:.2f}" if ttft_s else "–",
+        f"{1e3 * tpot_s:.0f}" if tpot_s else "–",
+        seeds,
+    )
     return [escape(_words(judged.candidate)), f"{judged.candidate.cost:g}", *numbers, verdict]
 
 

@@ -75,6 +75,28 @@ def _gigabytes(text: str) -> float:
     return float(text) * 1e9
 
 
+def _count(text: str) -> int:
+    """Return the number meant by ``8192``, ``8k`` or ``0.5m`` (of 1000), ``8K`` (of 1024); 0, the default, by ``auto``.
+
+    The letters are those of vLLM.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if text.lower() in ("auto", "-1"):
+        return 0
+    found = _COUNT.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a number; write for example 8192, 8k or auto")
+    number = float(found[1]) * _COUNT_UNITS[found[2]]
+    if number != round(number):
+        raise ValueError(f"{text!r} is not a whole number")
+    return round(number)
+
+
+_COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmM]?)")
+_COUNT_UNITS = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}
+
 FLAGS = (
     Flag("--served-model-name", "model.served_names", list[str], "Name of the base model for clients; repeatable."),
     Flag("--dtype", "model.dtype", str, "auto, bfloat16, float16 or float32.", lambda t: _HALF_NAMES.get(t, t), "TEXT"),
@@ -97,7 +119,14 @@ FLAGS = (
     ),
     Flag("--tokenizer", "model.tokenizer", str, "Folder or hub id of the tokenizer for a GGUF file."),
     Flag("--model-impl", "model.model_impl", str, "auto, lorikeet (its own decoder) or transformers (its modules)."),
-    Flag("--max-model-len --context-length", "model.max_model_len", int, "Longest sequence, in tokens."),
+    Flag(
+        "--max-model-len --context-length",
+        "model.max_model_len",
+        int,
+        "Longest sequence, in tokens, such as 8k or 8K (of 1000, of 1024); auto: the model's.",
+        _count,
+        "NUMBER",
+    ),
     Flag("--chat-template", "model.chat_template", str, "File with a Jinja template instead of the tokenizer's."),
     Flag("--tool-call-parser", "model.tool_call_parser", str, "How the model writes tool calls; else by its template."),
     Flag("--reasoning-parser", "model.reasoning_parser", str, "How the model marks what it thinks, such as qwen3."),
@@ -142,8 +171,10 @@ FLAGS = (
         "engine.max_num_batched_tokens",
         int,
         "Most tokens in a step.",
+        _count,
+        "NUMBER",
     ),
-    Flag("--tensor-parallel-size --tp-size -tp", "engine.tensor_parallel", int, "Ranks."),
+    Flag("--tensor-parallel-size --tp-size --tp -tp", "engine.tensor_parallel", int, "Ranks."),
     Flag("--device", "engine.device", str, "cpu or cuda."),
     Flag("--kernels", "engine.kernels", str, "auto, native, triton or reference."),
     Flag(
@@ -201,7 +232,7 @@ FLAGS = (
         "NAME",
     ),
     Flag(
-        "--replicas --data-parallel-size --dp-size -dp",
+        "--replicas --data-parallel-size --dp-size --dp -dp",
         "cluster.replicas",
         int,
         "Number of engines; the preset places adapters and routes requests.",
@@ -241,6 +272,18 @@ FLAGS = (
         "server.return_tokens_as_token_ids",
         bool,
         "Name tokens token_id:ID in log probabilities.",
+    ),
+    Flag(
+        "--enable-force-include-usage",
+        "server.force_include_usage",
+        bool,
+        "Tell the tokens so far in every chunk of a stream, unless its stream_options say otherwise.",
+    ),
+    Flag(
+        "--enable-per-request-metrics",
+        "server.request_metrics",
+        bool,
+        "Tell the times of a request in its answer.",
     ),
     Flag("--max-body", "server.max_body_bytes", int, "Largest request body.", parse_size, "SIZE"),
     Flag("--max-connections", "server.max_connections", int, "Connections open at once; more are answered with 503."),

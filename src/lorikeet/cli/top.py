@@ -23,6 +23,8 @@ _KINDS = (
     ("free", "free"),
 )
 
+_MOST_REASONS = 5
+
 
 def top(
     url: Url = DEFAULT_URL,
@@ -73,19 +75,20 @@ def _screen(stats: dict[str, Any]) -> Group:
         f"requests/s; {requests['finished']} finished, {requests['failed']} failed, {requests['aborted']} aborted",
         f"TTFT {_percentiles(stats['ttft_s'])}; ITL {_percentiles(stats['itl_s'])}",
     ]
-    for tier in ("device", "host"):
+    for tier in ("device", "host"):  # a router knows of none
         held = stats["memory"][tier]
         if held["total"]:
             parts = ", ".join(f"{name} {format_size(held[kind])}" for kind, name in _KINDS)
             lines.append(f"{tier} {format_size(held['total'])}: {parts}")
-    return Group(*(Text(line) for line in lines), _adapters(stats))
+    why = [f"{each['name']}: {each['why']}" for each in stats["adapters"] if each["why"]]
+    return Group(*(Text(line) for line in lines), _adapters(stats), *(Text(line) for line in why[:_MOST_REASONS]))
 
 
 def _adapters(stats: dict[str, Any]) -> Table:
     table = Table(
-        "adapter", "TTFT P90", "queue", "adapter", "KV", "prefill", "requests", "/s", "tier", "hits", "failed", "why"
+        "adapter", "TTFT P90", "queue", "adapter", "KV", "prefill", "requests", "/s", "tier", "hits", "failed"
     )
-    for column in table.columns[1:-1]:
+    for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for each in stats["adapters"]:
         parts = each["parts_s"] or {}
@@ -99,7 +102,6 @@ def _adapters(stats: dict[str, Any]) -> Table:
             each["tier"] + (" pinned" if each["pinned"] else ""),
             f"{each['hits'] / asked:.0%}" if asked else "–",
             "[red]load[/]" if each["load_error"] else str(each["requests_failed"]),
-            escape(each["why"]),
         )
     return table
 

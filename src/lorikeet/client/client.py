@@ -44,7 +44,7 @@ class RequestOutput(NamedTuple):
 class RequestHandle:
     """One request in an engine, as seen from the API process.
 
-    Iterate over it to get its outputs; the last one has ``finished``.
+    Its outputs go to a function (:meth:`listen`), or to who iterates over it; the last one has ``finished``.
 
     Args:
         request: as submitted.
@@ -78,6 +78,7 @@ class RequestHandle:
         self.sent_s = 0.0
         self._abort = abort
         self._outputs: asyncio.Queue[RequestOutput | EngineError] = asyncio.Queue()
+        self._listener: OutputListener = self._outputs.put_nowait
 
     def abort(self, *, is_complete: bool = False) -> None:
         """End the request; its blocks are free at the engine's next step. A second call does nothing.
@@ -101,15 +102,29 @@ class RequestHandle:
             if output.finished is not None:
                 return
 
+    def listen(self, listener: "OutputListener") -> None:
+        """Have outputs passed to a function as they arrive, instead of to an iterator.
+
+        An ``EngineError`` says that the engine has ended and will not be restarted. The function may abort the request,
+        and must not raise.
+        """
+        self._listener = listener
+        while not self._outputs.empty():
+            listener(self._outputs.get_nowait())
+
     def put(self, output: RequestOutput | EngineError) -> None:
-        """Queue an output for the iterator."""
-        self._outputs.put_nowait(output)
+        """Pass an output on."""
+        self._listener(output)
 
     def next_attempt(self) -> Request:
         """Begin the next attempt: return the request with all tokens that have arrived, to be sent to an engine."""
         self.attempt += 1
         self.is_queued = False
         return msgspec.structs.replace(self.request, attempt=self.attempt, output_token_ids=list(self.token_ids))
+
+
+OutputListener = Callable[[RequestOutput | EngineError], None]
+"""Gets the outputs of one request."""
 
 
 class Streams:

@@ -359,7 +359,7 @@ class EngineHost(Protocol):
         ...
 
     async def start(self, address: str, settings: bytes) -> EngineProcess:
-        """Start ``lorikeet.engine.process`` with an address to connect to.
+        """Start ``lorikeet.engine`` with an address to connect to.
 
         Args:
             address: where the channel listens.
@@ -386,7 +386,7 @@ class ChildProcess:
     def __init__(self, address: str) -> None:
         # In its own session, so that a Ctrl-C at the terminal reaches only the API process, which drains first.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lorikeet.engine.process", address], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-m", "lorikeet.engine", address], stdin=subprocess.PIPE, start_new_session=True
         )
         self.address = address
 

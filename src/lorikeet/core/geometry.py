@@ -22,7 +22,7 @@ SCORE = "score"
 
 It is packed like a module of the last layer, behind all others, whose rank is the number of labels. It is no part of
 ``ModelGeometry.modules``. Nor is it an extra (``core.adapter``): extras change what the model computes, and are refused
-under tensor parallelism and by presets that merge adapters; a score head reads hidden states, and works there too."""
+by presets that merge adapters; a score head reads hidden states, and works there too."""
 
 
 class ModuleShape(msgspec.Struct, frozen=True, array_like=True):

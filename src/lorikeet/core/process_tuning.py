@@ -11,6 +11,14 @@ _RARE_GC_THRESHOLD = 20_000
 """Allocations between two collections of the youngest generation; Python's default is 700."""
 
 
+def collect_no_garbage() -> None:
+    """Switch garbage collection off until :func:`frozen_gc`.
+
+    A start allocates much and frees little; to collect meanwhile takes a sixth of the time of its imports.
+    """
+    gc.disable()
+
+
 @contextmanager
 def frozen_gc() -> Iterator[None]:
     """Exclude all objects that are alive now from garbage collection within the context.
@@ -21,6 +29,7 @@ def frozen_gc() -> Iterator[None]:
     is_outermost = not gc.get_freeze_count()
     gc.collect()
     gc.freeze()
+    gc.enable()
     try:
         yield
     finally:

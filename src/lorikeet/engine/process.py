@@ -1,6 +1,6 @@
 """The engine process: one replica at the engine's end of the message channel.
 
-Started as ``python -m lorikeet.engine.process ADDRESS``. The first line of its standard input is an ``EngineInput``:
+Started as ``python -m lorikeet.engine ADDRESS``. The first line of its standard input is an ``EngineInput``:
 the settings, and the key of the channel, which must not be on a command line. The input stays open
 as long as the API process lives, so its end of file shows that the API process has ended, even if it was killed.
 """
@@ -293,7 +293,3 @@ def _end_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 4096):  # not the buffered reader: its lock would be held at exit
         pass
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

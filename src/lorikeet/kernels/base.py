@@ -631,31 +631,42 @@ class Kernels(Protocol):
         """Return the norm of each row of ``weight [out, in]``, fp32 ``[out]``."""
         ...
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """Add ``delta`` to ``x`` in place, if there is one; return the RMS norm of the sum times ``weight``.
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """Add ``delta`` to ``x`` in place, if there is one; return the RMS norm of the sum times ``weight + offset``.
 
-        Both are ``[T, hidden]``; the norm is computed in fp32.
+        Both are ``[T, hidden]``; the norm, and ``weight + offset``, are computed in fp32.
         """
         ...
 
     def rotary_store(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: "HeadNorms | None"
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        batch: Batch,
+        norms: "HeadNorms | None",
+        pairs: "RotaryPairs | None" = None,
     ) -> None:
         """Rotate the queries in ``qkv`` in place; write rotated keys, and values, into ``kv`` at the batch's slots.
 
         Args:
             qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, changed; its keys are undefined afterwards.
-            cos, sin: ``[T, head_dim]`` (halves, as in Llama).
+            cos, sin: ``[T, head_dim]``: of each pair, then of each pair again.
             kv: this layer's view of the arena, ``[blocks, 2, block_size, kv_heads, head_dim]``, changed.
             batch: the step.
-            norms: RMS norms of each head before the rotation, or None.
+            norms: RMS norms of queries and keys before the rotation, or None.
+            pairs: which elements of a head are rotated; None: the first half with the second, as in Llama.
         """
         ...
 
-    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
         """Causal attention of the queries in ``qkv`` over the paged ``kv``, with grouped heads.
 
-        ``window`` limits a token to the ``window`` latest positions, its own included.
+        ``window`` limits a token to the ``window`` latest positions, its own included. With a ``softcap`` the scaled
+        scores are ``softcap * tanh(score / softcap)``.
         Returns ``[T, heads * head_dim]``.
         """
         ...
@@ -664,17 +675,43 @@ class Kernels(Protocol):
         """``silu(gate) * up`` for ``gate_up [T, 2 * n]``; returns ``[T, n]``."""
         ...
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """``gelu(gate) * up`` likewise, with the approximation of GELU by tanh."""
+        ...
+
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Sample one token per row of ``logits [S, vocab]``, as ``kernels.sampling.choose``."""
         ...
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of queries and keys, ``[head_dim]`` each (Qwen3)."""
+    """RMS norms of queries and keys.
+
+    Attributes:
+        q, k: weights, ``[head_dim]`` each, of heads by themselves (Qwen3), or ``[heads * head_dim]`` and
+            ``[kv_heads * head_dim]``, of all heads of a token together (OLMo 2).
+        eps: is added to the mean square.
+        offset: is added to the weights, in fp32.
+        is_whole: whether all heads of a token are normalised together.
+    """
 
     q: Tensor
     k: Tensor
     eps: float
+    offset: float = 0.0
+    is_whole: bool = False
+
+
+class RotaryPairs(NamedTuple):
+    """Which elements of a head a rotary embedding rotates.
+
+    Attributes:
+        dims: so many, the first ones; the others stay as they are.
+        are_neighbours: whether element 2i is rotated with 2i + 1 (GLM), and not i with ``dims / 2 + i``.
+    """
+
+    dims: int
+    are_neighbours: bool = False
 
 
 def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int) -> Tensor:
@@ -691,15 +728,16 @@ class LayerWeights:
 
     Attributes:
         input_norm, post_norm: ``[hidden]``, before attention and before the MLP.
+        attention_norm, mlp_norm: ``[hidden]``, of what attention and MLP add to the residual stream.
         qkv, qkv_bias: queries, keys and values, stacked.
-        q_norm, k_norm: ``[head_dim]``.
+        q_norm, k_norm: as of ``HeadNorms``.
         o, o_bias: split by input over ranks. Only rank 0 has the bias, since partial products are summed.
         gate_up, gate_up_bias: gate and up, stacked.
         down, down_bias: split like ``o``.
     """
 
-    input_norm: Tensor
-    post_norm: Tensor
+    input_norm: Tensor | None
+    post_norm: Tensor | None
     qkv: Weight
     o: Weight
     gate_up: Weight
@@ -710,6 +748,8 @@ class LayerWeights:
     down_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    attention_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
 
 
 class LayersShape(NamedTuple):
@@ -721,6 +761,12 @@ class LayersShape(NamedTuple):
         scale: of attention scores.
         windows: sliding window of each layer; None for full attention.
         targets: LoRA targets of the four fused products: qkv, o, gate_up, down.
+        rotations: by layer, which of the rotary embeddings it has, of those whose cos and sin are given.
+        pairs: as of ``Kernels.rotary_store``.
+        norm_offset: is added to the weights of norms.
+        has_whole_norms: whether all heads of a token are normalised together.
+        softcap: of attention scores; 0: none.
+        has_gelu: whether the MLP is gated by GELU, and not by SiLU.
     """
 
     heads: int
@@ -730,14 +776,20 @@ class LayersShape(NamedTuple):
     scale: float
     windows: tuple[int | None, ...]
     targets: tuple[LoraTargets, ...]
+    rotations: tuple[int, ...]
+    pairs: RotaryPairs
+    norm_offset: float = 0.0
+    has_whole_norms: bool = False
+    softcap: float = 0.0
+    has_gelu: bool = False
 
 
 Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Batch], tuple[Tensor, Tensor]]
 """Computes all layers of a batch for which :func:`fits_one_call` holds.
 
-Arguments are x ``[T, hidden]``, changed; cos and sin ``[T, head_dim]``; the arena as viewed by :func:`kv_view`,
-changed; and the batch. It returns, for the sample rows, x before the last layer's MLP is added, and the MLP's output,
-both ``[S, hidden]``.
+Arguments are x ``[T, hidden]``, changed; cos and sin ``[rotations, T, head_dim]``; the arena as viewed by
+:func:`kv_view`, changed; and the batch. It returns, for the sample rows, x before the last layer's MLP is added, and
+the MLP's output, both ``[S, hidden]``.
 """
 
 

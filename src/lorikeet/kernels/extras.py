@@ -192,8 +192,8 @@ def scale_and_shift(out: Tensor, lora: "LoraBatch", layer: int, targets: "LoraTa
             if scale is None and shift is None:
                 continue
             part = out[rows, column : column + outputs]
-            wide = part.float() if scale is None else part.float() * scale.float()
-            part.copy_(wide if shift is None else wide + shift.float())
+            wide = part.float() if scale is None else part.float() * scale[:outputs].float()
+            part.copy_(wide if shift is None else wide + shift[:outputs].float())
 
 
 def embed(x: Tensor, token_ids: Tensor, lora: "LoraBatch") -> None:
@@ -256,6 +256,21 @@ def row_norms(weight: Tensor) -> Tensor:
 _SLICE_ROWS = 4096
 
 
+class ProductShare(NamedTuple):
+    """A tensor-parallel rank's share of a product.
+
+    Attributes:
+        outputs: by module, which of its outputs the rank computes. Their factors and summands are at the beginning of
+            vectors as long as those of the whole model.
+        total: returns the sum of a tensor over the ranks, where each has some of the inputs.
+        adds_bias: whether the rank adds what is added once, such as biases.
+    """
+
+    outputs: Mapping[str, slice]
+    total: Callable[[Tensor], Tensor] | None = None
+    adds_bias: bool = True
+
+
 def prepare_product(
     weights: "LoraWeights",
     layer: int,
@@ -263,6 +278,7 @@ def prepare_product(
     bias: Tensor | None,
     product: Callable[[Tensor], Tensor],
     norms: Callable[[], Tensor],
+    share: ProductShare | None = None,
 ) -> None:
     """Compute what changes the outputs of a product of the base, into the blocks of an adapter.
 
@@ -276,6 +292,7 @@ def prepare_product(
         bias: of the base, ``[out]``.
         product: returns ``x [n, in]`` times the base's weight, ``[n, out]``.
         norms: returns the norm of each row of the base's weight, fp32 ``[out]``.
+        share: of the rank; None if it computes the whole product.
     """
     extras = weights.extras
     assert extras is not None
@@ -284,25 +301,28 @@ def prepare_product(
         if scale is None and shift is None:
             continue
         part = slice(column, column + outputs)
-        magnitude, output = (extras.vector(kind, layer, module) for kind in ("magnitude", "output"))
+        kinds = ("magnitude", "output", "bias", "lora_bias")
+        own = slice(None) if share is None else share.outputs[module]
+        magnitude, output, new, added = (
+            None if vector is None else vector[own] for vector in (extras.vector(kind, layer, module) for kind in kinds)
+        )
         factor: Tensor | float = 1.0
         if magnitude is not None:
             pieces = weights.pieces.get((layer, module), ())
-            factor = magnitude.double() / dora_norms(norms()[part], pieces, product, part)
+            total = None if share is None else share.total
+            factor = magnitude.double() / dora_norms(norms()[part], pieces, product, part, total)
         elif output is not None:
             factor = output.double()
         if scale is not None:
             assert isinstance(factor, Tensor)
-            scale.copy_(factor)
+            scale[:outputs].copy_(factor)
         if shift is None:
             continue
         old = None if bias is None else bias[part].double()
-        new = extras.vector("bias", layer, module)
-        added = extras.vector("lora_bias", layer, module)
-        if old is None and new is None and added is None:
+        if (old is None and new is None and added is None) or (share is not None and not share.adds_bias):
             extras.drop_shift(layer, module)
             continue
-        value = torch.zeros_like(shift, dtype=torch.float64)
+        value = torch.zeros(outputs, dtype=torch.float64, device=shift.device)
         if old is not None:
             value -= factor * old
         kept = old if new is None else new.double()
@@ -310,7 +330,7 @@ def prepare_product(
             value += kept
         if added is not None:
             value += factor * added.double()
-        shift.copy_(value)
+        shift[:outputs].copy_(value)
 
 
 def dora_norms(
@@ -318,6 +338,7 @@ def dora_norms(
     pieces: Sequence[tuple[Tensor, Tensor]],
     product: Callable[[Tensor], Tensor],
     part: slice = slice(None),
+    total: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Return the norms of the rows of W + sBA, fp64 ``[out]``.
 
@@ -326,12 +347,15 @@ def dora_norms(
         pieces: rows of A ``[r, in]`` and of sBᵀ ``[r, out]``.
         product: returns ``a Wᵀ``, ``[r, out]`` with ``part`` of its columns.
         part: which columns those are.
+        total: returns the sum over ranks of which each has some of the inputs.
     """
     squares = norms.double().square()
     if pieces:
         a, bt = (torch.cat(side) for side in zip(*pieces, strict=True))
         wide, b = a.double(), bt.double()
         squares += 2 * (b * product(a)[:, part].double()).sum(0) + (b * ((wide @ wide.T) @ b)).sum(0)
+    if total is not None:
+        squares = total(squares)
     return squares.clamp(min=0).sqrt()
 
 

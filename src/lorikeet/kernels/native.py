@@ -23,6 +23,7 @@ from lorikeet.kernels.base import (
     LoraBatch,
     LoraDelta,
     LoraTargets,
+    RotaryPairs,
     SamplingTensors,
     Weight,
 )
@@ -41,14 +42,18 @@ _SIGNATURES = {
     "lorikeet_linear": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT, _ADDRESS, _INT, _ADDRESS),
     "lorikeet_logits": (_ADDRESS, _INT, *(_ADDRESS,) * 2, _INT, _INT),
     "lorikeet_linear_gated": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT),
-    "lorikeet_add_norm": (_ADDRESS,) * 4 + (_INT, _INT, _FLOAT, _INT, _INT),
-    "lorikeet_rotary_store": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 4, _FLOAT, _ADDRESS, _INT, _INT, *(_ADDRESS,) * 2)
+    "lorikeet_add_norm": (_ADDRESS,) * 4 + (_INT, _INT, _FLOAT, _FLOAT, _INT, _INT),
+    "lorikeet_rotary_store": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 4, _FLOAT, _FLOAT, *(_INT,) * 3, _ADDRESS)
+    + (_INT,) * 2
+    + (_ADDRESS,) * 2
     + (_INT,) * 3,
     "lorikeet_adjust": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, _INT),
     "lorikeet_silu_mul": (_ADDRESS,) * 2 + (_INT,) * 4,
-    "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6, _FLOAT)
-    + (_INT,) * 3,
-    "lorikeet_layers": (_ADDRESS, _ADDRESS, _FLOAT, _FLOAT, _INT),
+    "lorikeet_gelu_mul": (_ADDRESS,) * 2 + (_INT,) * 4,
+    "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6)
+    + (_FLOAT, _INT) * 2
+    + (_INT,),
+    "lorikeet_layers": (_ADDRESS, _ADDRESS, *(_FLOAT,) * 4, _INT),
     "lorikeet_copy": (_ADDRESS, _ADDRESS, _INT, _ADDRESS, _INT, _FLOAT),
     "lorikeet_place": (_ADDRESS, _INT, _INT),
     "lorikeet_choose": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 7, _INT),
@@ -255,16 +260,19 @@ class NativeLayers:
         self, library: ctypes.CDLL, weights: Sequence[LayerWeights], shape: LayersShape, threads: Callable[[], int]
     ) -> None:
         self._library, self._weights, self._shape, self._threads = library, weights, shape, threads
-        records = [_record(layer, window or 0) for layer, window in zip(weights, shape.windows, strict=True)]
+        rows = zip(weights, shape.windows, shape.rotations, strict=True)
+        records = [_record(layer, window or 0, rotation) for layer, window, rotation in rows]
         self._records = torch.tensor(records, dtype=torch.int64)
-        hidden, inner = weights[0].input_norm, weights[0].down.shape[1]
+        down = weights[0].down
+        assert isinstance(down, PanelWeight)
+        hidden, inner = down.shape
         self._model = _int64(
-            self._records.data_ptr(), len(weights), len(hidden), shape.heads, shape.kv_heads, shape.head_dim, inner,
-            hidden.itemsize,
+            self._records.data_ptr(), len(weights), hidden, shape.heads, shape.kv_heads, shape.head_dim, inner,
+            down.item_bytes, *shape.pairs, shape.has_whole_norms, shape.has_gelu,
         )  # fmt: skip
         mixed = shape.heads * shape.head_dim
         qkv = mixed + 2 * shape.kv_heads * shape.head_dim
-        self._widths = len(hidden), qkv, mixed, len(hidden), 2 * inner, inner
+        self._widths = hidden, qkv, mixed, hidden, 2 * inner, inner
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute all layers of a step; arguments and results as of ``kernels.base.Layers``."""
@@ -284,16 +292,19 @@ class NativeLayers:
             *(targets.numbers.data_ptr() for targets in self._shape.targets),
             *(tensor.data_ptr() for tensor in (normed, qkv, mixed, delta, gate_up, gated)),
         )  # fmt: skip
-        self._library.lorikeet_layers(self._model, step, self._shape.eps, self._shape.scale, self._threads())
+        shape = self._shape
+        numbers = shape.eps, shape.scale, shape.norm_offset, shape.softcap
+        self._library.lorikeet_layers(self._model, step, *numbers, self._threads())
         return x[:samples], delta[:samples]
 
 
-def _record(layer: LayerWeights, window: int) -> list[int]:
+def _record(layer: LayerWeights, window: int, rotation: int) -> list[int]:
     """Return the fields of a ``Layer`` of ``native/layers.cpp``."""
     return [
         _address(layer.input_norm), _packed(layer.qkv), _address(layer.qkv_bias), _address(layer.q_norm),
-        _address(layer.k_norm), _packed(layer.o), _address(layer.o_bias), _address(layer.post_norm),
-        _packed(layer.gate_up), _address(layer.gate_up_bias), _packed(layer.down), _address(layer.down_bias), window,
+        _address(layer.k_norm), _packed(layer.o), _address(layer.o_bias), _address(layer.attention_norm),
+        _address(layer.post_norm), _packed(layer.gate_up), _address(layer.gate_up_bias), _packed(layer.down),
+        _address(layer.down_bias), _address(layer.mlp_norm), window, rotation,
     ]  # fmt: skip
 
 
@@ -481,7 +492,7 @@ class NativeKernels:
             squares += self.linear(chosen, weight, None).float().square().sum(0)
         return squares.sqrt()
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """In one pass over memory."""
         rows, hidden = x.shape
         out = torch.empty_like(x)
@@ -493,16 +504,25 @@ class NativeKernels:
             rows,
             hidden,
             eps,
+            offset,
             x.element_size(),
             self._threads,
         )
         return out
 
     def rotary_store(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        batch: Batch,
+        norms: HeadNorms | None,
+        pairs: RotaryPairs | None = None,
     ) -> None:
         """In one pass over memory."""
         _, _, block_size, kv_heads, head_dim = kv.shape
+        dims, are_neighbours = (head_dim, False) if pairs is None else pairs
         rows, columns = qkv.shape
         self._library.lorikeet_rotary_store(
             qkv.data_ptr(),
@@ -515,6 +535,10 @@ class NativeKernels:
             None if norms is None else norms.q.data_ptr(),
             None if norms is None else norms.k.data_ptr(),
             0.0 if norms is None else norms.eps,
+            0.0 if norms is None else norms.offset,
+            norms is not None and norms.is_whole,
+            dims,
+            are_neighbours,
             kv.data_ptr(),
             kv.stride(0),
             block_size,
@@ -525,7 +549,9 @@ class NativeKernels:
             self._threads,
         )
 
-    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
         """Decodes and prefills in one call."""
         _, _, block_size, kv_heads, head_dim = kv.shape
         rows, columns = qkv.shape
@@ -549,6 +575,7 @@ class NativeKernels:
             block_size,
             scale,
             window or 0,
+            softcap,
             qkv.element_size(),
             self._threads,
         )
@@ -559,6 +586,15 @@ class NativeKernels:
         rows, columns = gate_up.shape
         out = gate_up.new_empty((rows, columns // 2))
         self._library.lorikeet_silu_mul(
+            gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, gate_up.element_size(), self.threads
+        )
+        return out
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """In one pass over memory."""
+        rows, columns = gate_up.shape
+        out = gate_up.new_empty((rows, columns // 2))
+        self._library.lorikeet_gelu_mul(
             gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, gate_up.element_size(), self.threads
         )
         return out

@@ -23,6 +23,7 @@ from lorikeet.kernels.base import (
     LoraDelta,
     LoraSegment,
     LoraTargets,
+    RotaryPairs,
     SamplingTensors,
     Weight,
     choose,
@@ -124,25 +125,38 @@ class ReferenceKernels:
         assert isinstance(plain, Tensor)
         return row_norms(plain)
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Add the residual, then norm."""
         if delta is not None:
             x += delta
-        return rms_norm(x, weight, eps)
+        return rms_norm(x, weight, eps, offset)
 
     def rotary_store(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        batch: Batch,
+        norms: HeadNorms | None,
+        pairs: RotaryPairs | None = None,
     ) -> None:
         """Norm, rotate, and store keys and values in their slots."""
         q, k, v = split_heads(qkv, kv)
         if norms is not None:
-            q[:], k[:] = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
-        q[:] = rotated(q, cos, sin)
-        kv[batch.slot_blocks, 0, batch.slot_offsets] = rotated(k, cos, sin)
+            norm_heads(q, norms.q, norms)
+            norm_heads(k, norms.k, norms)
+        q[:] = rotated(q, cos, sin, pairs)
+        kv[batch.slot_blocks, 0, batch.slot_offsets] = rotated(k, cos, sin, pairs)
         kv[batch.slot_blocks, 1, batch.slot_offsets] = v
 
-    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
         """Decodes together, prefills one by one."""
+        if softcap:
+            heads = split_heads(qkv, kv)[0]
+            return attend_plainly(heads, kv[:, 0], kv[:, 1], batch, scale, window, softcap, None).flatten(1)
         q, _, _ = split_heads(qkv, kv)
         out = torch.empty_like(q)
         starts = batch.row_starts.tolist()
@@ -166,22 +180,46 @@ class ReferenceKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """``gelu(gate) * up``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Sample by ``kernels.sampling.choose``."""
         return choose(logits, parameters)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dimension in fp32, cast back before the weight is applied, in Llama's order."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """RMS norm over the last dimension in fp32.
+
+    It is cast back before the weight is applied, in Llama's order, or after it, in Gemma's, if that has an offset.
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return (wide * (weight.float() + offset)).to(x.dtype) if offset else weight * wide.to(x.dtype)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``x [T, heads, head_dim]`` by ``cos, sin [T, head_dim]``, pairing a head's first half with the second."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+def norm_heads(x: Tensor, weight: Tensor, norms: HeadNorms) -> None:
+    """Normalise ``x [T, heads, head_dim]`` in place."""
+    found = rms_norm(x.flatten(1) if norms.is_whole else x, weight, norms.eps, norms.offset)
+    x[:] = found.view(x.shape)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: RotaryPairs | None = None) -> Tensor:
+    """Rotate ``x [T, heads, head_dim]`` by ``cos, sin [T, head_dim]``."""
+    half = x.shape[-1] // 2
+    dims, are_neighbours = (2 * half, False) if pairs is None else pairs
+    if not dims:
+        return x
+    cos, sin = (each[:, None, : dims // 2] for each in (cos, sin))
+    if are_neighbours:
+        first, second = x[..., 0:dims:2], x[..., 1:dims:2]
+        found = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    else:
+        first, second = x[..., :dims].chunk(2, dim=-1)
+        found = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((found, x[..., dims:]), dim=-1) if dims < 2 * half else found
 
 
 def split_heads(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -295,7 +333,7 @@ def attend_plainly(
     Args:
         q: ``[T, heads, key_dim]``.
         keys, values: a layer's in the arena, ``[blocks, block_size, kv_heads, key_dim]`` and ``[..., value_dim]``.
-        batch: the step, with copies on the host.
+        batch: the step.
         scale: of the scores.
         window: a token sees so many latest positions, its own included; None: all.
         softcap: the scores are ``softcap * tanh(score / softcap)``; None: as they are.
@@ -304,10 +342,10 @@ def attend_plainly(
     Returns:
         ``[T, heads, value_dim]``.
     """
-    assert batch.host is not None
     block_size, kv_heads = keys.shape[1:3]
     out = q.new_empty(len(q), q.shape[1], values.shape[-1])
-    starts, contexts = batch.host.row_starts.tolist(), batch.host.contexts.tolist()
+    there = batch if batch.host is None else batch.host
+    starts, contexts = there.row_starts.tolist(), there.contexts.tolist()
     by_rows: dict[int, list[int]] = {}
     for i, (start, stop) in enumerate(pairwise(starts)):
         by_rows.setdefault(stop - start, []).append(i)

@@ -6,7 +6,9 @@ process can use it.
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,6 +44,14 @@ class JsonSection:
     def get(self, key: str, default: Any = None) -> Any:
         """Return the raw value; null is returned as None, not as missing."""
         return self._values.get(key, default)
+
+    def replaced(self, values: Mapping[str, Any]) -> "JsonSection":
+        """Return the same section with other values of some keys."""
+        return JsonSection({**self._values, **values}, self._where)
+
+    def with_defaults(self, values: Mapping[str, Any]) -> "JsonSection":
+        """Return the same section with values of keys that it does not have; null counts as had."""
+        return JsonSection({**values, **self._values}, self._where)
 
     def section(self, key: str) -> "JsonSection | None":
         """Return the object under ``key``, None if missing.
@@ -149,7 +159,7 @@ def read_eos_token_ids(folder: Path, settings: JsonSection) -> tuple[int, ...]:
     return ()
 
 
-SCALINGS = ("default", "linear", "llama3", "yarn")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class RopeScaling(msgspec.Struct, frozen=True):
@@ -159,11 +169,13 @@ class RopeScaling(msgspec.Struct, frozen=True):
         theta: base of the wavelengths.
         kind: one of ``SCALINGS``.
         factor: factor by which the context is extended.
-        original_tokens: context before scaling (llama3, yarn).
+        original_tokens: context before scaling (llama3, yarn, longrope).
         low_freq_factor, high_freq_factor: band in which llama3 blends scaled and unscaled frequencies.
         beta_fast, beta_slow: rotations over the original context between which yarn blends.
         truncate: whether yarn rounds that band outwards to whole dimensions.
-        attention_factor: factor of cos and sin (yarn).
+        attention_factor: factor of cos and sin (yarn, longrope).
+        divisors: of each frequency (longrope).
+        long_divisors: those for sequences that are longer than ``original_tokens``.
     """
 
     theta: float
@@ -176,6 +188,8 @@ class RopeScaling(msgspec.Struct, frozen=True):
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    divisors: tuple[float, ...] = ()
+    long_divisors: tuple[float, ...] = ()
 
 
 def read_rope(settings: JsonSection) -> tuple[RopeScaling, int]:
@@ -188,8 +202,6 @@ def read_rope(settings: JsonSection) -> tuple[RopeScaling, int]:
             other.
     """
     sections = {name: settings.section(name) for name in ("rope_parameters", "rope_scaling")}
-    if (partial := settings.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise settings.unsupported("partial_rotary_factor", f"only 1.0 is supported, not {partial:g}")
     thetas = (section.get("rope_theta") for section in sections.values() if section is not None)
     theta = next((each for each in thetas if each is not None), settings.number("rope_theta", 10_000.0))
     found = [_read_section(settings, name, section, theta) for name, section in sections.items() if section is not None]
@@ -209,12 +221,13 @@ def _read_section(settings: JsonSection, name: str, section: JsonSection, base: 
         raise settings.unsupported(name, "different embeddings for different layers are not supported")
     theta = section.number("rope_theta", base)
     kind = section.string("rope_type", section.string("type", "default"))
+    kind = "longrope" if kind == "su" else kind  # its first name
     if kind not in SCALINGS:
         raise settings.unsupported(name, f"{kind!r} is not supported, only {', '.join(SCALINGS)}")
-    if section.number("partial_rotary_factor", 1.0) != 1.0:
-        raise section.unsupported("partial_rotary_factor", "only 1.0 is supported")
     if kind == "default":
         return RopeScaling(theta), context
+    if kind == "longrope":
+        return _long_rope(settings, section, theta, context), context
     factor = section.number("factor")
     if kind == "linear":
         return RopeScaling(theta, kind, factor), context
@@ -239,6 +252,29 @@ def _read_section(settings: JsonSection, name: str, section: JsonSection, base: 
     return scaling, max(context, round(original * factor))
 
 
+def _long_rope(settings: JsonSection, section: JsonSection, theta: float, context: int) -> RopeScaling:
+    """Return LongRoPE's scaling (https://arxiv.org/abs/2402.13753) for short sequences, as in Phi-3's configs."""
+    key = "original_max_position_embeddings"
+    original = settings.integer(key, section.integer(key, context))
+    factor = section.number("factor", context / original)
+    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    divisors = []
+    for key in ("short_factor", "long_factor"):
+        values = section.get(key)
+        if not isinstance(values, list) or not all(isinstance(each, int | float) and each > 0 for each in values):
+            raise section.error(key, f"must be a list of numbers above 0, not {values!r}")
+        divisors.append(tuple(float(each) for each in values))
+    return RopeScaling(
+        theta,
+        "longrope",
+        factor,
+        original,
+        attention_factor=section.number("attention_factor", attention),
+        divisors=divisors[0],
+        long_divisors=divisors[1],
+    )
+
+
 def _yarn_attention_factor(section: JsonSection, factor: float) -> float:
     """Return the factor of cos and sin: as configured, or the paper's 0.1 ln(factor) + 1."""
     if section.get("attention_factor") is not None:
@@ -251,35 +287,149 @@ def _yarn_attention_factor(section: JsonSection, factor: float) -> float:
     return temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature(1.0)
 
 
+LLAMA_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
+"""Names of the norms of a layer: before attention, of its output, before the MLP, of its output; "" where none is."""
+_AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_AFTER = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+
+
 class Features(NamedTuple):
     """How an architecture differs from Llama: the options of the own decoder.
 
     Attributes:
-        qkv_bias: whether q, k and v have a bias; None: as ``attention_bias`` says, and o like them.
+        qkv_bias: whether q, k and v have a bias; None: as ``attention_bias`` says.
+        o_bias: whether o has one, if ``attention_bias`` says so.
         mlp_bias: whether ``mlp_bias`` counts.
-        qk_norm: whether heads are RMS-normalised before rotation.
-        head_dim: default size of a head; 0: hidden size over heads.
-        window: which layers have a sliding window: ``none``, ``all``, or ``upper`` (as Qwen's keys say).
+        qk_norm: whether queries and keys are RMS-normalised before rotation: ``none``, ``heads``, each for itself, or
+            ``whole``, all heads of a token together.
+        window: which layers have a sliding window: ``none``, ``all``, ``upper`` (as Qwen's keys say), or ``typed``, as
+            ``layer_types`` says.
+        full_every: if ``layer_types`` is missing, each so many layers one without a window.
         multipliers: whether embeddings, residuals, attention scores and logits are scaled by keys of the config.
         no_rope: whether some layers have no rotary embedding.
+        two_ropes: whether layers with a window have a rotary embedding of their own.
+        partial_rope: whether a part of each head may be rotated.
+        rotates_neighbours: whether pairs of neighbours are rotated, instead of a first half with a second.
+        norms: of a layer, as ``LLAMA_NORMS``.
+        norm_offset: is added to the weights of norms.
+        activation: key of the activation function.
+        is_gemma: whether embeddings are scaled by the root of their size, attention scores by
+            ``query_pre_attn_scalar``, and soft caps count.
+        fused: the fused products that checkpoints store whole, with the names of their modules there.
+        inside: the section of the config that has the decoder's keys, for models with other parts.
+        defaults: of keys, where they are not Llama's.
     """
 
     qkv_bias: bool | None = False
+    o_bias: bool = True
     mlp_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int = 0
+    qk_norm: str = "none"
     window: str = "none"
+    full_every: int = 0
     multipliers: bool = False
     no_rope: bool = False
+    two_ropes: bool = False
+    partial_rope: bool = False
+    rotates_neighbours: bool = False
+    norms: tuple[str, str, str, str] = LLAMA_NORMS
+    norm_offset: float = 0.0
+    activation: str = "hidden_act"
+    is_gemma: bool = False
+    fused: Mapping[str, str] = MappingProxyType({})
+    inside: str = ""
+    defaults: Mapping[str, Any] = MappingProxyType({})
 
+
+_FUSED = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
+_GELU = "gelu_pytorch_tanh"
+_GEMMA: dict[str, Any] = {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "max_position_embeddings": 8192,
+}
+_GEMMA_2: dict[str, Any] = _GEMMA | {"hidden_activation": _GELU, "num_attention_heads": 8, "num_key_value_heads": 4}
+_GEMMA_2 |= {"sliding_window": 4096, "query_pre_attn_scalar": 256}
+_GEMMA_3: dict[str, Any] = _GEMMA_2 | {"max_position_embeddings": 131_072, "vocab_size": 262_208, "rope_theta": 1e6}
+_GLM: dict[str, Any] = {
+    "partial_rotary_factor": 0.5,
+    "head_dim": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1.5625e-07,
+}
+_GLM |= {"num_key_value_heads": 2, "max_position_embeddings": 131_072, "eos_token_id": [151329, 151336, 151338]}
+_PHI: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 32000, "max_position_embeddings": 4096}
+_PHI |= {"original_max_position_embeddings": 4096}
+_OLMO: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50279}
+
+_GEMMA_3_FEATURES = Features(
+    qkv_bias=None,
+    qk_norm="heads",
+    window="typed",
+    full_every=6,
+    two_ropes=True,
+    norms=_AROUND,
+    norm_offset=1.0,
+    activation="hidden_activation",
+    is_gemma=True,
+    defaults=_GEMMA_3,
+)
 
 ARCHITECTURES: dict[str, Features] = {
     "LlamaForCausalLM": Features(qkv_bias=None, mlp_bias=True),
-    "MistralForCausalLM": Features(window="all"),
+    "MistralForCausalLM": Features(window="all", defaults={"sliding_window": 4096}),
     "Qwen2ForCausalLM": Features(qkv_bias=True, window="upper"),
-    "Qwen3ForCausalLM": Features(qkv_bias=None, qk_norm=True, head_dim=128, window="upper"),
+    "Qwen3ForCausalLM": Features(qkv_bias=None, qk_norm="heads", window="upper", defaults={"head_dim": 128}),
     "GraniteForCausalLM": Features(qkv_bias=None, mlp_bias=True, multipliers=True),
     "SmolLM3ForCausalLM": Features(qkv_bias=None, mlp_bias=True, window="upper", no_rope=True),
+    "Phi3ForCausalLM": Features(
+        window="all",
+        partial_rope=True,
+        fused=_FUSED,
+        defaults=_PHI,
+    ),
+    "GemmaForCausalLM": Features(
+        qkv_bias=None, norm_offset=1.0, is_gemma=True, defaults=_GEMMA | {"hidden_act": _GELU}
+    ),
+    "Gemma2ForCausalLM": Features(
+        qkv_bias=None,
+        window="typed",
+        full_every=2,
+        norms=_AROUND,
+        norm_offset=1.0,
+        activation="hidden_activation",
+        is_gemma=True,
+        defaults=_GEMMA_2 | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": _GEMMA_3_FEATURES,
+    "Gemma3ForConditionalGeneration": _GEMMA_3_FEATURES._replace(inside="text_config"),
+    "Olmo2ForCausalLM": Features(qkv_bias=None, qk_norm="whole", norms=_AFTER, defaults=_OLMO),
+    "Olmo3ForCausalLM": Features(
+        qkv_bias=None,
+        qk_norm="whole",
+        window="typed",
+        full_every=4,
+        two_ropes=True,
+        norms=_AFTER,
+        defaults=_OLMO | {"sliding_window": 4096, "rope_theta": 500_000.0, "rope_local_base_freq": 500_000.0},
+    ),
+    "GlmForCausalLM": Features(
+        qkv_bias=None,
+        o_bias=False,
+        partial_rope=True,
+        rotates_neighbours=True,
+        fused={"gate_up": _FUSED["gate_up"]},
+        defaults=_GLM,
+    ),
+    "Glm4ForCausalLM": Features(
+        qkv_bias=None,
+        o_bias=False,
+        partial_rope=True,
+        rotates_neighbours=True,
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        fused={"gate_up": _FUSED["gate_up"]},
+        defaults=_GLM,
+    ),
 }
 """The architectures of the own decoder. Llama 2 and 3 and SmolLM2 all use the first."""
 
@@ -313,10 +463,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
         architecture: one of ``ARCHITECTURES``.
         vocab_size, hidden_size, intermediate_size, layers, heads, kv_heads, head_dim: sizes.
         rms_norm_eps: epsilon added to the mean square.
-        rope: base and scaling of the rotary embedding.
+        ropes: base and scaling of each rotary embedding.
+        rotations: by layer, which of them it has; -1 for none.
         tie_word_embeddings: whether the output layer shares the weights of the embedding.
         qkv_bias, o_bias, mlp_bias: which linear modules have a bias.
-        qk_norm: whether queries and keys are RMS-normalised per head before rotation (Qwen3).
+        qk_norm: whether queries and keys are RMS-normalised before rotation, as of :class:`Features`.
         windows: sliding window of each layer in tokens, the token itself included; None for full attention.
         context_tokens: longest sequence that the model supports.
         eos_token_ids: end-of-sequence tokens; empty if the checkpoint has none.
@@ -325,7 +476,15 @@ class ModelConfig(msgspec.Struct, frozen=True):
         residual_multiplier: factor of what attention and MLP add to the residual stream.
         attention_multiplier: factor of attention scores; None: ``head_dim ** -0.5``.
         logits_scaling: divisor of logits.
-        rope_layers: whether each layer has the rotary embedding; empty: all have.
+        embedding_scale: factor of the embeddings of tokens, rounded to their dtype.
+        rotary_dim: how many elements of a head are rotated, the first ones.
+        rotates_neighbours: whether pairs of neighbours are rotated, instead of a first half with a second.
+        norms: names of the norms of a layer, as ``LLAMA_NORMS``.
+        norm_offset: is added to the weights of norms.
+        activation: ``silu`` or ``gelu_pytorch_tanh``.
+        attention_softcap, logits_softcap: scores and logits are ``cap * tanh(value / cap)``; 0: as they are.
+        fused: the fused products that the checkpoint stores whole, with the names of their modules there.
+        has_other_parts: whether the checkpoint holds other parts beside the decoder, such as a vision tower.
     """
 
     architecture: str
@@ -337,12 +496,13 @@ class ModelConfig(msgspec.Struct, frozen=True):
     kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: RopeScaling
+    ropes: tuple[RopeScaling, ...]
+    rotations: tuple[int, ...]
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: str
     windows: tuple[int | None, ...]
     context_tokens: int
     eos_token_ids: tuple[int, ...]
@@ -351,7 +511,37 @@ class ModelConfig(msgspec.Struct, frozen=True):
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
-    rope_layers: tuple[bool, ...] = ()
+    embedding_scale: float = 1.0
+    rotary_dim: int = 0
+    rotates_neighbours: bool = False
+    norms: tuple[str, str, str, str] = LLAMA_NORMS
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    fused: dict[str, str] = {}
+    has_other_parts: bool = False
+
+    def for_lengths(self, longest_tokens: int) -> "ModelConfig":
+        """Return the config for sequences of up to so many tokens.
+
+        A rotary embedding that depends on the length (longrope) is that of the longest ones for all, since keys stay in
+        the cache while a sequence grows, and sequences share them.
+        """
+        ropes = tuple(
+            msgspec.structs.replace(rope, divisors=rope.long_divisors)
+            if rope.kind == "longrope" and longest_tokens > rope.original_tokens
+            else rope
+            for rope in self.ropes
+        )
+        return msgspec.structs.replace(self, ropes=ropes)
+
+    def qk_norm_sizes(self) -> dict[str, int]:
+        """Return the elements of the norms of queries ``q`` and keys ``k``; empty if there are none."""
+        if self.qk_norm == "none":
+            return {}
+        heads = (self.heads, self.kv_heads) if self.qk_norm == "whole" else (1, 1)
+        return {side: number * self.head_dim for side, number in zip("qk", heads, strict=True)}
 
     def module_shapes(self) -> dict[str, ModuleShape]:
         """Return the shape of each of ``LORA_MODULES`` in the whole model."""
@@ -402,6 +592,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
             raise ModelConfigError(f"{self.kv_heads} key/value heads {over}, neither divided nor copied")
         if self.intermediate_size % tensor_parallel:
             raise ModelConfigError(f"the intermediate size {self.intermediate_size} {over}")
+        if tensor_parallel > 1 and self.qk_norm == "whole":
+            raise ModelConfigError(f"{self.architecture}: the norms of queries and keys span all heads, which {over}")
 
     def geometry(self, dtype_bytes: int, tensor_parallel: int = 1) -> ModelGeometry:
         """Return the sizes of one rank's share, which are the same for every rank.
@@ -430,13 +622,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     def replaceable_weights(self) -> ReplaceableWeights:
         """Return the weights beside linear modules that adapters may replace."""
-        vectors = {
-            "norm.weight": self.hidden_size,
-            "layers.{}.input_layernorm.weight": self.hidden_size,
-            "layers.{}.post_attention_layernorm.weight": self.hidden_size,
-        }
-        if self.qk_norm:
-            vectors |= {f"layers.{{}}.self_attn.{side}_norm.weight": self.head_dim for side in "qk"}
+        vectors = {"norm.weight": self.hidden_size}
+        vectors |= {f"layers.{{}}.{name}.weight": self.hidden_size for name in self.norms if name}
+        vectors |= {f"layers.{{}}.self_attn.{side}_norm.weight": size for side, size in self.qk_norm_sizes().items()}
         return ReplaceableWeights("embed_tokens", "lm_head", self.vocab_size, vectors)
 
 
@@ -501,24 +689,38 @@ def read_model_config(folder: Path) -> ModelConfig:
     Raises:
         ModelConfigError: a file is missing or broken, or the model needs a feature that is not supported.
     """
-    settings = read_json_section(folder / "config.json")
-    architecture = _architecture(settings)
-    read_quantization(settings)  # raises what is not supported before weights are looked at
+    whole = read_json_section(folder / "config.json")
+    architecture = _architecture(whole)
+    read_quantization(whole)  # raises what is not supported before weights are looked at
     features = ARCHITECTURES[architecture]
-    if settings.string("hidden_act", "silu") != "silu":
-        raise settings.unsupported("hidden_act", f"{settings.get('hidden_act')!r} is not supported, only 'silu'")
+    settings = _decoder_section(whole, features)
+    activation = _activation(settings, features)
     hidden_size, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     kv_heads = settings.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise settings.error("num_key_value_heads", f"{heads} heads do not divide into groups of {kv_heads}")
     layers = settings.integer("num_hidden_layers")
-    head_dim = settings.integer("head_dim", features.head_dim or hidden_size // heads)
+    head_dim = settings.integer("head_dim", hidden_size // heads)
     if head_dim % 2:
         raise settings.error("head_dim", f"must be even, since rotary embeddings rotate pairs, not {head_dim}")
     biased = settings.flag("attention_bias") if features.qkv_bias is None else False
     if features.no_rope and all(settings.get(key) is None for key in ("rope_theta", "rope_parameters")):
         raise settings.error("rope_theta", "is missing")  # its default is not Llama's
-    rope, context_tokens = read_rope(settings)
+    windows = _windows(settings, features, layers)
+    ropes, context_tokens = _ropes(settings, features)
+    rotations: tuple[int, ...] = (0,) * layers
+    if features.two_ropes:
+        rotations = tuple(0 if window is None else 1 for window in windows)
+    if features.no_rope:
+        rotations = tuple(0 if rotates else -1 for rotates in _rope_layers(settings, layers))
+    rotary_dim = _rotary_dim(settings, features, head_dim)
+    for rope in ropes:
+        for divisors in (rope.divisors, rope.long_divisors) if rope.kind == "longrope" else ():
+            if len(divisors) != rotary_dim // 2:
+                raise settings.error("rope_scaling", f"needs {rotary_dim // 2} factors, not {len(divisors)}")
+    more: dict[str, Any] = _multipliers(settings) if features.multipliers else {}
+    if features.is_gemma:
+        more |= _gemma_scales(settings, head_dim, hidden_size)
     return ModelConfig(
         architecture=architecture,
         vocab_size=settings.integer("vocab_size"),
@@ -529,19 +731,86 @@ def read_model_config(folder: Path) -> ModelConfig:
         kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
-        rope=rope,
+        ropes=ropes,
+        rotations=rotations,
         tie_word_embeddings=settings.flag("tie_word_embeddings"),
         qkv_bias=biased or features.qkv_bias is True,
-        o_bias=biased,
+        o_bias=biased and features.o_bias,
         mlp_bias=features.mlp_bias and settings.flag("mlp_bias"),
         qk_norm=features.qk_norm,
-        windows=_windows(settings, features.window, layers),
+        windows=windows,
         context_tokens=context_tokens,
         eos_token_ids=read_eos_token_ids(folder, settings),
         dtype=settings.string("dtype", settings.string("torch_dtype", "float32")),
-        rope_layers=_rope_layers(settings, layers) if features.no_rope else (),
-        **(_multipliers(settings) if features.multipliers else {}),
+        rotary_dim=rotary_dim,
+        rotates_neighbours=features.rotates_neighbours,
+        norms=features.norms,
+        norm_offset=features.norm_offset,
+        activation=activation,
+        fused=dict(features.fused),
+        has_other_parts=bool(features.inside),
+        **more,
     )
+
+
+def _decoder_section(whole: JsonSection, features: Features) -> JsonSection:
+    """Return the keys of the decoder, with defaults of the architecture."""
+    settings = whole
+    if features.inside:
+        inner = whole.section(features.inside)
+        if inner is None:
+            raise whole.error(features.inside, "is missing")
+        shared = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+        settings = inner.replaced({key: whole.get(key) for key in shared if whole.get(key) is not None})
+    if settings.get("use_bidirectional_attention"):
+        raise settings.unsupported("use_bidirectional_attention", "only causal attention is supported")
+    return settings.with_defaults(features.defaults)
+
+
+def _activation(settings: JsonSection, features: Features) -> str:
+    found = settings.string(features.activation, "silu")
+    if features.is_gemma and found == "gelu":
+        found = _GELU  # what the first checkpoints of Gemma mean by it
+    if found not in ("silu", _GELU):
+        raise settings.unsupported(features.activation, f"{found!r} is not supported, only 'silu' and {_GELU!r}")
+    return found
+
+
+def _gemma_scales(settings: JsonSection, head_dim: int, hidden_size: int) -> dict[str, float]:
+    """Return the factors and soft caps of Gemma."""
+    caps = {
+        f"{name}_softcap": settings.number(key, 0.0)
+        for name, key in (("attention", "attn_logit_softcapping"), ("logits", "final_logit_softcapping"))
+    }
+    scalar = settings.number("query_pre_attn_scalar", head_dim)
+    return {"embedding_scale": hidden_size**0.5, "attention_multiplier": scalar**-0.5, **caps}
+
+
+def _ropes(settings: JsonSection, features: Features) -> tuple[tuple[RopeScaling, ...], int]:
+    """Return the rotary embeddings, that of layers without a window first, and the context in tokens."""
+    if not features.two_ropes:
+        rope, context_tokens = read_rope(settings)
+        return (rope,), context_tokens
+    given = settings.section("rope_parameters")
+    by_type = {kind: given.get(kind) if given else None for kind in ("full_attention", "sliding_attention")}
+    if given is not None and not any(by_type.values()):
+        by_type["full_attention"] = settings.get("rope_parameters")
+    rope, context_tokens = read_rope(settings.replaced({"rope_parameters": by_type["full_attention"]}))
+    local = {"rope_parameters": by_type["sliding_attention"], "rope_scaling": None}
+    local |= {"rope_theta": settings.number("rope_local_base_freq", 10_000.0)}
+    return (rope, read_rope(settings.replaced(local))[0]), context_tokens
+
+
+def _rotary_dim(settings: JsonSection, features: Features, head_dim: int) -> int:
+    """Return how many elements of a head are rotated."""
+    factor = settings.number("partial_rotary_factor", 1.0)
+    for name in ("rope_scaling", "rope_parameters"):
+        section = settings.section(name)
+        factor = factor if section is None else section.number("partial_rotary_factor", factor)
+    found = int(head_dim * factor)
+    if (found != head_dim and not features.partial_rope) or found % 2 or not 0 < found <= head_dim:
+        raise settings.unsupported("partial_rotary_factor", f"only 1.0 is supported, not {factor:g}")
+    return found
 
 
 def _architecture(settings: JsonSection) -> str:
@@ -568,19 +837,22 @@ def _rope_layers(settings: JsonSection, layers: int) -> tuple[bool, ...]:
     return tuple(bool(each) for each in listed[:layers])
 
 
-def _windows(settings: JsonSection, window: str, layers: int) -> tuple[int | None, ...]:
-    """Return the sliding windows; ``window`` as of :class:`Features`."""
-    if window == "none":
+def _windows(settings: JsonSection, features: Features, layers: int) -> tuple[int | None, ...]:
+    """Return the sliding windows."""
+    window = features.window
+    # As in transformers, null means no window, and what a missing key means differs.
+    if window == "none" or settings.get("sliding_window", 4096 if window == "upper" else None) is None:
         return (None,) * layers
-    if window == "all":
-        # As in transformers, a missing key means 4,096, and null means no window.
-        present = settings.get("sliding_window", 4096) is not None
-        return (settings.integer("sliding_window", 4096) if present else None,) * layers
-    if not settings.flag("use_sliding_window") or settings.get("sliding_window", 4096) is None:
+    if window == "upper" and not settings.flag("use_sliding_window"):
         return (None,) * layers
     size = settings.integer("sliding_window", 4096)
+    if window == "all":
+        return (size,) * layers
     kinds = settings.get("layer_types")
-    if not kinds:
+    if not kinds and window == "typed":
+        every = settings.integer("sliding_window_pattern", features.full_every)
+        kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    elif not kinds:
         full = settings.integer("max_window_layers", 28, least=0)
         kinds = ["full_attention"] * full + ["sliding_attention"] * layers
     by_kind = {"full_attention": None, "sliding_attention": size}

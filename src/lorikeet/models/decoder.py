@@ -1,6 +1,7 @@
 """The decoder: a Llama-shaped transformer over paged KV, composed of kernels, with rotary position embeddings."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,11 +18,13 @@ from lorikeet.kernels.base import (
     LoraBatch,
     LoraDelta,
     LoraWeights,
+    RotaryPairs,
     Weight,
     fits_one_call,
     kv_view,
 )
 from lorikeet.kernels.extras import (
+    ProductShare,
     adjust_logits,
     embed,
     prepare_product,
@@ -29,7 +32,7 @@ from lorikeet.kernels.extras import (
     replace_products,
     scaled_inputs,
 )
-from lorikeet.models.config import ModelConfig, RopeScaling
+from lorikeet.models.config import LLAMA_NORMS, ROW_PARALLEL, ModelConfig, RopeScaling
 from lorikeet.models.parallel import NoReduceGroup, RankGroup
 from lorikeet.models.weights import DecoderWeights, lora_targets
 
@@ -42,21 +45,29 @@ class Rotary:
     rotates a head by a thousandth.
 
     Args:
-        rope: base and scaling.
+        ropes: base and scaling of each embedding; None for one that rotates nothing.
+        rotary_dim: how many elements of a head are rotated; the pairs of the others have an angle of 0.
         head_dim: size of a head.
         device: where cos and sin are computed.
     """
 
-    def __init__(self, rope: RopeScaling, head_dim: int, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(rope, head_dim).repeat(2).to(device)
-        self._factor = rope.attention_factor
+    def __init__(
+        self, ropes: Sequence[RopeScaling | None], rotary_dim: int, head_dim: int, device: torch.device
+    ) -> None:
+        frequencies, factors = torch.zeros(len(ropes), head_dim // 2), torch.ones(len(ropes), head_dim // 2)
+        for number, rope in enumerate(ropes):
+            if rope is not None:
+                frequencies[number, : rotary_dim // 2] = inverse_frequencies(rope, rotary_dim)
+                factors[number, : rotary_dim // 2] = rope.attention_factor
+        self._frequencies = frequencies.repeat(1, 2)[:, None].to(device)
+        self._factors = factors.repeat(1, 2)[:, None].to(device) if bool((factors != 1).any()) else None
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin ``[T, head_dim]`` in ``dtype`` for int64 ``positions [T]``."""
+        """Return cos and sin ``[ropes, T, head_dim]`` in ``dtype`` for int64 ``positions [T]``."""
         angles = positions[:, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()
-        if self._factor != 1:
-            cos, sin = cos * self._factor, sin * self._factor
+        if self._factors is not None:
+            cos, sin = cos * self._factors, sin * self._factors
         return cos.to(dtype), sin.to(dtype)
 
 
@@ -65,6 +76,8 @@ def inverse_frequencies(rope: RopeScaling, head_dim: int) -> Tensor:
     plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.divisors) * rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     if rope.kind == "yarn":
@@ -122,7 +135,11 @@ class Decoder:
         self._kernels = kernels
         self._group = group
         self._targets = lora_targets(geometry)
-        self._rotary = Rotary(config.rope, config.head_dim, weights.embedding.device)
+        still: tuple[None, ...] = (None,) if -1 in config.rotations else ()
+        ropes = (*config.ropes, *still)
+        self._rotary = Rotary(ropes, config.rotary_dim, config.head_dim, weights.embedding.device)
+        # As transformers does, so that its rounding is the same.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype).item()
         # The residual stream is kept divided by the residual multiplier: what is added to it needs no factor then, and
         # norms give the same with a smaller epsilon.
         self._embedding_factor = config.embedding_multiplier / config.residual_multiplier
@@ -135,10 +152,24 @@ class Decoder:
             scale=config.head_dim**-0.5 if scale is None else scale,
             windows=config.windows[: len(weights.layers)],
             targets=tuple(self._targets.values()),
+            rotations=tuple(number % len(ropes) for number in config.rotations[: len(weights.layers)]),
+            pairs=RotaryPairs(config.rotary_dim, config.rotates_neighbours),
+            norm_offset=config.norm_offset,
+            has_whole_norms=config.qk_norm == "whole",
+            softcap=config.attention_softcap,
+            has_gelu=config.activation != "silu",
         )
-        in_one_call = group.size == 1 and all(config.rope_layers)
-        self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if in_one_call else None
+        self._in_one_call = kernels.layers_in_one_call(weights.layers, self._shape) if group.size == 1 else None
         self._norms: dict[tuple[int, str], Tensor] = {}
+        self._shares: dict[str, ProductShare] = {}
+        if group.size > 1:
+            for product, targets in self._targets.items():
+                modules = {target.module for target in targets.each}
+                outputs = {name: config.module_shard(name, group.rank, group.size).outputs for name in modules}
+                splits_inputs = modules <= ROW_PARALLEL
+                self._shares[product] = ProductShare(
+                    outputs, group.all_reduce if splits_inputs else None, not splits_inputs or group.rank == 0
+                )
 
     def cut(self, layers: int) -> "Decoder":
         """Return a decoder of the first ``layers`` layers with the same tensors, to measure the time of a layer.
@@ -173,6 +204,7 @@ class Decoder:
                     getattr(layer, f"{product}_bias"),
                     partial(self._product, weight),
                     partial(self._row_norms, index, product, weight),
+                    self._shares.get(product),
                 )
         head = weights.lm_head
         prepare_vocabulary(
@@ -194,10 +226,15 @@ class Decoder:
 
         ``lora`` has the adapters of these rows, if any has an output layer of its own.
         """
+        config = self._config
         logits = self._kernels.logits(hidden, self._weights.lm_head)
         if lora is not None:
-            logits = adjust_logits(logits, hidden, lora, is_tied=self._config.tie_word_embeddings)
-        return logits if self._config.logits_scaling == 1 else logits / self._config.logits_scaling
+            logits = adjust_logits(logits, hidden, lora, is_tied=config.tie_word_embeddings)
+        if config.logits_scaling != 1:
+            logits = logits / config.logits_scaling
+        if cap := config.logits_softcap:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
 
     @torch.inference_mode()
     def hidden(self, batch: Batch, kv: Tensor) -> Tensor:
@@ -220,6 +257,8 @@ class Decoder:
         else:
             x = weights.embedding[batch.token_ids.clamp(max=len(weights.embedding) - 1)]
             embed(x, batch.token_ids, adapted)
+        if self._embedding_scale != 1:
+            x *= self._embedding_scale
         if batch.embeds is not None:
             rows, embeds = batch.embeds
             x[rows] = embeds.to(x.dtype)
@@ -227,21 +266,30 @@ class Decoder:
             x = x * self._embedding_factor
         cos, sin = self._rotary(batch.positions, x.dtype)
         in_one_call = self._in_one_call if fits_one_call(batch) else None
+        if adapted is not None and self._config.norms != LLAMA_NORMS and adapted.adjusted("vector"):
+            in_one_call = None  # it knows Llama's norms of adapters only
         x, delta = (in_one_call or self._by_kernels)(x, cos, sin, kv, batch)
-        return self._norm(x, delta, weights.final_norm, batch.sample_lora, 0, "norm.weight")
+        return self._norm(x, delta, weights.final_norm, batch.sample_lora, 0, "norm")
 
     def _norm(
-        self, x: Tensor, delta: Tensor | None, weight: Tensor, lora: LoraBatch | None, layer: int, path: str
+        self, x: Tensor, delta: Tensor | None, weight: Tensor | None, lora: LoraBatch | None, layer: int, path: str
     ) -> Tensor:
-        """Add ``delta`` to ``x`` in place and return the norm, of some rows with the weight of their adapter."""
-        kernels, eps = self._kernels, self._shape.eps
-        out = kernels.add_norm(x, delta, weight, eps)
+        """Add ``delta`` to ``x`` in place and return the norm, of some rows with the weight of their adapter.
+
+        Without a weight it is ``x`` itself.
+        """
+        kernels, eps, offset = self._kernels, self._shape.eps, self._shape.norm_offset
+        if weight is None:
+            if delta is not None:
+                x += delta
+            return x
+        out = kernels.add_norm(x, delta, weight, eps, offset)
         if lora is not None and lora.has_extras:
             for segment in lora.adjusted("vector"):
-                own = segment.extras.vector("vector", layer, path)
+                own = segment.extras.vector("vector", layer, f"{path}.weight")
                 if own is not None:
                     rows = slice(segment.start, segment.stop)
-                    out[rows] = kernels.add_norm(x[rows], None, own, eps)
+                    out[rows] = kernels.add_norm(x[rows], None, own, eps, offset)
         return out
 
     def _by_kernels(self, x: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -250,37 +298,40 @@ class Decoder:
         Returns:
             The residual stream and the output of the last MLP, which is not added to it yet; both ``[rows, hidden]``.
         """
-        weights = self._weights
+        weights, shape = self._weights, self._shape
         lora, delta = batch.lora, None
-        rotates = self._config.rope_layers
-        still = (torch.ones_like(cos), torch.zeros_like(sin)) if rotates else (cos, sin)
+        before, after, before_mlp, after_mlp = (f"layers.{{}}.{name}" for name in self._config.norms)
         for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
-            normed = self._norm(x, delta, layer.input_norm, lora, index, "layers.{}.input_layernorm.weight")
-            angles = (cos, sin) if not rotates or rotates[index] else still
+            normed = self._norm(x, delta, layer.input_norm, lora, index, before)
+            angles = cos[shape.rotations[index]], sin[shape.rotations[index]]
             mixed = self._attention(index, layer, normed, *angles, batch, layer_kv)
             if layer is weights.layers[-1] and len(batch.sample_rows) < len(x):
                 x, mixed, lora = x[batch.sample_rows], mixed[batch.sample_rows], batch.sample_lora
             # LoRA's A is split by input features like the weight, so each rank adds its part before the all-reduce.
             out = self._adapted(mixed, layer.o, layer.o_bias, lora, index, "o", batch.assist)
             delta = self._group.all_reduce(out)
-            normed = self._norm(x, delta, layer.post_norm, lora, index, "layers.{}.post_attention_layernorm.weight")
+            if layer.attention_norm is not None:
+                delta = self._norm(delta, None, layer.attention_norm, lora, index, after)
+            normed = self._norm(x, delta, layer.post_norm, lora, index, before_mlp)
             delta = self._mlp(index, layer, normed, lora, batch.assist)
+            if layer.mlp_norm is not None:
+                delta = self._norm(delta, None, layer.mlp_norm, lora, index, after_mlp)
         assert delta is not None, "a decoder has layers"
         return x, delta
 
     def _attention(
         self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: Tensor
     ) -> Tensor:
-        kernels = self._kernels
+        kernels, shape = self._kernels, self._shape
         qkv = self._adapted(x, layer.qkv, layer.qkv_bias, batch.lora, index, "qkv", batch.assist)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
-            norms = HeadNorms(layer.q_norm, layer.k_norm, self._shape.eps)
+            norms = HeadNorms(layer.q_norm, layer.k_norm, shape.eps, shape.norm_offset, shape.has_whole_norms)
         if norms is not None and batch.lora is not None and batch.lora.has_extras:
             self._rotate_apart(index, qkv, cos, sin, kv, batch, norms)
         else:
-            kernels.rotary_store(qkv, cos, sin, kv, batch, norms)
-        return kernels.attention(qkv, kv, batch, self._shape.scale, self._shape.windows[index])
+            kernels.rotary_store(qkv, cos, sin, kv, batch, norms, shape.pairs)
+        return kernels.attention(qkv, kv, batch, shape.scale, shape.windows[index], shape.softcap)
 
     def _rotate_apart(
         self, index: int, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms
@@ -291,19 +342,19 @@ class Decoder:
         for segment in batch.lora.adjusted("vector"):
             q, k = (segment.extras.vector("vector", index, f"layers.{{}}.self_attn.{x}_norm.weight") for x in "qk")
             if q is not None or k is not None:
-                own = HeadNorms(norms.q if q is None else q, norms.k if k is None else k, norms.eps)
+                own = norms._replace(q=norms.q if q is None else q, k=norms.k if k is None else k)
                 cuts += [(done, segment.start, norms), (segment.start, segment.stop, own)]
                 done = segment.stop
         for start, stop, chosen in [*cuts, (done, len(qkv), norms)]:
             if start < stop:
                 rows = slice(start, stop)
                 part = replace(batch, slot_blocks=batch.slot_blocks[rows], slot_offsets=batch.slot_offsets[rows])
-                self._kernels.rotary_store(qkv[rows], cos[rows], sin[rows], kv, part, chosen)
+                self._kernels.rotary_store(qkv[rows], cos[rows], sin[rows], kv, part, chosen, self._shape.pairs)
 
     def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: LoraBatch | None, assist: Assist | None) -> Tensor:
         kernels = self._kernels
         gate_up = self._adapted(x, layer.gate_up, layer.gate_up_bias, lora, index, "gate_up", assist)
-        inner = kernels.silu_mul(gate_up)
+        inner = kernels.gelu_mul(gate_up) if self._shape.has_gelu else kernels.silu_mul(gate_up)
         out = self._adapted(inner, layer.down, layer.down_bias, lora, index, "down", assist)
         return self._group.all_reduce(out)
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lorikeet.core.geometry import PRODUCTS
+from lorikeet.core.geometry import PREFIXES, PRODUCTS, UNUSED_PARTS
 from lorikeet.core.messages import LOADING_WEIGHTS
 from lorikeet.core.sizes import format_size
 from lorikeet.kernels.base import LayerWeights, Weight
@@ -86,6 +86,8 @@ class WeightLayout:
         linears: linear weights by the names of the tensors that fill them. That of the output layer is there by its own
             name or, if it is tied, by that of the embedding.
         copies: by name, checkpoint tensors that are not loaded but must equal another one, with the other's name.
+        norm_offset: as of the config.
+        fused: by name, checkpoint tensors that hold several targets, whose rows lie one after the other.
 
     Raises:
         ModelConfigError: the model does not split over the ranks.
@@ -100,8 +102,10 @@ class WeightLayout:
         self._dtype = dtype
         self._device = device
         self._shapes = config.module_shapes()
+        self.norm_offset = config.norm_offset
         self.targets: dict[str, WeightTarget] = {}
         self.linears: dict[str, LinearWeight] = {}
+        self.fused: dict[str, tuple[str, ...]] = {}
         self._products: list[dict[str, LinearWeight]] = []
         config.check_divides(tensor_parallel)
         self.weights = self._decoder()
@@ -130,9 +134,16 @@ class WeightLayout:
         o, o_bias = self._fused(prefix, ("o",), biased=config.o_bias)
         gate_up, gate_up_bias = self._fused(prefix, ("gate", "up"), biased=config.mlp_bias)
         down, down_bias = self._fused(prefix, ("down",), biased=config.mlp_bias)
+        norms = [self._plain(f"{prefix}{name}.weight", config.hidden_size) if name else None for name in config.norms]
+        of_heads = {
+            f"{side}_norm": self._plain(f"{prefix}self_attn.{side}_norm.weight", size)
+            for side, size in config.qk_norm_sizes().items()
+        }
         return LayerWeights(
-            input_norm=self._plain(f"{prefix}input_layernorm.weight", config.hidden_size),
-            post_norm=self._plain(f"{prefix}post_attention_layernorm.weight", config.hidden_size),
+            input_norm=norms[0],
+            attention_norm=norms[1],
+            post_norm=norms[2],
+            mlp_norm=norms[3],
             qkv=qkv,
             o=o,
             gate_up=gate_up,
@@ -141,8 +152,7 @@ class WeightLayout:
             o_bias=o_bias,
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
-            q_norm=self._plain(f"{prefix}self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None,
-            k_norm=self._plain(f"{prefix}self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None,
+            **of_heads,
         )
 
     def _empty(self, *shape: int) -> Tensor:
@@ -162,7 +172,12 @@ class WeightLayout:
         weight = self._empty(sum(rows), columns)
         bias = self._empty(sum(rows)) if biased else None
         linear = LinearWeight(weight, columns < self._shapes[modules[0]].in_features)
-        self._products[-1][next(name for name, fused in PRODUCTS.items() if fused == modules)] = linear
+        product = next(name for name, fused in PRODUCTS.items() if fused == modules)
+        self._products[-1][product] = linear
+        if product in self._config.fused:
+            for end in ("weight", "bias") if biased else ("weight",):
+                whole = f"{prefix}{self._config.fused[product]}.{end}"
+                self.fused[whole] = tuple(f"{prefix}{_PATHS[module]}.{end}" for module in modules)
         holds_bias = self._rank == 0 or not ROW_PARALLEL.intersection(modules)
         for index, (module, shard) in enumerate(zip(modules, shards, strict=True)):
             place = slice(sum(rows[:index]), sum(rows[: index + 1]))
@@ -293,20 +308,11 @@ def load_weights(
             weights cannot be split over the ranks.
         ModelConfigError: the model does not split over the ranks, or is quantised in a way that is not supported.
     """
-    quantization = ALIASES.get(quantization, quantization)
-    if quantization not in QUANTIZATIONS:
-        raise WeightError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
     if load_format not in ("auto", "dummy"):
         raise WeightError(f"load format {load_format!r} is not one of auto, dummy")
-    checkpoint = _open(folder) if load_format == "auto" else None
-    method, bits = checkpoint.method if checkpoint else "", ON_LOAD.get(quantization, 0)
-    if bits and method:
-        raise WeightError(
-            f"quantization: {folder} is quantised already ({method}), so it cannot be served as {quantization}"
-        )
-    if not bits and quantization not in ("auto", "none", method):
-        stored = f"quantised by {method}" if method else f"not quantised; {' and '.join(ON_LOAD)} quantise it"
-        raise WeightError(f"quantization: {quantization} is not what {folder} has: it is {stored}")
+    checkpoint = _open(folder, has_other_parts=config.has_other_parts) if load_format == "auto" else None
+    method = checkpoint.method if checkpoint else ""
+    bits = bits_on_load(quantization, method, folder)
     # Quantised weights are put together on the host: a device may not have room for those in 16 bits.
     place = torch.device("cpu" if bits or method else device)
     layout = WeightLayout(config, dtype, place, rank, tensor_parallel)
@@ -318,6 +324,31 @@ def load_weights(
         kinds = _fill_from(checkpoint, layout, report, bits, packs=quantization != "none")
     weights = layout.finished(torch.device(device))
     return replace(weights, stored=_in_words(weights, kinds, bits))
+
+
+def bits_on_load(quantization: str, method: str, folder: Path) -> int:
+    """Return the bits of the linear weights that are to be quantised when they are loaded; 0: none are.
+
+    Args:
+        quantization: as of :func:`load_weights`.
+        method: how the checkpoint is quantised; empty if it is not.
+        folder: the checkpoint, for errors.
+
+    Raises:
+        WeightError: ``quantization`` is unknown, or does not fit the checkpoint.
+    """
+    quantization = ALIASES.get(quantization, quantization)
+    if quantization not in QUANTIZATIONS:
+        raise WeightError(f"quantization {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+    bits = ON_LOAD.get(quantization, 0)
+    if bits and method:
+        raise WeightError(
+            f"quantization: {folder} is quantised already ({method}), so it cannot be served as {quantization}"
+        )
+    if not bits and quantization not in ("auto", "none", method):
+        stored = f"quantised by {method}" if method else f"not quantised; {' and '.join(ON_LOAD)} quantise it"
+        raise WeightError(f"quantization: {quantization} is not what {folder} has: it is {stored}")
+    return bits
 
 
 @dataclass
@@ -365,10 +396,10 @@ class Checkpoint(Protocol):
         ...
 
 
-def _open(folder: Path) -> Checkpoint:
+def _open(folder: Path, *, has_other_parts: bool) -> Checkpoint:
     if (folder / GGUF_FILE).is_file():
         return _GgufCheckpoint(read_gguf(folder / GGUF_FILE))
-    return _SafetensorsCheckpoint(folder)
+    return _SafetensorsCheckpoint(folder, has_other_parts=has_other_parts)
 
 
 def _fill_from(checkpoint: Checkpoint, layout: WeightLayout, progress: Progress, bits: int, *, packs: bool) -> Kinds:
@@ -430,84 +461,150 @@ class _GgufCheckpoint:
         """Do nothing: a file with an output layer of its own does not tie it."""
 
 
-class _SafetensorsCheckpoint:
-    """A folder with safetensors, quantised or not."""
+class _Stored(NamedTuple):
+    """Where a target lies in a checkpoint.
 
-    def __init__(self, folder: Path) -> None:
+    Attributes:
+        name: of the tensor, as of ``WeightLayout``.
+        start: its first row there.
+        shape: of the whole tensor.
+        target: the target.
+    """
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    target: WeightTarget
+
+
+class _SafetensorsCheckpoint:
+    """A folder with safetensors, quantised or not.
+
+    Args:
+        folder: the folder.
+        has_other_parts: whether it may hold other parts beside the decoder, which are not read.
+    """
+
+    def __init__(self, folder: Path, *, has_other_parts: bool) -> None:
         self._folder = folder
-        self._where = locate_tensors(folder)
+        self._where = {name: (file, name) for name, file in locate_tensors(folder).items()}
+        if has_other_parts:
+            self._where = {
+                _decoder_name(name): place for name, place in self._where.items() if not name.startswith(UNUSED_PARTS)
+            }
         config = read_quantization(read_json_section(folder / "config.json"))
         self.method = config.method if config else ""
         self._ways = stored_weights(config) if config else ()
-        self._stored: dict[str, tuple[StoredWeight, dict[str, str]]] = {}
+        self._quantized: dict[str, tuple[StoredWeight, dict[str, str]]] = {}
+        self._places: dict[str, _Stored] = {}
 
     def __str__(self) -> str:
         return str(self._folder)
 
     def names(self, layout: WeightLayout) -> set[str]:
         found = {name for name in self._where if not layout.is_ignored(name)}
-        for name in layout.linears:
+        for name in [*layout.linears, *layout.fused]:
             module = name.removesuffix(".weight")
             for way in self._ways:
                 if tensors := way.tensors(module, found):
                     if missing := sorted(set(tensors.values()) - found):
                         raise WeightError(f"{self}: {_some(missing)} missing")
-                    self._stored[name] = way, tensors
+                    self._quantized[name] = way, tensors
                     found -= {*tensors.values(), *(module + end for end in way.unused)}
                     found.add(name)
                     break
-        if self._stored:
+        if self._quantized:
             found -= {name for name in found - layout.targets.keys() if self._is_zero_bias(name)}
+        for name in sorted(found):
+            parts = layout.fused.get(name, (name,))
+            targets = [layout.targets[part] for part in parts if part in layout.targets]
+            rows = sum(target.shape[0] for target in targets)
+            start = 0
+            for part, target in zip(parts, targets, strict=False):
+                self._places[part] = _Stored(name, start, (rows, *target.shape[1:]), target)
+                start += target.shape[0]
+            if name in layout.fused:
+                found = (found - {name}) | set(parts)
         return found
 
     def _is_zero_bias(self, name: str) -> bool:
         """Whether this is a bias that only the format has (GPTQ), where the model has none."""
-        if f"{name.removesuffix('.bias')}.weight" not in self._stored:
+        if f"{name.removesuffix('.bias')}.weight" not in self._quantized:
             return False
-        with safe_open(self._where[name], framework="pt") as tensors:
-            return not bool(tensors.get_tensor(name).any())
+        file, stored = self._where[name]
+        with safe_open(file, framework="pt") as tensors:
+            return not bool(tensors.get_tensor(stored).any())
 
     def read(self, names: set[str], layout: WeightLayout, kinds: Kinds) -> Iterator[tuple[str, Decoded]]:
         by_file: dict[Path, list[str]] = {}
-        for name in sorted(names - self._stored.keys()):
-            by_file.setdefault(self._where[name], []).append(name)
+        quantized: dict[str, list[str]] = {}
+        for name in sorted(names):
+            stored = self._places[name].name
+            if stored in self._quantized:
+                quantized.setdefault(stored, []).append(name)
+            else:
+                by_file.setdefault(self._where[stored][0], []).append(name)
         for file, plain in by_file.items():
-            yield from _read(file, {name: layout.targets[name] for name in plain})
-        for name in sorted(names & self._stored.keys()):
-            (way, tensors), target = self._stored[name], layout.targets[name]
-            outputs, inputs = target.shape
-            try:
-                value = way.decode({end: self._whole(each) for end, each in tensors.items()}, (outputs, inputs))
-            except (QuantizedWeightError, RuntimeError, KeyError, IndexError) as error:
-                raise WeightError(f"{self}: {name}: is no {way.label} weight: {error}") from error
-            if tuple(value.shape) != target.shape:
-                raise WeightError(f"{self}: {name} has shape {list(value.shape)}, not {list(target.shape)}")
-            (kinds.packed if isinstance(value, QuantizedWeight) else kinds.dequantised).add(way.label)
-            try:
-                yield name, _cut(value, target)
-            except QuantizedWeightError as error:
-                raise WeightError(f"{self}: {name}: {error}") from error
+            places = {name: self._places[name] for name in plain}
+            yield from _read(file, places, {place.name: self._where[place.name][1] for place in places.values()})
+        for stored, parts in quantized.items():
+            value = self._decoded(stored, self._places[parts[0]].shape, kinds)
+            for name in parts:
+                place = self._places[name]
+                part = value if len(parts) == 1 else _rows(value, place.start, place.target.shape[0])
+                try:
+                    yield name, _cut(part, place.target)
+                except QuantizedWeightError as error:
+                    raise WeightError(f"{self}: {name}: {error}") from error
+
+    def _decoded(self, name: str, shape: tuple[int, ...], kinds: Kinds) -> Decoded:
+        """Return a quantised weight, whole."""
+        way, tensors = self._quantized[name]
+        outputs, inputs = shape
+        try:
+            value = way.decode({end: self._whole(each) for end, each in tensors.items()}, (outputs, inputs))
+        except (QuantizedWeightError, RuntimeError, KeyError, IndexError) as error:
+            raise WeightError(f"{self}: {name}: is no {way.label} weight: {error}") from error
+        if tuple(value.shape) != shape:
+            raise WeightError(f"{self}: {name} has shape {list(value.shape)}, not {list(shape)}")
+        (kinds.packed if isinstance(value, QuantizedWeight) else kinds.dequantised).add(way.label)
+        return value
 
     def _whole(self, name: str) -> Tensor:
-        file = self._where[name]
+        file, stored = self._where[name]
         try:
             with safe_open(file, framework="pt") as tensors:
-                kind = tensors.get_slice(name).get_dtype()
+                kind = tensors.get_slice(stored).get_dtype()
                 if kind not in _CODES:
-                    raise WeightError(f"{file}: {name} has dtype {kind}, not one of {', '.join(_CODES)}")
-                return tensors.get_tensor(name)
+                    raise WeightError(f"{file}: {stored} has dtype {kind}, not one of {', '.join(_CODES)}")
+                return tensors.get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file}: cannot be read: {error}") from error
 
     def check_copies(self, layout: WeightLayout) -> None:
         for name, other in layout.copies.items():
             if name in self._where:
-                _check_equal(self._where[name], name, other, layout.targets[other])
+                file, stored = self._where[name]
+                _check_equal(file, stored, other, layout.targets[other])
+
+
+def _decoder_name(name: str) -> str:
+    """Return the name that a tensor of the decoder of a model with other parts has in the decoder alone."""
+    for prefix in ("language_model.lm_head.", *PREFIXES[1:]):
+        if name.startswith(prefix):
+            kept = "lm_head." if prefix.endswith("lm_head.") else PREFIXES[0]
+            return kept + name.removeprefix(prefix)
+    return name
+
+
+def _rows(value: Decoded, start: int, count: int) -> Decoded:
+    rows = slice(start, start + count)
+    return value[rows] if isinstance(value, Tensor) else value.rows(rows)
 
 
 def _check_equal(file: Path, name: str, other: str, target: WeightTarget) -> None:
     """Check that a tensor which is not loaded equals the loaded tensor to which it is tied."""
-    for _, tensor in _read(file, {name: target}):
+    for _, tensor in _read(file, {name: _Stored(name, 0, target.shape, target)}, {name: name}):
         if not torch.equal(tensor.to(target.view), target.view):
             raise WeightError(
                 f"{file}: {name} differs from {other}, to which config.json ties it: if it was trained separately, set "
@@ -538,21 +635,30 @@ def locate_tensors(folder: Path) -> dict[str, Path]:
     raise WeightError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
-def _read(file: Path, targets: dict[str, WeightTarget]) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's slice of each tensor, after checking shape and dtype."""
+def _read(file: Path, places: dict[str, _Stored], stored_names: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's slice of each target, after checking shape and dtype.
+
+    Args:
+        file: the file.
+        places: where each target lies.
+        stored_names: of the tensors in the file, by their names as of ``WeightLayout``.
+    """
     try:
         with safe_open(file, framework="pt") as tensors:
             present = set(tensors.keys())
-            for name, target in targets.items():
-                if name not in present:
-                    raise WeightError(f"{file}: {name} is missing, though the index names this file")
-                stored = tensors.get_slice(name)
-                shape, kind = tuple(stored.get_shape()), stored.get_dtype()
-                if shape != target.shape:
-                    raise WeightError(f"{file}: {name} has shape {list(shape)}, not {list(target.shape)}")
+            for name, place in places.items():
+                stored = stored_names[place.name]
+                if stored not in present:
+                    raise WeightError(f"{file}: {stored} is missing, though the index names this file")
+                tensor = tensors.get_slice(stored)
+                shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
+                if shape != place.shape:
+                    raise WeightError(f"{file}: {stored} has shape {list(shape)}, not {list(place.shape)}")
                 if kind not in _FLOATS:
-                    raise WeightError(f"{file}: {name} has dtype {kind}, not one of {', '.join(_FLOATS)}")
-                yield name, stored[target.part]
+                    raise WeightError(f"{file}: {stored} has dtype {kind}, not one of {', '.join(_FLOATS)}")
+                first, *others = place.target.part
+                start, stop, _ = first.indices(place.target.shape[0])
+                yield name, tensor[(slice(place.start + start, place.start + stop), *others)]
     except (SafetensorError, OSError) as error:
         raise WeightError(f"{file}: cannot be read: {error}") from error
 
@@ -561,7 +667,7 @@ def _fill_randomly(layout: WeightLayout, seed: int, progress: Progress, bits: in
     for done, (name, target) in enumerate(layout.targets.items()):
         place = target.view.device
         if name.endswith("norm.weight"):
-            layout.put(name, torch.ones(target.shape, device=place))
+            layout.put(name, torch.full(target.shape, 1.0 - layout.norm_offset, device=place))
         else:
             # One generator per tensor, and the whole tensor before slicing, so every number of ranks gives one model.
             generator = torch.Generator(place).manual_seed(zlib.crc32(name.encode(), seed))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lorikeet.core.geometry import KvShape
-from lorikeet.kernels.base import Batch, Kernels
+from lorikeet.kernels.base import Batch, Kernels, RotaryPairs
 from lorikeet.kernels.reference import attend_plainly
 
 STEP, PROBE = "lorikeet", "lorikeet_probe"
@@ -29,6 +29,10 @@ _HARMLESS = frozenset(
     }
 )  # fmt: skip
 """Arguments that change nothing here: the window follows from the mask, and the others are for training or caches."""
+
+
+_NO_PAIRS = RotaryPairs(0)
+"""Models rotate heads themselves."""
 
 
 class UnsupportedAttention(Exception):
@@ -247,6 +251,7 @@ class PagedPass:
     ) -> None:
         self._calls = iter(calls)
         self._layers, self._batch, self._kernels = layers, batch, kernels
+        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
@@ -255,20 +260,32 @@ class PagedPass:
         call, batch = next(self._calls), self._batch
         assert call.module is module, "the attention calls of a forward pass have changed"
         layer = self._layers[call.kv]
-        if call.stores:
-            slots = batch.slot_blocks, batch.slot_offsets
-            layer.keys[slots] = k[0].transpose(0, 1)
-            layer.values[slots] = v[0].transpose(0, 1)
-        _, heads, rows, key_dim = q.shape
-        if layer.both is None or call.softcap is not None or call.sinks is not None:
-            queries = q[0].transpose(0, 1)
+        queries, keys, values = (each[0].transpose(0, 1) for each in (q, k, v))
+        if layer.both is None or call.sinks is not None:
+            if call.stores:
+                slots = batch.slot_blocks, batch.slot_offsets
+                layer.keys[slots], layer.values[slots] = keys, values
             found = attend_plainly(
                 queries, layer.keys, layer.values, batch, call.scale, call.window, call.softcap, call.sinks
             )
             return found[None]
-        # The kernels read queries from rows that hold keys and values as well, which they do not look at.
-        width = heads * key_dim
-        qkv = q.new_empty(rows, width + 2 * call.shape.heads * key_dim)
-        qkv[:, :width].unflatten(1, (heads, key_dim)).copy_(q[0].transpose(0, 1))
-        found = self._kernels.attention(qkv, layer.both, batch, call.scale, call.window)
-        return found.view(1, rows, heads, key_dim)
+        # The kernels take queries, keys and values side by side.
+        heads, kv_heads = call.heads, call.shape.heads
+        rows = q.new_empty(len(queries), heads + 2 * kv_heads, q.shape[-1])
+        rows[:, :heads].copy_(queries)
+        if call.stores:
+            rows[:, heads : heads + kv_heads].copy_(keys)
+            rows[:, heads + kv_heads :].copy_(values)
+            cos, sin = self._still(rows[:, 0])
+            self._kernels.rotary_store(rows.flatten(1), cos, sin, layer.both, batch, None, _NO_PAIRS)
+        found = self._kernels.attention(
+            rows.flatten(1), layer.both, batch, call.scale, call.window, call.softcap or 0.0
+        )
+        return found.view(1, len(rows), heads, q.shape[-1])
+
+    def _still(self, heads: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin that rotate nothing, shaped like a head of each row; made once for each size."""
+        size = heads.shape[-1]
+        if size not in self._angles:
+            self._angles[size] = torch.ones_like(heads), torch.zeros_like(heads)
+        return self._angles[size]

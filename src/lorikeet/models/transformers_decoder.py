@@ -41,11 +41,19 @@ from lorikeet.models.transformers_attention import (
     register,
     window_of,
 )
-from lorikeet.models.transformers_experts import AdaptedExperts, add_experts, are_experts, experts_of
+from lorikeet.models.transformers_experts import (
+    AdaptedExperts,
+    add_experts,
+    are_experts,
+    experts_of,
+    quantize_experts,
+)
 from lorikeet.models.transformers_modules import (
     AdaptedEmbedding,
     AdaptedLinear,
     AdaptedVectors,
+    FusedLinear,
+    Linear,
     LoraModules,
     OutputLayer,
     StepLora,
@@ -53,6 +61,7 @@ from lorikeet.models.transformers_modules import (
     is_linear,
     is_norm,
     linears_of,
+    quantize_linears,
     replaceable_weights,
     rms_norm_of,
     take_weight,
@@ -211,12 +220,14 @@ class _Found(NamedTuple):
     Attributes:
         calls: the attention calls of a pass.
         rows: by linear module, the numbers of rows that it saw.
+        inputs: by linear module, what it read last.
         norms: the norms that see every row, and the dimension of their input that has the rows.
         hidden_size: elements of a hidden state.
     """
 
     calls: list[AttentionCall]
     rows: dict[nn.Module, set[int]]
+    inputs: dict[nn.Module, Tensor]
     norms: dict[nn.Module, int]
     hidden_size: int
 
@@ -260,6 +271,7 @@ class TransformersDecoder:
         model: as loaded by :func:`load_model`; it is changed.
         kernels: the backend.
         longest_tokens: tokens of the longest sequence.
+        bits: of the linear weights, which are quantised now; 0 leaves them as they are.
 
     Attributes:
         geometry: sizes and names of its modules.
@@ -271,7 +283,7 @@ class TransformersDecoder:
 
     fits_graphs = False
 
-    def __init__(self, model: PreTrainedModel, kernels: Kernels, longest_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, kernels: Kernels, longest_tokens: int, bits: int = 0) -> None:
         register()
         self._model, self._kernels = model, kernels
         if getattr(model, "_is_stateful", False):
@@ -284,13 +296,17 @@ class TransformersDecoder:
             + 1
         )
         with torch.inference_mode():
+            self._quantize(bits)
             try:
                 expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
             except Exception as error:  # of any kind: it is a model's own code
                 raise UnsupportedAttention(f"it does not run on tokens alone: {error}") from error
             self.vocab_size = expected.shape[-1]
             self._accepted = _accepted(self._decoder)
-            found = self._probe(ids)
+            try:
+                found = self._probe(ids, as_parts=True)
+            except UnsupportedAttention:
+                found = self._probe(ids, as_parts=False)
             self._calls = [
                 replace(call, window=None if call.mask is None else window_of(call.mask, longest_tokens))
                 for call in found.calls
@@ -374,21 +390,26 @@ class TransformersDecoder:
         assert isinstance(found, Tensor)
         return found
 
-    def _probe(self, ids: Tensor) -> _Found:
-        """Run a few tokens and write down what happens."""
+    def _probe(self, ids: Tensor, *, as_parts: bool) -> _Found:
+        """Run a few tokens and write down what happens; ``as_parts``: with outputs of linear layers as views."""
         rows: dict[nn.Module, set[int]] = {}
+        inputs: dict[nn.Module, Tensor] = {}
         norms: dict[nn.Module, int] = {}
         ran: set[str] = set()
 
-        def see_norm(module: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
-            at = [index for index, size in enumerate(inputs[0].shape[:-1]) if size == _PROBE_TOKENS]
-            if len(at) == 1 and norms.setdefault(module, at[0]) == at[0] and len(inputs) == 1:
+        def see_norm(module: nn.Module, given: tuple[Tensor, ...], _: Any) -> None:
+            at = [index for index, size in enumerate(given[0].shape[:-1]) if size == _PROBE_TOKENS]
+            if len(at) == 1 and norms.setdefault(module, at[0]) == at[0] and len(given) == 1:
                 return
             norms[module] = -1
 
-        def see_rows(module: nn.Module, inputs: tuple[Tensor, ...], _: Any) -> None:
-            if inputs:
-                rows.setdefault(module, set()).add(inputs[0].numel() // inputs[0].shape[-1])
+        def see_rows(module: nn.Module, given: tuple[Tensor, ...], output: Any) -> Any:
+            if given:
+                rows.setdefault(module, set()).add(given[0].numel() // given[0].shape[-1])
+                inputs[module] = given[0]
+            # As if it were a part of a fused product, which a model may not be able to read.
+            is_part = as_parts and is_linear(module)
+            return torch.cat((output, output), dim=-1)[..., : output.shape[-1]] if is_part else output
 
         def see_layer(name: str) -> Callable[..., None]:
             return lambda *_: ran.add(name)
@@ -416,7 +437,13 @@ class TransformersDecoder:
                 raise UnsupportedAttention(why) from error
         self._attend_by(STEP)
         self._check_layers(probe.calls, ran)
-        return _Found(probe.calls, rows, {module: at for module, at in norms.items() if at >= 0}, hidden)
+        return _Found(
+            probe.calls,
+            rows,
+            inputs if as_parts else {},
+            {module: at for module, at in norms.items() if at >= 0},
+            hidden,
+        )
 
     def _attend_by(self, name: str) -> None:
         """Set the attention function, and the masks that are made for it."""
@@ -439,6 +466,18 @@ class TransformersDecoder:
                     "linear attention, perhaps)"
                 )
 
+    def _quantize(self, bits: int) -> None:
+        """Quantise the linear layers of the decoder, and its experts, before it is probed."""
+        self._embeddings = {id(each.weight) for each in self._model.modules() if isinstance(each, nn.Embedding)}
+        self._quantized: dict[nn.Module, QuantizedWeight] = {}
+        self._quantized_experts: dict[nn.Module, dict[tuple[str, int], QuantizedWeight]] = {}
+        if bits:
+            prefix, linears = linears_of(self._model, self._decoder)
+            own = (each for each in linears if id(each.module.weight) not in self._embeddings)
+            self._quantized = quantize_linears(own, bits)
+            for each in experts_of(prefix, self._decoder):
+                self._quantized_experts[each.module] = quantize_experts(each, bits)
+
     def _take_linears(self, found: _Found) -> "_Taken":
         """Let the kernels compute the linear layers."""
         prefix, linears = linears_of(self._model, self._decoder)
@@ -457,28 +496,59 @@ class TransformersDecoder:
         lora = find_modules(seen, prefix, layers, qkv, idle)
         add_experts(lora, experts, self._model)
         step = StepLora()
-        embeddings = {id(each.weight) for each in self._model.modules() if isinstance(each, nn.Embedding)}
-        for linear in linears:
-            bias = linear.module.bias
-            is_shared = id(linear.module.weight) in embeddings
-            weight = take_weight(linear, self._kernels, keep=is_shared)
+        for group in self._read_together(linears, found, lora):
+            modules = [linear.module for linear in group]
+            outputs = [len(linear.weight) for linear in group]
+            biases = [module.bias for module in modules if isinstance(module.bias, Tensor)]
+            weight = take_weight(
+                group,
+                self._kernels,
+                [self._quantized.pop(module) for module in modules if module in self._quantized],
+                keep=id(modules[0].weight) in self._embeddings,
+            )
             adapted = AdaptedLinear(
                 weight,
-                bias if isinstance(bias, Tensor) else None,
+                torch.cat(biases) if biases else None,
                 self._kernels,
                 step,
-                linear.layer,
-                lora.targets(linear.name),
+                group[0].layer,
+                lora.targets(*(linear.name for linear in group)),
             )
-            linear.module.forward = adapted
+            fused = FusedLinear(adapted, outputs)
+            for number, module in enumerate(modules):
+                module.forward = adapted if len(group) == 1 else fused.forward(number)
             self._linears.append(adapted)
         for each in experts:
-            each.module.forward = of_experts = AdaptedExperts(each, self._kernels, step, lora)
+            quantized_experts = self._quantized_experts.pop(each.module, {})
+            each.module.forward = of_experts = AdaptedExperts(each, self._kernels, step, lora, quantized_experts)
             self._linears += of_experts.linears
         for module in self._decoder.modules():
             if norm := rms_norm_of(module, self._kernels):
                 module.forward = norm
         return _Taken(lora, step)
+
+    def _read_together(self, linears: Sequence[Linear], found: _Found, lora: LoraModules) -> list[list[Linear]]:
+        """Return linear layers in groups of neighbours that read the same input, which are computed as one."""
+        groups: list[list[Linear]] = []
+        for linear in linears:
+            before = groups[-1][-1] if groups else linear
+            read = found.inputs.get(linear.module)
+            is_alike = (
+                bool(groups)
+                and read is not None
+                and read is found.inputs.get(before.module)
+                and linear.name.rpartition(".")[0] == before.name.rpartition(".")[0]
+                and type(linear.module) is type(before.module) is nn.Linear
+                and (linear.module.bias is None) == (before.module.bias is None)
+                and linear.module.weight.dtype == before.module.weight.dtype
+                and self._embeddings.isdisjoint((id(linear.module.weight), id(before.module.weight)))
+                and all(lora.targets(each.name) for each in (before, linear))
+            )
+            if is_alike:
+                groups[-1].append(linear)
+            else:
+                groups.append([linear])
+        return groups
 
     def _adapt_norms_and_embedding(self, found: _Found) -> None:
         """Let adapters replace norms and the embedding."""

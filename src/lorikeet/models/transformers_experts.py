@@ -4,7 +4,7 @@ transformers keeps the weights of all experts of a layer in parameters of three 
 experts are alike by attributes that say how these are laid out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter
 
 from lorikeet.core.geometry import ExpertsPath, split_layer
 from lorikeet.kernels.base import Kernels, LoraBatch, LoraSegment
+from lorikeet.kernels.quantized import QuantizedWeight, quantize
 from lorikeet.models.transformers_modules import AdaptedLinear, LoraModules, StepLora
 
 _MARKS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
@@ -62,6 +63,18 @@ class Experts(NamedTuple):
         """Return the linear layers of which one is made, in the order of their outputs."""
         is_split = parameter == "gate_up_proj" and self.module.is_concatenated
         return ("gate_proj", "up_proj") if is_split else (parameter,)
+
+
+def quantize_experts(experts: Experts, bits: int) -> dict[tuple[str, int], QuantizedWeight]:
+    """Return the weights of experts, quantised; their parameters become what these dequantise to."""
+    found = {}
+    for parameter in experts.parameters:
+        old = getattr(experts.module, parameter)
+        for i in range(experts.number):
+            found[parameter, i] = made = quantize(experts.weight(parameter, i), bits)
+            wide = made.dequantized(old.dtype)
+            old[i].copy_(wide.T if experts.module.is_transposed else wide)
+    return found
 
 
 def experts_of(prefix: str, decoder: nn.Module) -> list[Experts]:
@@ -145,12 +158,20 @@ class AdaptedExperts:
         kernels: the backend.
         step: has the adapters.
         lora: modules of the decoder, with those of these experts if adapters may change them.
+        quantized: the weights as they are to be used, by parameter and expert; empty if they are not quantised.
 
     Attributes:
         linears: the linear layers of all experts.
     """
 
-    def __init__(self, experts: Experts, kernels: Kernels, step: StepLora, lora: LoraModules) -> None:
+    def __init__(
+        self,
+        experts: Experts,
+        kernels: Kernels,
+        step: StepLora,
+        lora: LoraModules,
+        quantized: Mapping[tuple[str, int], QuantizedWeight],
+    ) -> None:
         self._module, self._step = experts.module, step
         modules: set[str] = set()
 
@@ -159,7 +180,9 @@ class AdaptedExperts:
             for i in range(experts.number):
                 targets = lora.targets(f"{experts.name}.{i}.{parameter}")
                 modules.update(targets.modules if targets is not None else ())
-                weight, bias = kernels.pack(experts.weight(parameter, i)), experts.bias(parameter, i)
+                plain, packed = experts.weight(parameter, i), quantized.get((parameter, i))
+                weight = kernels.pack(plain) if packed is None else kernels.pack(packed, plain.dtype)
+                bias = experts.bias(parameter, i)
                 found.append(AdaptedLinear(weight, bias, kernels, step, experts.layer, targets))
             old = getattr(experts.module, parameter)
             empty = torch.full((1,), torch.nan, dtype=old.dtype, device=old.device).expand(old.shape)
@@ -184,25 +207,19 @@ class AdaptedExperts:
         rows = order // chosen
         bounds = np.searchsorted(of_pair[order], np.arange(len(self._up) + 1)).tolist()
         adapters = self._adapters(rows, bounds)
-        at = torch.from_numpy(rows).to(hidden_states.device)
-        x = hidden_states.index_select(0, at)
-        computed = [
-            self._expert(expert, x[start:stop], adapters.get(expert))
-            for expert, (start, stop) in enumerate(pairwise(bounds))
-            if start < stop
-        ]
-        weights = top_k_weights.flatten()[torch.from_numpy(order[: bounds[-1]]).to(at.device)]
-        found = torch.cat(computed) * weights[:, None] if computed else x[:0]
-        # In fp32, since a row may have many experts.
-        total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=at.device)
-        return total.index_add_(0, at[: bounds[-1]], found.float()).to(hidden_states.dtype)
-
-    def _expert(self, expert: int, x: Tensor, lora: LoraBatch | None) -> Tensor:
+        total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+        if bounds[-1] == 0:
+            return total.to(hidden_states.dtype)
         module = self._module
-        inner = self._up[expert].compute(x, lora)
+        at = torch.from_numpy(rows[: bounds[-1]]).to(hidden_states.device)
+        inner = _each(self._up, hidden_states.index_select(0, at), bounds, adapters)
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-        out = self._down[expert].compute(inner.contiguous(), lora)
-        return module.post_expert_norm(out) if module.has_post_expert_norm else out
+        found = _each(self._down, inner.contiguous(), bounds, adapters)
+        if module.has_post_expert_norm:
+            found = module.post_expert_norm(found)
+        weights = top_k_weights.flatten()[torch.from_numpy(order[: bounds[-1]]).to(at.device)]
+        # In fp32, since a row may have many experts.
+        return total.index_add_(0, at, (found * weights[:, None]).float()).to(hidden_states.dtype)
 
     def _adapters(self, rows: npt.NDArray[np.int64], bounds: Sequence[int]) -> dict[int, LoraBatch]:
         """Return the adapters of the rows of each expert.
@@ -227,3 +244,22 @@ class AdaptedExperts:
                 segment = LoraSegment(start - first, stop - first, lora.segments[number].weights)
                 found.setdefault(expert, []).append(segment)
         return {expert: LoraBatch(each, lora.form) for expert, each in found.items()}
+
+
+def _each(
+    linears: Sequence[AdaptedLinear], x: Tensor, bounds: Sequence[int], adapters: Mapping[int, LoraBatch]
+) -> Tensor:
+    """Return the products of the rows of each expert, one below the other.
+
+    Args:
+        linears: of each expert.
+        x: rows, sorted by expert.
+        bounds: the first row of each expert, and the end.
+        adapters: of the rows of some experts.
+    """
+    products = [
+        linears[expert].compute(x[start:stop], adapters.get(expert))
+        for expert, (start, stop) in enumerate(pairwise(bounds))
+        if start < stop
+    ]
+    return torch.cat(products)

@@ -1,7 +1,7 @@
 """LoRA on the linear layers of a transformers model: their ``forward`` is replaced by the kernels' grouped product."""
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from lorikeet.core.geometry import (
 )
 from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraTarget, LoraTargets, LoraWeights, Weight
 from lorikeet.kernels.extras import adjust_logits, embed, prepare_product, replace_products, scaled_inputs
+from lorikeet.kernels.quantized import QuantizedWeight, quantize, stacked
 
 _EXPERT = re.compile(r"expert.*\.\d+(\.|$)")
 """A path of one of several experts, which see some of the rows only."""
@@ -150,12 +151,19 @@ class LoraModules:
         self.parts[name] = tuple(targets)
         return tuple(target.module for target in targets)
 
-    def targets(self, name: str) -> LoraTargets | None:
-        """Return the modules of a linear layer; None if adapters do not change it. All must have been added."""
-        if not (parts := self.parts.get(name)):
-            return None
+    def targets(self, *names: str) -> LoraTargets | None:
+        """Return the modules of linear layers whose outputs are side by side; None if adapters do not change them.
+
+        All must have been added.
+        """
+        targets, column = [], 0
+        for name in names:
+            if not (parts := self.parts.get(name)):
+                return None
+            targets += [part._replace(column=column + part.column) for part in parts]
+            column += sum(part.outputs for part in parts)
         slots = ModelGeometry(self.layers, 1, 1, self.shapes, 1).module_slots
-        return LoraTargets(*parts, modules=tuple(self.shapes), slots=slots)
+        return LoraTargets(*targets, modules=tuple(self.shapes), slots=slots)
 
 
 def find_modules(
@@ -273,6 +281,37 @@ class AdaptedLinear:
             replace_products(out, x, self._bias, lora, layer, targets)
             self._kernels.scale_and_shift(out, lora, layer, targets)
         return out
+
+
+class FusedLinear:
+    """Linear layers that read the same input, such as q, k and v, as one product.
+
+    The first that is called computes the outputs of all, of which the others then return theirs.
+
+    Args:
+        linear: of all outputs.
+        outputs: of each layer.
+    """
+
+    def __init__(self, linear: AdaptedLinear, outputs: Sequence[int]) -> None:
+        self._linear, self._outputs = linear, list(outputs)
+        self._x: Tensor | None = None
+        self._found: tuple[Tensor, ...] = ()
+        self._left = 0
+
+    def forward(self, number: int) -> Callable[[Tensor], Tensor]:
+        """Return the ``forward`` of one of the layers."""
+        return lambda x: self._part(number, x)
+
+    def _part(self, number: int, x: Tensor) -> Tensor:
+        if x is not self._x:
+            self._x, self._left = x, len(self._outputs)
+            self._found = self._linear(x).split(self._outputs, dim=-1)
+        found = self._found[number]
+        self._left -= 1
+        if not self._left:
+            self._x, self._found = None, ()
+        return found
 
 
 class AdaptedVectors:
@@ -411,13 +450,13 @@ class OutputLayer:
 class RmsNorm:
     """The ``forward`` of an RMS norm, in one kernel instead of six operations."""
 
-    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
-        self._weight, self._eps, self._kernels = weight, eps, kernels
+    def __init__(self, weight: Tensor, eps: float, offset: float, kernels: Kernels) -> None:
+        self._weight, self._eps, self._offset, self._kernels = weight, eps, offset, kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of the last dimension."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()  # x may be a slice of wider rows
-        return self._kernels.add_norm(flat, None, self._weight, self._eps).view(x.shape)
+        return self._kernels.add_norm(flat, None, self._weight, self._eps, self._offset).view(x.shape)
 
 
 def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
@@ -427,31 +466,56 @@ def rms_norm_of(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
         return None
     if weight.dim() != 1 or weight.dtype not in _EXACT:
         return None
-    found = RmsNorm(weight, eps, kernels)
     rows = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(1)).to(weight) * 2
     expected = module(rows.clone())
-    is_same = expected.dtype == weight.dtype
-    is_same = is_same and torch.allclose(found(rows), expected, rtol=_EXACT[weight.dtype], atol=1e-6)
-    return found if is_same else None
+    for offset in (0.0, 1.0):  # Llama's form, and Gemma's
+        found = RmsNorm(weight, eps, offset, kernels)
+        if expected.dtype == weight.dtype and torch.allclose(found(rows), expected, _EXACT[weight.dtype], 1e-6):
+            return found
+    return None
 
 
 _EXACT = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Largest relative difference of what counts as the same: about a unit in the last place."""
 
 
-def take_weight(linear: Linear, kernels: Kernels, *, keep: bool) -> Weight:
-    """Pack the weight of a linear layer. Unless ``keep``, its parameter then holds no data of its own.
+def take_weight(
+    linears: Sequence[Linear], kernels: Kernels, quantized: Sequence[QuantizedWeight], *, keep: bool
+) -> Weight:
+    """Pack the weights of linear layers, one below the other.
 
-    Whatever would read that gets NaN, which shows.
+    Unless ``keep``, their parameters then hold no data of their own. Whatever would read those gets NaN, which shows.
+
+    Args:
+        linears: the layers.
+        kernels: the backend.
+        quantized: the weights as they are to be used; empty if they are not quantised.
+        keep: whether the parameters stay as they are.
     """
-    weight = linear.weight.detach()
-    packed = kernels.pack(weight)
-    if not keep and (packed is not weight or isinstance(linear.module, Conv1D)):
+    weights = [linear.weight.detach() for linear in linears]
+    if quantized:
+        packed = kernels.pack(stacked(quantized), weights[0].dtype)
+    else:
+        packed = kernels.pack(weights[0] if len(weights) == 1 else torch.cat(weights))
+    for linear, weight in zip(linears, weights, strict=True):
+        if not keep and (packed is not weight or isinstance(linear.module, Conv1D)):
+            old = linear.module.weight
+            assert isinstance(old, Tensor)
+            empty = torch.full((1,), torch.nan, dtype=old.dtype, device=old.device).expand(old.shape)
+            linear.module.weight = nn.Parameter(empty, requires_grad=False)
+    return packed
+
+
+def quantize_linears(linears: Iterable[Linear], bits: int) -> dict[nn.Module, QuantizedWeight]:
+    """Return the weights of linear layers, quantised; their parameters become what these dequantise to."""
+    found = {}
+    for linear in linears:
+        found[linear.module] = made = quantize(linear.weight.detach(), bits)
         old = linear.module.weight
         assert isinstance(old, Tensor)
-        empty = torch.full((1,), torch.nan, dtype=old.dtype, device=old.device).expand(old.shape)
-        linear.module.weight = nn.Parameter(empty, requires_grad=False)
-    return packed
+        wide = made.dequantized(old.dtype)
+        old.copy_(wide.T if isinstance(linear.module, Conv1D) else wide)
+    return found
 
 
 def linears_of(model: nn.Module, decoder: nn.Module) -> tuple[str, list[Linear]]:

@@ -35,7 +35,7 @@ class RoutedAdapter(msgspec.Struct, frozen=True):
 
 
 class _Ranks(msgspec.Struct):
-    r: int
+    r: int = 1
     rank_pattern: dict[str, int] | None = None
 
 

@@ -1,25 +1,30 @@
-"""The router's ASGI application: the two proxied completion routes, and the routes that it answers itself."""
+"""The router's ASGI application: the routes that it forwards, and those that it answers itself."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.registry import check_name
+from lorikeet.api.anthropic_errors import AnthropicErrors
 from lorikeet.api.errors import ApiError, bad_request, hide_paths, install_handlers, model_not_found
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES
 from lorikeet.api.logs import log
 from lorikeet.api.middleware import add_middleware
+from lorikeet.api.stats_stream import StatsQuery, stats_response
+from lorikeet.api.web import page_file
 from lorikeet.router.adapters import describe_adapter
 from lorikeet.router.metrics import router_state
-from lorikeet.router.proxied_request import CHAT, COMPLETIONS
-from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward
+from lorikeet.router.proxied_request import FORWARDED, RESPONSES
+from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts, forward, forward_stored
 
 
 class _Load(msgspec.Struct):
@@ -57,13 +62,19 @@ def create_app(
     def serve(path: str, method: str, answer: Callable[[Request], Awaitable[Response]]) -> None:
         app.add_route(path, answer, methods=[method])
 
-    serve(CHAT, "POST", partial(_proxied, CHAT, parts))
-    serve(COMPLETIONS, "POST", partial(_proxied, COMPLETIONS, parts))
+    for path in FORWARDED:
+        serve(path, "POST", partial(_proxied, path, parts))
+    for method, path in _OF_STORED:
+        serve(path, method, partial(_stored, parts))
     serve("/v1/models", "GET", routes.models)
     serve("/v1/models/{name:path}", "GET", routes.model)
     serve("/v1/load_lora_adapter", "POST", routes.load)
     serve("/v1/unload_lora_adapter", "POST", routes.unload)
     serve("/v1/cluster", "GET", routes.cluster)
+    serve("/v1/stats", "GET", routes.stats)
+    serve("/v1/stats/stream", "GET", routes.stats_stream)
+    serve("/ui", "GET", routes.page)
+    serve("/ui/{name}", "GET", routes.page)
     serve("/health", "GET", routes.health)
     serve("/metrics", "GET", routes.metrics)
     for method in ("GET", "POST", "PUT", "DELETE"):
@@ -72,17 +83,30 @@ def create_app(
     add_middleware(
         app,
         max_body_bytes=SMALL_BODY_BYTES,
-        larger_bodies=dict.fromkeys((COMPLETIONS, CHAT), MAX_BODY_BYTES),
+        larger_bodies=dict.fromkeys(FORWARDED, MAX_BODY_BYTES),
         api_keys=api_keys,
         admin_keys=admin_keys,
         allowed_origins=allowed_origins,
         host=host,
     )
+    app.add_middleware(AnthropicErrors)
     return app
+
+
+_OF_STORED = (
+    ("GET", f"{RESPONSES}/{{id}}"),
+    ("DELETE", f"{RESPONSES}/{{id}}"),
+    ("POST", f"{RESPONSES}/{{id}}/cancel"),
+    ("GET", f"{RESPONSES}/{{id}}/input_items"),
+)
 
 
 async def _proxied(path: str, parts: RouterParts, http: Request) -> Response:
     return await forward(http, path, parts)
+
+
+async def _stored(parts: RouterParts, http: Request) -> Response:
+    return await forward_stored(http, parts)
 
 
 class _Routes:
@@ -141,6 +165,20 @@ class _Routes:
         names = {digest: adapter.name for digest, adapter in backend_router.versions.items()}
         return _json({**router_state(backend_router).shown(names), "preset": self._preset})
 
+    async def stats(self, http: Request) -> Response:
+        """What the router does now, in the form of a server's own ``/v1/stats``."""
+        query, _ = _stats_query(http)
+        return await stats_response(self._parts.stats.snapshot, query)
+
+    async def stats_stream(self, http: Request) -> Response:
+        """The same as server-sent events."""
+        query, interval_s = _stats_query(http)
+        return self._parts.stats.streams.response(self._parts.stats.snapshot, query, interval_s)
+
+    async def page(self, http: Request) -> Response:
+        """The console, or a file of it."""
+        return page_file(http, http.path_params.get("name", "ui.html"))
+
     async def health(self, http: Request) -> Response:
         """200 if a backend takes requests, else 503."""
         is_open = sum(backend.is_open for backend in self._parts.backend_router.backends.values())
@@ -155,9 +193,30 @@ class _Routes:
         """Answer 404 and name the routes that clients may mean."""
         raise ApiError(
             404,
-            f"{http.method} {http.url.path} is not proxied; lorikeet router serves {COMPLETIONS} and {CHAT}, and for "
-            "adapters /v1/models, /v1/load_lora_adapter and /v1/unload_lora_adapter.",
+            f"{http.method} {http.url.path} is not forwarded; lorikeet router forwards {', '.join(FORWARDED)}, and has "
+            "/v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter, /v1/cluster, /v1/stats and /ui of its own. "
+            "Ask a backend at its own address; /v1/cluster lists them.",
         )
+
+
+class _StreamQuery(BaseModel):
+    """What else a stream of statistics may ask for."""
+
+    interval_s: Annotated[float, Field(ge=0.2, le=5)] = 1.0
+
+
+_STATS_QUERY, _FIELDS = TypeAdapter(StatsQuery), {field.name for field in fields(StatsQuery)}
+
+
+def _stats_query(http: Request) -> tuple[StatsQuery, float]:
+    """Return what the query of a request for statistics asks for, and the seconds between two events."""
+    given = dict(http.query_params)
+    try:
+        interval_s = _StreamQuery.model_validate(given).interval_s
+        return _STATS_QUERY.validate_python({name: given[name] for name in _FIELDS & given.keys()}), interval_s
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise bad_request(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from error
 
 
 async def _read(http: Request, kind: Any) -> Any:

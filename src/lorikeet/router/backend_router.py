@@ -254,6 +254,11 @@ class BackendRouter:
         self._router.on_refused(request.adapter.digest, request.backend.replica, error, time.monotonic())
         return self._can_be_loaded(request.adapter)
 
+    def last_refusal(self, adapter: RoutedAdapter) -> str | None:
+        """Return what the last backend said that could not load an adapter; None if none has refused it."""
+        refusal = self._router.last_refusal(adapter.digest)
+        return None if refusal is None else hide_paths(str(refusal))
+
     def _can_be_loaded(self, adapter: RoutedAdapter) -> bool:
         """Whether an open backend may load an adapter."""
         return self._router.can_be_loaded(adapter.digest, self.dispatcher.fleet, time.monotonic())

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from lorikeet.api.anthropic_errors import MESSAGES_PATH
 from lorikeet.api.body_structure import BodyStructure, check_structure
 from lorikeet.api.errors import ApiError, bad_request
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES
@@ -22,6 +23,19 @@ from lorikeet.router.adapters import RoutedAdapter
 from lorikeet.router.backends import Backend
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+_POOLED = (
+    *("/v1/embeddings", "/v1/moderations", "/pooling", "/classify", "/v1/classify", "/score", "/v1/score"),
+    *("/rerank", "/v1/rerank", "/v2/rerank"),
+)
+_COUNTED = (f"{MESSAGES_PATH}/count_tokens", "/tokenize", "/detokenize")
+FORWARDED = (COMPLETIONS, CHAT, f"{CHAT}/batch", MESSAGES_PATH, RESPONSES, *_POOLED, *_COUNTED)
+"""Routes whose bodies name a model."""
+_STREAMED = (COMPLETIONS, CHAT, MESSAGES_PATH, RESPONSES)
+_PROMPTS = {COMPLETIONS: ("prompt",), CHAT: ("messages",), MESSAGES_PATH: ("messages",)}
+_OTHER_PROMPTS = ("input", "documents", "text_2", "text_1", "messages", "prompt", "tokens")
+"""Fields that hold what is read, of which the first that is given counts."""
+_LIMITS = {CHAT: ("max_completion_tokens", "max_tokens"), RESPONSES: ("max_output_tokens",)}
 DEFAULT_MAX_TOKENS = 16
 """Default of ``max_tokens`` in completions, for OpenAI, vLLM and Lorikeet."""
 
@@ -36,10 +50,10 @@ _MAX = BodyStructure(depth=100, containers=2**16, keys=2**18, values=2**21)
 
 
 class RequestBody:
-    """The body of a completion or a chat completion.
+    """The body of a request that names a model.
 
     Args:
-        path: ``COMPLETIONS`` or ``CHAT``.
+        path: of ``FORWARDED``.
         content: the body.
         tenant: whose KV no other tenant's request may reuse; empty where all share it.
 
@@ -62,7 +76,7 @@ class RequestBody:
             raise bad_request("The body must be a JSON object.")
         if not isinstance(fields.get("model"), str | None):
             raise bad_request("model: not a string.", "model")
-        if tenant:
+        if tenant and path not in _COUNTED:
             own = fields.get("cache_salt") or ""
             if not isinstance(own, str):
                 raise bad_request("cache_salt: not a string.", "cache_salt")
@@ -90,18 +104,30 @@ class RequestBody:
         return salt if isinstance(salt, str) else ""
 
     @property
+    def prompt(self) -> Any:
+        """What is to be read: a text, texts, token ids or messages; None if there is nothing."""
+        names = _PROMPTS.get(self.path, _OTHER_PROMPTS)
+        return next((self.fields[name] for name in names if self.fields.get(name) is not None), None)
+
+    @property
+    def previous_response(self) -> str:
+        """Id of the stored answer that it goes on from; empty for none."""
+        previous = self.fields.get("previous_response_id") if self.path == RESPONSES else None
+        return previous if isinstance(previous, str) else ""
+
+    @property
     def streams(self) -> bool:
         """Whether the answer is streamed."""
-        return self.fields.get("stream") is True
+        return self.fields.get("stream") is True and self.path in _STREAMED
 
     @property
     def max_tokens(self) -> int | None:
         """Most tokens of the answer; None if the body sets no limit."""
-        limits = [self.fields.get("max_tokens")]
-        if self.is_chat:
-            limits.insert(0, self.fields.get("max_completion_tokens"))
+        if self.path in _POOLED or self.path in _COUNTED:
+            return 1
+        limits = [self.fields.get(name) for name in _LIMITS.get(self.path, ("max_tokens",))]
         said = next((limit for limit in limits if isinstance(limit, int) and not isinstance(limit, bool)), None)
-        return DEFAULT_MAX_TOKENS if said is None and not self.is_chat else said
+        return DEFAULT_MAX_TOKENS if said is None and self.path == COMPLETIONS else said
 
 
 class PromptLengths:
@@ -118,14 +144,14 @@ class PromptLengths:
     def learn(self, body: RequestBody, tokens: int) -> None:
         """Update the ratio with the number of tokens that a backend has counted."""
         ids, characters = _size(body)
-        if characters and not ids:
+        if characters and not ids and body.path in _PROMPTS:  # others may count a text several times
             self._characters = 0.99 * self._characters + characters
             self._tokens = 0.99 * self._tokens + tokens
 
 
 def _size(body: RequestBody) -> tuple[int, int]:
     """Return the number of token ids and of characters of a prompt."""
-    prompt = body.fields.get("messages" if body.is_chat else "prompt")
+    prompt = body.prompt
     if isinstance(prompt, str):
         return 0, len(prompt)
     if not isinstance(prompt, list) or not prompt:
@@ -183,8 +209,7 @@ def routing_request(
 
 def _keys(body: RequestBody, adapter: RoutedAdapter | None) -> tuple[bytes, ...]:
     """Return the hashes of a prompt's blocks; prompts with a common prefix share the hashes of its blocks."""
-    digest, salt = None if adapter is None else adapter.digest, body.cache_salt
-    prompt = body.fields.get("messages" if body.is_chat else "prompt")
+    digest, salt, prompt = None if adapter is None else adapter.digest, body.cache_salt, body.prompt
     try:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             return tuple(block_keys(digest, prompt[: _MAX_KEYS * _KEY_TOKENS], _KEY_TOKENS, salt=salt))
@@ -216,7 +241,7 @@ class ProxiedRequest:
     Attributes:
         placed: set to the backend once one is chosen and has the adapter.
         backend: the current one, or the last one.
-        failed_at: backends that have failed it; they are avoided while another is open.
+        failed_at: backends that have failed it, or lack what it goes on from; avoided while another is open.
         output_tokens: generated by earlier backends.
         is_dispatched: the dispatcher counts it.
         is_started: its current backend has sent a token.

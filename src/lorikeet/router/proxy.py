@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.api.anthropic_errors import MESSAGES_PATH, anthropic_error
 from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate
 from lorikeet.api.streaming import CancelOnDisconnect, EventStream
@@ -31,15 +32,24 @@ from lorikeet.router.connections import (
 )
 from lorikeet.router.health import HealthMonitor
 from lorikeet.router.metrics import RouterMetrics
-from lorikeet.router.proxied_request import BackendLost, PromptLengths, ProxiedRequest, RequestBody
+from lorikeet.router.proxied_request import (
+    RESPONSES,
+    BackendLost,
+    PromptLengths,
+    ProxiedRequest,
+    RequestBody,
+)
 from lorikeet.router.resumable_answer import (
     DONE,
     BackendFailed,
+    NamedEventsAnswer,
     PassthroughAnswer,
     ResumableAnswer,
     TokenUsage,
     why_not_resumable,
 )
+from lorikeet.router.stats import RouterStats
+from lorikeet.router.stored_answers import StoredAnswers
 
 MAX_BODY_BYTES = 64 * 2**20
 """Larger request bodies get 413; most backends allow less."""
@@ -58,6 +68,7 @@ _WITHHELD_REQUEST_HEADERS = frozenset(
     b"proxy-authorization proxy-connection x-request-id origin sec-fetch-site".split()
 )
 """Request headers that are not passed on. The router itself decides which web pages may use it."""
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 _WITHHELD_RESPONSE_HEADERS = frozenset(
     b"connection keep-alive transfer-encoding content-length content-encoding date server".split()
 )
@@ -82,6 +93,7 @@ class RouterParts(NamedTuple):
 
     Attributes:
         body_gate: bounds the bytes of large bodies, which are kept until their answers have ended.
+        stored: answers that backends keep.
         isolates_keys: whether KV of one API key is not to be reused for another.
     """
 
@@ -89,18 +101,26 @@ class RouterParts(NamedTuple):
     catalog: ModelCatalog
     monitor: HealthMonitor
     metrics: RouterMetrics
+    stats: RouterStats
     lengths: PromptLengths
     request_numbers: "count[int]"
     body_gate: BodyGate
+    stored: StoredAnswers
     isolates_keys: bool
 
 
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int = 0
+
+
 class _Whole(msgspec.Struct):
-    usage: TokenUsage | None = None
+    id: str = ""
+    usage: _Usage | None = None
 
 
 async def forward(http: Request, path: str, parts: RouterParts) -> Response:
-    """Proxy a request of one of the two completion routes.
+    """Proxy a request of one of the routes whose bodies name a model.
 
     Raises:
         ApiError: its body is not valid or does not fit beside others, it names an unknown model, or no backend can
@@ -122,13 +142,83 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
         adapter = parts.catalog.find(body.model)
         prompt_tokens = parts.lengths.tokens(body)
         request_id = RequestId(f"{http.state.request_id}-{next(parts.request_numbers)}")
-        task = ProxyTask(http, ProxiedRequest(request_id, body, adapter, prompt_tokens), parts, held_bytes)
+        request = ProxiedRequest(request_id, body, adapter, prompt_tokens)
+        if body.previous_response:
+            keeper = _keeper(parts, body.previous_response, http.state.tenant, "previous_response_id")
+            request.failed_at = parts.backend_router.backends.keys() - {keeper.replica}
+        task = ProxyTask(http, request, parts, held_bytes)
     except BaseException:
         parts.body_gate.leave(held_bytes)
         raise
     if adapter is not None:
         parts.catalog.on_request(adapter, prompt_tokens)
     return CancelOnDisconnect(task.answer, task.close)
+
+
+def _keeper(parts: RouterParts, answer_id: str, tenant: str, param: str) -> Backend:
+    """Return the backend that keeps an answer of a tenant.
+
+    Raises:
+        ApiError: 404, none is known.
+    """
+    replica = parts.stored.find(answer_id, tenant)
+    backend = None if replica is None else parts.backend_router.backends.get(replica)
+    if backend is None:
+        raise ApiError(
+            404,
+            f"Response with id {answer_id[:100]!r} not found; this router knows only those that it has forwarded.",
+            param=param,
+        )
+    return backend
+
+
+async def forward_stored(http: Request, parts: RouterParts) -> Response:
+    """Proxy a request for a stored answer of ``/v1/responses`` to the backend that keeps it.
+
+    Raises:
+        ApiError: 404, no such backend is known; 502, it cannot be reached.
+    """
+    backend = _keeper(parts, http.path_params["id"], http.state.tenant, "response_id")
+    headers = [*passed_headers(http, backend), (b"x-request-id", http.state.request_id.encode())]
+    path = f"{http.url.path}?{http.url.query}" if http.url.query else http.url.path
+    wants_stream = http.query_params.get("stream") == "true"
+    content = await http.body()
+    reply: BackendResponse | None = None
+
+    def close() -> None:
+        if reply is not None:
+            reply.close()
+
+    async def make() -> Response:
+        nonlocal reply
+        try:
+            reply = await backend.open(http.method, path, headers, content, is_stream=wants_stream)
+            if wants_stream and reply.status == 200:
+                return EventStream(_pieces(reply))
+            answer = Response(await reply.read(), reply.status)
+        except BackendConnectionError as error:
+            raise ApiError(502, f"The backend that keeps this response: {plain_reason(error)}.") from error
+        answer.raw_headers += [each for each in reply.headers if not _is_withheld(each[0])]
+        return answer
+
+    return CancelOnDisconnect(make, close)
+
+
+async def _pieces(reply: BackendResponse) -> AsyncIterator[bytes]:
+    try:
+        while piece := await reply.piece():
+            yield piece
+    except BackendConnectionError as error:
+        yield b"\n" + _last_events(ApiError(502, f"The backend was lost: {plain_reason(error)}."), RESPONSES)
+
+
+def passed_headers(http: Request, backend: Backend) -> Headers:
+    """Return the headers of a client's request that a backend gets."""
+    return [
+        each
+        for each in http.headers.raw
+        if each[0] not in _WITHHELD_REQUEST_HEADERS and not (backend.has_own_key and each[0] in _KEY_HEADERS)
+    ]
 
 
 class ProxyTask:
@@ -150,13 +240,14 @@ class ProxyTask:
         self._request = request
         self._parts = parts
         self._backend_router = parts.backend_router
-        why_not = why_not_resumable(request.body)
-        self._stream = ResumableAnswer(request.body) if why_not is None else PassthroughAnswer(request.body, why_not)
+        self._stream = _stream_of(request.body)
+        self._http = http
         self._request_id: str = http.state.request_id
-        self._headers: Headers = [each for each in http.headers.raw if each[0] not in _WITHHELD_REQUEST_HEADERS]
         self._attempts = self._failures = 0
         self._is_sent = self._has_sent = self._is_closed = False
         self._reply: BackendResponse | None = None
+        self._output_tokens = 0
+        parts.stats.begin(request)
 
     def close(self) -> None:
         """Release the backend and count the outcome. A second call does nothing."""
@@ -168,6 +259,7 @@ class ProxyTask:
             self._finish(self._stream.counts)
         self._backend_router.release(self._request)
         self._parts.metrics.ended(self.outcome)
+        self._parts.stats.end(self._request, self.outcome, self._output_tokens or self._stream.tokens)
         if self._reply is not None:
             self._reply.close()
 
@@ -260,9 +352,7 @@ class ProxyTask:
         # Each attempt gets its own id: the backend may still know the one before.
         request_id = f"{self._request_id}-{self._attempts}" if self._attempts else self._request_id
         self._attempts += 1
-        headers = [*self._headers, (b"x-request-id", request_id.encode())]
-        if backend.has_own_key:
-            headers = [each for each in headers if each[0] not in (b"authorization", b"x-api-key")]
+        headers = [*passed_headers(self._http, backend), (b"x-request-id", request_id.encode())]
         self._is_sent = True
         return await backend.open("POST", body.path, headers, content, is_stream=body.streams)
 
@@ -305,10 +395,18 @@ class ProxyTask:
                 await self._give_up_backend(error)
                 continue
             if reply.status == 200:
-                self._finish(_read_usage(content))
+                whole = _read_whole(content)
+                self._keep(whole.id)
+                self._finish(_counts(whole.usage))
             else:
                 self.outcome = "failed"
             return reply
+
+    def _keep(self, answer_id: str) -> None:
+        """Remember where an answer is kept that can be asked for later."""
+        body, backend = self._request.body, self._request.backend
+        if answer_id and backend is not None and body.path == RESPONSES and body.fields.get("store") is not False:
+            self._parts.stored.put(answer_id, self._http.state.tenant, backend.replica)
 
     def _finish(self, counts: TokenUsage | None) -> None:
         """Count a whole answer. A second call does nothing."""
@@ -319,6 +417,7 @@ class ProxyTask:
             self._parts.lengths.learn(self._request.body, counts.prompt_tokens)
             if self._request.adapter is not None:
                 self._parts.catalog.on_answer(self._request.adapter, counts.completion_tokens)
+            self._output_tokens = counts.completion_tokens
             self._backend_router.on_finished(self._request, counts.completion_tokens)
 
     # --- streams -------------------------------------------------------------------------------------
@@ -343,7 +442,8 @@ class ProxyTask:
                 reply = await self._resume(error)
             except ApiError as refusal:
                 self.outcome = "failed"
-                yield b"\n" + (error.event if isinstance(error, BackendFailed) else _error_event(refusal)) + DONE
+                own = _last_events(refusal, self._request.body.path)
+                yield b"\n" + (error.event + DONE if isinstance(error, BackendFailed) else own)
                 return
 
     async def _read_events(self, reply: BackendResponse) -> AsyncIterator[bytes]:
@@ -358,8 +458,11 @@ class ProxyTask:
         while piece := await self._request.run_unless_lost(reply.piece):
             if out := stream.feed(piece):
                 self._has_sent, self._failures = True, 0
+                if isinstance(stream, NamedEventsAnswer) and stream.answer_id:
+                    self._keep(stream.answer_id)
                 yield out
                 self._backend_router.on_first_token(self._request)
+                self._parts.stats.first_token(self._request)
             if stream.failure is not None:
                 raise stream.failure
         if not stream.is_done:
@@ -415,11 +518,26 @@ def _count_failure(backend: Backend, error: Exception) -> None:
         backend.failed(reason, str(error))
 
 
-def _read_usage(content: bytes) -> TokenUsage | None:
+def _stream_of(body: RequestBody) -> ResumableAnswer | PassthroughAnswer:
+    why_not = why_not_resumable(body)
+    if why_not is None:
+        return ResumableAnswer(body)
+    is_named = body.path in (MESSAGES_PATH, RESPONSES)
+    return NamedEventsAnswer(body, why_not) if is_named else PassthroughAnswer(body, why_not)
+
+
+def _read_whole(content: bytes) -> _Whole:
     try:
-        return msgspec.json.decode(content, type=_Whole).usage
+        return msgspec.json.decode(content, type=_Whole)
     except msgspec.DecodeError:
-        return None  # the server reports no usage
+        return _Whole()  # the server reports no usage
+
+
+def _counts(usage: _Usage | None) -> TokenUsage | None:
+    """Return the tokens of an answer; None for what counts otherwise, as Anthropic's messages do."""
+    if usage is None or usage.prompt_tokens is None:
+        return None
+    return TokenUsage(usage.prompt_tokens, usage.completion_tokens)
 
 
 def _busy_pause_s(headers: Headers) -> float:
@@ -428,5 +546,12 @@ def _busy_pause_s(headers: Headers) -> float:
     return min(float(said), _MAX_BUSY_PAUSE_S) if said.isdigit() else _BUSY_PAUSE_S
 
 
-def _error_event(error: ApiError) -> bytes:
-    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+def _last_events(error: ApiError, path: str) -> bytes:
+    """Return what ends a stream that has failed, in the form of its route."""
+    if path == MESSAGES_PATH:
+        event: dict[str, Any] = {"type": "error", "error": anthropic_error(error.status, error.message)}
+    elif path == RESPONSES:
+        event = {"type": "error", "code": error.type, "message": error.message, "param": error.param}
+    else:
+        return b"data: " + msgspec.json.encode(error.body()) + b"\n\n" + DONE
+    return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"

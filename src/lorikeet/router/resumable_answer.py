@@ -14,7 +14,7 @@ import msgspec
 
 from lorikeet.api.protocol import usage_wanted
 from lorikeet.bench.answer_stream import EventLines
-from lorikeet.router.proxied_request import RequestBody
+from lorikeet.router.proxied_request import CHAT, COMPLETIONS, RESPONSES, RequestBody
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -44,6 +44,8 @@ which that is not so. null is such a value for all fields."""
 
 def why_not_resumable(body: RequestBody) -> str | None:
     """Return why an answer could not be resumed at another backend once it has begun; None if it can."""
+    if body.path not in (COMPLETIONS, CHAT):
+        return f"it is one of {body.path}"
     for name, neutral in _NEUTRAL.items():
         value = body.fields.get(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
@@ -125,6 +127,55 @@ class PassthroughAnswer:
     def closing(self) -> bytes:
         """Return nothing: such an answer is never known to be whole."""
         return b""
+
+
+_LAST_EVENTS = frozenset(
+    {
+        *(b"message_stop", b"error"),
+        *(b"response.completed", b"response.incomplete", b"response.failed", b"response.cancelled"),
+    }
+)
+
+
+class NamedEventsAnswer(PassthroughAnswer):
+    """A stream of ``/v1/messages`` or ``/v1/responses``, whose events have names, the last one of the end.
+
+    Attributes:
+        answer_id: of a response, by which it can be asked for later; empty until it has come.
+    """
+
+    def __init__(self, body: RequestBody, why: str) -> None:
+        super().__init__(body, why)
+        self.answer_id = ""
+        self._is_last = False
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take bytes from a backend; return the whole lines among them, for the client."""
+        out = super().feed(piece)
+        for line in out.splitlines():
+            if line.startswith(b"event:"):
+                self._is_last = line[6:].strip() in _LAST_EVENTS
+            elif line.startswith(b"data:"):
+                self.is_done = self.is_done or self._is_last
+                if not self.answer_id and self._body.path == RESPONSES:
+                    self.answer_id = response_id(line[5:])
+        return out
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    id: str = ""
+
+
+class _Opening(msgspec.Struct):
+    response: _Answer = _Answer()
+
+
+def response_id(event: bytes) -> str:
+    """Return the id of the response that an event of its stream tells of; empty if it tells of none."""
+    try:
+        return msgspec.json.decode(event, type=_Opening).response.id
+    except msgspec.DecodeError:
+        return ""
 
 
 class ResumableAnswer:

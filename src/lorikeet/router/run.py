@@ -41,6 +41,8 @@ from lorikeet.router.health import HEALTH_S, TIMEOUT_S, HealthMonitor
 from lorikeet.router.metrics import RouterMetrics
 from lorikeet.router.proxied_request import PromptLengths
 from lorikeet.router.proxy import MAX_BODY_BYTES, RouterParts
+from lorikeet.router.stats import RouterStats
+from lorikeet.router.stored_answers import StoredAnswers
 
 _KEEP_ALIVE_S = 75
 
@@ -151,7 +153,7 @@ async def _serve(
         )
 
     with frozen_gc():
-        await _Server(config, listener, certificate, on_ready).serve()
+        await _Server(config, listener, certificate, on_ready, parts.stats).serve()
 
 
 @asynccontextmanager
@@ -195,9 +197,11 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
             catalog,
             monitor,
             RouterMetrics(backend_router),
+            RouterStats(backend_router, catalog),
             PromptLengths(),
             count(),
             BodyGate(MAX_BODY_BYTES),
+            StoredAnswers(),
             isolates_keys=not options.shared_prefix_cache,
         )
     finally:
@@ -215,9 +219,11 @@ class _Server(BoundServer):
         listener: socket.socket,
         certificate: Certificate | None,
         on_ready: Callable[[str], None],
+        stats: RouterStats,
     ) -> None:
         super().__init__(config, listener, certificate)
         self._on_ready = on_ready
+        self._stats = stats
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then call ``on_ready`` with the URL."""
@@ -236,4 +242,4 @@ class _Server(BoundServer):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal: finish what has been accepted, on the next one stop immediately. It is not passed on."""
         self.force_exit = self.should_exit
-        self.should_exit = True
+        self.should_exit = self._stats.is_ending = True

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lorikeet.bench.in_process import RecordCollector, WorkloadArrivals
+from lorikeet.bench.in_process import MissBudget, RecordCollector, WorkloadArrivals
 from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.replicas import build_modelled
@@ -102,6 +102,7 @@ def simulate_cluster(
     predictor: Predictor | None = None,
     on_finished: Callable[[int], None] = lambda finished: None,
     show: Show = lambda stage, done, total: None,
+    budget: MissBudget | None = None,
 ) -> Simulated:
     """Run ``workload`` on modelled replicas behind the preset's routing and placement.
 
@@ -116,6 +117,7 @@ def simulate_cluster(
         predictor: predicts the lengths of answers, see ``run_workload``.
         on_finished: called with the number of requests that have ended.
         show: called with (stage, done, total) while operating points are searched.
+        budget: see ``run_workload``.
 
     Raises:
         ConfigError: a setting does not fit the profile, or a policy lacks something.
@@ -127,7 +129,7 @@ def simulate_cluster(
     link = transfer_model(settings.engine, profile).link(LinkDirection.IN)
     profile = _with_copies_on_host(profile, link)
     arrivals = WorkloadArrivals(workload, adapters, prompts, 0.0, predictor=predictor)
-    collector = RecordCollector(workload, arrivals, on_finished)
+    collector = RecordCollector(workload, arrivals, on_finished, budget)
     replicas = [
         SimulatedReplica(ReplicaId(f"replica-{n}"), build_modelled(settings, profile), settings.engine.max_num_seqs)
         for n in range(choice.replicas)
@@ -357,7 +359,7 @@ class ClusterRun:
         self._tally = ClusterTally(list(self._replicas), {ref.digest: ref.weight_bytes for ref in adapters}, now)
 
     def run(self) -> ClusterFigures:
-        """Run until all requests have ended.
+        """Run until all requests have ended, or the collector's budget is exceeded.
 
         Raises:
             ExecutorError: a step failed, or requests wait although nothing is in flight that could let one continue.
@@ -365,6 +367,8 @@ class ClusterRun:
         now = self._arrivals.start_s
         self._start(now)
         while (arrival_s := self._arrivals.next_s()) < math.inf or self._arrivals.in_flight:
+            if self._collector.is_over_budget:
+                break
             event = self._agenda.pop_before(arrival_s)
             if event is None:
                 now = max(now, arrival_s)  # a turn of a conversation may follow an answer that failed early

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import ceil
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ from lorikeet.simulator.trials import Trial, TrialPool, TrialResult
 _LEAST_S = 120.0
 """Length of a simulation, unless the scenario says otherwise."""
 _SHORT_SHARE, _SHORT_REQUESTS = 0.25, 300
-_CLEAR_MISS = 0.1
-"""A candidate that misses the target by so much in a short simulation is not simulated further."""
+_FINALISTS = 8
+"""Candidates of one price that are simulated whole."""
+_ROUNDING = 1e-6
 LOADS = (1.1, 1.25, 1.5, 2.0)
 """Multiples of the load that the choice is tried with."""
 FIRST_UNSEEN_SEED = 1000
@@ -74,7 +76,7 @@ class Judged:
 
     Attributes:
         candidate: as given.
-        short: of a short simulation; None before it.
+        short: of the beginning of the simulation with the first seed; None before it.
         full: of whole simulations, by seed.
         is_done: whether nothing more will be simulated.
     """
@@ -174,10 +176,11 @@ def _short(scenario: Scenario) -> Scenario:
 
 
 class Planner:
-    """Judges candidates from the cheapest on, until one meets the SLO with every seed.
+    """Finds the cheapest candidate that meets the SLO with every seed, with few and short simulations.
 
-    A candidate gets a short simulation first; one that misses clearly gets no more. Workers that are free begin with
-    the next candidates.
+    Candidates of one price are looked at together: each gets the beginning of its simulation. Those that did best there
+    are simulated whole with one seed, the best of them with every seed, and only if that misses, the next. Dearer ones
+    are begun by workers that are free. Every simulation ends as soon as its misses are more than the target allows.
 
     Args:
         scenario: the load; its profile, preset, replicas and seed are those of the candidates.
@@ -191,73 +194,121 @@ class Planner:
         self, scenario: Scenario, candidates: Sequence[Candidate], target: float, seeds: int, pool: TrialPool
     ) -> None:
         self._scenario, self._target, self._seeds, self._pool = long_enough(scenario), target, seeds, pool
-        self._judged = [
-            Judged(each) for each in sorted(candidates, key=lambda each: (each.cost, each.host_memory_bytes))
-        ]
+        self._most_missed = self._misses_allowed(self._scenario, None)
+        self._judged = [Judged(each) for each in sorted(candidates, key=_by_cost)]
         self._waiting: dict[int, list[Future[TrialResult]]] = {}
 
     def plan(self, unseen: int) -> Plan:
         """Return the plan; the choice is also simulated with ``unseen`` further seeds, and with more load."""
-        self._pool.expected = len(self._judged) + self._seeds + unseen + len(LOADS)
-        choice = self._search()
+        choice = self._search(self._seeds + unseen + len(LOADS))
         loads, checks = list[LoadStep](), list[TrialResult]()
         if choice is not None:
-            scenario, rate = choice.candidate.scenario(self._scenario, 0), _single_rate(self._scenario)
-            trials = [
-                Trial(choice.candidate.scenario(self._scenario, FIRST_UNSEEN_SEED + seed)) for seed in range(unseen)
-            ]
-            factors = LOADS if rate is not None else ()
-            trials += [Trial(_as_long(scenario, factor), (rate or 0.0) * factor) for factor in factors]
-            results = self._pool.all(trials)
-            checks = results[:unseen]
-            for factor, result in zip(factors, results[unseen:], strict=True):
-                loads.append(LoadStep(factor, result))
-                if not result.meets(self._target):
+            raised = self._with_more_load(choice.candidate.scenario(self._scenario, 0))
+            seeds = range(FIRST_UNSEEN_SEED, FIRST_UNSEEN_SEED + unseen)
+            checks = self._pool.all([self._trial(choice.candidate.scenario(self._scenario, seed)) for seed in seeds])
+            for factor, future in raised:
+                loads.append(LoadStep(factor, self._pool.result(future)))
+                if not loads[-1].result.meets(self._target):
                     break
         judged = [each for each in self._judged if each.results]
         return Plan(choice, judged, loads, checks, self._target, self._seeds)
 
-    def _search(self) -> Judged | None:
-        while True:
-            best = self._best()
-            open_ones = list(self._open(best))
-            if not open_ones and not self._waiting:
-                return best
-            for number in open_ones:
+    def _misses_allowed(self, scenario: Scenario, rate: float | None) -> int:
+        """Return how many requests of a simulation may miss the SLO."""
+        return int((1 - self._target) * len(scenario.recipe(rate).requests()) + _ROUNDING)
+
+    def _trial(self, scenario: Scenario) -> Trial:
+        return Trial(scenario, most_missed=self._most_missed)
+
+    def _with_more_load(self, scenario: Scenario) -> list[tuple[float, Future[TrialResult]]]:
+        """Begin simulations with more and more load, until one is known to miss; return the multiples with them."""
+        rate, begun = _single_rate(self._scenario), list[tuple[float, Future[TrialResult]]]()
+        for factor in LOADS if rate is not None else ():
+            self._pool.wait_for_worker()
+            if any(each.done() and not each.result().meets(self._target) for _, each in begun):
+                break
+            longer, more = _as_long(scenario, factor), (rate or 0.0) * factor
+            begun.append((factor, self._pool.submit(Trial(longer, more, self._misses_allowed(longer, more)))))
+        return begun
+
+    def _search(self, later: int) -> Judged | None:
+        """Return the choice; ``later`` is how many simulations will follow for it."""
+        while (found := self._choice()) is None:
+            wanted = self._wanted()
+            if not wanted and not self._waiting:
+                return None
+            for number in wanted:
                 if self._pool.is_full:
                     break
-                self._next_trials(number)
+                self._begin(number)
+            self._pool.expected = self._pool.done + len(wanted) + later
             self._pool.wait()
             self._collect()
+        return found
 
-    def _best(self) -> Judged | None:
-        """Return the cheapest candidate that meets the SLO so far; of equal ones that with most requests in time."""
-        met = [each for each in self._judged if each.is_done and each.meets(self._target, self._seeds)]
-        return min(
-            met,
-            key=lambda each: (each.candidate.cost, -each.attainment, each.candidate.host_memory_bytes),
-            default=None,
+    def _prices(self) -> Iterator[list[int]]:
+        """Yield the candidates of each price, the least price first."""
+        for _, numbers in groupby(range(len(self._judged)), key=lambda number: self._judged[number].candidate.cost):
+            yield list(numbers)
+
+    def _choice(self) -> Judged | None:
+        """Return the best of the least price at which candidates meet the SLO; None while better ones may be found."""
+        for numbers in self._prices():
+            met = [number for number in numbers if self._judged[number].meets(self._target, self._seeds)]
+            if met:
+                is_compared = all(self._judged[number].full for number in self._finalists(numbers))
+                return self._judged[min(met, key=self._rank)] if is_compared else None
+        return None
+
+    def _finalists(self, numbers: list[int]) -> list[int]:
+        """Return the candidates of one price that did best in the beginning and are still open."""
+        seen = [number for number in numbers if not self._judged[number].is_done and self._judged[number].short]
+        return sorted(seen, key=lambda number: self._closeness(number, self._judged[number].short))[:_FINALISTS]
+
+    def _wanted(self) -> list[int]:
+        """Return the candidates of which a simulation should begin, those of the least price first.
+
+        Of the next price only the beginnings are wanted. Candidates that are being simulated are left out.
+        """
+        wanted = list[int]()
+        is_cheapest = True
+        for numbers in self._prices():
+            open_ones = [number for number in numbers if not self._judged[number].is_done]
+            not_seen = [number for number in open_ones if self._judged[number].short is None]
+            if is_cheapest and open_ones and not not_seen:
+                finalists = self._finalists(numbers)
+                not_whole = [number for number in finalists if not self._judged[number].full]
+                wanted += not_whole or [min(finalists, key=self._rank)]
+            wanted += not_seen
+            if open_ones and not is_cheapest:
+                break
+            is_cheapest = is_cheapest and not open_ones
+        return [number for number in wanted if number not in self._waiting]
+
+    def _rank(self, number: int) -> tuple[float, float, int]:
+        """Return what orders candidates that were simulated whole with one seed, the best first."""
+        return self._closeness(number, self._judged[number].full[0])
+
+    def _closeness(self, number: int, result: TrialResult | None) -> tuple[float, float, int]:
+        """Return misses, the P99 that is nearest to its limit, as a share of that, and host memory."""
+        assert result is not None
+        limits = self._scenario.limits()
+        pairs = (
+            (result.ttft_p99_s, limits.ttft_s),
+            (result.tpot_p99_s, limits.tpot_s),
+            (result.e2e_p99_s, limits.e2e_s),
         )
+        nearest = max((p99_s / limit_s for p99_s, limit_s in pairs if limit_s), default=0.0)
+        return -(result.attainment or 0.0), nearest, self._judged[number].candidate.host_memory_bytes
 
-    def _open(self, best: Judged | None) -> Iterator[int]:
-        """Yield the candidates that may be better than the best and of which nothing runs, the cheapest first."""
-        for number, each in enumerate(self._judged):
-            if best is not None and each.candidate.cost > best.candidate.cost:
-                return
-            if not each.is_done and number not in self._waiting:
-                yield number
-
-    def _next_trials(self, number: int) -> None:
+    def _begin(self, number: int) -> None:
         judged = self._judged[number]
         if judged.short is None:
-            trial = Trial(_short(judged.candidate.scenario(self._scenario, 0)))
-            self._waiting[number] = [self._pool.submit(trial)]
-            return
-        first = len(judged.full)
-        seeds = range(first, 1 if not first else self._seeds)
-        self._waiting[number] = [
-            self._pool.submit(Trial(judged.candidate.scenario(self._scenario, seed))) for seed in seeds
-        ]
+            trials = [self._trial(_short(judged.candidate.scenario(self._scenario, 0)))]
+        else:
+            seeds = range(len(judged.full), self._seeds if judged.full else 1)
+            trials = [self._trial(judged.candidate.scenario(self._scenario, seed)) for seed in seeds]
+        self._waiting[number] = [self._pool.submit(trial) for trial in trials]
 
     def _collect(self) -> None:
         for number, futures in [*self._waiting.items()]:
@@ -267,14 +318,16 @@ class Planner:
             judged, results = self._judged[number], [future.result() for future in futures]
             if judged.short is None:
                 (judged.short,) = results
-                judged.is_done = bool(results[0].error) or judged.attainment < self._target - _CLEAR_MISS
-                if not judged.is_done and _short(self._scenario) == self._scenario:
-                    judged.full = results
-            else:
-                judged.full += results
-            if judged.full:
-                missed = not all(each.meets(self._target) for each in judged.full)
-                judged.is_done = missed or len(judged.full) >= self._seeds
+                judged.is_done = bool(judged.short.error or judged.short.stopped_after)
+                if judged.is_done or _short(self._scenario) != self._scenario:
+                    continue
+            judged.full += results
+            missed = not all(each.meets(self._target) for each in judged.full)
+            judged.is_done = missed or len(judged.full) >= self._seeds
+
+
+def _by_cost(candidate: Candidate) -> tuple[float, int]:
+    return candidate.cost, candidate.host_memory_bytes
 
 
 def _as_long(scenario: Scenario, factor: float) -> Scenario:

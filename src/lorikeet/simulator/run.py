@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lorikeet.bench.in_process import WorkloadRun, run_workload
+from lorikeet.bench.in_process import MissBudget, WorkloadRun, run_workload
 from lorikeet.bench.predictors import Predictor
 from lorikeet.bench.prompts import Prompts
 from lorikeet.bench.replicas import modelled_replica
@@ -242,6 +242,7 @@ def simulate(
     *,
     predictor: Predictor | None = None,
     on_finished: Callable[[int], None] = lambda finished: None,
+    budget: MissBudget | None = None,
 ) -> Simulated:
     """Run ``workload`` on one modelled replica (see ``modelled_replica``).
 
@@ -253,6 +254,7 @@ def simulate(
         prompts: makes the prompts.
         predictor: predicts the lengths of answers, see ``run_workload``.
         on_finished: called with the number of requests that have ended.
+        budget: see ``run_workload``.
 
     Raises:
         ConfigError: a setting does not fit the profile.
@@ -261,6 +263,14 @@ def simulate(
     """
     (engine, _, notes, _), clock, coalesced = modelled_replica(settings, profile)
     run = run_workload(
-        engine, clock, workload, adapters, prompts, coalesced=coalesced, on_finished=on_finished, predictor=predictor
+        engine,
+        clock,
+        workload,
+        adapters,
+        prompts,
+        coalesced=coalesced,
+        on_finished=on_finished,
+        predictor=predictor,
+        budget=budget,
     )
     return Simulated(run, (engine.stats(),), notes)

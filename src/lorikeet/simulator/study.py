@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from lorikeet.bench.in_process import MissBudget
 from lorikeet.bench.load_report import LoadFigures
 from lorikeet.bench.peak import LEAST_PROBE_REQUESTS, Peak, find_peak, probe_requests
 from lorikeet.bench.predictors import make_predictor
@@ -70,7 +71,13 @@ def counters(stats: Sequence[EngineStats]) -> dict[str, int]:
     }
 
 
-def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stage: str = "requests") -> ScenarioResult:
+def run_scenario(
+    scenario: Scenario,
+    show: Show,
+    rate: float | None = None,
+    stage: str = "requests",
+    most_missed: int | None = None,
+) -> ScenarioResult:
     """Simulate a scenario.
 
     Args:
@@ -78,6 +85,8 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
         show: called with (stage, requests that have ended, requests).
         rate: requests per second instead of the scenario's.
         stage: name for ``show``.
+        most_missed: the simulation is stopped soon after more requests than this have missed the SLO; None for a whole
+            one.
 
     Raises:
         ValueError: a part of the scenario has no meaning or does not fit another (``ScenarioError``, ``OptionError``,
@@ -99,6 +108,7 @@ def run_scenario(scenario: Scenario, show: Show, rate: float | None = None, stag
         Prompts(scenario.seed, 0, DEFAULT_IDS, block_size),
         predictor=make_predictor(scenario.predictor, workload, scenario.seed),
         on_finished=lambda done: show(stage, done, len(workload)),
+        budget=None if most_missed is None else MissBudget(scenario.limits(), most_missed),
     )
     notes = _notes(scenario, workload, block_size, profile.tensor_parallel)
     simulated = simulated._replace(notes=(*simulated.notes, *notes))

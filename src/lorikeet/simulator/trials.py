@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from lorikeet.bench.in_process import STOPPED
+from lorikeet.bench.load_report import RequestRecord
 from lorikeet.core.request import Slo
 from lorikeet.simulator.scenario import Scenario
 from lorikeet.simulator.study import ScenarioResult, run_scenario
@@ -20,10 +22,12 @@ class Trial(NamedTuple):
     Attributes:
         scenario: what to simulate.
         rate: requests per second instead of the scenario's; None for that.
+        most_missed: the simulation ends soon after more requests than this have missed the SLO; None for a whole one.
     """
 
     scenario: Scenario
     rate: float | None = None
+    most_missed: int | None = None
 
 
 class TrialResult(msgspec.Struct, frozen=True):
@@ -31,7 +35,9 @@ class TrialResult(msgspec.Struct, frozen=True):
 
     Attributes:
         seed: of the scenario.
-        attainment: share of the requests that met the SLO; None without limits.
+        attainment: share of the requests that met the SLO, or still could when the simulation was stopped; None without
+            limits.
+        stopped_after: how many requests had been sent when it was stopped; 0 for a whole one.
         missed: share of the requests that missed each limit (``TTFT``, ``TPOT``, ``E2E``), or failed.
         ttft_p50_s, ttft_p99_s, cold_ttft_p99_s, tpot_p99_s, e2e_p99_s: of complete answers.
         goodput: requests per second that met the SLO.
@@ -41,6 +47,7 @@ class TrialResult(msgspec.Struct, frozen=True):
 
     seed: int
     attainment: float | None = None
+    stopped_after: int = 0
     missed: dict[str, float] = {}
     ttft_p50_s: float = 0.0
     ttft_p99_s: float = 0.0
@@ -53,13 +60,15 @@ class TrialResult(msgspec.Struct, frozen=True):
 
     def meets(self, target: float) -> bool:
         """Return whether at least this share of the requests met the SLO."""
-        return (self.attainment or 0.0) >= target
+        return not self.stopped_after and (self.attainment or 0.0) >= target
 
 
 def run_trial(trial: Trial) -> TrialResult:
     """Run one simulation. What has no meaning is an error in the result, so that others go on."""
     try:
-        return summary(run_scenario(trial.scenario, lambda stage, done, total: None, trial.rate))
+        return summary(
+            run_scenario(trial.scenario, lambda stage, done, total: None, trial.rate, most_missed=trial.most_missed)
+        )
     except ValueError as error:
         return TrialResult(trial.scenario.seed, error=str(error))
 
@@ -72,8 +81,9 @@ def summary(result: ScenarioResult) -> TrialResult:
     def at(values: object, percentile: str) -> float:
         return float(getattr(values, percentile, 0.0))
 
+    is_stopped = any(each.error == STOPPED for each in records)
     missed = {
-        name: sum(not each.meets(only) for each in records if each.error is None) / len(records)
+        name: sum(_missed(each, only) for each in records if each.error in (None, STOPPED)) / len(records)
         for name, only in (
             ("TTFT", Slo(ttft_s=limits.ttft_s)),
             ("TPOT", Slo(tpot_s=limits.tpot_s)),
@@ -81,11 +91,13 @@ def summary(result: ScenarioResult) -> TrialResult:
         )
         if only != Slo()
     }
-    if figures.errors:
-        missed["failed"] = sum(each.count for each in figures.errors.values()) / len(records)
+    if failed := sum(each.error not in (None, STOPPED) for each in records):
+        missed["failed"] = failed / len(records)
+    in_time = sum(not _missed(each, limits) for each in records) / len(records)
     return TrialResult(
         seed=result.scenario.seed,
-        attainment=figures.slo_attainment,
+        attainment=in_time if is_stopped else figures.slo_attainment,
+        stopped_after=len(records) if is_stopped else 0,
         missed=missed,
         ttft_p50_s=at(figures.ttft_s, "p50"),
         ttft_p99_s=at(figures.ttft_s, "p99"),
@@ -95,6 +107,14 @@ def summary(result: ScenarioResult) -> TrialResult:
         goodput=figures.goodput or 0.0,
         preemptions=sum(each.preemptions for each in result.simulated.stats),
     )
+
+
+def _missed(record: RequestRecord, limits: Slo) -> bool:
+    """Return whether a request has missed its limits; one that was stopped may have missed that on TTFT."""
+    if record.error != STOPPED:
+        return not record.meets(limits)
+    limit_s, ttft_s = (record.slo or limits).ttft_s, record.ttft_s
+    return limit_s is not None and (record.e2e_s if ttft_s is None else ttft_s) > limit_s
 
 
 class TrialPool:
@@ -133,6 +153,17 @@ class TrialPool:
         self._running[future] = trial
         return future
 
+    def wait_for_worker(self) -> None:
+        """Wait until a worker is free."""
+        while self.is_full:
+            self.wait()
+
+    def result(self, future: "Future[TrialResult]") -> TrialResult:
+        """Return the result of a trial that was started, when it has ended."""
+        while not future.done():
+            self.wait()
+        return future.result()
+
     def wait(self) -> None:
         """Wait until a trial has ended."""
         if not self._running:
@@ -150,12 +181,9 @@ class TrialPool:
         futures = list[Future[TrialResult]]()
         self.expected = max(self.expected, self.done + len(self._running) + len(trials))
         for each in trials:
-            while self.is_full:
-                self.wait()
+            self.wait_for_worker()
             futures.append(self.submit(each))
-        while not all(future.done() for future in futures):
-            self.wait()
-        return [future.result() for future in futures]
+        return [self.result(future) for future in futures]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from lorikeet.core.process_tuning import keep_freed_memory
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Batch, Kernels, LoraBatch, LoraWeights, torch_dtype
+from lorikeet.kernels.quantized import GROUP
 from lorikeet.models.config import (
     BaseConfig,
     ModelConfig,
@@ -29,9 +30,9 @@ from lorikeet.models.config import (
 )
 from lorikeet.models.decoder import Decoder
 from lorikeet.models.gguf import GGUF_FILE
-from lorikeet.models.loading import load_weights
+from lorikeet.models.loading import bits_on_load, load_weights
 from lorikeet.models.parallel import RankGroup
-from lorikeet.models.quantization_config import ALIASES, GGUF, read_quantization
+from lorikeet.models.quantization_config import GGUF, read_quantization
 from lorikeet.models.weights import DecoderWeights, pack_weights
 from lorikeet.presets import MERGING_MODES, MergeBy, resolve_preset
 from lorikeet.worker.merging import Merger, linear_bytes
@@ -52,6 +53,7 @@ class RankModel:
         geometry: sizes of the rank's share.
         merger: merges adapters into the decoder's weights; None if the preset never merges.
         weights: in what form the linear weights are, in words.
+        whole_geometry: sizes of the model; None if they are those of the rank.
     """
 
     config: BaseConfig
@@ -62,6 +64,7 @@ class RankModel:
     geometry: ModelGeometry
     merger: Merger | None = None
     weights: str = ""
+    whole_geometry: ModelGeometry | None = None
 
     def base_info(self) -> BaseInfo:
         """Return what clients of the engine know of the model."""
@@ -147,6 +150,7 @@ def load_rank(
         keep_freed_memory()
     if not isinstance(config, ModelConfig):
         return _load_transformers(settings, folder, config, dtype, device, progress)
+    config = config.for_lengths(max_model_len(settings, config))
     weights = load_weights(
         folder,
         config,
@@ -173,7 +177,8 @@ def load_rank(
         place = _pristine_device(weights, device, preset.merge_by)
         merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
     decoder = Decoder(config, packed, kernels, group)
-    return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored)
+    whole = config.geometry(dtype.itemsize)
+    return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored, whole)
 
 
 def _load_transformers(
@@ -190,21 +195,18 @@ def _load_transformers(
 
     quantized = read_quantization(read_json_section(folder / "config.json"))
     method = GGUF if (folder / GGUF_FILE).is_file() else quantized.method if quantized else ""
-    wanted = ALIASES.get(settings.model.quantization, settings.model.quantization)
-    if wanted not in ("auto", "none", method):
-        raise ConfigError(
-            f"quantization: {config.architecture} runs by transformers' modules, whose weights stay in 16 bits, not as "
-            f"{wanted}"
-        )
+    bits = bits_on_load(settings.model.quantization, method, folder)
     kernels = _kernels(settings, dtype, device)
     model = load_model(folder, dtype, device, load_format=settings.model.load_format, progress=progress)
     try:
-        decoder = TransformersDecoder(model, kernels, max_model_len(settings, config))
+        decoder = TransformersDecoder(model, kernels, max_model_len(settings, config), bits)
     except UnsupportedAttention as error:
         raise ModelConfigError(f"{folder / 'config.json'}: {config.architecture} cannot be served: {error}") from error
     config = msgspec.structs.replace(config, vocab_size=decoder.vocab_size)
     names = {GGUF: "GGUF"}
     stored = f"dequantised from {names.get(method, method)}" if method else ""
+    if bits:
+        stored = f"int{bits} in groups of {GROUP}, quantised from {str(dtype).removeprefix('torch.')}"
     return RankModel(config, decoder, kernels, dtype, device, decoder.geometry, weights=stored)
 
 

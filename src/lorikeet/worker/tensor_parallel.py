@@ -123,6 +123,7 @@ def _serve(
         loader,
         engine,
         lambda done: report(TransferEnded(done)),
+        whole=model.whole_geometry,
     )
     transfers.loader.wait_until_ready()
     report(RankReady())

@@ -513,7 +513,9 @@ def build_torch_executor(
         blocks = arena_blocks(settings, model, longest_tokens)
         host_blocks = host_arena_blocks(settings, model, blocks)
         arena = allocate_arena(model, blocks, engine)
-        transfers = TransferManager(arena, host_blocks, model.geometry, 0, ranks, loader, engine, finished.report)
+        transfers = TransferManager(
+            arena, host_blocks, model.geometry, 0, ranks, loader, engine, finished.report, whole=model.whole_geometry
+        )
         undo.callback(transfers.close)
         if others is not None:
             others.allocate(blocks, host_blocks)

@@ -1,18 +1,20 @@
 """SageMaker's routes: its containers take every request at ``/invocations``. ``/ping`` is in ``info.py``.
 
 Routes and headers: https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.html and
-https://docs.aws.amazon.com/sagemaker/latest/dg/realtime-endpoints-adapt.html.
+https://docs.aws.amazon.com/sagemaker/latest/dg/realtime-endpoints-adapt.html. Sessions:
+https://docs.aws.amazon.com/sagemaker/latest/dg/stateful-sessions.html.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from lorikeet.api.adapters import load_adapter, refuse_pin, unload_adapter
 from lorikeet.api.completions import chat_completions, completions
 from lorikeet.api.dialects import tgi
+from lorikeet.api.dialects.sessions import Sessions
 from lorikeet.api.errors import bad_request
 from lorikeet.api.protocol import Body, ChatCompletionRequest, CompletionRequest, validated
 from lorikeet.api.service import JsonBody, SenderDep, ServiceDep
@@ -27,8 +29,16 @@ async def invocations(
     service: ServiceDep,
     sender: SenderDep,
     adapter: Annotated[str | None, Header(alias="X-Amzn-SageMaker-Adapter-Identifier")] = None,
+    session: Annotated[str | None, Header(alias="X-Amzn-SageMaker-Session-Id")] = None,
 ) -> Response:
-    """Answer a chat, a completion or a body of TGI, by its fields; a header may name the adapter."""
+    """Answer a chat, a completion or a body of TGI, by its fields; a header may name the adapter.
+
+    A session, by which SageMaker sends requests to the same instance, is begun and ended here, too.
+    """
+    if "requestType" in body:
+        return _session(validated(SessionRequest, body), service.sessions, sender.tenant, session)
+    if session is not None:
+        service.sessions.use(sender.tenant, session)
     if "inputs" in body:
         asked = validated(tgi.TgiRequest, body)
         if adapter:
@@ -40,6 +50,23 @@ async def invocations(
     if "prompt" in body:
         return await completions(http, validated(CompletionRequest, named), service, sender)
     raise bad_request("Give messages for a chat, prompt for a completion, or inputs, as in TGI.", "messages")
+
+
+class SessionRequest(Body):
+    """Body of ``POST /invocations`` that begins or ends a session."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    requestType: Literal["NEW_SESSION", "CLOSE"]
+
+
+def _session(body: SessionRequest, sessions: Sessions, tenant: str, session: str | None) -> Response:
+    if body.requestType == "NEW_SESSION":
+        begun, until = sessions.begin(tenant)
+        expires = until.strftime("%Y-%m-%dT%H:%M:%SZ")
+        return PlainTextResponse("", headers={"X-Amzn-SageMaker-New-Session-Id": f"{begun}; Expires={expires}"})
+    sessions.end(tenant, session)
+    return PlainTextResponse("", headers={"X-Amzn-SageMaker-Closed-Session-Id": session or ""})
 
 
 class SagemakerAdapter(Body):

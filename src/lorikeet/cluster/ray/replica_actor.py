@@ -104,7 +104,7 @@ class ReplicaActor:
             self._engine.process.kill()
             self._replaced = self._engine.process.pid, await asyncio.shield(self._engine.ended)
         process = subprocess.Popen(
-            [sys.executable, "-m", "lorikeet.engine.process", address],
+            [sys.executable, "-m", "lorikeet.engine", address],
             stdin=subprocess.PIPE,
             cwd=working_dir or None,
             start_new_session=True,

@@ -51,16 +51,18 @@ def splits_of(programs: int, longest: int) -> Splits:
     return Splits(usual, max(usual, min(tiles_of(longest, _LONG_SPLIT), most, _MOST_SPLITS)))
 
 
-def attend(qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+def attend(qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0) -> Tensor:
     """Compute attention as of ``Kernels.attention``: one launch per part of the batch, two if its tokens are split."""
     _, kv_heads, head_dim = kv.shape[2:]
     out = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * kv_heads * head_dim)
     for part in batch.parts:
-        _attend(out, qkv, kv, batch, part, scale, window or 0)
+        _attend(out, qkv, kv, batch, part, scale, window or 0, softcap)
     return out
 
 
-def _attend(out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: BatchPart, scale: float, window: int) -> None:
+def _attend(
+    out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: BatchPart, scale: float, window: int, softcap: float
+) -> None:
     block_size, kv_heads, head_dim = kv.shape[2:]
     heads = out.shape[1] // head_dim
     group = heads // kv_heads
@@ -75,9 +77,10 @@ def _attend(out: Tensor, qkv: Tensor, kv: Tensor, batch: Batch, part: BatchPart,
     width = max(16, power_of_2(head_dim))
     tiles = tiles_of(part.most_rows, tile.rows // group)
     attention.attention[(part.sequences, kv_heads, tiles * splits.most)](
-        qkv, kv, found, shares, *sequences, batch.block_tables, scale, window, *splits, heads,
+        qkv, kv, found, shares, *sequences, batch.block_tables, scale, softcap, window, *splits, heads,
         qkv.stride(0), out.stride(0), *kv.stride()[:3], batch.block_tables.stride(0),
-        group, head_dim, width, block_size, tile.rows, tile.tokens, splits.most > 1, _LEAST_SPLIT, INTERPRETED,
+        group, head_dim, width, block_size, tile.rows, tile.tokens, splits.most > 1, softcap != 0, _LEAST_SPLIT,
+        INTERPRETED,
         **launch(tile.warps),
     )  # fmt: skip
     if splits.most > 1:

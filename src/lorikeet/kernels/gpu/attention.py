@@ -38,18 +38,19 @@ def _share(tokens, usual, splits, TOKENS: tl.constexpr, LEAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numbers", "is_part", "row_starts", "contexts", "usual", "splits", "table_stride"])
 def attention(
-    q, kv, out, shares, numbers, is_part, row_starts, contexts, tables, scale, window, usual, splits, heads,
+    q, kv, out, shares, numbers, is_part, row_starts, contexts, tables, scale, softcap, window, usual, splits, heads,
     q_stride, out_stride, block_stride, part_stride, token_stride, table_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, IS_SPLIT: tl.constexpr, LEAST: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, IS_SPLIT: tl.constexpr, CAPPED: tl.constexpr, LEAST: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of ``ROWS // GROUP`` query rows of one sequence and one KV head; ``window`` 0 means none.
 
     The sequences are all, or those with indices ``numbers`` if ``is_part``. If ``IS_SPLIT``, they have one row each,
     and a program handles one of the splits of the tokens (see ``_share``): ``out[split, index]`` is the weighted mean
-    of its values, and ``shares[split, index, head]`` its largest score and its sum of weights. ``WIDE`` multiplies in
-    fp32, since the interpreter has no bfloat16 products.
+    of its values, and ``shares[split, index, head]`` its largest score and its sum of weights. If ``CAPPED``, scores
+    are ``softcap * tanh(score / softcap)``. ``WIDE`` multiplies in fp32, since the interpreter has no bfloat16
+    products.
     """
     index, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = tl.load(numbers + index, mask=is_part != 0, other=index)
@@ -94,6 +95,8 @@ def attention(
             if WIDE:
                 key, value = key.to(tl.float32), value.to(tl.float32)
             score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+            if CAPPED:
+                score = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * score / softcap)))
             seen = (token[None, :] <= position[:, None]) & is_row[:, None]
             seen = seen & ((window == 0) | (token[None, :] > position[:, None] - window))
             score = tl.where(seen, score, float("-inf"))

@@ -1,4 +1,4 @@
-"""RMS norm, rotary embedding with the KV store, and SiLU gating: one pass over memory each, with fp32 arithmetic."""
+"""RMS norm, rotary embedding with the KV store, and gating: one pass over memory each, with fp32 arithmetic."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,10 @@ from lorikeet.kernels.gpu.launch import wait_for_previous
 
 @triton.jit
 def add_norm(
-    x, delta, weight, out, hidden, eps, ADDED: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+    x, delta, weight, out, hidden, eps, offset, ADDED: tl.constexpr, OFFSET: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """For one row, ``x += delta`` if ``ADDED``; ``out`` is its RMS norm times ``weight``."""
+    """For one row, ``x += delta`` if ``ADDED``; ``out`` is its RMS norm times ``weight + offset``, if ``OFFSET``."""
     row = tl.program_id(0).to(tl.int64) * hidden
     column = tl.arange(0, WIDTH)
     inside = column < hidden
@@ -23,50 +24,69 @@ def add_norm(
         tl.store(x + row + column, value, mask=inside)
     wide = value.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide, axis=0) / hidden + eps)
-    # Rounded before the weight is applied, in Llama's order.
-    normed = wide.to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + row + column, (normed * scale).to(x.dtype.element_ty), mask=inside)
+    if OFFSET:
+        scale += offset
+    else:
+        # Rounded before the weight is applied, in Llama's order.
+        wide = wide.to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + row + column, (wide * scale).to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def silu_mul(gate_up, out, columns, WIDTH: tl.constexpr, PDL: tl.constexpr):
-    """Compute ``silu(gate) * up`` for a part of one row."""
+def gated(gate_up, out, columns, GELU: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+    """Compute ``silu(gate) * up``, or ``gelu(gate) * up`` if ``GELU``, for a part of one row."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < columns
     wait_for_previous(PDL)
     gate = tl.load(gate_up + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * columns + columns + column, mask=inside, other=0.0)
+    inner = gate
+    if GELU:  # approximated by tanh: sqrt(8 / pi) * (x + 0.044715 x^3)
+        inner = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
     # Rounded between the two, as torch does.
-    silu = (gate / (1.0 + tl.exp(-gate))).to(gate_up.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * columns + column, (silu * up.to(tl.float32)).to(gate_up.dtype.element_ty), mask=inside)
+    found = (gate / (1.0 + tl.exp(-inner))).to(gate_up.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * columns + column, (found * up.to(tl.float32)).to(gate_up.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def rotary_store(
-    qkv, cos, sin, kv, slot_blocks, slot_offsets, q_norm, k_norm, eps,
+    qkv, cos, sin, kv, slot_blocks, slot_offsets, q_norm, k_norm, eps, offset,
     heads, kv_heads, row_stride, block_stride, part_stride, token_stride,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, PAIRS: tl.constexpr, NEIGHBOURS: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
+    NORMED: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """For some heads of one row, rotate queries in place, rotate keys into the row's slot, and copy values there.
 
-    Padding rows, whose block is -1, are not stored.
+    A lane has a pair of elements. The first ``PAIRS`` pairs are rotated: neighbours, or elements ``PAIRS`` apart; the
+    elements after them stay as they are, since the cos of their pairs is 1. Padding rows, whose block is -1, are not
+    stored.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     lane = tl.arange(0, WIDTH)
     is_lane = lane < HALF
     is_query, is_value = head < heads, head >= heads + kv_heads
     inside = (head < heads + 2 * kv_heads)[:, None] & is_lane[None, :]
+    if NEIGHBOURS:
+        is_rotated = lane < PAIRS
+        one, other = tl.where(is_rotated, 2 * lane, PAIRS + lane), tl.where(is_rotated, 2 * lane + 1, HALF + lane)
+    else:
+        one, other = tl.where(lane < PAIRS, lane, PAIRS + lane), tl.where(lane < PAIRS, PAIRS + lane, HALF + lane)
     wait_for_previous(PDL)
-    place = qkv + row * row_stride + (head * 2 * HALF)[:, None] + lane[None, :]
-    first = tl.load(place, mask=inside, other=0.0)
-    second = tl.load(place + HALF, mask=inside, other=0.0)
+    place = qkv + row * row_stride + (head * 2 * HALF)[:, None]
+    first = tl.load(place + one[None, :], mask=inside, other=0.0)
+    second = tl.load(place + other[None, :], mask=inside, other=0.0)
     low, high = first.to(tl.float32), second.to(tl.float32)
     if NORMED:
         scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)[:, None]
-        # Rounded before and after the weight is applied, as torch does.
-        low = (low * scale).to(first.dtype).to(tl.float32) * _norm_of(q_norm, k_norm, lane, is_lane, is_query)
-        high = (high * scale).to(first.dtype).to(tl.float32)
-        high *= _norm_of(q_norm + HALF, k_norm + HALF, lane, is_lane, is_query)
+        low, high = low * scale, high * scale
+        low_weight = _norm_of(q_norm, k_norm, one, is_lane, is_query)
+        high_weight = _norm_of(q_norm, k_norm, other, is_lane, is_query)
+        if OFFSET:
+            low_weight, high_weight = low_weight + offset, high_weight + offset
+        else:
+            # Rounded before and after the weight is applied, as torch does.
+            low, high = low.to(first.dtype).to(tl.float32), high.to(first.dtype).to(tl.float32)
+        low, high = low * low_weight, high * high_weight
         low, high = low.to(first.dtype).to(tl.float32), high.to(first.dtype).to(tl.float32)
     angle = row * 2 * HALF + lane
     cos_low = tl.load(cos + angle, mask=is_lane, other=0.0).to(tl.float32)[None, :]
@@ -75,15 +95,15 @@ def rotary_store(
     sin_high = tl.load(sin + angle + HALF, mask=is_lane, other=0.0).to(tl.float32)[None, :]
     rotated_low = (low * cos_low - high * sin_low).to(first.dtype)
     rotated_high = (high * cos_high + low * sin_high).to(first.dtype)
-    tl.store(place, rotated_low, mask=inside & is_query[:, None])
-    tl.store(place + HALF, rotated_high, mask=inside & is_query[:, None])
+    tl.store(place + one[None, :], rotated_low, mask=inside & is_query[:, None])
+    tl.store(place + other[None, :], rotated_high, mask=inside & is_query[:, None])
     block = tl.load(slot_blocks + row)
     slot = block * block_stride + tl.load(slot_offsets + row) * token_stride
     own = tl.where(is_value, part_stride + (head - heads - kv_heads) * 2 * HALF, (head - heads) * 2 * HALF)
-    target = kv + slot + own[:, None] + lane[None, :]
+    target = kv + slot + own[:, None]
     is_stored = inside & (head >= heads)[:, None] & (block >= 0)
-    tl.store(target, tl.where(is_value[:, None], first, rotated_low), mask=is_stored)
-    tl.store(target + HALF, tl.where(is_value[:, None], second, rotated_high), mask=is_stored)
+    tl.store(target + one[None, :], tl.where(is_value[:, None], first, rotated_low), mask=is_stored)
+    tl.store(target + other[None, :], tl.where(is_value[:, None], second, rotated_high), mask=is_stored)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ class _Planned(NamedTuple):
     wrapper: Any
     batch: Batch
     scale: float
+    softcap: float
 
 
 class FlashInferKernels(TritonKernels):
@@ -36,14 +37,16 @@ class FlashInferKernels(TritonKernels):
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._planned: dict[int | None, _Planned] = {}
 
-    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
         """Attention with the plan of this step and window; Triton's attention in a graph."""
         if batch.host is None:
-            return super().attention(qkv, kv, batch, scale, window)
+            return super().attention(qkv, kv, batch, scale, window, softcap)
         block_size, kv_heads, head_dim = kv.shape[2:]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         planned = self._planned.get(window)
-        if planned is None or planned.batch is not batch or planned.scale != scale:
+        if planned is None or planned.batch is not batch or (planned.scale, planned.softcap) != (scale, softcap):
             wrapper = self._wrapper() if planned is None else planned.wrapper
             tables = page_tables(batch.host, block_size)
             wrapper.plan(
@@ -55,10 +58,11 @@ class FlashInferKernels(TritonKernels):
                 causal=True,
                 sm_scale=scale,
                 window_left=-1 if window is None else window - 1,
+                logits_soft_cap=softcap or None,
                 q_data_type=qkv.dtype,
                 kv_data_type=kv.dtype,
             )
-            planned = self._planned[window] = _Planned(wrapper, batch, scale)
+            planned = self._planned[window] = _Planned(wrapper, batch, scale, softcap)
         queries = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim))
         found: Tensor = planned.wrapper.run(queries, kv)
         return found.flatten(1)

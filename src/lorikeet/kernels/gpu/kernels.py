@@ -18,6 +18,7 @@ from lorikeet.kernels.base import (
     LoraBatch,
     LoraDelta,
     LoraTargets,
+    RotaryPairs,
     SamplingTensors,
     Weight,
 )
@@ -27,7 +28,7 @@ from lorikeet.kernels.gpu.attend import attend
 from lorikeet.kernels.gpu.launch import INTERPRETED, PROGRAMS, launch, power_of_2, tiles_of
 from lorikeet.kernels.gpu.quantized import quantized_linear
 from lorikeet.kernels.quantized import QuantizedWeight
-from lorikeet.kernels.reference import add_lora_einsum
+from lorikeet.kernels.reference import add_lora_einsum, norm_heads, split_heads
 
 _MOST_PARTS = 8
 
@@ -67,7 +68,7 @@ _LORA = ((1, 16, _ONE_ROW), (1, 2**31, _ONE_ROW_OF_MANY), (16, 2**31, _FEW_ROWS)
 
 _NORM_WARPS = 4
 _ROTARY_HEADS, _ROTARY_WARPS = 16, 4
-_COLUMNS, _SILU_WARPS = 1024, 4
+_COLUMNS, _GATE_WARPS = 1024, 4
 _DRAWN, _DRAW_WARPS = 1024, 4
 _FILTERED, _FILTER_WARPS = 8192, 16
 """One program filters a row, in a dozen passes or so. For the draw a row is split."""
@@ -129,40 +130,64 @@ class TritonKernels:
         assert isinstance(plain, Tensor)
         return row_norms(plain)
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Add the residual, then norm."""
         out = torch.empty_like(x)
         rows, hidden = x.shape
         width = power_of_2(hidden)
         elementwise.add_norm[(rows,)](
-            x, delta, weight, out, hidden, eps, delta is not None, width, **launch(_NORM_WARPS)
+            x, delta, weight, out, hidden, eps, offset, delta is not None, offset != 0, width, **launch(_NORM_WARPS)
         )
         return out
 
     def rotary_store(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms | None
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Tensor,
+        batch: Batch,
+        norms: HeadNorms | None,
+        pairs: RotaryPairs | None = None,
     ) -> None:
         """Norm, rotate, and store keys and values in their slots."""
         kv_heads, head_dim = kv.shape[-2:]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         half = head_dim // 2
+        dims, are_neighbours = (head_dim, False) if pairs is None else pairs
+        if norms is not None and norms.is_whole:  # a program has some heads only
+            q, k, _ = split_heads(qkv, kv)
+            norm_heads(q, norms.q, norms)
+            norm_heads(k, norms.k, norms)
+            norms = None
+        offset = 0.0 if norms is None else norms.offset
         elementwise.rotary_store[(len(qkv), tiles_of(heads + 2 * kv_heads, _ROTARY_HEADS))](
             qkv, cos, sin, kv, batch.slot_blocks, batch.slot_offsets,
             qkv if norms is None else norms.q, qkv if norms is None else norms.k, 0.0 if norms is None else norms.eps,
-            heads, kv_heads, qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2),
-            half, power_of_2(half), _ROTARY_HEADS, norms is not None, **launch(_ROTARY_WARPS),
+            offset, heads, kv_heads, qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2),
+            half, dims // 2, are_neighbours, power_of_2(half), _ROTARY_HEADS, norms is not None, offset != 0,
+            **launch(_ROTARY_WARPS),
         )  # fmt: skip
 
-    def attention(self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None) -> Tensor:
+    def attention(
+        self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
+    ) -> Tensor:
         """Decodes and prefills in separate launches, if the host has the metadata."""
-        return attend(qkv, kv, batch, scale, window)
+        return attend(qkv, kv, batch, scale, window, softcap)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up``."""
+        return self._gated(gate_up, has_gelu=False)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """``gelu(gate) * up``."""
+        return self._gated(gate_up, has_gelu=True)
+
+    def _gated(self, gate_up: Tensor, *, has_gelu: bool) -> Tensor:
         rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, columns)
         grid = (rows, tiles_of(columns, _COLUMNS))
-        elementwise.silu_mul[grid](gate_up, out, columns, _COLUMNS, **launch(_SILU_WARPS))
+        elementwise.gated[grid](gate_up, out, columns, has_gelu, _COLUMNS, **launch(_GATE_WARPS))
         return out
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:

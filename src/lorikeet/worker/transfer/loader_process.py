@@ -40,6 +40,7 @@ class LoaderSetup(msgspec.Struct, frozen=True):
 
     Attributes:
         geometry: sizes of the rank's share of the model.
+        whole: sizes of the model.
         rank, size: the tensor-parallel rank, and the number of ranks.
         elements: elements of a block.
         dtype: of an element, a key of ``adapters.numbers.KEPT_AS``.
@@ -48,6 +49,7 @@ class LoaderSetup(msgspec.Struct, frozen=True):
     """
 
     geometry: ModelGeometry
+    whole: ModelGeometry
     rank: int
     size: int
     elements: int
@@ -169,9 +171,9 @@ class _Loader:
     def _read(self, read: ReadAdapter) -> None:
         setup, ref, free = self._setup, read.adapter, self._free[read.reader]
         packing = packing_for(ref, setup.geometry, setup.elements, len(read.blocks))
-        weights = load_weights(ref, setup.geometry, setup.dtype, setup.rank, setup.size)
+        weights = load_weights(ref, setup.geometry, setup.dtype, setup.rank, setup.size, setup.whole)
         reported = 0
-        extras = load_extras(ref, setup.geometry, setup.dtype)
+        extras = load_extras(ref, setup.whole, setup.dtype)
         for filled in write_pieces(self._counted(weights), packing, read.blocks, self._blocks, extras):
             has_free = free.acquire(blocking=False)
             if filled - reported >= setup.report_blocks or not has_free:

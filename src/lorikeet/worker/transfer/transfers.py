@@ -50,6 +50,7 @@ class TransferManager:
         settings: number of concurrent reads, and the declared link.
         on_done: called, on another thread, with every transfer that has ended or failed.
         device: the device of the arena; by default made for the arena's ``torch.device``.
+        whole: sizes of the model; None: ``geometry``.
 
     Raises:
         ExecutorError: the device cannot register the host arena.
@@ -77,6 +78,7 @@ class TransferManager:
         settings: EngineSettings,
         on_done: Callable[[TransferDone], None],
         device: DeviceBackend | None = None,
+        whole: ModelGeometry | None = None,
     ) -> None:
         self._arena = arena
         self.device = device or device_at(arena.device)
@@ -109,7 +111,8 @@ class TransferManager:
         self._group_blocks = max(1, GROUP_BYTES // block_bytes)
         dtype = str(arena.dtype).removeprefix("torch.")
         report_blocks = max(1, min(self._group_blocks, _REPORT_BYTES // block_bytes))
-        setup = LoaderSetup(geometry, rank, size, arena.shape[1], dtype, readers, report_blocks)
+        elements = arena.shape[1]
+        setup = LoaderSetup(geometry, whole or geometry, rank, size, elements, dtype, readers, report_blocks)
         self.loader = Loader(process, self.host_arena, setup, self._filled, self._read_ended, self._read_lost)
         self._copiers = {
             target: Copier(

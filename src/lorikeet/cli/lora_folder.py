@@ -1,0 +1,136 @@
+"""Reads and writes PEFT folders as matrices, for the commands that compute with them."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lorikeet.adapters.chat_files import CHAT_FILES
+from lorikeet.adapters.description import CONFIG_FILE, WEIGHTS_FILE
+from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.mixture import config_of
+from lorikeet.adapters.peft_config import MAX_CONFIG_BYTES, read_json
+from lorikeet.adapters.reader import describe
+from lorikeet.core.geometry import SCORE
+from lorikeet.models.default import whole_folder
+
+PREFIX = "base_model.model."
+_KEPT = ("base_model_name_or_path", "revision", "task_type", "fan_in_fan_out", "alora_invocation_tokens")
+"""Keys of a config that hold for what is made of an adapter, too."""
+
+
+class LowRank(NamedTuple):
+    """The change of one linear layer: ``scaling * b @ a``.
+
+    Attributes:
+        a: fp32 ``[rank, in_features]``.
+        b: fp32 ``[out_features, rank]``.
+        scaling: with rsLoRA and patterns applied.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float = 1.0
+
+    @property
+    def rank(self) -> int:
+        """Its inner size."""
+        return len(self.a)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Return B times scaling, and A, in fp64."""
+        return self.b.double() * self.scaling, self.a.double()
+
+
+class LoraFolder(NamedTuple):
+    """A LoRA in memory.
+
+    Attributes:
+        config: its ``adapter_config.json``.
+        modules: what it adds, by the full names of linear layers.
+        others: its other tensors, by their names in the file.
+    """
+
+    config: dict[str, Any]
+    modules: dict[str, LowRank]
+    others: dict[str, Tensor]
+
+    @property
+    def kept_config(self) -> dict[str, Any]:
+        """What also holds for an adapter that is made of it."""
+        return {key: self.config[key] for key in _KEPT if self.config.get(key) is not None}
+
+
+def read_lora(folder: Path) -> LoraFolder:
+    """Read a folder that passes the server's checks.
+
+    Raises:
+        AdapterError: it does not, or changes parameters of experts, which are no linear layers of their own.
+    """
+    described = describe(folder)
+    config = read_json(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
+    if config.get("target_parameters"):
+        raise AdapterError(
+            f"{folder}: it changes parameters of experts (target_parameters), which is not supported here"
+        )
+    tensors: dict[str, Tensor] = {}
+    for name in described.shards or (WEIGHTS_FILE,):
+        tensors |= load_file(folder / name)
+    pairs = {each.a.name: (each.b.name, each.scaling) for each in described.modules if each.module != SCORE}
+    for each in described.extras:  # LoRA on the output layer
+        if each.kind == "b" and each.entry is not None and ".lora_B" in each.entry.name:
+            pairs[each.entry.name.replace(".lora_B", ".lora_A")] = each.entry.name, each.scaling
+    modules = {}
+    for a, (b, scaling) in pairs.items():
+        name = a.rpartition(".lora_A")[0].removeprefix(PREFIX)
+        modules[name] = LowRank(tensors.pop(a).float(), tensors.pop(b).float(), scaling)
+    return LoraFolder(config, modules, tensors)
+
+
+def write_lora(
+    target: Path, modules: Mapping[str, LowRank], config: Mapping[str, Any], others: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a folder whole or not at all; the factors go into B.
+
+    Args:
+        target: must not exist.
+        modules: by the full names of linear layers.
+        config: further keys.
+        others: further tensors.
+
+    Raises:
+        AdapterError: the folder exists, or there are no modules.
+    """
+    check_free(target)
+    if not modules:
+        raise AdapterError(f"{target}: there is no linear layer that it would change")
+    tensors = dict(others or {})
+    for name, each in modules.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = each.a
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = each.b if each.scaling == 1 else each.b * each.scaling
+    written = {**config_of({name: each.rank for name, each in modules.items()}), **config}
+    with whole_folder(target) as folder:
+        save_file({key: value.to(torch.float32).contiguous() for key, value in tensors.items()}, folder / WEIGHTS_FILE)
+        (folder / CONFIG_FILE).write_text(json.dumps(written, indent=2) + "\n")
+
+
+def copy_chat_files(source: Path, target: Path) -> None:
+    """Copy what a folder says about conversations."""
+    for name in CHAT_FILES:
+        if (source / name).is_file():
+            shutil.copy(source / name, target / name)
+
+
+def check_free(target: Path) -> None:
+    """Check that a folder can be written.
+
+    Raises:
+        AdapterError: it exists already.
+    """
+    if target.exists():
+        raise AdapterError(f"{target} exists already")
