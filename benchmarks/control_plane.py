@@ -11,6 +11,7 @@ Parts, each a table:
 * ``admission``: a decision of Chameleon's queue over 1,000 waiting requests, and recomputing its size classes.
 * ``routes``: a choice among 64 replicas with 10,000 adapters, by every routing and placement policy of the presets.
 * ``placement``: LoRAServe's placement of 10,000 adapters on 1,000 replicas, and dLoRA's migration plans.
+* ``cells``: a route and an orchestrator's tick by adapters and replicas, up to 100,000 on 1,000.
 * ``streaming``: processor time of the API process and the engine process for each streamed token, over HTTP.
 * ``router``: what ``lorikeet router`` adds to TTFT, beside a proxy that only forwards.
 """
@@ -559,10 +560,12 @@ def routes() -> None:
     print_table(title, ["routing, placement", "median, us", "P95, us"], rows)
 
 
-def _routes(name: str, placement: str) -> list[float]:
+def _routes(
+    name: str, placement: str, replica_count: int = REPLICAS, adapter_count: int = ADAPTERS, live_count: int = LIVE
+) -> list[float]:
     draw = random.Random(0)
-    replicas = [ReplicaId(f"r{number}") for number in range(REPLICAS)]
-    adapters = [AdapterDigest(f"a{number}") for number in range(ADAPTERS)]
+    replicas = [ReplicaId(f"r{number}") for number in range(replica_count)]
+    adapters = [AdapterDigest(f"a{number}") for number in range(adapter_count)]
     fleet = Fleet(RequestAverages(float(ANSWER_TOKENS), 1.0))
     for replica_id in replicas:
         fleet.join(ReplicaInfo(replica_id, total_tokens=400_000, kv_token_bytes=5e5))
@@ -573,7 +576,7 @@ def _routes(name: str, placement: str) -> list[float]:
     router.table = _table(placement, replicas, adapters, draw)
     live: list[tuple[ReplicaId, RequestId]] = []
     seconds = []
-    for number in range(LIVE + ROUTES_TIMED):
+    for number in range(live_count + ROUTES_TIMED):
         asked = _asked(number, draw, adapters)
         began_s = time.process_time()
         chosen = router.route(asked, fleet, 0.0)
@@ -583,7 +586,7 @@ def _routes(name: str, placement: str) -> list[float]:
         fleet.dispatched(asked, chosen)
         fleet.admitted(chosen, asked.request_id, 0.0)
         live.append((chosen, asked.request_id))
-        if len(live) > LIVE:
+        if len(live) > live_count:
             seconds.append(took_s)
             fleet.ended(*live.pop(draw.randrange(len(live))), 1.0)
     return seconds
@@ -594,7 +597,7 @@ def _table(
 ) -> RoutingTable:
     """Return a table as the placement makes it: adapters at all replicas, at one, or some of them at several."""
     if placement == "everywhere":
-        everywhere = tuple(ReplicaShare(replica_id, 1 / REPLICAS) for replica_id in replicas)
+        everywhere = tuple(ReplicaShare(replica_id, 1 / len(replicas)) for replica_id in replicas)
         return RoutingTable(1, dict.fromkeys(adapters, everywhere))
     counts = (1, 1, 1, 2, 4) if placement in ("loraserve", "rank-groups", "dlora") else (1,)
     homes = {adapter: draw.sample(replicas, draw.choice(counts)) for adapter in adapters}
@@ -651,6 +654,46 @@ def placement() -> None:
             [f"dLoRA's migration, {MOVABLE} requests on {CHOSEN}", *median_p95(_timed(9, migrate, 1), MS)],
         ]
     print_table("Placement, on one core", ["policy", "median, ms", "P95, ms"], rows)
+
+
+CELLS = ((1_000, 10), (10_000, 100), (100_000, 100), (10_000, 1_000), (100_000, 1_000))
+"""Adapters and replicas."""
+LIVE_OF_REPLICA, CELL_TICKS = 32, 5
+
+
+def cells() -> None:
+    """Print how a route, and a placement at the end of a period, grow with adapters and replicas."""
+    rows = []
+    with _one_core():
+        for adapters, replicas in CELLS:
+            live = LIVE_OF_REPLICA * replicas
+            routed = [
+                median_p95(_routes(routing, placement, replicas, adapters, live), US)[0]
+                for routing, placement in (("table", "loraserve"), ("seconds", "everywhere"))
+            ]
+            ticks = [median_p95(_ticks(name, adapters, replicas), MS)[0] for name in ("everywhere", "loraserve")]
+            rows.append([f"{adapters:,}", f"{replicas:,}", *routed, *ticks])
+    headings = ["adapters", "replicas", "route by table, us", "by seconds, us", "tick, everywhere, ms", "LoRAServe, ms"]
+    print_table("One orchestrator, on one core", headings, rows)
+
+
+def _ticks(name: str, adapters: int, replicas: int) -> list[float]:
+    """Return the seconds of ends of periods in which every adapter had a request."""
+    ids = [ReplicaId(f"r{number}") for number in range(replicas)]
+    if name == "loraserve":
+        points = OperatingPoints({rank: 1000.0 / (1 + rank / 128) for rank in RANKS})
+        orchestrator = Orchestrator(LoRAServe(ids, points), 0.0)
+    else:
+        orchestrator = Orchestrator(PLACEMENT[name](ids, PlacementOptions()), 0.0)
+    known = [AdapterDigest(f"a{number:06}") for number in range(adapters)]
+    orchestrator.register([AdapterInfo(each, RANKS[n % len(RANKS)], 10**8) for n, each in enumerate(known)], 0.0)
+    draw = np.random.default_rng(0)
+    sizes = [tuple(zip(known, draw.integers(1, 1000, adapters).tolist(), strict=True)) for _ in range(CELL_TICKS + 1)]
+
+    def tick(period: int) -> None:
+        orchestrator.period(DemandReport(sizes[period]), 10.0 * (period + 1))
+
+    return _timed(CELL_TICKS, tick, 1)
 
 
 def _problem(seed: int) -> tuple[list[ReplicaLoad], list[MovableRequest], dict[AdapterDigest, int]]:
@@ -805,6 +848,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "admission": admission,
     "routes": routes,
     "placement": placement,
+    "cells": cells,
     "streaming": streaming,
     "router": router,
 }

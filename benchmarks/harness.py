@@ -226,6 +226,7 @@ def running_server(
     environment: Mapping[str, str] | None = None,
     ready_within_s: float = 300.0,
     poll_s: float = 0.05,
+    port: int = 0,
 ) -> Iterator[RunningServer]:
     """Start a server on a free port, wait until it is ready, and stop it with its children.
 
@@ -236,13 +237,15 @@ def running_server(
         environment: variables beside those of this process.
         ready_within_s: limit for its start.
         poll_s: interval at which it is asked whether it is ready.
+        port: that it listens on; 0 for a free one.
 
     Raises:
         RuntimeError: it ended or was not ready in time; the message holds the end of its log.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
+    if not port:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = int(listener.getsockname()[1])
     variables = {**os.environ, **(environment or {})}
     arguments = [*command, *flags, "--port", str(port)]
     with log.open("wb") as output:

@@ -132,6 +132,7 @@ DIFFERENCES = {
     "*orca_metrics*::test_single_completion*": _OWN_USAGE,
     "*::test_more_than_one_prompt_logprobs*": "passes only if the prompt's third token is the model's likeliest",
     "openai/chat_completion/*with_prompt_embeds*": "prompt_embeds are for completions, not for parts of messages",
+    "*::test_completions_with_prompt_embeds*": "prompt and prompt_embeds in one request are refused (400); send two",
     "*::test_long_seed*": _TEXT_OF_ERROR,
     "*::test_prompt_logprobs_raises_error*": _TEXT_OF_ERROR,
     "*::test_chat_completion_n_parameter_non_streaming*": "depends on what is drawn for three choices",

@@ -579,6 +579,11 @@ def test_an_error_that_begins_with_a_setting_begins_with_its_flag(text: str, sho
     [
         (["--preset", "dlora", "--quantization", "int8"], "--quantization: int8 weights cannot be changed, and preset"),
         (["--tensor-parallel-size", "1000"], "--tensor-parallel-size: 1000 ranks need as many cores, and there are"),
+        (["-pp", "1000"], "--pipeline-parallel-size: 1000 ranks need as many cores, and there are"),
+        (["--rank-address", "x:1"], "--rank-address: there is one rank; set --tensor-parallel-size or --pipeline-"),
+        (["-tp", "2", "--rank-address", "x:1"], "ranks on other machines need a key: set --rank-key-file"),
+        (["-tp", "2", "--rank-address", "x", "--rank-key-file", "{file}"], "--rank-address: 'x' is not HOST:PORT"),
+        (["-tp", "2", "--rank-address", "x:1", "--rank-key-file", "{file}"], "--rank-key-file: {file}: a key has at"),
         (["--batch-dir", "{file}/batches"], "--batch-dir: '{file}/batches' cannot be used: Not a directory"),
     ],
 )

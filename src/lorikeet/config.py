@@ -145,13 +145,18 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         draft_tokens: most tokens of a sequence that a step verifies beside its newest one, guessed from its prompt and
             its adapter's latest answers; 0 for none. Answers do not depend on it. On a GPU, and with several ranks,
             there are none.
-        tensor_parallel: number of tensor-parallel ranks.
+        tensor_parallel: number of ranks that each have some of every layer.
+        pipeline_parallel: number of stages that each have some of the layers, one after the other; each has
+            ``tensor_parallel`` ranks. It makes room for larger models, not speed: one stage computes at a time.
+        rank_address: HOST:PORT at which the engine waits for ranks on other machines, which ``lorikeet rank`` starts
+            there; empty: all ranks are processes of this machine.
+        rank_key_file: file with the key of ranks on other machines, 16 bytes or more.
         device: ``cpu`` or ``cuda``.
         kernels: ``native``, ``triton``, ``reference`` or ``auto``. ``auto`` takes native on a CPU and Triton on a GPU
             if they are installed and support dtype and device; with Triton, steps without CUDA graphs use FlashInfer's
             attention for bfloat16 and float16 if that is installed.
         enforce_eager: launch every kernel of every step. Otherwise pure decode steps are captured as CUDA graphs and
-            replayed, on a GPU without tensor parallelism.
+            replayed, on a GPU with one rank.
         threads: threads of one rank; 0 for ``OMP_NUM_THREADS``, or else an equal share of the cores among the ranks.
         load_threads: adapters that each rank reads at the same time; prefetches do not delay an adapter that a request
             waits for.
@@ -182,6 +187,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     multi_step_limit_s: Seconds = 0.05
     draft_tokens: Count = 8
     tensor_parallel: Positive = 1
+    pipeline_parallel: Positive = 1
+    rank_address: str = ""
+    rank_key_file: str = ""
     device: str = "cpu"
     kernels: str = "auto"
     enforce_eager: bool = False
@@ -193,13 +201,23 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_timeout_s: Seconds = 300.0
 
     @property
+    def ranks(self) -> int:
+        """Number of processes that share the model."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def local_ranks(self) -> int:
+        """Number of them on the machine of rank 0."""
+        return 1 if self.rank_address else self.ranks
+
+    @property
     def memory_ranks(self) -> int:
         """Number of ranks that each have the memory that ``memory_bytes`` and the engine's statistics name.
 
         Both name the memory of one rank, and each rank holds its share of every adapter and of all KV. A paced executor
         names the memory of all ranks together.
         """
-        return 1 if self.executor is ExecutorKind.PACED else self.tensor_parallel
+        return 1 if self.executor is ExecutorKind.PACED else self.ranks
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

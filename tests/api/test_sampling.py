@@ -75,7 +75,7 @@ def test_all_sequences_together_have_so_many_biases_at_most() -> None:
 def test_an_end_token_that_the_vocabulary_lacks_is_never_waited_for() -> None:
     limits = msgspec.structs.replace(LIMITS, eos_token_ids=(2, 50))
     assert params(limits=limits).stop_token_ids == (2,)
-    with pytest.raises(ApiError, match="Token id 50 is outside the vocabulary"):
+    with pytest.raises(ApiError, match="Token id 50 is out of vocabulary"):
         params(limits=limits, stop_token_ids=[50])
 
 
@@ -96,7 +96,7 @@ def test_a_prompt_and_answer_past_the_context_are_refused_with_both_lengths() ->
 
 @pytest.mark.parametrize(
     ("token_ids", "message"),
-    [([], "empty"), ([1] * 100, "your request has 100 input tokens"), ([50], "Token id 50 is outside")],
+    [([], "empty"), ([1] * 100, "your request has 100 input tokens"), ([50], "Token id 50 is out of")],
 )
 def test_prompts_that_cannot_be_served_are_refused(token_ids: list[int], message: str) -> None:
     with pytest.raises(ApiError, match=message):

@@ -147,7 +147,10 @@ def test_an_adapter_that_answers_the_same_again_takes_fewer_steps(
     model: Path,  # noqa: F811
     owners: list[AdapterRef | None],  # noqa: F811
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    draft = Drafter.draft  # what a drafted token costs is measured, and on a busy machine it may be too much
+    monkeypatch.setattr(Drafter, "draft", lambda self, sequences, budget, cost: draft(self, sequences, budget, 0.0))
     one = Request(RequestId("a"), [5, 6, 7], SamplingParams(ANSWER_TOKENS, temperature=0.0), 0.0, owners[1])
     recording, steps = tmp_path / "recording", []
     engine = build_replica(live_settings(model, record=str(recording))).engine

@@ -49,6 +49,7 @@ class Wrapper:
         causal: bool,
         sm_scale: float,
         window_left: int,
+        logits_soft_cap: float | None,
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
@@ -57,7 +58,7 @@ class Wrapper:
         assert causal
         self.tables = [each.tolist() for each in tables]
         self.sizes = num_qo_heads, num_kv_heads, head_dim_qk, page_size
-        self.scale, self.window_left = sm_scale, window_left
+        self.scale, self.window_left, self.cap = sm_scale, window_left, logits_soft_cap
         self.dtypes = q_data_type, kv_data_type
         self.plans += 1
 
@@ -77,6 +78,8 @@ class Wrapper:
             behind = position[:, None] - torch.arange(seen)
             hidden = (behind < 0) | ((behind > self.window_left) if self.window_left >= 0 else False)
             score = torch.einsum("qhd,khd->hqk", q[begin:end].double(), keys) * self.scale
+            if self.cap is not None:
+                score = self.cap * torch.tanh(score / self.cap)
             weight = score.masked_fill(hidden, -torch.inf).softmax(-1)
             out[begin:end] = torch.einsum("hqk,khd->qhd", weight, values)
         return out.to(q.dtype)
@@ -108,7 +111,7 @@ class Paged(attention.Case):
     def run(self, kernels: TritonKernels, batch: Batch, window: int | None = None) -> Tensor:
         arena = torch.stack((torch.full_like(self.kv, torch.nan), self.kv), dim=1)
         qkv = torch.cat((self.q, self.q[:, : (2 * self.shape.kv_heads - 2) * self.shape.head_dim]), dim=1)
-        return kernels.attention(qkv, arena[:, 1], batch, self.shape.head_dim**-0.5, window)
+        return kernels.attention(qkv, arena[:, 1], batch, self.shape.head_dim**-0.5, window, self.shape.softcap)
 
 
 @FEW

@@ -123,7 +123,9 @@ class LlamaCpp(OtherServer):
         return JSONResponse(listed)
 
     def said(self, body: dict[str, Any]) -> str | None:
-        chosen = [self.files[each["id"]].split("/")[-1] for each in body["lora"] if each["scale"] == 1.0]
+        scales = {each["id"]: each["scale"] for each in body["lora"]}
+        # Adapters that are not listed are off, but an empty list is no list, and all are on from the start.
+        chosen = [each.split("/")[-1] for at, each in enumerate(self.files) if scales.get(at, 0.0 if scales else 1.0)]
         return "+".join(["base", *(chosen or ["None"])]).removesuffix(".gguf")
 
 

@@ -53,6 +53,8 @@ class ScriptedBackend:
         bad_paths: that it cannot load.
         lists: whether it lists the adapters that it has.
         health: status of ``/health``.
+        is_occupied: its connections all answer requests, and ``/health`` gets no answer.
+        word_s: seconds after each word of a stream.
         key: without which it does not tell its models; None for none.
         stored: ids of answers of other routes.
         allows: whose web pages it says may use it; None for nobody.
@@ -85,6 +87,8 @@ class ScriptedBackend:
         self.bad_paths: set[str] = set()
         self.lists = True
         self.health = 200
+        self.is_occupied = False
+        self.word_s = 0.0
         self.key: str | None = None
         self.allows: str | None = None
         self.stored: set[str] = set()
@@ -172,6 +176,8 @@ class ScriptedBackend:
         return JSONResponse({"from": self.name, "asked": asked}, headers={"X-Own": "1"})
 
     async def _health(self) -> Response:
+        if self.is_occupied:
+            await asyncio.Event().wait()
         return Response(status_code=self.health)
 
     async def _metrics(self) -> Response:
@@ -282,7 +288,7 @@ class ScriptedBackend:
                 word = words(body["model"], text + said, 1)
                 said += word
                 yield event([choice(word, "length" if index + 1 == body["max_tokens"] else None)], index + 1)
-                await asyncio.sleep(0)
+                await asyncio.sleep(self.word_s)
             if options.get("include_usage"):
                 yield event([], body["max_tokens"])
             yield b"data: [DONE]\n\n"

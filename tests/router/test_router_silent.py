@@ -53,6 +53,20 @@ async def test_a_backend_that_hangs_loses_its_streams_to_another_and_gets_no_new
 
 
 @pytest.mark.slow
+async def test_a_backend_that_answers_many_is_there_though_its_health_waits(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.router.backends.ANSWER_S", 0.2)
+    monkeypatch.setattr("lorikeet.router.apis.ServerApi.health_waits", True)
+    async with start(count=1, backend_timeout_s=60.0) as router:
+        (backend,) = router.backends
+        backend.is_occupied, backend.word_s = True, 0.05
+        assert text_of(await events(router.http, COMPLETIONS, body())) == words("base", "once", 12)
+        assert len(backend.bodies) == 1
+        await router.up(0)
+
+
+@pytest.mark.slow
 async def test_a_backend_that_hung_is_asked_again_after_its_rest(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.router.backends.REST_S", 0.5)
     async with start(backend_timeout_s=TIMEOUT_S, count=1) as router:

@@ -86,6 +86,39 @@ def test_tensor_parallel_ranks_give_the_tokens_of_one(tmp_path: Path, kv_heads: 
     assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
 
 
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 2), (2, 2)])
+def test_pipeline_stages_give_the_tokens_of_one(tmp_path: Path, ranks: int, stages: int) -> None:
+    folder, adapters = make_model(tmp_path, num_hidden_layers=4)
+    with driving(folder) as alone:
+        expected = run_everything(alone, adapters)
+    with driving(folder, tensor_parallel=ranks, pipeline_parallel=stages) as together:
+        assert together.sizes.local_geometry.layers == 4 // stages
+        assert run_everything(together, adapters) == expected
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(expected)
+
+
+def test_an_adapter_of_one_stage_takes_the_same_blocks_of_every_stage(tmp_path: Path) -> None:
+    folder, _ = make_model(tmp_path, num_hidden_layers=4)
+    geometry = read_model_config(folder).geometry(4)
+    early, late = (
+        make_adapter(folder, tmp_path / name, geometry, seed, r=8, target_modules=ALL, layers_to_transform=layers)
+        for name, seed, layers in (("early", 3, [0]), ("late", 4, [2, 3]))
+    )
+    prompt = random_tokens(9, seed=3)
+    with driving(folder, pipeline_parallel=2, host_memory_bytes=2**21) as driver:
+        for ref in (early, late):
+            blocks = tuple(BlockId(block) for block in range(driver.blocks_of(ref)))
+            for source, target in ((Tier.SOURCE, Tier.HOST), (Tier.HOST, Tier.DEVICE)):
+                (done,) = driver.move(driver.transfer(source, target, ref, blocks))
+                assert done.error is None
+        for ref in (early, late):
+            driver.add(ref.name, prompt, ref)
+        driver.step({early.name: 9, late.name: 9})
+        driver.decode([early.name, late.name], 8)
+        for ref in (early, late):
+            assert driver.token_ids(ref.name) == peer_tokens(folder, ref, prompt, 9)
+
+
 KINDS = (
     "DoRA with biases",
     "LoRA with biases",
@@ -244,8 +277,8 @@ def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_a_rank_that_has_gone_before_all_have_met_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model_without_a_layer(tmp_path)
 
-    def meet(*arguments: Any) -> None:
-        DistributedRankGroup(*arguments).close()
+    def meet(*arguments: Any, **named: Any) -> None:
+        DistributedRankGroup(*arguments, **named).close()
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(tensor_parallel, "DistributedRankGroup", meet)
@@ -265,7 +298,9 @@ def test_a_rank_that_has_gone_before_arenas_are_allocated_says_why() -> None:
     ours.close()
 
 
-def test_heads_that_do_not_divide_are_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_heads_and_layers_that_do_not_divide_are_refused_before_anything_starts(tmp_path: Path) -> None:
     folder, _ = make_model(tmp_path)
     with pytest.raises(ModelConfigError, match="4 attention heads cannot be split over 3"):
         build_torch_executor(fp32_settings(tensor_parallel=3), folder, lambda *_: None, lambda: None)
+    with pytest.raises(ModelConfigError, match="3 layers do not divide by 2 pipeline stages"):
+        build_torch_executor(fp32_settings(pipeline_parallel=2), folder, lambda *_: None, lambda: None)

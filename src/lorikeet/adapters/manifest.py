@@ -117,7 +117,7 @@ def tensors_of(ref: AdapterRef, geometry: ModelGeometry) -> Tensors:
     if (modules or extras) and all(each.module in geometry.modules or each.module == SCORE for each in modules):
         return modules, extras
     try:
-        found = describe(Path(ref.folder), DescribeOptions(geometry, checks_fit=False))
+        found = describe(Path(ref.folder), DescribeOptions(geometry.whole, checks_fit=False))
         return found.modules, found.extras
     except AdapterError as error:
         raise AdapterError(f"adapter {ref.name!r}: {error}") from error

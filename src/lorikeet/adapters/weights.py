@@ -1,4 +1,4 @@
-"""Reads the weights of an adapter for one tensor-parallel rank, without torch, whose import takes seconds."""
+"""Reads the weights of an adapter for one rank, without torch, whose import takes seconds."""
 
 from collections.abc import Callable, Iterator
 from io import FileIO
@@ -23,7 +23,7 @@ class ModuleWeights(NamedTuple):
     """One tensor-parallel rank's share of a module, in arrays of ``adapters.numbers.KEPT_AS``.
 
     Attributes:
-        layer, module: the module.
+        layer, module: the module; layers of a pipeline stage are counted from its first.
         a: A, ``[rank, in_features]``.
         bt: Bᵀ multiplied by LoRA's scaling, ``[rank, out_features]``.
     """
@@ -46,7 +46,7 @@ def load_weights(
 
     Args:
         ref: the adapter.
-        geometry: sizes of the tensor-parallel rank's share of the model.
+        geometry: sizes of the rank's share of the model.
         dtype: dtype of the result, a key of ``KEPT_AS``; the scaling is applied in fp32 before the conversion.
         rank, size: tensor-parallel rank and number of ranks. Query, gate and up take a slice of B's rows; key and
             value the rows of the rank's KV heads (head ``rank * heads // size`` if there are fewer heads than ranks);
@@ -61,8 +61,10 @@ def load_weights(
     try:
         with FileIO(file) as stream:
             for each in modules:
-                layer, module = each.layer, each.module
-                where = f"adapter {ref.name!r}: {module} of layer {layer}"
+                layer, module = each.layer - geometry.first_layer, each.module
+                if not 0 <= layer < geometry.layers:
+                    continue
+                where = f"adapter {ref.name!r}: {module} of layer {each.layer}"
                 columns, rows = _share(module, each.b.shape[0], geometry, rank, size)
                 matrix = of_experts.get(each.b.start)
                 if matrix is None:

@@ -126,7 +126,7 @@ def create_service(
         chats=chats,
         versions=HeldVersions(catalog),
         base_task=_base_task(chats),
-        ranks=settings.engine.tensor_parallel,
+        ranks=settings.engine.ranks,
         loader=AdapterLoader(settings.adapters, load, unload),
         mixtures=Mixtures(lambda name, parts: adapters.make_mixture(service, name, parts), unload),
         models=models,

@@ -148,7 +148,7 @@ async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep
     if prepared:
         return Response(prepared.answer, media_type="application/json")
     if outside := [token for token in body.tokens if token >= service.limits.vocabulary]:
-        raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "tokens")
+        raise bad_request(f"Token id {outside[0]} is out of vocabulary.", "tokens")
     (text,) = await (await service.chat_of(target)).text_processor.decode_all([body.tokens])
     return {"prompt": text}
 

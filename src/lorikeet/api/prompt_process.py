@@ -340,7 +340,7 @@ class PromptReader:
         if len(body.tokens) > self._max_tokenized:
             raise bad_request(f"There are more than {self._max_tokenized} tokens.", "tokens")
         if (outside := max(body.tokens, default=0)) >= self._limits.vocabulary:
-            raise bad_request(f"Token id {outside} is outside the vocabulary.", "tokens")
+            raise bad_request(f"Token id {outside} is out of vocabulary.", "tokens")
         answer = msgspec.json.encode({"prompt": self._text_processor.decode(body.tokens)})
         return BodyRead(_fields(body, tokens=[]), answer=answer)
 

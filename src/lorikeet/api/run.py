@@ -250,9 +250,10 @@ def _check_base(settings: Settings, model: ModelFolder) -> None:
         if cluster.replicas > 1 or cluster.max_replicas or cluster.ray_address:
             # The pool that carries adapters between machines knows only the own decoder's modules.
             raise ConfigError(f"replicas: {model.names[0]!r} runs by transformers' modules, in one replica only")
-        if engine.tensor_parallel > 1:
+        if engine.ranks > 1:
+            setting = "tensor_parallel" if engine.tensor_parallel > 1 else "pipeline_parallel"
             raise ConfigError(
-                f"tensor_parallel: {model.names[0]!r} runs by transformers' modules, which are not split over ranks"
+                f"{setting}: {model.names[0]!r} runs by transformers' modules, which are not split over ranks"
             )
         return
     config = read_model_config(model.path)
@@ -279,7 +280,8 @@ def _check_memory(settings: Settings, config: ModelConfig) -> None:
     longest_tokens = max_model_len(settings, config)
     if engine.memory_bytes:
         dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
-        geometry = config.geometry(4 if dtype == "float32" else 2, engine.tensor_parallel)
+        stage = config.stage(0, engine.pipeline_parallel)
+        geometry = stage.geometry(4 if dtype == "float32" else 2, engine.tensor_parallel)
         check_blocks(settings, geometry, longest_tokens, engine.memory_bytes // geometry.block_bytes(engine.block_size))
 
 
@@ -425,6 +427,8 @@ def _open_catalog(
 
 def _why_only_low_rank(settings: Settings) -> str:
     """Return why adapters with more than low-rank matrices on linear modules cannot be served; "" if they can."""
+    if settings.engine.pipeline_parallel > 1:
+        return "pipeline stages serve low-rank matrices on linear modules only"
     name, preset = resolve_preset(settings.engine.preset)
     if preset.batching_mode in MERGING_MODES:
         return f"preset {name} merges adapters, and can merge low-rank matrices on linear modules only"

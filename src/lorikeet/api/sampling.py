@@ -100,7 +100,7 @@ def check_prompt(token_ids: list[int], limits: ModelLimits, param: str) -> None:
     if len(token_ids) >= limits.max_model_len:
         raise _too_long(str(len(token_ids)), limits, param)
     if max(token_ids) >= limits.vocabulary:
-        raise bad_request(f"Token id {max(token_ids)} is outside the vocabulary of {limits.vocabulary}.", param)
+        raise bad_request(f"Token id {max(token_ids)} is out of vocabulary: ids are below {limits.vocabulary}.", param)
 
 
 def sampling_params(
@@ -149,7 +149,7 @@ def sampling_params(
         raise bad_request(f"min_tokens is {body.min_tokens}, more than the {most} tokens allowed.", "min_tokens")
     stop_token_ids = set(body.stop_token_ids or ())
     if outside := [token for token in stop_token_ids if token >= limits.vocabulary]:
-        raise bad_request(f"Token id {outside[0]} is outside the vocabulary.", "stop_token_ids")
+        raise bad_request(f"Token id {outside[0]} is out of vocabulary.", "stop_token_ids")
     if grammar or not body.ignore_eos:  # a checkpoint may list EOS ids beyond its vocabulary, which are never generated
         stop_token_ids |= {token for token in limits.eos_token_ids if token < limits.vocabulary}
     logprob_token_ids = _known_ids(body.logprob_token_ids, limits, "logprob_token_ids")
@@ -247,7 +247,7 @@ def _known_ids(token_ids: list[int] | None, limits: ModelLimits, param: str) -> 
         ApiError: 400, one is outside the vocabulary.
     """
     if outside := [token_id for token_id in token_ids or () if token_id >= limits.vocabulary]:
-        raise bad_request(f"Token id {outside[0]} is outside the vocabulary of {limits.vocabulary}.", param)
+        raise bad_request(f"Token id {outside[0]} is out of vocabulary: ids are below {limits.vocabulary}.", param)
     return tuple(dict.fromkeys(token_ids or ()))
 
 

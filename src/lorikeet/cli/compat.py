@@ -116,7 +116,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--allowed-methods": ForeignFlag(_ORIGINS, same=('["*"]',)),
     "--allowed-headers": ForeignFlag(_ORIGINS, same=('["*"]',)),
     "--distributed-executor-backend": ForeignFlag("ranks are processes of one machine", same=("mp",)),
-    "--pipeline-parallel-size": ForeignFlag("pipeline parallelism is not supported", same=("1",), refuse=True),
     "--revision": ForeignFlag(_MAIN, same=("main",), refuse=True),
     "--generation-config": ForeignFlag(
         "what requests leave open comes from the generation_config.json in the model's folder",

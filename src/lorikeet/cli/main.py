@@ -16,6 +16,7 @@ from lorikeet.cli.generate import generate
 from lorikeet.cli.plan import plan
 from lorikeet.cli.presets import presets
 from lorikeet.cli.profile import profile
+from lorikeet.cli.rank import rank
 from lorikeet.cli.replay import replay
 from lorikeet.cli.roll import roll
 from lorikeet.cli.router import router
@@ -48,6 +49,7 @@ app.command()(presets)
 app.command()(profile)
 app.command()(simulate)
 app.command()(replay)
+app.command()(rank)
 app.command("router")(router)
 app.command("route", hidden=True)(router)
 app.command()(status)

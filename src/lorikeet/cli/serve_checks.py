@@ -8,7 +8,17 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from lorikeet.adapters.description import CONFIG_FILE
-from lorikeet.config import DEVICES, DTYPES, KERNELS, LOAD_FORMATS, MODEL_IMPLS, ConfigError, ExecutorKind, Settings
+from lorikeet.config import (
+    DEVICES,
+    DTYPES,
+    KERNELS,
+    LOAD_FORMATS,
+    MODEL_IMPLS,
+    ConfigError,
+    EngineSettings,
+    ExecutorKind,
+    Settings,
+)
 from lorikeet.core.machine import gpu_models, memory_limit_bytes, usable_cores
 from lorikeet.core.sizes import format_size
 from lorikeet.core.suggestions import unknown_name
@@ -33,6 +43,7 @@ def check_settings(settings: Settings) -> None:
     _check_folders(settings.adapters.preload)
     _check_merging(settings)
     _check_cores(settings)
+    _check_rank_address(settings)
     if settings.batches.dir:
         _check_writable("dir", settings.batches.dir)
     if settings.engine.executor is ExecutorKind.TORCH and not settings.cluster.ray_address:
@@ -146,13 +157,42 @@ def _check_cores(settings: Settings) -> None:
         return
     if engine.device == "cuda":
         gpus, replicas = len(gpu_models()), max(cluster.replicas, cluster.max_replicas)
-        if gpus and engine.tensor_parallel * replicas > gpus:
+        if gpus and engine.local_ranks * replicas > gpus:
             times = f" × {replicas} replicas" if replicas > 1 else ""
-            raise ConfigError(
-                f"tensor_parallel: {engine.tensor_parallel}{times} needs more GPUs than there are: {gpus}"
-            )
-    elif engine.tensor_parallel > (cores := len(usable_cores())):
-        raise ConfigError(f"tensor_parallel: {engine.tensor_parallel} ranks need as many cores, and there are {cores}")
+            raise ConfigError(f"{_parallel(engine)}{times} needs more GPUs than there are: {gpus}")
+    elif engine.local_ranks > (cores := len(usable_cores())):
+        raise ConfigError(f"{_parallel(engine)} ranks need as many cores, and there are {cores}")
+
+
+def _parallel(engine: EngineSettings) -> str:
+    """Return the settings that make the number of ranks, and it."""
+    if engine.pipeline_parallel == 1:
+        return f"tensor_parallel: {engine.tensor_parallel}"
+    if engine.tensor_parallel == 1:
+        return f"pipeline_parallel: {engine.pipeline_parallel}"
+    return f"tensor_parallel × pipeline_parallel: {engine.ranks}"
+
+
+def _check_rank_address(settings: Settings) -> None:
+    """Check that there are ranks to wait for, and a key for them."""
+    engine, cluster = settings.engine, settings.cluster
+    if not engine.rank_address:
+        return
+    from lorikeet.worker.remote_ranks import RemoteRankError, parse_address, read_key  # few servers need them
+
+    if engine.ranks == 1:
+        raise ConfigError("rank_address: there is one rank; set tensor_parallel or pipeline_parallel")
+    if not engine.rank_key_file:
+        raise ConfigError("rank_address: ranks on other machines need a key: set rank_key_file")
+    if cluster.replicas > 1 or cluster.max_replicas or cluster.ray_address:
+        raise ConfigError("rank_address: only one replica can have ranks on other machines")
+    setting = "rank_address"
+    try:
+        parse_address(engine.rank_address)
+        setting = "rank_key_file"
+        read_key(engine.rank_key_file)
+    except RemoteRankError as error:
+        raise ConfigError(f"{setting}: {error}") from error
 
 
 def _check_writable(setting: str, name: str) -> None:
@@ -217,7 +257,7 @@ def _check_memory(settings: Settings, limit_bytes: int) -> None:
     wanted = {"host_memory_bytes": engine.host_memory_bytes or 0}
     if engine.device == "cpu":
         wanted["memory_bytes"] = engine.memory_bytes
-    processes = engine.tensor_parallel * settings.cluster.replicas
+    processes = engine.local_ranks * settings.cluster.replicas
     if sum(wanted.values()) * processes <= limit_bytes:
         return
     key, size_bytes = max(wanted.items(), key=lambda item: item[1])

@@ -174,7 +174,10 @@ FLAGS = (
         _count,
         "NUMBER",
     ),
-    Flag("--tensor-parallel-size --tp-size --tp -tp", "engine.tensor_parallel", int, "Ranks."),
+    Flag("--tensor-parallel-size --tp-size --tp -tp", "engine.tensor_parallel", int, "Ranks that share every layer."),
+    Flag("--pipeline-parallel-size --pp-size --pp -pp", "engine.pipeline_parallel", int, "Stages of layers."),
+    Flag("--rank-address", "engine.rank_address", str, "Wait there for ranks on other machines.", None, "HOST:PORT"),
+    Flag("--rank-key-file", "engine.rank_key_file", str, "File with their key.", None, "FILE"),
     Flag("--device", "engine.device", str, "cpu or cuda."),
     Flag("--kernels", "engine.kernels", str, "auto, native, triton or reference."),
     Flag(

@@ -161,7 +161,7 @@ def build_migration(
     token_bytes = kv_token_bytes if profile is None else profile.geometry.block_bytes(1)
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
     reserves = _FOR_PLACEMENT.get(preset.placement) is _for_burst_tolerance
-    is_one_rank = settings.tensor_parallel == 1 and (profile is None or profile.tensor_parallel == 1)
+    is_one_rank = settings.ranks == 1 and (profile is None or profile.tensor_parallel == 1)
     can_export_kv = preset.host_kv is not HostKv.NONE and settings.host_memory_bytes != 0 and is_one_rank
     times = MoveTimes(prefill_s, link_bytes_per_s, token_bytes, kv_bytes_per_s if can_export_kv else None)
     problem = preset.comigration_problem

@@ -79,7 +79,7 @@ def cluster_options(settings: Settings) -> ClusterOptions:
         geometry = config.geometry(dtype_bytes=2)
         replicas = max(settings.cluster.replicas, settings.cluster.max_replicas)
         cores = engine.threads or max(1, (os.cpu_count() or 1) // replicas)
-        gpus, ranks = gpu_models(), engine.tensor_parallel
+        gpus, ranks = gpu_models(), engine.ranks
         costs = prior_costs(geometry, config.vocab_size, engine.device, cores, gpus, ranks)
         memory_bytes = memory_bytes or prior_memory_bytes(geometry, config.vocab_size, engine.device, gpus, ranks)
         token_bytes = geometry.block_bytes(1)

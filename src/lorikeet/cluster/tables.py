@@ -6,7 +6,8 @@ changes with every copy. They differ between a new placement and the copies that
 Source: LoRAServe, sections IV-A and IV-B.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
 from functools import cached_property
 from math import isclose
 from typing import NamedTuple
@@ -15,6 +16,9 @@ from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 SUM_TOLERANCE = 1e-9
 """The shares of an adapter add up to 1 within this rounding error."""
+
+
+_NOBODY: frozenset[ReplicaId] = frozenset()
 
 
 class ReplicaShare(NamedTuple):
@@ -47,6 +51,7 @@ class RoutingTable:
         distinct = {id(its_shares): (adapter, its_shares) for adapter, its_shares in shares.items()}
         for adapter, its_shares in distinct.values():
             _check(adapter, its_shares)
+        self._replicas: dict[int, frozenset[ReplicaId]] = {}  # by the id of a tuple in ``shares``
 
     def draw(self, adapter: AdapterDigest, u: float) -> ReplicaId:
         """Return the replica for one request.
@@ -65,9 +70,20 @@ class RoutingTable:
                 return replica
         return shares[-1].replica  # the shares add up to a little less than 1
 
-    def replicas(self, adapter: AdapterDigest) -> set[ReplicaId]:
+    def replicas(self, adapter: AdapterDigest) -> frozenset[ReplicaId]:
         """Return the replicas that serve an adapter; empty if it is not in the table."""
-        return {replica for replica, _ in self.shares.get(adapter, ())}
+        shares = self.shares.get(adapter, ())
+        if (found := self._replicas.get(id(shares))) is None:
+            found = self._replicas[id(shares)] = frozenset(replica for replica, _ in shares)
+        return found
+
+    def adapters_by_replica(self) -> Counter[ReplicaId]:
+        """Return how many adapters each replica serves."""
+        counts = Counter[ReplicaId]()
+        for shares, adapters in _distinct(self.shares):
+            for replica, _ in shares:
+                counts[replica] += adapters
+        return counts
 
     def pairs(self) -> Iterator[tuple[AdapterDigest, ReplicaId]]:
         """Yield every adapter with each of its replicas."""
@@ -77,6 +93,14 @@ class RoutingTable:
     def shown(self) -> dict[AdapterDigest, dict[ReplicaId, float]]:
         """The shares by adapter and replica, as the API shows them; read-only."""
         return {adapter: dict(shares) for adapter, shares in self.shares.items()}
+
+
+def _distinct(
+    shares: Mapping[AdapterDigest, tuple[ReplicaShare, ...]],
+) -> Iterator[tuple[tuple[ReplicaShare, ...], int]]:
+    """Yield each tuple once, and how many adapters have it."""
+    counts, tuples = Counter(map(id, shares.values())), {id(each): each for each in shares.values()}
+    return ((tuples[number], count) for number, count in counts.items())
 
 
 def _check(adapter: AdapterDigest, shares: tuple[ReplicaShare, ...]) -> None:
@@ -98,9 +122,9 @@ class AdapterTable:
         """Yield every adapter that a replica holds."""
         return iter(self._holders)
 
-    def holders(self, adapter: AdapterDigest) -> frozenset[ReplicaId]:
-        """Return the replicas that hold an adapter; empty if it is unknown or was lost."""
-        return frozenset(self._holders.get(adapter, ()))
+    def holders(self, adapter: AdapterDigest) -> Set[ReplicaId]:
+        """Return the replicas that hold an adapter; empty if it is unknown or was lost. It changes with the table."""
+        return self._holders.get(adapter, _NOBODY)
 
     def holds(self, replica: ReplicaId, adapter: AdapterDigest) -> bool:
         """Return whether a replica holds an adapter."""

@@ -157,6 +157,8 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         names: how adapters name the modules; None: :data:`DECODER_NAMES`.
         replaceable: what else adapters may replace; None: nothing.
         hidden_size: elements of a hidden state; 0 if it is not known, and adapters then have no score heads.
+        first_layer, stages: of a pipeline stage, which has ``layers`` of the layers: the first of them in the whole
+            model, and the number of stages.
     """
 
     layers: int
@@ -169,6 +171,8 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     names: ModuleNames | None = None
     replaceable: ReplaceableWeights | None = None
     hidden_size: int = 0
+    first_layer: int = 0
+    stages: int = 1
 
     def shape_of(self, module: str) -> ModuleShape:
         """Return the shape of a module, or of :data:`SCORE`."""
@@ -183,6 +187,11 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         return -(-len(self.modules) // len(LORA_MODULES)) * len(LORA_MODULES)
 
     @property
+    def whole(self) -> "ModelGeometry":
+        """The geometry of all stages together."""
+        return msgspec.structs.replace(self, layers=self.layers * self.stages, first_layer=0, stages=1)
+
+    @property
     def sizes(self) -> "ModelGeometry":
         """The geometry as models are compared by it: without what is told by the rest."""
         return msgspec.structs.replace(self, replaceable=None, hidden_size=0)
@@ -192,11 +201,15 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         return module in self.modules and layer in self.module_layers.get(module, range(self.layers))
 
     def full_ranks(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Return the ranks of an adapter of all modules but those of experts, as in ``AdapterRef.ranks``."""
+        """Return the ranks of an adapter of all modules but those of experts, as in ``AdapterRef.ranks``.
+
+        They are those of all layers, of other stages too.
+        """
+        layers = self.layers * self.stages
         paths = () if self.names is None else self.names.experts
         of_experts = {module for path in paths for expert in range(path.experts) for module in path.modules_of(expert)}
         return {
-            module: tuple(rank if self.has_module(layer, module) else 0 for layer in range(self.layers))
+            module: tuple(rank if self.whole.has_module(layer, module) else 0 for layer in range(layers))
             for module in self.modules
             if module not in of_experts
         }

@@ -266,7 +266,7 @@ def _verifies_drafts(settings: Settings, sizes: EngineSizes) -> bool:
 
     CUDA graphs have one row for a sequence, as has the memory that a GPU sets aside, and ranks are told of one token.
     """
-    return sizes.base is not None and settings.engine.device == "cpu" and settings.engine.tensor_parallel == 1
+    return sizes.base is not None and settings.engine.device == "cpu" and settings.engine.ranks == 1
 
 
 def _policy(preset: str, option: str, policy: str, table: Mapping[str, T]) -> T:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
+import msgspec
 from numpy.typing import NDArray
 
 from lorikeet.core.adapter import AdapterExtra, AdapterRef
@@ -59,7 +60,7 @@ class AdapterPacking(NamedTuple):
     Attributes:
         pieces: ordered by layer, then module, then row.
         extras: behind them, in the order of the adapter's extras, then by layer and row.
-        blocks: number of blocks the adapter takes.
+        blocks: number of blocks the adapter takes; with several pipeline stages, where it takes the most.
         used_elements: elements of the blocks that hold weights; the rest is waste.
     """
 
@@ -79,13 +80,26 @@ def pack(
 
     Args:
         ranks: per module the rank on every layer, as in ``AdapterRef.ranks``.
-        geometry: sizes of the model (of one rank's share under tensor parallelism).
+        geometry: sizes of the model, or of one rank's share.
         block_elements: number of elements of a block.
         extras: as in ``AdapterRef.extras``.
 
     Raises:
         ValueError: one rank row, or a row of an extra, is larger than a block.
     """
+    packed = _pack_stage(ranks, geometry, block_elements, extras)
+    if geometry.stages == 1:
+        return packed
+    # Every rank has the blocks of the same numbers.
+    firsts = range(0, geometry.layers * geometry.stages, geometry.layers)
+    stages = (msgspec.structs.replace(geometry, first_layer=first) for first in firsts)
+    most = max(_pack_stage(ranks, stage, block_elements, extras).blocks for stage in stages)
+    return packed._replace(blocks=most)
+
+
+def _pack_stage(
+    ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, block_elements: int, extras: Sequence[AdapterExtra]
+) -> AdapterPacking:
     space = _Space(block_elements)
     pieces: list[PackedRows] = []
     for layer in range(geometry.layers):
@@ -96,7 +110,8 @@ def pack(
             row_elements = shape.in_features + shape.out_features
             if row_elements > block_elements:
                 raise ValueError(f"a rank row of {module} has {row_elements} elements, a block only {block_elements}")
-            pieces += [PackedRows(layer, module, *run) for run in space.take(ranks[module][layer], row_elements)]
+            counts = ranks[module][geometry.first_layer :]
+            pieces += [PackedRows(layer, module, *run) for run in space.take(counts[layer], row_elements)]
     packed: list[PackedExtra] = []
     for number, extra in enumerate(extras):
         if extra.columns > block_elements:

@@ -485,6 +485,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
         attention_softcap, logits_softcap: scores and logits are ``cap * tanh(value / cap)``; 0: as they are.
         fused: the fused products that the checkpoint stores whole, with the names of their modules there.
         has_other_parts: whether the checkpoint holds other parts beside the decoder, such as a vision tower.
+        first_layer, stages: of a pipeline stage, as of ``ModelGeometry``; ``layers`` are then its own.
     """
 
     architecture: str
@@ -521,6 +522,36 @@ class ModelConfig(msgspec.Struct, frozen=True):
     logits_softcap: float = 0.0
     fused: dict[str, str] = {}
     has_other_parts: bool = False
+    first_layer: int = 0
+    stages: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage has the embedding."""
+        return self.first_layer == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the final norm and the output layer."""
+        return self.first_layer + self.layers == self.layers * self.stages
+
+    def stage(self, number: int, stages: int) -> "ModelConfig":
+        """Return the configuration of one of several pipeline stages, which have equally many layers.
+
+        Raises:
+            ModelConfigError: the layers do not divide by the number of stages.
+        """
+        self.check_divides(1, stages)
+        layers = self.layers // stages
+        own = slice(number * layers, (number + 1) * layers)
+        return msgspec.structs.replace(
+            self,
+            layers=layers,
+            windows=self.windows[own],
+            rotations=self.rotations[own],
+            first_layer=own.start,
+            stages=stages,
+        )
 
     def for_lengths(self, longest_tokens: int) -> "ModelConfig":
         """Return the config for sequences of up to so many tokens.
@@ -577,8 +608,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
         share = shape.out_features // tensor_parallel
         return ModuleShard(slice(0, shape.in_features), slice(rank * share, (rank + 1) * share))
 
-    def check_divides(self, tensor_parallel: int) -> None:
-        """Check that the model can be split over ``tensor_parallel`` ranks.
+    def check_divides(self, tensor_parallel: int, pipeline_parallel: int = 1) -> None:
+        """Check that the model can be split over ``tensor_parallel`` ranks in each of ``pipeline_parallel`` stages.
 
         Raises:
             ModelConfigError: it cannot; the message names the size.
@@ -592,6 +623,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
             raise ModelConfigError(f"{self.kv_heads} key/value heads {over}, neither divided nor copied")
         if self.intermediate_size % tensor_parallel:
             raise ModelConfigError(f"the intermediate size {self.intermediate_size} {over}")
+        if self.layers % pipeline_parallel:
+            raise ModelConfigError(f"{self.layers} layers do not divide by {pipeline_parallel} pipeline stages")
         if tensor_parallel > 1 and self.qk_norm == "whole":
             raise ModelConfigError(f"{self.architecture}: the norms of queries and keys span all heads, which {over}")
 
@@ -618,6 +651,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
             dtype_bytes,
             replaceable=self.replaceable_weights(),
             hidden_size=self.hidden_size,
+            first_layer=self.first_layer,
+            stages=self.stages,
         )
 
     def replaceable_weights(self) -> ReplaceableWeights:
@@ -644,16 +679,16 @@ class TransformersConfig(msgspec.Struct, frozen=True):
     dtype: str
     version: str
 
-    def check_divides(self, tensor_parallel: int) -> None:
+    def check_divides(self, tensor_parallel: int, pipeline_parallel: int = 1) -> None:
         """Check that there is one rank.
 
         Raises:
             ModelConfigError: there are more.
         """
-        if tensor_parallel != 1:
+        if tensor_parallel * pipeline_parallel != 1:
             raise ModelConfigError(
-                f"{self.architecture} runs by transformers' modules, which are not split: tensor parallelism needs one "
-                f"of {', '.join(ARCHITECTURES)}"
+                f"{self.architecture} runs by transformers' modules, which are not split: several ranks need one of "
+                f"{', '.join(ARCHITECTURES)}"
             )
 
 

@@ -112,7 +112,7 @@ def _yarn(rope: RopeScaling, plain: Tensor, head_dim: int) -> Tensor:
 
 
 class Decoder:
-    """A decoder-only transformer, or one tensor-parallel rank of it.
+    """A decoder-only transformer, or one rank's share of it.
 
     Attributes:
         fits_graphs: whether its steps can be captured, if the kernels can.
@@ -124,10 +124,10 @@ class Decoder:
         """Create a decoder.
 
         Args:
-            config: configuration of the whole model.
+            config: configuration of the whole model, or of the rank's pipeline stage.
             weights: weights of this rank, of one dtype and on one device.
             kernels: kernel backend.
-            group: the ranks of the model, for all-reduce.
+            group: the ranks of the model, for all-reduce and the other stages.
         """
         geometry = config.geometry(dtype_bytes=weights.embedding.element_size(), tensor_parallel=group.size)
         self._config = config
@@ -248,8 +248,30 @@ class Decoder:
                 place.
 
         Returns:
-            Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``.
+            Input of the output layer, ``[S, hidden]``, for ``batch.sample_rows``. Of all pipeline stages but the last,
+            which send the residual stream to the next instead, ``[0, hidden]``.
         """
+        config, rows = self._config, len(batch.token_ids)
+        if config.is_first:
+            x = self._embedded(batch)
+        else:
+            dtype, device = self._weights.embedding.dtype, batch.token_ids.device
+            x = self._group.receive(torch.empty(rows, config.hidden_size, dtype=dtype, device=device))
+        if not config.is_last:  # the next stage needs every row
+            batch = replace(batch, sample_rows=torch.arange(rows, device=x.device))
+        cos, sin = self._rotary(batch.positions, x.dtype)
+        in_one_call = self._in_one_call if fits_one_call(batch) else None
+        adapted = batch.lora is not None and batch.lora.has_extras and batch.lora.adjusted("vector")
+        if adapted and config.norms != LLAMA_NORMS:
+            in_one_call = None  # it knows Llama's norms of adapters only
+        x, delta = (in_one_call or self._by_kernels)(x, cos, sin, kv, batch)
+        if not config.is_last:
+            self._group.send(x + delta)
+            return x[:0]
+        return self._norm(x, delta, self._weights.final_norm, batch.sample_lora, 0, "norm")
+
+    def _embedded(self, batch: Batch) -> Tensor:
+        """Return the residual stream before the first layer, ``[T, hidden]``."""
         weights = self._weights
         adapted = batch.lora if batch.lora is not None and batch.lora.has_extras else None
         if adapted is None:
@@ -262,14 +284,7 @@ class Decoder:
         if batch.embeds is not None:
             rows, embeds = batch.embeds
             x[rows] = embeds.to(x.dtype)
-        if self._embedding_factor != 1:
-            x = x * self._embedding_factor
-        cos, sin = self._rotary(batch.positions, x.dtype)
-        in_one_call = self._in_one_call if fits_one_call(batch) else None
-        if adapted is not None and self._config.norms != LLAMA_NORMS and adapted.adjusted("vector"):
-            in_one_call = None  # it knows Llama's norms of adapters only
-        x, delta = (in_one_call or self._by_kernels)(x, cos, sin, kv, batch)
-        return self._norm(x, delta, weights.final_norm, batch.sample_lora, 0, "norm")
+        return x if self._embedding_factor == 1 else x * self._embedding_factor
 
     def _norm(
         self, x: Tensor, delta: Tensor | None, weight: Tensor | None, lora: LoraBatch | None, layer: int, path: str

@@ -29,6 +29,8 @@ from lorikeet.models.weights import DecoderWeights
 _WHOLE = slice(None)
 _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
+_FINAL_NORM = "model.norm.weight"
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 # Some checkpoints carry the rotary frequencies, which follow from the config.
 _ALWAYS_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -76,9 +78,9 @@ class WeightLayout:
     """Uninitialised weights of one rank, and the destination of every checkpoint tensor.
 
     Args:
-        config: configuration of the model.
+        config: configuration of the model, or of a pipeline stage.
         dtype, device: of the weights.
-        rank, tensor_parallel: which share of the model.
+        rank, tensor_parallel: which share of it.
 
     Attributes:
         weights: the weights, to be filled through ``targets``.
@@ -110,21 +112,36 @@ class WeightLayout:
         config.check_divides(tensor_parallel)
         self.weights = self._decoder()
         head = _EMBEDDING if config.tie_word_embeddings else _LM_HEAD
-        self._head = LinearWeight(self.targets[head].view, waiting=[head])
-        self.linears[head] = self._head
-        self.copies = {_LM_HEAD: _EMBEDDING} if config.tie_word_embeddings else {}
+        # Stages without an output layer have no such target.
+        view = self.targets[head].view if config.is_last else self._empty(0, config.hidden_size)
+        self._head = LinearWeight(view, waiting=[head])
+        if config.is_last:
+            self.linears[head] = self._head
+        self.copies = {_LM_HEAD: _EMBEDDING} if config.tie_word_embeddings and _EMBEDDING in self.targets else {}
 
     def is_ignored(self, name: str) -> bool:
-        """Return whether a checkpoint may hold ``name`` though the model does not need it."""
-        return name in self.copies or _ALWAYS_IGNORED.fullmatch(name) is not None
+        """Return whether a checkpoint may hold ``name`` though this rank does not need it."""
+        if name in self.copies or _ALWAYS_IGNORED.fullmatch(name) is not None:
+            return True
+        return self._config.stages > 1 and self._is_elsewhere(name)
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Return whether a tensor is of another pipeline stage, if it is of the model at all."""
+        layer, first = _OF_LAYER.match(name), self._config.first_layer
+        if layer is not None:
+            return not first <= int(layer[1]) < first + self._config.layers
+        return name in (_EMBEDDING, _LM_HEAD, _FINAL_NORM) and name not in self.targets
 
     def _decoder(self) -> DecoderWeights:
         config = self._config
-        embedding = self._plain(_EMBEDDING, config.vocab_size, config.hidden_size)
-        layers = tuple(self._layer(f"model.layers.{layer}.") for layer in range(config.layers))
-        final_norm = self._plain("model.norm.weight", config.hidden_size)
-        tied = config.tie_word_embeddings
-        lm_head = embedding if tied else self._plain(_LM_HEAD, config.vocab_size, config.hidden_size)
+        hidden, tied, nothing = config.hidden_size, config.tie_word_embeddings, self._empty(0, config.hidden_size)
+        has_embedding = config.is_first or (config.is_last and tied)
+        embedding = self._plain(_EMBEDDING, config.vocab_size, hidden) if has_embedding else nothing
+        layers = tuple(self._layer(f"model.layers.{config.first_layer + layer}.") for layer in range(config.layers))
+        if not config.is_last:
+            return DecoderWeights(embedding, layers, self._empty(0), nothing)
+        final_norm = self._plain(_FINAL_NORM, hidden)
+        lm_head = embedding if tied else self._plain(_LM_HEAD, config.vocab_size, hidden)
         return DecoderWeights(embedding, layers, final_norm, lm_head)
 
     def _layer(self, prefix: str) -> LayerWeights:
@@ -241,12 +258,10 @@ class WeightLayout:
                     there[name] = None if tensor is None else tensor.to(device)
             layers.append(LayerWeights(**there))
         embedding = self.weights.embedding.to(device)
-        tied = self._head.weight is self.weights.embedding
+        head = self._head.weight if self.weights.holds_head else self.weights.lm_head
+        tied = head is self.weights.embedding
         return DecoderWeights(
-            embedding,
-            tuple(layers),
-            self.weights.final_norm.to(device),
-            embedding if tied else _on(self._head.weight, device),
+            embedding, tuple(layers), self.weights.final_norm.to(device), embedding if tied else _on(head, device)
         )
 
 
@@ -292,7 +307,7 @@ def load_weights(
     Args:
         folder: a checkpoint with ``model.gguf`` or ``model.safetensors``, or with an index and shards. Not read for
             ``dummy``.
-        config: configuration of the checkpoint.
+        config: configuration of the checkpoint, or of a pipeline stage.
         dtype: dtype of the loaded weights.
         device: device of the loaded weights.
         rank, tensor_parallel: which share of the model.
@@ -364,7 +379,7 @@ def _in_words(weights: DecoderWeights, kinds: Kinds, bits: int) -> str:
     dtype = weights.embedding.dtype
     name = str(dtype).removeprefix("torch.")
     found = [getattr(layer, product) for layer in weights.layers for product in PRODUCTS]
-    linear = [*found, *(() if weights.lm_head is weights.embedding else (weights.lm_head,))]
+    linear = [*found, *(() if weights.lm_head is weights.embedding or not weights.holds_head else (weights.lm_head,))]
     forms = [f"int{bits} in groups of {GROUP}, output layer int{_HEAD_BITS}, quantised from {name}"] if bits else []
     if kinds.packed:
         forms.append(", ".join(sorted(kinds.packed)))

@@ -1,4 +1,8 @@
-"""The ranks that share one model (tensor parallelism, https://arxiv.org/abs/1909.08053)."""
+"""The ranks that share one model.
+
+Each has some of every layer (tensor parallelism, https://arxiv.org/abs/1909.08053), or whole layers (pipeline
+parallelism), or some of the layers of one stage.
+"""
 
 from datetime import timedelta
 from typing import Protocol
@@ -8,13 +12,30 @@ from torch import Tensor
 
 
 class RankGroup(Protocol):
-    """The tensor-parallel ranks of one engine. Every rank must make the same calls in the same order."""
+    """The ranks of one engine. Every rank must make the same calls in the same order.
 
+    Attributes:
+        number: of the rank among all. Rank 0 is in the last stage, so that it has the output layer and samples.
+        rank, size: the tensor-parallel rank among the ranks of its stage, and their number.
+        stage, stages: the pipeline stage, counted from that with the embedding, and their number.
+    """
+
+    number: int
     rank: int
     size: int
+    stage: int
+    stages: int
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of ``x`` over all ranks; ``x`` itself may be overwritten."""
+        """Return the sum of ``x`` over the ranks of the stage; ``x`` itself may be overwritten."""
+        ...
+
+    def send(self, x: Tensor) -> None:
+        """Send ``x`` to the next stage."""
+        ...
+
+    def receive(self, x: Tensor) -> Tensor:
+        """Overwrite ``x`` with what the stage before sends, and return it."""
         ...
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
@@ -25,10 +46,17 @@ class RankGroup(Protocol):
 class SingleRankGroup:
     """A group of one rank, which holds the whole model."""
 
-    rank = 0
-    size = 1
+    number = rank = stage = 0
+    size = stages = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """Return ``x``."""
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """Do nothing: there is no other stage."""
+
+    def receive(self, x: Tensor) -> Tensor:
         """Return ``x``."""
         return x
 
@@ -45,9 +73,17 @@ class NoReduceGroup:
     """
 
     def __init__(self, group: RankGroup) -> None:
-        self.rank, self.size = group.rank, group.size
+        self.number, self.rank, self.size = group.number, group.rank, group.size
+        self.stage, self.stages = group.stage, group.stages
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """Return ``x``."""
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """Do nothing."""
+
+    def receive(self, x: Tensor) -> Tensor:
         """Return ``x``."""
         return x
 
@@ -59,25 +95,49 @@ class NoReduceGroup:
 class DistributedRankGroup:
     """Ranks in separate processes, connected by ``torch.distributed`` (gloo on CPU, nccl on CUDA)."""
 
-    def __init__(self, rank: int, size: int, init_method: str, backend: str = "gloo", timeout_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        number: int,
+        size: int,
+        init_method: str,
+        backend: str = "gloo",
+        timeout_s: float = 300.0,
+        *,
+        stages: int = 1,
+    ) -> None:
         """Join the group; returns when all ranks have joined.
 
         Args:
-            rank: rank of this process, from 0.
-            size: number of ranks.
+            number: of the rank of this process, from 0.
+            size: number of tensor-parallel ranks of a stage.
             init_method: rendezvous address, e.g. ``tcp://127.0.0.1:29500`` or ``file:///...``.
             backend: ``gloo`` or ``nccl``.
             timeout_s: time after which a call fails if other ranks have not made it.
+            stages: number of pipeline stages.
         """
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=size, timeout=timeout)
-        self.rank = rank
-        self.size = size
+        timeout, ranks = timedelta(seconds=timeout_s), size * stages
+        dist.init_process_group(backend, init_method=init_method, rank=number, world_size=ranks, timeout=timeout)
+        self.number = number
+        self.rank, self.size = number % size, size
+        self.stage, self.stages = stages - 1 - number // size, stages
+        # Every rank must make every group, in the same order.
+        firsts = range(0, ranks, size) if size < ranks else ()
+        groups = {first: dist.new_group(list(range(first, first + size)), timeout=timeout) for first in firsts}
+        self._stage_group = groups.get(number - self.rank)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum ``x`` over all ranks in place, and return it. All ranks get the same bits."""
-        if x.numel():  # a step without sample rows has none left after the last attention
-            dist.all_reduce(x)
+        """Sum ``x`` over the ranks of the stage in place, and return it. All get the same bits."""
+        if self.size > 1 and x.numel():  # a step without sample rows has none left after the last attention
+            dist.all_reduce(x, group=self._stage_group)
+        return x
+
+    def send(self, x: Tensor) -> None:
+        """Send ``x`` to the rank of the next stage that has the same part of every layer."""
+        dist.send(x, self.number - self.size)
+
+    def receive(self, x: Tensor) -> Tensor:
+        """Overwrite ``x`` with what such a rank of the stage before sends, and return it."""
+        dist.recv(x, self.number + self.size)
         return x
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:

@@ -53,11 +53,13 @@ from lorikeet.models.transformers_modules import (
     AdaptedLinear,
     AdaptedVectors,
     FusedLinear,
+    GatedMlp,
     Linear,
     LoraModules,
     OutputLayer,
     StepLora,
     find_modules,
+    gate_of,
     is_linear,
     is_norm,
     linears_of,
@@ -499,6 +501,8 @@ class TransformersDecoder:
         for group in self._read_together(linears, found, lora):
             modules = [linear.module for linear in group]
             outputs = [len(linear.weight) for linear in group]
+            mlp = self._model.get_submodule(group[0].name.rpartition(".")[0])
+            gated = gate_of(mlp, group, self._kernels)
             biases = [module.bias for module in modules if isinstance(module.bias, Tensor)]
             weight = take_weight(
                 group,
@@ -517,6 +521,8 @@ class TransformersDecoder:
             fused = FusedLinear(adapted, outputs)
             for number, module in enumerate(modules):
                 module.forward = adapted if len(group) == 1 else fused.forward(number)
+            if gated is not None:
+                mlp.forward = GatedMlp(adapted, *gated)
             self._linears.append(adapted)
         for each in experts:
             quantized_experts = self._quantized_experts.pop(each.module, {})

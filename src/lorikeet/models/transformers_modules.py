@@ -1,5 +1,6 @@
 """LoRA on the linear layers of a transformers model: their ``forward`` is replaced by the kernels' grouped product."""
 
+import inspect
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -312,6 +313,55 @@ class FusedLinear:
         if not self._left:
             self._x, self._found = None, ()
         return found
+
+
+class GatedMlp:
+    """The ``forward`` of an MLP gated by SiLU or GELU.
+
+    Args:
+        gate_up: gate and up as one product.
+        gate: a kernel: ``Kernels.silu_mul`` or ``gelu_mul``.
+        down: the module of the last layer.
+    """
+
+    def __init__(self, gate_up: AdaptedLinear, gate: Callable[[Tensor], Tensor], down: nn.Module) -> None:
+        self._gate_up, self._gate, self._down = gate_up, gate, down
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return ``down(activation(gate(x)) * up(x))``."""
+        inner = self._gate_up(x)
+        out: Tensor = self._down(self._gate(inner.flatten(0, -2)).view(*inner.shape[:-1], -1))
+        return out
+
+
+def gate_of(
+    mlp: nn.Module, group: Sequence[Linear], kernels: Kernels
+) -> tuple[Callable[[Tensor], Tensor], nn.Module] | None:
+    """Return the kernel that gates an MLP, and its last layer; None if no kernel does, judged by random rows.
+
+    Args:
+        mlp: as transformers made it.
+        group: its linear layers that read the same input.
+        kernels: the backend.
+    """
+    children = list(mlp.children())
+    linears = [module for module in children if is_linear(module)]
+    others = [module for module in children if module not in linears]
+    if len(group) != 2 or len(linears) != 3 or any(list(module.parameters()) for module in others):
+        return None
+    if len(inspect.signature(type(mlp).forward).parameters) != 2:
+        return None
+    gate, up = (linear.module for linear in group)
+    down = next(module for module in linears if module not in (gate, up))
+    weight = group[0].weight
+    x = 4 * torch.randn(1, 4, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(weight)
+    expected = mlp(x)
+    inner = torch.cat((gate(x), up(x)), dim=-1).flatten(0, 1)
+    for kernel in (kernels.silu_mul, kernels.gelu_mul):
+        found = down(kernel(inner)[None])
+        if expected.shape == found.shape and (found - expected).norm() <= _EXACT[weight.dtype] * expected.norm():
+            return kernel, down
+    return None
 
 
 class AdaptedVectors:

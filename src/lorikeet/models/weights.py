@@ -1,4 +1,4 @@
-"""The weights of a decoder on one tensor-parallel rank."""
+"""The weights of a decoder on one rank."""
 
 from dataclasses import dataclass, replace
 
@@ -15,11 +15,12 @@ class DecoderWeights:
     """All weights of one rank.
 
     Attributes:
-        embedding: ``[vocab, hidden]``, whole on every rank.
-        layers: the decoder layers.
-        final_norm: ``[hidden]``.
-        lm_head: ``[vocab, hidden]``, whole on every rank; the same tensor as ``embedding`` if they are tied and not
-            quantised.
+        embedding: ``[vocab, hidden]``, whole on every rank of the first pipeline stage, and of the last if it is tied;
+            ``[0, hidden]`` on others.
+        layers: the decoder layers of the stage.
+        final_norm: ``[hidden]``; ``[0]`` on all stages but the last.
+        lm_head: ``[vocab, hidden]``, whole on every rank of the last stage; the same tensor as ``embedding`` if they
+            are tied and not quantised. ``[0, hidden]`` on other stages.
         stored: in what form linear weights are, in words.
     """
 
@@ -28,6 +29,11 @@ class DecoderWeights:
     final_norm: Tensor
     lm_head: Weight
     stored: str = ""
+
+    @property
+    def holds_head(self) -> bool:
+        """Whether the output layer is on this rank."""
+        return self.lm_head.shape[0] > 0
 
     @property
     def are_quantized(self) -> bool:
@@ -67,7 +73,9 @@ def pack_weights(weights: DecoderWeights, kernels: Kernels, *, keep_plain: bool 
     )
     # A tied embedding is kept plain as well, since its rows are looked up.
     tied = weights.lm_head is weights.embedding
-    lm_head = _pack(weights.lm_head, kernels, dtype, keep=keep_plain or tied)
+    lm_head = weights.lm_head
+    if weights.holds_head:
+        lm_head = _pack(lm_head, kernels, dtype, keep=keep_plain or tied)
     return replace(weights, layers=layers, lm_head=lm_head)
 
 

@@ -1,8 +1,8 @@
 """The APIs of the servers behind a router: how each loads an adapter, and how a request names it there.
 
-All speak OpenAI's completions. vLLM has been tried. The calls of SGLang (LoRA serving), llama.cpp (tools/server) and
-Ollama (docs/api) were compared with their documentation in November 2026, those of TGI and LoRAX are as we know them;
-none of these servers has been run behind a router yet.
+All speak OpenAI's completions. vLLM and llama.cpp's server have been run behind a router. The calls of SGLang (LoRA
+serving) and Ollama (docs/api) were compared with their documentation in November 2026, those of TGI and LoRAX are as we
+know them; none of these four has been run behind a router yet.
 """
 
 import asyncio
@@ -62,12 +62,14 @@ class ServerApi:
     Attributes:
         name: as ``api=`` of a backend.
         health_path: answers 200 while the server takes requests; 503 while it takes none.
+        health_waits: whether calls about its health wait while it answers many requests.
         continues_chats: whether a chat can go on within its last message.
         lists_adapters: whether ``/v1/models`` has the adapters that are loaded.
     """
 
     name = "vllm"
     health_path = "/health"
+    health_waits = False
     continues_chats = True
     lists_adapters = True
 
@@ -155,6 +157,7 @@ class LlamaCppApi(_StartedWithAdapters):
     """llama.cpp's server: adapters are given at its start, and a request chooses among them by number."""
 
     name = "llamacpp"
+    health_waits = True  # it has a thread for each connection that it answers, four more than slots
 
     def __init__(self, base: str = "") -> None:
         super().__init__(base)
@@ -195,10 +198,14 @@ class LlamaCppApi(_StartedWithAdapters):
         )
 
     def named(self, fields: Fields, adapter: RoutedAdapter | None, base: str) -> Fields:
-        """Choose the adapter, and no other, by its number."""
+        """Choose the adapter, and no other, by its number.
+
+        Adapters that are not listed are off, but for an empty list, which leaves all on. So the base model needs one
+        that is listed as off.
+        """
         number = None if adapter is None else self._number(adapter)
-        chosen = [] if number is None else [{"id": number, "scale": 1.0}]
-        return {**fields, "model": base, "lora": chosen}
+        chosen = {"id": 0, "scale": 0.0} if number is None else {"id": number, "scale": 1.0}
+        return {**fields, "model": base, "lora": [chosen]}
 
     async def tokenize(self, ask: Ask, model: str, text: str) -> Reply:
         """Ask for the token ids of a text."""

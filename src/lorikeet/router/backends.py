@@ -160,6 +160,14 @@ class Backend:
         limit_s = timeout_s if self._progress or self.watch.streams else max(timeout_s, STUCK_S)
         return timeout_s > 0 and self.watch.silent_s >= limit_s
 
+    def is_occupied(self, timeout_s: float) -> bool:
+        """Whether it is up, and its answers come: then a call about its health may wait behind them.
+
+        Where such calls have no connection of their own, answers may take ``timeout_s`` seconds between two pieces.
+        """
+        within_s = max(ANSWER_S, timeout_s) if self.api.health_waits else ANSWER_S
+        return self.is_up and self.watch.has_heard(within_s)
+
     def rest(self) -> None:
         """Leave it alone for a while."""
         self._rests_until_s = time.monotonic() + REST_S

@@ -99,6 +99,10 @@ class AnswerWatch:
         """The server has done something."""
         self._before_s, self._began_s = 0.0, time.monotonic()
 
+    def has_heard(self, within_s: float) -> bool:
+        """Whether an answer is waited for, and something has come a moment ago."""
+        return self._waits > 0 and self.silent_s < within_s
+
     @property
     def silent_s(self) -> float:
         """Seconds of waiting since something came. Time in which nothing is asked of the server does not count."""

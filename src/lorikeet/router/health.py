@@ -115,6 +115,8 @@ class HealthMonitor:
             log.warning("backend cannot be checked", backend=backend.url, reason=str(error))
             return
         except (BackendConnectionError, TimeoutError, BackendRefused) as error:
+            if isinstance(error, TimeoutError) and backend.is_occupied(self._timeout_s):
+                return
             why, told = str(error) or type(error).__name__, plain_reason(error)
             if not backend.is_up and told != backend.last_error:
                 log.warning("backend not there", backend=backend.url, reason=why)

@@ -348,6 +348,7 @@ class ClusterRun:
         self._comigration = CoMigration(review._replace(time_limit_s=SOLVER_LIMIT_S))
         self._copy_times = CopyTimes(setup.copies)
         self._copies = 0
+        self._leaving = 0  # requests that leave their replicas when these end their turns
         self._agenda = Agenda()
         self._requests: dict[RequestId, Request] = {}
         self._sent_s: dict[RequestId, float] = {}
@@ -474,8 +475,7 @@ class ClusterRun:
     def _until_s(self) -> float:
         """Return until when nothing can reach an engine that begins a turn now."""
         until_s = min(self._arrivals.next_s(), self._agenda.other_s)
-        is_leaving = any(replica.leaving for replica in self._replicas.values())
-        if self._dispatcher.waiting or self._arrivals.follow_answers or is_leaving:
+        if self._dispatcher.waiting or self._arrivals.follow_answers or self._leaving:
             until_s = min(until_s, self._agenda.engine_s)
         return until_s
 
@@ -497,6 +497,7 @@ class ClusterRun:
         for exported in outputs.exported_kv:
             self._on_exported(replica, exported, now)
         all_leaving, replica.leaving = replica.leaving, []
+        self._leaving -= len(all_leaving)
         for leaving in all_leaving:
             self._move(leaving, now)
         self._schedule_turn(replica, replica.next_turn_s(now))
@@ -540,6 +541,7 @@ class ClusterRun:
             source, leaving = self._replicas[move.source], PendingMove(requests[move.request_id], move.target)
             if source.is_turning:
                 source.leaving.append(leaving)
+                self._leaving += 1
             else:
                 self._move(leaving, now)
         self._agenda.add(now + REVIEW_S, EventKind.REVIEW, partial(self._review, migration))

@@ -1,6 +1,5 @@
 """Runs a workload through one engine on a virtual clock; the result of a simulated run."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -168,7 +167,7 @@ class ClusterTally:
 
     def routed(self, table: RoutingTable, now: float) -> None:
         """Record a new placement."""
-        there = Counter(replica for _, replica in table.pairs())
+        there = table.adapters_by_replica()
         for replica, tally in self.of.items():
             tally.routed.add(there[replica] - tally.routed.value, now)
 

@@ -24,7 +24,10 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.request import Slo
 
-_WITHOUT_EFFECT = frozenset({"executor", "profile", "tensor_parallel", "device", "kernels", "enforce_eager", "threads"})
+_WITHOUT_EFFECT = frozenset(
+    {"executor", "profile", "tensor_parallel", "pipeline_parallel", "rank_address", "rank_key_file"}
+    | {"device", "kernels", "enforce_eager", "threads"}
+)
 """Settings of an engine that computes; a modelled one takes these from its profile."""
 
 

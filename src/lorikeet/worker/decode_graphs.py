@@ -277,7 +277,7 @@ def build_graphs(
 ) -> DecodeGraphs | None:
     """Return a rank's decode graphs; None if device or kernels do not support them, with several ranks, or if eager."""
     can_capture = device.has_graphs and model.kernels.fits_graphs and model.decoder.fits_graphs
-    fits = can_capture and engine.tensor_parallel == 1
+    fits = can_capture and engine.ranks == 1
     if not fits or engine.enforce_eager:
         return None
     kv = model.decoder.view_kv(arena, engine.block_size)

@@ -112,8 +112,10 @@ def run_step(model: RankModel, engine: EngineSettings, rank: int, lengths: Seque
     """
     arena, rows, adapters = _sequences(model, engine, rank, lengths)
     batch = build_batch(rows, adapters, engine.block_size, model.device, _form(engine))
-    logits = model.decoder.forward(batch, model.decoder.view_kv(arena, engine.block_size))
-    model.kernels.choose(logits, _sampling_tensors(len(lengths)).on(model.device))
+    hidden = model.decoder.hidden(batch, model.decoder.view_kv(arena, engine.block_size))
+    if len(hidden):  # all pipeline stages but the last have none
+        logits = model.decoder.head(hidden, batch.head_lora)
+        model.kernels.choose(logits, _sampling_tensors(len(lengths)).on(model.device))
     return arena.nbytes
 
 
@@ -236,7 +238,7 @@ def arena_blocks(settings: Settings, model: RankModel, longest_tokens: int) -> i
     else:
         useful_bytes = engine.max_num_seqs * sequence_blocks * block_bytes + _ADAPTER_BYTES
         if model.device.type == "cpu":
-            free_bytes = int(psutil.virtual_memory().available / engine.tensor_parallel * _CPU_MEMORY_SHARE)
+            free_bytes = int(psutil.virtual_memory().available / engine.local_ranks * _CPU_MEMORY_SHARE)
             useful_bytes = min(useful_bytes, max(_CPU_BYTES, least * block_bytes))
         else:
             free_bytes, total_bytes = torch.cuda.mem_get_info(model.device)
@@ -256,7 +258,7 @@ def host_arena_blocks(settings: Settings, model: RankModel, device_blocks: int) 
     block_bytes = model.geometry.block_bytes(engine.block_size)
     if engine.host_memory_bytes is not None:
         return engine.host_memory_bytes // block_bytes
-    ranks = engine.tensor_parallel * settings.cluster.replicas
+    ranks = engine.local_ranks * settings.cluster.replicas
     return min(HOST_TIMES_DEVICE * device_blocks, int(_HOST_MEMORY_SHARE * free_memory_bytes() / ranks) // block_bytes)
 
 

@@ -65,7 +65,7 @@ class Merger:
             for layer, (plain_layer, packed_layer) in enumerate(zip(plain.layers, packed.layers, strict=True))
             for product in PRODUCTS
         ]
-        if self._writes_all:
+        if self._writes_all and plain.holds_head:
             self._linears.append(_linear(len(plain.layers), LoraTargets(), plain.lm_head, packed.lm_head, place))
         self._changed: frozenset[int] = frozenset()
 

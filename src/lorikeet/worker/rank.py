@@ -1,4 +1,4 @@
-"""One tensor-parallel rank: keeps sequences and runs its share of the decoder for each step of a plan."""
+"""One rank: keeps sequences and runs its share of the decoder for each step of a plan."""
 
 import time
 from collections.abc import Sequence as Seq
@@ -193,7 +193,7 @@ class Rank:
         ``lora`` has the adapters of these rows, if any has more than A and B.
         """
         if not samples:
-            return StepOutput(self._decoder.head(hidden[:0]))
+            return StepOutput(hidden[:0])
         sampled: list[int] = []
         scored: list[ScoredRows] = []
         pooled: list[PooledRows] = []

@@ -46,7 +46,7 @@ class RankModel:
     """One rank's share of the model.
 
     Attributes:
-        config: the whole model's.
+        config: the whole model's, of all stages.
         decoder: the rank's share, or a model of transformers.
         kernels: the kernel backend.
         dtype, device: of weights, KV and adapters.
@@ -126,14 +126,26 @@ def read_base_config(settings: Settings, folder: Path) -> BaseConfig:
         from lorikeet.models.transformers_decoder import read_transformers_config
 
         config = read_transformers_config(folder)
-    config.check_divides(settings.engine.tensor_parallel)
+    config.check_divides(settings.engine.tensor_parallel, settings.engine.pipeline_parallel)
     return config
 
 
 def load_rank(
-    settings: Settings, folder: Path, group: RankGroup, progress: Callable[[str, int, int], None] | None = None
+    settings: Settings,
+    folder: Path,
+    group: RankGroup,
+    progress: Callable[[str, int, int], None] | None = None,
+    *,
+    gpu: int | None = None,
 ) -> RankModel:
     """Load one rank's share of the model.
+
+    Args:
+        settings: of the engine.
+        folder: of the model.
+        group: has the rank's number.
+        progress: called with (stage, done, total).
+        gpu: number of its GPU, if that is not the rank's.
 
     Raises:
         ConfigError: dtype, device or preset is unknown, or the preset merges adapters into weights that are quantised.
@@ -141,7 +153,7 @@ def load_rank(
         WeightError: the weights do not fit the config.
     """
     config = read_base_config(settings, folder)
-    dtype, device = _dtype(settings, config), rank_device(settings, group.rank)
+    dtype, device = _dtype(settings, config), rank_device(settings, group.number if gpu is None else gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are launched on the thread's current device
         gc.collect()  # free the memory of closed engines in this process
@@ -151,9 +163,10 @@ def load_rank(
     if not isinstance(config, ModelConfig):
         return _load_transformers(settings, folder, config, dtype, device, progress)
     config = config.for_lengths(max_model_len(settings, config))
+    share = config.stage(group.stage, group.stages)
     weights = load_weights(
         folder,
-        config,
+        share,
         dtype,
         device,
         rank=group.rank,
@@ -171,12 +184,12 @@ def load_rank(
         )
     kernels = _kernels(settings, dtype, device)
     packed = pack_weights(weights, kernels, keep_plain=merges)
-    geometry = config.geometry(dtype.itemsize, group.size)
+    geometry = share.geometry(dtype.itemsize, group.size)
     merger = None
     if merges:
         place = _pristine_device(weights, device, preset.merge_by)
         merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
-    decoder = Decoder(config, packed, kernels, group)
+    decoder = Decoder(share, packed, kernels, group)
     whole = config.geometry(dtype.itemsize)
     return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored, whole)
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks above 0: their processes, which follow rank 0 step by step, and rank 0's handle of them."""
+"""The ranks above 0: their processes, which follow rank 0 step by step, and rank 0's handle of them."""
 
 import logging
 import multiprocessing
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import cast
@@ -18,7 +19,7 @@ from typing import cast
 import msgspec
 import torch
 
-from lorikeet.config import Settings
+from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.executor import ExecutorError
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.plan import StepPlan, TransferDone
@@ -33,6 +34,7 @@ from lorikeet.worker.host_lora.start import wanted_workers
 from lorikeet.worker.memory_profiling import measured_step_bytes
 from lorikeet.worker.rank import Rank, sampling_steps
 from lorikeet.worker.rank_setup import allocate_arena, load_rank
+from lorikeet.worker.remote_ranks import wait_for_ranks
 from lorikeet.worker.threads import CpuBudget, requested_threads
 from lorikeet.worker.transfer.finished import FinishedTransfers
 from lorikeet.worker.transfer.loader import start_loader_process
@@ -83,13 +85,24 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Backend of torch.distributed by device."""
 
 
-def run_rank(connection: Connection, settings: Settings, folder: Path, rank: int, init_url: str) -> None:
-    """Run rank ``rank`` until ``StopRank``, or until rank 0 has ended. The main function of its process."""
+def run_rank(
+    connection: Connection, settings: Settings, folder: Path, rank: int, init_url: str, gpu: int | None = None
+) -> None:
+    """Run rank ``rank`` until ``StopRank``, or until rank 0 has ended. The main function of its process.
+
+    Args:
+        connection: to rank 0.
+        settings: of the engine.
+        folder: of the model.
+        rank: its number.
+        init_url: where ``torch.distributed`` meets.
+        gpu: its number on this machine, if that is not the rank's.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches every process; rank 0 handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     report = _Reporter(connection)
     try:
-        _serve(connection, report, settings, folder, rank, init_url)
+        _serve(connection, report, settings, folder, rank, init_url, gpu)
     except EOFError:
         _LOG.info("rank %d stops: rank 0 has ended", rank)
     except Exception as error:
@@ -100,14 +113,20 @@ def run_rank(connection: Connection, settings: Settings, folder: Path, rank: int
 
 
 def _serve(
-    connection: Connection, report: "_Reporter", settings: Settings, folder: Path, rank: int, init_url: str
+    connection: Connection,
+    report: "_Reporter",
+    settings: Settings,
+    folder: Path,
+    rank: int,
+    init_url: str,
+    gpu: int | None,
 ) -> None:
     engine = settings.engine
     cores = CpuBudget(requested_threads(engine.threads))
     loader = start_loader_process()
     report(RankReady())
-    group = DistributedRankGroup(rank, engine.tensor_parallel, init_url, BACKENDS[engine.device])
-    model = load_rank(settings, folder, group)
+    group = _join(rank, engine, init_url)
+    model = load_rank(settings, folder, group, gpu=gpu)
     report(RankReady())
     measured_step_bytes(settings, model, max_model_len(settings, model.config))
     message = TO_RANK.decode(connection.recv_bytes())
@@ -118,7 +137,7 @@ def _serve(
         arena,
         message.host_blocks,
         model.geometry,
-        rank,
+        group.rank,
         group.size,
         loader,
         engine,
@@ -139,6 +158,11 @@ def _serve(
     transfers.close()
     cores.close()
     group.close()
+
+
+def _join(number: int, engine: EngineSettings, init_url: str) -> DistributedRankGroup:
+    backend, stages = BACKENDS[engine.device], engine.pipeline_parallel
+    return DistributedRankGroup(number, engine.tensor_parallel, init_url, backend, stages=stages)
 
 
 def _join_ring(
@@ -191,6 +215,8 @@ _CLOSE_TIMEOUT_S = 5.0
 class RankProcesses:
     """Rank 0's handle of ranks 1 and above. They end with this process, even if it is killed.
 
+    They are processes of this machine or, with ``rank_address``, of others (see ``worker.remote_ranks``).
+
     Args:
         settings: the same as rank 0's.
         folder: of the model.
@@ -205,7 +231,7 @@ class RankProcesses:
     """
 
     def __init__(self, settings: Settings, folder: Path, finished: FinishedTransfers) -> None:
-        self.size = settings.engine.tensor_parallel
+        self.size = settings.engine.ranks
         self._finished = finished
         self._device = torch.device("cuda", 0) if settings.engine.device == "cuda" else torch.device("cpu")
         self._failure: str | None = None
@@ -213,14 +239,31 @@ class RankProcesses:
         self._failed = threading.Event()
         self._listener: threading.Thread | None = None
         self.group: DistributedRankGroup | None = None
-        if sys.platform == "linux":
-            # All ranks are on this machine, whose host name may not resolve.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._store = tempfile.TemporaryDirectory(prefix="lorikeet-ranks-")
-        init_url = f"file://{self._store.name}/store"
-        spawn = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
-        self._processes = []
+        self._processes: list[BaseProcess] = []
+        self._store = tempfile.TemporaryDirectory(prefix="lorikeet-ranks-")
+        if settings.engine.rank_address:
+            self._connections, init_url = wait_for_ranks(settings, folder)
+        else:
+            init_url = f"file://{self._store.name}/store"
+            self._start_processes(settings, folder, init_url)
+        try:
+            self.wait_until_ready()
+            try:
+                self.group = _join(0, settings.engine, init_url)
+            except RuntimeError:  # a rank may have failed during the rendezvous; then raise its error
+                if wait(self._connections, _CLOSE_TIMEOUT_S):
+                    self.wait_until_ready()
+                raise
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_processes(self, settings: Settings, folder: Path, init_url: str) -> None:
+        """Start the ranks on this machine, whose host name may not resolve."""
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        spawn = multiprocessing.get_context("spawn")
         for rank in range(1, self.size):
             ours, theirs = spawn.Pipe()
             process = spawn.Process(
@@ -230,17 +273,6 @@ class RankProcesses:
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
-        try:
-            self.wait_until_ready()
-            try:
-                self.group = DistributedRankGroup(0, self.size, init_url, BACKENDS[settings.engine.device])
-            except RuntimeError:  # a rank may have failed during the rendezvous; then raise its error
-                if wait(self._connections, _CLOSE_TIMEOUT_S):
-                    self.wait_until_ready()
-                raise
-        except BaseException:
-            self.close()
-            raise
 
     def wait_until_ready(self) -> None:
         """Block until every rank has finished the next stage of its start.
@@ -332,7 +364,7 @@ class RankProcesses:
                 process.kill()
                 process.join()
         if self._listener is not None:
-            self._listener.join()
+            self._listener.join(None if self._processes else _CLOSE_TIMEOUT_S)  # another machine may be cut off
         for connection in self._connections:
             connection.close()
         if self.group is not None:

@@ -235,7 +235,7 @@ _DEAD_RANK_TIMEOUT_S = 5.0
 
 
 class OtherRanks(Protocol):
-    """The other tensor-parallel ranks, as rank 0 uses them."""
+    """The other ranks, as rank 0 uses them."""
 
     size: int
     """Number of ranks, rank 0 included."""
@@ -262,7 +262,7 @@ class OtherRanks(Protocol):
 
 
 class NoOtherRanks:
-    """Without tensor parallelism there is only rank 0; all methods do nothing."""
+    """There is only rank 0; all methods do nothing."""
 
     size = 1
 
@@ -375,12 +375,12 @@ class TorchExecutor:
         self._finished.wait(timeout_s)
 
     def read_host(self, blocks: Sequence[BlockId]) -> tuple[bytes, ...]:
-        """Return the bytes of host blocks that no transfer writes. Not with tensor parallelism."""
+        """Return the bytes of host blocks that no transfer writes. Not with several ranks."""
         assert self._others.size == 1, "every rank has a part of each block"
         return tuple(self.transfers.host_arena.bytes[block].tobytes() for block in blocks)
 
     def write_host(self, blocks: Sequence[BlockId], contents: Sequence[bytes]) -> None:
-        """Write host blocks that no transfer uses. Not with tensor parallelism."""
+        """Write host blocks that no transfer uses. Not with several ranks."""
         assert self._others.size == 1, "every rank has a part of each block"
         for block, content in zip(blocks, contents, strict=True):
             self.transfers.host_arena.bytes[block] = np.frombuffer(content, np.uint8)
@@ -496,7 +496,7 @@ def build_torch_executor(
     is_own = isinstance(config, ModelConfig)
     longest_tokens = max_model_len(settings, config)
     cores = CpuBudget(requested_threads(engine.threads))
-    ranks = engine.tensor_parallel
+    ranks = engine.ranks
     finished = FinishedTransfers(ranks, on_transfer_done)
     with _device_errors(engine.device), ExitStack() as undo:
         loader = start_loader_process()
@@ -514,7 +514,15 @@ def build_torch_executor(
         host_blocks = host_arena_blocks(settings, model, blocks)
         arena = allocate_arena(model, blocks, engine)
         transfers = TransferManager(
-            arena, host_blocks, model.geometry, 0, ranks, loader, engine, finished.report, whole=model.whole_geometry
+            arena,
+            host_blocks,
+            model.geometry,
+            0,
+            engine.tensor_parallel,
+            loader,
+            engine,
+            finished.report,
+            whole=model.whole_geometry,
         )
         undo.callback(transfers.close)
         if others is not None:

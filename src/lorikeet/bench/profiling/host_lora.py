@@ -39,7 +39,7 @@ def measure_host_lora(
         ConfigError: the host tier is too small.
         ExecutorError: a worker did not start, or died.
     """
-    if engine.tensor_parallel > 1:  # the adapters of other ranks are in other processes
+    if engine.ranks > 1:  # the adapters of other ranks are in other processes
         return []
     processes = start_worker_processes(engine, resolve_preset(_ASSISTING_PRESET)[1])
     if not processes:

@@ -36,7 +36,7 @@ from lorikeet.bench.profiling.transfers import (
     switch_ticks,
     transfer_ticks,
 )
-from lorikeet.config import Settings
+from lorikeet.config import ConfigError, Settings
 from lorikeet.core.executor import EngineSizes
 from lorikeet.core.machine import cpu_model
 from lorikeet.core.plan import KernelForm
@@ -109,6 +109,8 @@ def run_profile(
         ValueError: the model or its weights cannot be used.
         ExecutorError: a step could not be run.
     """
+    if settings.engine.pipeline_parallel > 1:
+        raise ConfigError("pipeline_parallel: stages compute one after the other, so measure a profile with one")
     how, folder = thoroughness, Path(settings.model.model)
     config = read_model_config(folder)
     dtype = torch_dtype(config.dtype if settings.model.dtype == "auto" else settings.model.dtype)

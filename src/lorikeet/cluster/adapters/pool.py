@@ -7,7 +7,7 @@ Source: LoRAServe, section IV-B; docs/decisions/loraserve-placement.md has the r
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import count
 from math import inf
 from typing import NamedTuple
@@ -265,9 +265,9 @@ class AdapterPool:
         self._uses[adapter, source] += 1
         return Fetch(next(self._numbers), adapter, source, destination)
 
-    def _source(self, adapter: AdapterDigest, tried: Iterable[ReplicaId]) -> ReplicaId | None:
+    def _source(self, adapter: AdapterDigest, tried: Collection[ReplicaId]) -> ReplicaId | None:
         """Return the replica to fetch from: one that stays routed, with the fewest transfers, with the lowest id."""
-        holders = self.table.holders(adapter).difference(tried)
+        holders = (each for each in self.table.holders(adapter) if each not in tried)
         routed = self._routing.replicas(adapter)
         return min(holders, key=lambda each: (each not in routed, self._outbound[each], each), default=None)
 
@@ -296,7 +296,7 @@ class AdapterPool:
         deletes: list[tuple[AdapterDigest, ReplicaId]] = []
         for adapter in adapters:
             holders = self.table.holders(adapter)
-            wanted = set() if adapter in self._retired else self._routing.replicas(adapter)
+            wanted = frozenset[ReplicaId]() if adapter in self._retired else self._routing.replicas(adapter)
             idle = [replica for replica in sorted(holders - wanted) if (adapter, replica) not in self._uses]
             if len(idle) == len(holders) and adapter in self._retired:
                 self.table.forget(adapter)
@@ -313,17 +313,23 @@ class AdapterPool:
             deletes += [(adapter, replica) for replica in idle]
         return (*deletes, *self._shrink())
 
-    def _shrink(self) -> Iterator[tuple[AdapterDigest, ReplicaId]]:
-        """Delete the copies that were unused for longest while all together are too large, and yield them."""
-        if not self._replicated or self._held_bytes <= (most := self._most_bytes()):
-            return
-        for adapter in list(self._replicated):
-            for replica in sorted(self.table.holders(adapter)):
-                if self._held_bytes <= most:
-                    return
-                if adapter in self._replicated and (adapter, replica) not in self._uses:
-                    self._remove(adapter, replica)
-                    yield adapter, replica
+    def _shrink(self) -> list[tuple[AdapterDigest, ReplicaId]]:
+        """Delete the copies that were unused for longest while all together are too large, and return them."""
+        surplus_bytes = self._held_bytes - self._most_bytes() if self._replicated else 0
+        deletes: list[tuple[AdapterDigest, ReplicaId]] = []
+        for adapter in self._replicated:
+            if surplus_bytes <= 0:
+                break
+            idle = [each for each in sorted(self.table.holders(adapter)) if (adapter, each) not in self._uses]
+            if len(idle) == len(self.table.holders(adapter)):
+                idle.pop()  # the last copy stays
+            for replica in idle:
+                if surplus_bytes > 0:
+                    deletes.append((adapter, replica))
+                    surplus_bytes -= self._sizes.get(adapter, 0)
+        for adapter, replica in deletes:
+            self._remove(adapter, replica)
+        return deletes
 
     def _add(self, adapter: AdapterDigest, replica: ReplicaId) -> None:
         if self.table.holds(replica, adapter):

@@ -75,6 +75,6 @@ def resources_of(settings: Settings, cores: int | None) -> ReplicaResources:
     """
     engine, cluster = settings.engine, settings.cluster
     share = 1.0 if cores is None else cores / max(cluster.replicas, cluster.max_replicas)
-    cpus = engine.threads * engine.tensor_parallel or share
-    gpus = engine.tensor_parallel if engine.device == "cuda" else 0
-    return ReplicaResources(cpus, gpus, max(1, int(cpus / engine.tensor_parallel)))
+    cpus = engine.threads * engine.ranks or share
+    gpus = engine.ranks if engine.device == "cuda" else 0
+    return ReplicaResources(cpus, gpus, max(1, int(cpus / engine.ranks)))

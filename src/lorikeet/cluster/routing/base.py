@@ -4,7 +4,7 @@ The performance model predicts the time of a step from the ranks in it (TOPPINGS
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from math import inf
 
 import msgspec
@@ -160,7 +160,7 @@ class Router(ABC):
 
     wants_keys: bool = False
     saved_s: float = 0.0
-    holders: Callable[[AdapterDigest], frozenset[ReplicaId]] | None = None
+    holders: Callable[[AdapterDigest], Set[ReplicaId]] | None = None
     _table: RoutingTable | None = None
     _homes: tuple[int, dict[int, Indices]] = (-1, {})
 

@@ -26,14 +26,15 @@ _ORDERED_CPUS = ("x86_64", "AMD64")
 def wanted_workers(settings: EngineSettings, preset: Preset) -> int:
     """Return the number of host workers of a replica.
 
-    It is 0 with several GPUs, which would have to synchronise on every layer, and on CPUs whose stores may become
-    visible in another order (the ring relies on the order). Then requests wait for their adapters. Where ``AUTO``
-    could never pay it is 0, too: on a CPU whose copies no declared link slows down, a whole adapter is copied within
-    memory in the time that the host takes for one or two layers.
+    It is 0 with several GPUs, which would have to synchronise on every layer, with pipeline stages or ranks on other
+    machines, and on CPUs whose stores may become visible in another order (the ring relies on it). Then requests wait
+    for their adapters. Where ``AUTO`` could never pay it is 0, too: on a CPU whose copies no declared link slows down,
+    a whole adapter is copied within memory in the time that the host takes for one or two layers.
     """
     may_pay = settings.device != "cpu" or settings.link_bytes_per_s > 0
     is_assisted = preset.cold_start is ColdStart.ASSIST or (preset.cold_start is ColdStart.AUTO and may_pay)
-    is_one = settings.device == "cpu" or settings.tensor_parallel == 1
+    shares_memory = settings.device == "cpu" and settings.pipeline_parallel == 1 and not settings.rank_address
+    is_one = settings.ranks == 1 or shares_memory
     fits = is_one and platform.machine() in _ORDERED_CPUS and settings.host_memory_bytes != 0
     return settings.host_lora_workers if is_assisted and fits else 0
 

@@ -1,0 +1,445 @@
+"""``lorikeet router`` before other people's servers: ``python -m benchmarks.router``.
+
+* ``servers``: real servers (vLLM's CPU build, llama.cpp's server, Lorikeet), each with the sample adapters. Streams of
+  all adapters go through the router; once a third have begun, one server is killed. An answer is *whole* if it has as
+  many tokens as were asked for (by the servers' count, or one a chunk), and an end. Then the server is started again.
+* ``rate``: requests that the router and a proxy that only forwards finish for a second of their processor time, over
+  back ends that send tokens at a fixed pace; in turns.
+
+vLLM and llama.cpp get environments of their own below ``.venvs``.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from benchmarks.harness import (
+    LORIKEET,
+    ROOT,
+    RunningServer,
+    default_model,
+    in_turns,
+    print_setup,
+    print_table,
+    ratios,
+    running_server,
+    sample_adapters,
+    with_interval,
+)
+from benchmarks.vllm_environment import vllm_python
+from lorikeet.models.default import find_gguf
+
+LLAMA_CPP_STEPS = ("xllamacpp==2026.10.11549", "gguf==0.19.0")
+LLAMA_CPP = ROOT / ".venvs" / "llamacpp"
+READY_S, BACK_S, BEGUN_TOKENS = 420.0, 120.0, 3
+
+
+def main() -> None:
+    """Run the parts and print their tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of: " + ", ".join(PARTS))
+    parser.add_argument("--servers", default=",".join(SERVERS), help="servers: which of: " + ", ".join(SERVERS))
+    parser.add_argument("--kill", default="", help="servers: those that are killed in turn; all if not given")
+    parser.add_argument("--requests", type=int, default=100, help="servers: in flight")
+    parser.add_argument("--tokens", type=int, default=48, help="servers: of each answer")
+    parser.add_argument("--rounds", type=int, default=7, help="rate: of each side")
+    parser.add_argument("--paced", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.paced:
+        _paced_backend(options.port)
+        return
+    print_setup()
+    for name in options.parts.split(","):
+        PARTS[name](options)
+
+
+# --- real servers ----------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """Where a server runs, and its log."""
+
+    port: int
+    log: Path
+
+
+def _lorikeet(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:
+    folder = str(next(iter(sample_adapters().values())).parent)
+    flags = [str(default_model()), "--adapter-dir", folder, "--store-dir", str(scratch / "store")]
+    return [LORIKEET, "serve"], [*flags, "--dtype", "float32"], {}
+
+
+def _vllm(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:
+    python = vllm_python()
+    flags = ["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "8", "--max-lora-rank", "64"]
+    flags += ["--served-model-name", default_model().name, "--max-model-len", "1024", "--enforce-eager"]
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return [str(python.with_name("vllm")), "serve", str(default_model())], flags, environment
+
+
+def _llama_cpp(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:
+    python = LLAMA_CPP / "bin" / "python"
+    if not python.is_file():
+        subprocess.run([sys.executable, "-m", "venv", str(LLAMA_CPP)], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *LLAMA_CPP_STEPS], check=True)
+    adapters = [flag for folder in sample_adapters().values() for flag in ("--lora", str(folder))]
+    return (
+        [str(python), str(ROOT / "benchmarks" / "llamacpp_server.py"), str(find_gguf())],
+        [*adapters, "--alias", default_model().name],
+        {},
+    )
+
+
+SERVERS: dict[str, Callable[[Path], tuple[list[str], list[str], dict[str, str]]]] = {
+    "vllm": _vllm,
+    "llamacpp": _llama_cpp,
+    "lorikeet": _lorikeet,
+}
+
+
+@dataclass
+class Answer:
+    """One streamed answer: its text, its tokens by the server's count, and how it ended."""
+
+    text: str = ""
+    pieces: int = 0
+    tokens: int = 0
+    reason: str = ""
+    error: str = ""
+
+
+def servers(options: argparse.Namespace) -> None:
+    """Print what clients get when one server is killed."""
+    names = options.servers.split(",")
+    table: list[list[object]] = []
+    with tempfile.TemporaryDirectory(prefix="lorikeet-router-") as text, ExitStack() as stack:
+        scratch = Path(text)
+        running = {name: Restartable(name, scratch / name) for name in names}
+        for each in running.values():
+            stack.callback(each.stop)
+            each.start()
+        adapters = [flag for name, path in sample_adapters().items() for flag in ("--lora-modules", f"{name}={path}")]
+        backends = [flag for each in running.values() for flag in ("--backend", each.url)]
+        flags = [*backends, *adapters, "--preset", "lorikeet:plain,routing=least-loaded"]
+        router = stack.enter_context(
+            running_server(flags, scratch / "router.log", command=(LORIKEET, "router"), ready_within_s=READY_S)
+        )
+        until(lambda: len(_up(router.url)) == len(names), "all are up")
+        base = httpx.get(f"{router.url}/v1/models", timeout=60).json()["data"][0]["id"]
+        models = [base, *sample_adapters()]
+        for killed in options.kill.split(",") if options.kill else names:
+            table.append(_one_kill(router, running, killed, models, options))
+            running[killed].start()
+            until(lambda: len(_up(router.url)) == len(names), f"{killed} is back")
+    headings = ["killed", "whole", "continued", "retried", "first error", "requests by server"]
+    print_table(f"{options.requests} streams of {options.tokens} tokens over {', '.join(names)}", headings, table)
+
+
+def _one_kill(
+    router: RunningServer, running: "dict[str, Restartable]", killed: str, models: Sequence[str], options: Any
+) -> list[object]:
+    before = _counters(router.url)
+    began = asyncio.Event()
+    answers = [Answer() for _ in range(options.requests)]
+    share: Counter[str] = Counter()
+
+    async def run() -> None:
+        async def kill() -> None:
+            await began.wait()
+            by_url = {each.url: name for name, each in running.items()}
+            for replica in _state(router.url)["replicas"]:
+                share[by_url[replica["address"]]] += replica["running"] + replica["waiting"]
+            await asyncio.to_thread(running[killed].kill)
+
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=router.url, timeout=900, limits=limits) as http:
+            killing = asyncio.create_task(kill())
+            await asyncio.gather(
+                *(
+                    _stream(http, answer, models[number % len(models)], number, options.tokens, answers, began)
+                    for number, answer in enumerate(answers)
+                )
+            )
+            began.set()
+            await killing
+
+    asyncio.run(run())
+    after = _counters(router.url)
+    whole = sum(
+        (each.tokens or each.pieces) == options.tokens and each.reason == "length" and not each.error
+        for each in answers
+    )
+    errors = sorted({each.error for each in answers if each.error})
+    gained = [int(after[name] - before[name]) for name in ("continued", "retries")]
+    shown = ", ".join(f"{name} {count}" for name, count in share.items())
+    return [killed, f"{whole} of {len(answers)}", *gained, (errors or ["none"])[0][:80], shown]
+
+
+async def _stream(
+    http: httpx.AsyncClient,
+    answer: Answer,
+    model: str,
+    number: int,
+    tokens: int,
+    answers: Sequence[Answer],
+    began: asyncio.Event,
+) -> None:
+    """Stream a chat or a completion, and let the fault happen once a third of all have begun."""
+    ask = f"Tell me about the number {number}."
+    body: dict[str, Any] = {"model": model, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    path = "/v1/completions" if number % 2 else "/v1/chat/completions"
+    body |= {"prompt": ask} if number % 2 else {"messages": [{"role": "user", "content": ask}]}
+    try:
+        async with http.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                answer.error = f"{response.status_code}: {(await response.aread())[:200]!r}"
+                return
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    answer.error = str(event["error"])
+                for choice in event.get("choices", ()):
+                    piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                    answer.text += piece
+                    answer.pieces += bool(piece)
+                    answer.reason = choice.get("finish_reason") or answer.reason
+                if event.get("usage"):
+                    answer.tokens = event["usage"]["completion_tokens"]
+                if sum(each.pieces >= BEGUN_TOKENS for each in answers) > len(answers) // 3:
+                    began.set()
+    except httpx.HTTPError as error:
+        answer.error = repr(error)
+
+
+def _state(url: str) -> dict[str, Any]:
+    return dict(httpx.get(f"{url}/v1/cluster", timeout=60).json())
+
+
+def _up(url: str) -> list[str]:
+    return [line for line in _metrics(url) if line.startswith("lorikeet:route_backend_up") and line.endswith(" 1.0")]
+
+
+def _metrics(url: str) -> list[str]:
+    return httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+
+
+def _counters(url: str) -> dict[str, float]:
+    lines = _metrics(url)
+    return {
+        name: sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"lorikeet:route_{name}_total"))
+        for name in ("continued", "retries")
+    }
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait until something holds.
+
+    Raises:
+        RuntimeError: it does not, in time.
+    """
+    end_s = time.monotonic() + READY_S
+    while not holds():
+        if time.monotonic() > end_s:
+            raise RuntimeError(f"waited in vain until {what}")
+        time.sleep(0.2)
+
+
+class Restartable:
+    """A server that can be killed and started again at the same address.
+
+    Args:
+        name: of ``SERVERS``.
+        scratch: a folder for its files.
+    """
+
+    def __init__(self, name: str, scratch: Path) -> None:
+        scratch.mkdir()
+        self._command, self._flags, self._environment = SERVERS[name](scratch)
+        self._log = scratch / "log"
+        self._stack = ExitStack()
+        self._server: RunningServer | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        assert self._server is not None
+        return self._server.url
+
+    def start(self) -> None:
+        """Start it, and wait until it is ready."""
+        self._stack = ExitStack()
+        self._server = self._stack.enter_context(
+            running_server(
+                self._flags,
+                self._log,
+                command=self._command,
+                environment=self._environment,
+                ready_within_s=READY_S,
+                poll_s=0.2,
+                port=self._port,
+            )
+        )
+        self._port = int(self._server.url.rpartition(":")[2])
+
+    def kill(self) -> None:
+        """Kill it with all its processes."""
+        assert self._server is not None
+        root = psutil.Process(self._server.process.pid)
+        for process in (*root.children(recursive=True), root):
+            process.kill()
+        self._stack.close()
+
+    def stop(self) -> None:
+        """Stop it, if it runs."""
+        self._stack.close()
+
+
+# --- rate ------------------------------------------------------------------------------------------------
+
+PACED_TOKENS, PACED_S, AT_ONCE, ASKED = 16, 0.02, 32, 256
+
+
+def rate(options: argparse.Namespace) -> None:
+    """Print requests for a second of processor time, of the router and of a bare proxy."""
+    adapter = next(iter(sample_adapters()))
+    with tempfile.TemporaryDirectory(prefix="lorikeet-router-") as text, ExitStack() as stack:
+        scratch = Path(text)
+        paced = (sys.executable, "-m", "benchmarks.router", "--paced", "yes")
+        backends = [
+            stack.enter_context(running_server([], scratch / f"{number}.log", command=paced)) for number in range(2)
+        ]
+        proxy = (sys.executable, "-m", "benchmarks.control_plane")
+        bare = stack.enter_context(
+            running_server(["--bare-proxy", backends[0].url], scratch / "bare.log", command=proxy)
+        )
+        flags = [flag for each in backends for flag in ("--backend", each.url)]
+        flags += ["--lora-modules", f"{adapter}={sample_adapters()[adapter]}", "--log-level", "warning"]
+        router = stack.enter_context(running_server(flags, scratch / "router.log", command=(LORIKEET, "router")))
+        sides = {"direct": backends[0], "bare proxy": bare, "router": router}
+        asyncio.run(_ask_all(router.url, adapter, 1))  # which loads the adapter
+
+        def side(server: RunningServer) -> Callable[[int], Round]:
+            process = psutil.Process(server.process.pid)
+
+            def measure(_: int) -> Round:
+                before, began_s = process.cpu_times(), time.monotonic()
+                times = asyncio.run(_ask_all(server.url, adapter, ASKED))
+                after, took_s = process.cpu_times(), time.monotonic() - began_s
+                busy_s = after.user + after.system - before.user - before.system
+                return Round(ASKED / busy_s, ASKED / took_s, statistics.median(times) * 1e3)
+
+            return measure
+
+        found = in_turns({name: side(server) for name, server in sides.items()}, options.rounds)
+    direct = [each.first_ms for each in found["direct"]]
+    added = [[each.first_ms - first_ms for each, first_ms in zip(of, direct, strict=True)] for of in found.values()]
+    per_cpu_s = [[each.per_cpu_s for each in of] for of in found.values()]
+    rows = [
+        _row("requests per second of its processor time", ".0f", *per_cpu_s),
+        _row("requests per second", ".0f", *([each.per_s for each in of] for of in found.values())),
+        _row("added to the first event at P50, ms", ".2f", *added),
+    ]
+    title = f"{AT_ONCE} streams at once of {PACED_TOKENS} tokens, {PACED_S * 1e3:.0f} ms apart"
+    print_table(title, ["", *sides, "router / proxy"], rows)
+
+
+class Round(NamedTuple):
+    """Requests per second of a process's time, and of the clock; median milliseconds to the first event."""
+
+    per_cpu_s: float
+    per_s: float
+    first_ms: float
+
+
+def _row(what: str, form: str, direct: list[float], proxy: list[float], router: list[float]) -> list[str]:
+    shown = (with_interval(values, form) for values in (direct, proxy, router))
+    return [what, *shown, with_interval(ratios(router, proxy), ".2f")]
+
+
+async def _ask_all(url: str, model: str, count: int) -> list[float]:
+    """Ask for so many answers, some at once; return the seconds to the first event of each."""
+    free = asyncio.Semaphore(AT_ONCE)
+    body = {"model": model, "prompt": "Hello", "max_tokens": PACED_TOKENS, "stream": True}
+    limits = httpx.Limits(max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE)
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
+
+        async def one() -> float:
+            async with free:
+                began_s = time.perf_counter()
+                async with http.stream("POST", "/v1/completions", json=body) as response:
+                    pieces = response.aiter_raw()
+                    last = await anext(pieces)
+                    first_s = time.perf_counter() - began_s
+                    async for piece in pieces:
+                        last = piece
+                if response.status_code != 200 or not last.rstrip().endswith(b"data: [DONE]"):
+                    raise RuntimeError(f"{response.status_code}: {last[-200:]!r}")
+                return first_s
+
+        return list(await asyncio.gather(*(one() for _ in range(count))))
+
+
+def _paced_backend(port: int) -> None:
+    """Serve what a router needs of vLLM: tokens at a fixed pace, whatever is asked for."""
+
+    async def complete(http: Request) -> Response:
+        body = await http.json()
+        return StreamingResponse(_tokens(body), media_type="text/event-stream")
+
+    async def models(http: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": "base", "object": "model", "owned_by": "vllm"}]})
+
+    async def done(http: Request) -> Response:
+        return Response()
+
+    served = [
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/load_lora_adapter", done, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/health", done),
+        Route("/metrics", done),
+    ]
+    uvicorn.run(Starlette(routes=served), port=port, loop="uvloop", access_log=False, log_level="warning")
+
+
+async def _tokens(body: dict[str, Any]) -> AsyncIterator[bytes]:
+    shared = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": body["model"]}
+    for number in range(PACED_TOKENS):
+        if number:
+            await asyncio.sleep(PACED_S)
+        reason = "length" if number == PACED_TOKENS - 1 else None
+        usage = {"prompt_tokens": 1, "completion_tokens": number + 1, "total_tokens": number + 2}
+        event = {**shared, "choices": [{"index": 0, "text": " word", "finish_reason": reason}], "usage": usage}
+        yield b"data: " + json.dumps(event).encode() + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"servers": servers, "rate": rate}
+
+
+if __name__ == "__main__":
+    main()
