@@ -844,10 +844,10 @@ def test_an_inspection_tells_what_ia3_changes_and_whether_it_fits(tmp_path: Path
 
 
 def test_what_changes_no_linear_layer_is_not_converted(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "TRAINABLE_TOKENS"}')
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
     done = runner.invoke(app, ["adapters", "convert", str(tmp_path), str(tmp_path / "out"), "--base", "nowhere"])
     assert done.exit_code == 1
-    assert "trainable_token_indices of a LoRA" in done.output
+    assert "peft_type is 'PREFIX_TUNING', which is neither served nor converted" in done.output
 
 
 def test_the_package_runs_as_a_command() -> None:
