@@ -4,6 +4,7 @@ SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PORT ?= 8000
+DEVICE := $(if $(filter cuda,$(TORCH_BUILD)),--device cuda)
 TEST_PROCESSES ?= 2
 CASES ?= 15000
 VENV := .venv
@@ -57,7 +58,7 @@ $(INSTALLED_DEV): $(INSTALLED)
 
 # The server prints a curl line for the first adapter that it is given.
 serve: $(INSTALLED)
-	$(BIN)/lorikeet serve --host 127.0.0.1 --port $(PORT) --adapter-dir examples/adapters \
+	$(BIN)/lorikeet serve --host 127.0.0.1 --port $(PORT) $(DEVICE) --adapter-dir examples/adapters \
 	  $(foreach name,pirate $(filter-out pirate,$(SAMPLES)),--lora-modules $(name)=examples/adapters/$(name))
 
 # The docs site and mypy take longest, so they run beside each other.

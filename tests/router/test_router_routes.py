@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 
-from lorikeet.router.proxied_request import FORWARDED, RESPONSES
+from lorikeet.router.proxied_request import CHAT, FORWARDED, RESPONSES
 from tests.router.conftest import Start
 
 MESSAGES = "/v1/messages"
@@ -88,3 +89,12 @@ async def test_a_response_is_asked_for_where_it_is_kept(start: Start) -> None:
         dropped = (await http.post(RESPONSES, json={**begun, "store": False})).json()["id"]
         assert (await http.get(f"{RESPONSES}/{dropped}")).status_code == 404
         assert {key for backend in routing.backends for key in backend.keys} == {"Bearer its"}
+
+
+@pytest.mark.parametrize("field", ["lora_path", "lora", "merged_adapters"])
+async def test_an_adapter_is_named_by_the_model_alone(start: Start, field: str) -> None:
+    async with start() as routing:
+        body = {"model": "base", "messages": [{"role": "user", "content": "hello"}], field: ["json"]}
+        reply = await routing.http.post(CHAT, json=body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+        assert not any(backend.bodies for backend in routing.backends)

@@ -49,6 +49,10 @@ _MAX = BodyStructure(depth=100, containers=2**16, keys=2**18, values=2**21)
 """Of a large body, which would hold up every stream while it is decoded."""
 
 
+_OTHER_WAYS = ("lora_path", "lora", "merged_adapters", "adapter_parameters", "adapter_id", "adapter_source")
+"""Fields by which servers let a request name adapters beside ``model``: what they name would be at no known backend."""
+
+
 class RequestBody:
     """The body of a request that names a model.
 
@@ -62,7 +66,7 @@ class RequestBody:
         content: the bytes as received; with a tenant, encoded again with a ``cache_salt`` of that tenant.
 
     Raises:
-        ApiError: 400, it is no JSON object, or ``model`` or ``cache_salt`` is no string.
+        ApiError: 400, it is no JSON object, ``model`` or ``cache_salt`` is no string, or other fields name adapters.
     """
 
     def __init__(self, path: str, content: bytes, tenant: str = "") -> None:
@@ -76,6 +80,9 @@ class RequestBody:
             raise bad_request("The body must be a JSON object.")
         if not isinstance(fields.get("model"), str | None):
             raise bad_request("model: not a string.", "model")
+        for name in _OTHER_WAYS:
+            if fields.get(name):
+                raise bad_request(f"{name}: a router finds the adapter by `model` alone; name it there.", name)
         if tenant and path not in _COUNTED:
             own = fields.get("cache_salt") or ""
             if not isinstance(own, str):
