@@ -290,7 +290,7 @@ class Planner:
         return self._closeness(number, self._judged[number].full[0])
 
     def _closeness(self, number: int, result: TrialResult | None) -> tuple[float, float, int]:
-        """Return misses, the P99 that is nearest to its limit, as a share of that, and host memory."""
+        """Return misses beyond the target, the P99 that is nearest to its limit, as a share of that, and host memory."""
         assert result is not None
         limits = self._scenario.limits()
         pairs = (
@@ -299,7 +299,7 @@ class Planner:
             (result.e2e_p99_s, limits.e2e_s),
         )
         nearest = max((p99_s / limit_s for p99_s, limit_s in pairs if limit_s), default=0.0)
-        return -(result.attainment or 0.0), nearest, self._judged[number].candidate.host_memory_bytes
+        return -min(result.attainment or 0.0, self._target), nearest, self._judged[number].candidate.host_memory_bytes
 
     def _begin(self, number: int) -> None:
         judged = self._judged[number]
