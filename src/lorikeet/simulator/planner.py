@@ -290,7 +290,7 @@ class Planner:
         return self._closeness(number, self._judged[number].full[0])
 
     def _closeness(self, number: int, result: TrialResult | None) -> tuple[float, float, int]:
-        """Return misses beyond the target, the P99 that is nearest to its limit, as a share of that, and host memory."""
+        """Return misses beyond the target, the P99 nearest to its limit, as a share of that, and host memory."""
         assert result is not None
         limits = self._scenario.limits()
         pairs = (
