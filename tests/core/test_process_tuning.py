@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from lorikeet.core.process_tuning import frozen_gc, rare_gc
+from lorikeet.core.process_tuning import collect_no_garbage, frozen_gc, rare_gc
 
 
 class Node:
@@ -47,6 +47,17 @@ def test_within_another_it_ends_with_the_other() -> None:
         assert seen() is not None
     gc.collect()
     assert seen() is None
+
+
+def test_a_start_without_searches_ends_where_objects_are_excluded_from_them() -> None:
+    try:
+        collect_no_garbage()
+        assert not gc.isenabled()
+        with frozen_gc():
+            assert gc.isenabled()
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_searches_are_rare_until_the_end_even_if_it_is_an_error() -> None:
