@@ -289,7 +289,6 @@ class Restartable:
                 command=self._command,
                 environment=self._environment,
                 ready_within_s=READY_S,
-                poll_s=0.2,
                 port=self._port,
             )
         )
