@@ -8,12 +8,14 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from unittest import mock
 
 import httpx
@@ -229,6 +231,8 @@ def running_server(
 ) -> Iterator[RunningServer]:
     """Start a server on a free port, wait until it is ready, and stop it with its children.
 
+    From then on SIGTERM ends this program by ``SystemExit``, so that its servers are stopped, too.
+
     Args:
         flags: of the command, without ``--port``.
         log: file for all that it prints.
@@ -240,6 +244,8 @@ def running_server(
     Raises:
         RuntimeError: it ended or was not ready in time; the message holds the end of its log.
     """
+    if threading.current_thread() is threading.main_thread():  # only there handlers can be set
+        signal.signal(signal.SIGTERM, _exit)
     if not port:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -256,6 +262,10 @@ def running_server(
         yield server
     finally:
         _stop(process)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def sample_flags() -> list[str]:
