@@ -11,7 +11,7 @@ Parts, each a table:
 * ``admission``: a decision of Chameleon's queue over 1,000 waiting requests, and recomputing its size classes.
 * ``routes``: a choice among 64 replicas with 10,000 adapters, by every routing and placement policy of the presets.
 * ``placement``: LoRAServe's placement of 10,000 adapters on 1,000 replicas, and dLoRA's migration plans.
-* ``cells``: a route and an orchestrator's tick by adapters and replicas, up to 100,000 on 1,000.
+* ``scale``: a route and an orchestrator's tick by adapters and replicas, up to 100,000 on 1,000.
 * ``streaming``: processor time of the API process and the engine process for each streamed token, over HTTP.
 * ``router``: what ``lorikeet router`` adds to TTFT, beside a proxy that only forwards.
 """
@@ -656,17 +656,17 @@ def placement() -> None:
     print_table("Placement, on one core", ["policy", "median, ms", "P95, ms"], rows)
 
 
-CELLS = ((1_000, 10), (10_000, 100), (100_000, 100), (10_000, 1_000), (100_000, 1_000))
+SCALES = ((1_000, 10), (10_000, 100), (100_000, 100), (10_000, 1_000), (100_000, 1_000))
 """Adapters and replicas."""
-LIVE_OF_REPLICA, CELL_TICKS = 32, 5
+LIVE_PER_REPLICA, SCALE_TICKS = 32, 5
 
 
-def cells() -> None:
+def scale() -> None:
     """Print how a route, and a placement at the end of a period, grow with adapters and replicas."""
     rows = []
     with _one_core():
-        for adapters, replicas in CELLS:
-            live = LIVE_OF_REPLICA * replicas
+        for adapters, replicas in SCALES:
+            live = LIVE_PER_REPLICA * replicas
             routed = [
                 median_p95(_routes(routing, placement, replicas, adapters, live), US)[0]
                 for routing, placement in (("table", "loraserve"), ("seconds", "everywhere"))
@@ -688,12 +688,12 @@ def _ticks(name: str, adapters: int, replicas: int) -> list[float]:
     known = [AdapterDigest(f"a{number:06}") for number in range(adapters)]
     orchestrator.register([AdapterInfo(each, RANKS[n % len(RANKS)], 10**8) for n, each in enumerate(known)], 0.0)
     draw = np.random.default_rng(0)
-    sizes = [tuple(zip(known, draw.integers(1, 1000, adapters).tolist(), strict=True)) for _ in range(CELL_TICKS + 1)]
+    sizes = [tuple(zip(known, draw.integers(1, 1000, adapters).tolist(), strict=True)) for _ in range(SCALE_TICKS + 1)]
 
     def tick(period: int) -> None:
         orchestrator.period(DemandReport(sizes[period]), 10.0 * (period + 1))
 
-    return _timed(CELL_TICKS, tick, 1)
+    return _timed(SCALE_TICKS, tick, 1)
 
 
 def _problem(seed: int) -> tuple[list[ReplicaLoad], list[MovableRequest], dict[AdapterDigest, int]]:
@@ -848,7 +848,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "admission": admission,
     "routes": routes,
     "placement": placement,
-    "cells": cells,
+    "scale": scale,
     "streaming": streaming,
     "router": router,
 }

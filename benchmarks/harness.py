@@ -8,12 +8,14 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn, TypeVar
 from unittest import mock
 
 import httpx
@@ -45,7 +47,7 @@ THREADS = len(os.sched_getaffinity(0))
 
 _TOKEN_IDS = (300, 10_000)
 """Ordinary token ids of the default model."""
-_STOP_S = 60.0
+_POLL_S, _STOP_S = 0.05, 60.0
 
 T = TypeVar("T")
 
@@ -225,10 +227,11 @@ def running_server(
     command: Sequence[str] = (LORIKEET, "serve"),
     environment: Mapping[str, str] | None = None,
     ready_within_s: float = 300.0,
-    poll_s: float = 0.05,
     port: int = 0,
 ) -> Iterator[RunningServer]:
     """Start a server on a free port, wait until it is ready, and stop it with its children.
+
+    From then on SIGTERM ends this program by ``SystemExit``, so that its servers are stopped, too.
 
     Args:
         flags: of the command, without ``--port``.
@@ -236,12 +239,13 @@ def running_server(
         command: what starts it.
         environment: variables beside those of this process.
         ready_within_s: limit for its start.
-        poll_s: interval at which it is asked whether it is ready.
         port: that it listens on; 0 for a free one.
 
     Raises:
         RuntimeError: it ended or was not ready in time; the message holds the end of its log.
     """
+    if threading.current_thread() is threading.main_thread():  # only there handlers can be set
+        signal.signal(signal.SIGTERM, _exit)
     if not port:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -254,10 +258,14 @@ def running_server(
         )
     server = RunningServer(f"http://127.0.0.1:{port}", process)
     try:
-        _wait_until_ready(server, log, time.monotonic() + ready_within_s, poll_s)
+        _wait_until_ready(server, log, time.monotonic() + ready_within_s)
         yield server
     finally:
         _stop(process)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def sample_flags() -> list[str]:
@@ -278,14 +286,14 @@ def chat_body(model: str, content: str, tokens: int, **parameters: object) -> di
     }
 
 
-def _wait_until_ready(server: RunningServer, log: Path, until_s: float, poll_s: float) -> None:
+def _wait_until_ready(server: RunningServer, log: Path, until_s: float) -> None:
     while time.monotonic() < until_s:
         if server.process.poll() is not None:
             break
         with suppress(httpx.TransportError):
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return
-        time.sleep(poll_s)
+        time.sleep(_POLL_S)
     code = server.process.poll()
     what = "was not ready in time" if code is None else f"ended with code {code}"
     raise RuntimeError(f"the server {what}:\n{log.read_text(errors='replace')[-2000:]}")

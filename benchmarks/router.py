@@ -43,14 +43,15 @@ from benchmarks.harness import (
     ratios,
     running_server,
     sample_adapters,
+    sample_flags,
     with_interval,
 )
 from benchmarks.vllm_environment import vllm_python
 from lorikeet.models.default import find_gguf
 
-LLAMA_CPP_STEPS = ("xllamacpp==2026.10.11549", "gguf==0.19.0")
+LLAMA_CPP_PACKAGES = ("xllamacpp==2026.10.11549", "gguf==0.19.0")
 LLAMA_CPP = ROOT / ".venvs" / "llamacpp"
-READY_S, BACK_S, BEGUN_TOKENS = 420.0, 120.0, 3
+READY_S, BEGUN_TOKENS = 420.0, 3
 
 
 def main() -> None:
@@ -76,13 +77,6 @@ def main() -> None:
 # --- real servers ----------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """Where a server runs, and its log."""
-
-    port: int
-    log: Path
-
-
 def _lorikeet(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:
     folder = str(next(iter(sample_adapters().values())).parent)
     flags = [str(default_model()), "--adapter-dir", folder, "--store-dir", str(scratch / "store")]
@@ -101,7 +95,7 @@ def _llama_cpp(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:
     python = LLAMA_CPP / "bin" / "python"
     if not python.is_file():
         subprocess.run([sys.executable, "-m", "venv", str(LLAMA_CPP)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *LLAMA_CPP_STEPS], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *LLAMA_CPP_PACKAGES], check=True)
     adapters = [flag for folder in sample_adapters().values() for flag in ("--lora", str(folder))]
     return (
         [str(python), str(ROOT / "benchmarks" / "llamacpp_server.py"), str(find_gguf())],
@@ -119,10 +113,9 @@ SERVERS: dict[str, Callable[[Path], tuple[list[str], list[str], dict[str, str]]]
 
 @dataclass
 class Answer:
-    """One streamed answer: its text, its tokens by the server's count, and how it ended."""
+    """One streamed answer: chunks with text, tokens by the server's count, and how it ended."""
 
-    text: str = ""
-    pieces: int = 0
+    chunks: int = 0
     tokens: int = 0
     reason: str = ""
     error: str = ""
@@ -138,9 +131,8 @@ def servers(options: argparse.Namespace) -> None:
         for each in running.values():
             stack.callback(each.stop)
             each.start()
-        adapters = [flag for name, path in sample_adapters().items() for flag in ("--lora-modules", f"{name}={path}")]
         backends = [flag for each in running.values() for flag in ("--backend", each.url)]
-        flags = [*backends, *adapters, "--preset", "lorikeet:plain,routing=least-loaded"]
+        flags = [*backends, *sample_flags(), "--preset", "lorikeet:plain,routing=least-loaded"]
         router = stack.enter_context(
             running_server(flags, scratch / "router.log", command=(LORIKEET, "router"), ready_within_s=READY_S)
         )
@@ -186,7 +178,7 @@ def _one_kill(
     asyncio.run(run())
     after = _counters(router.url)
     whole = sum(
-        (each.tokens or each.pieces) == options.tokens and each.reason == "length" and not each.error
+        (each.tokens or each.chunks) == options.tokens and each.reason == "length" and not each.error
         for each in answers
     )
     errors = sorted({each.error for each in answers if each.error})
@@ -222,13 +214,11 @@ async def _stream(
                 if "error" in event:
                     answer.error = str(event["error"])
                 for choice in event.get("choices", ()):
-                    piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-                    answer.text += piece
-                    answer.pieces += bool(piece)
+                    answer.chunks += bool(choice.get("text") or (choice.get("delta") or {}).get("content"))
                     answer.reason = choice.get("finish_reason") or answer.reason
                 if event.get("usage"):
                     answer.tokens = event["usage"]["completion_tokens"]
-                if sum(each.pieces >= BEGUN_TOKENS for each in answers) > len(answers) // 3:
+                if sum(each.chunks >= BEGUN_TOKENS for each in answers) > len(answers) // 3:
                     began.set()
     except httpx.HTTPError as error:
         answer.error = repr(error)
@@ -299,7 +289,6 @@ class Restartable:
                 command=self._command,
                 environment=self._environment,
                 ready_within_s=READY_S,
-                poll_s=0.2,
                 port=self._port,
             )
         )

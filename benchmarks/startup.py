@@ -102,7 +102,7 @@ def _start(folder: Path, store: str) -> Start:
     """Start a server on a store, ask for one token, and stop it."""
     flags = [str(default_model()), "--store-dir", str(folder / store)]
     began_s = time.monotonic()
-    with running_server(flags, folder / f"{store}.log", poll_s=0.005) as server:
+    with running_server(flags, folder / f"{store}.log") as server:
         ready_s = time.monotonic() - began_s
         process = psutil.Process(server.process.pid)
         times = [each.cpu_times() for each in (process, *process.children(recursive=True))]

@@ -1,6 +1,8 @@
 """Helpers of the benchmark programs, and short runs of those that need no other machine."""
 
 import json
+import signal
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import faults, gpu, steps
-from benchmarks.harness import in_turns, print_table
+from benchmarks.harness import in_turns, print_table, running_server
 from benchmarks.papers import dlora, loraserve
 from benchmarks.papers.measure import Answer, Paper, Run
 from benchmarks.papers.runs import peak
@@ -58,6 +60,32 @@ def test_sides_run_in_turns_and_the_warm_up_does_not_count() -> None:
 def test_a_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     print_table("title", ["name", "ms"], [["a", 1.5], ["longer", 10]])
     assert capsys.readouterr().out == "title\n  name     ms\n  ------  ---\n  a       1.5\n  longer   10\n\n"
+
+
+HEALTHY = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+"""
+
+
+def test_a_benchmark_that_is_terminated_stops_its_server(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # so that a failure does not end this process
+    try:
+        with (
+            pytest.raises(SystemExit),
+            running_server([], tmp_path / "log", command=(sys.executable, "-c", HEALTHY)) as server,
+        ):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert server.process.returncode == -signal.SIGTERM
 
 
 def test_growth_counts_from_the_second_minute_on() -> None:

@@ -15,6 +15,7 @@ from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import write_profile
 from lorikeet.simulator.scenario import Scenario, ScenarioError, make_scenario
 from lorikeet.simulator.study import find_peak_rate, run_scenario
+from lorikeet.simulator.trials import Trial, run_trial
 from tests.support.profiles import round_profile
 
 MADE = {"prompt_tokens": "128", "output_tokens": "64"}
@@ -58,6 +59,20 @@ def test_an_engine_that_plans_several_steps_keeps_arrivals_waiting(profile: str)
     assert anew.ttft_s is not None
     assert ahead.ttft_s is not None
     assert ahead.ttft_s.mean > anew.ttft_s.mean
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_simulation_is_stopped_only_if_more_requests_miss_than_may(profile: str, replicas: int) -> None:
+    asked = scenario(profile, count=200, rate=str(8 * replicas), slo="ttft=0.3", replicas=replicas)
+    whole = run_trial(Trial(asked))
+    assert whole.attainment is not None
+    missed = 200 - round(200 * whole.attainment)
+    assert 1 < missed < 200
+    assert run_trial(Trial(asked, most_missed=missed)) == whole
+    stopped = run_trial(Trial(asked, most_missed=1))
+    assert 1 < stopped.stopped_after < 200
+    assert whole.meets(whole.attainment)
+    assert not stopped.meets(0.0)
 
 
 @pytest.mark.parametrize("predictor", ["none", "history", "oracle:0.8"])

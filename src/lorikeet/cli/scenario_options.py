@@ -25,9 +25,9 @@ SloTarget = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of reque
 
 
 def scenario_flags(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those options of a command that are fields of a scenario, but for the presets, of which it has several.
+    """Return those options of a command that are fields of a scenario, except ``preset``: commands take several.
 
-    A setting in ``--engine`` that has another form than KEY=VALUE ends the command.
+    An ``--engine`` that is not KEY=VALUE ends the command.
     """
     from lorikeet.simulator.scenario import Scenario
 

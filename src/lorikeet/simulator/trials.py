@@ -35,8 +35,8 @@ class TrialResult(msgspec.Struct, frozen=True):
 
     Attributes:
         seed: of the scenario.
-        attainment: share of the requests that met the SLO, or still could when the simulation was stopped; None without
-            limits.
+        attainment: share of the requests that met the SLO; if the simulation was stopped, share of those sent by then
+            that had met it or still could. None without limits.
         stopped_after: how many requests had been sent when it was stopped; 0 for a whole one.
         missed: share of the requests that missed each limit (``TTFT``, ``TPOT``, ``E2E``), or failed.
         ttft_p50_s, ttft_p99_s, cold_ttft_p99_s, tpot_p99_s, e2e_p99_s: of complete answers.
