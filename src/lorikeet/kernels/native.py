@@ -23,7 +23,7 @@ from lorikeet.kernels.base import (
     LoraBatch,
     LoraDelta,
     LoraTargets,
-    RotaryPairs,
+    Rotation,
     SamplingTensors,
     Weight,
 )
@@ -510,19 +510,10 @@ class NativeKernels:
         )
         return out
 
-    def rotary_store(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv: Tensor,
-        batch: Batch,
-        norms: HeadNorms | None,
-        pairs: RotaryPairs | None = None,
-    ) -> None:
+    def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
         """In one pass over memory."""
         _, _, block_size, kv_heads, head_dim = kv.shape
-        dims, are_neighbours = (head_dim, False) if pairs is None else pairs
+        cos, sin, (dims, are_neighbours) = rotation
         rows, columns = qkv.shape
         self._library.lorikeet_rotary_store(
             qkv.data_ptr(),

@@ -19,6 +19,7 @@ from lorikeet.kernels.base import (
     LoraDelta,
     LoraWeights,
     RotaryPairs,
+    Rotation,
     Weight,
     fits_one_call,
     kv_view,
@@ -318,8 +319,9 @@ class Decoder:
         before, after, before_mlp, after_mlp = (f"layers.{{}}.{name}" for name in self._config.norms)
         for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
             normed = self._norm(x, delta, layer.input_norm, lora, index, before)
-            angles = cos[shape.rotations[index]], sin[shape.rotations[index]]
-            mixed = self._attention(index, layer, normed, *angles, batch, layer_kv)
+            number = shape.rotations[index]
+            rotation = Rotation(cos[number], sin[number], shape.pairs)
+            mixed = self._attention(index, layer, normed, rotation, batch, layer_kv)
             if layer is weights.layers[-1] and len(batch.sample_rows) < len(x):
                 x, mixed, lora = x[batch.sample_rows], mixed[batch.sample_rows], batch.sample_lora
             # LoRA's A is split by input features like the weight, so each rank adds its part before the all-reduce.
@@ -335,7 +337,7 @@ class Decoder:
         return x, delta
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: Tensor
+        self, index: int, layer: LayerWeights, x: Tensor, rotation: Rotation, batch: Batch, kv: Tensor
     ) -> Tensor:
         kernels, shape = self._kernels, self._shape
         qkv = self._adapted(x, layer.qkv, layer.qkv_bias, batch.lora, index, "qkv", batch.assist)
@@ -343,13 +345,13 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, shape.eps, shape.norm_offset, shape.has_whole_norms)
         if norms is not None and batch.lora is not None and batch.lora.has_extras:
-            self._rotate_apart(index, qkv, cos, sin, kv, batch, norms)
+            self._rotate_apart(index, qkv, rotation, kv, batch, norms)
         else:
-            kernels.rotary_store(qkv, cos, sin, kv, batch, norms, shape.pairs)
+            kernels.rotary_store(qkv, rotation, kv, batch, norms)
         return kernels.attention(qkv, kv, batch, shape.scale, shape.windows[index], shape.softcap)
 
     def _rotate_apart(
-        self, index: int, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms
+        self, index: int, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms
     ) -> None:
         """Rotate and store, the rows of each adapter that has head norms of its own for themselves."""
         assert batch.lora is not None
@@ -364,7 +366,8 @@ class Decoder:
             if start < stop:
                 rows = slice(start, stop)
                 part = replace(batch, slot_blocks=batch.slot_blocks[rows], slot_offsets=batch.slot_offsets[rows])
-                self._kernels.rotary_store(qkv[rows], cos[rows], sin[rows], kv, part, chosen, self._shape.pairs)
+                own_rows = rotation._replace(cos=rotation.cos[rows], sin=rotation.sin[rows])
+                self._kernels.rotary_store(qkv[rows], own_rows, kv, part, chosen)
 
     def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: LoraBatch | None, assist: Assist | None) -> Tensor:
         kernels = self._kernels
