@@ -574,20 +574,16 @@ class NativeKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """In one pass over memory."""
-        rows, columns = gate_up.shape
-        out = gate_up.new_empty((rows, columns // 2))
-        self._library.lorikeet_silu_mul(
-            gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, gate_up.element_size(), self.threads
-        )
-        return out
+        return self._gated(self._library.lorikeet_silu_mul, gate_up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """In one pass over memory."""
+        return self._gated(self._library.lorikeet_gelu_mul, gate_up)
+
+    def _gated(self, function: Callable[..., None], gate_up: Tensor) -> Tensor:
         rows, columns = gate_up.shape
         out = gate_up.new_empty((rows, columns // 2))
-        self._library.lorikeet_gelu_mul(
-            gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, gate_up.element_size(), self.threads
-        )
+        function(gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, gate_up.element_size(), self._threads)
         return out
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
