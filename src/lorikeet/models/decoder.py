@@ -74,11 +74,12 @@ class Rotary:
 
 def inverse_frequencies(rope: RopeScaling, head_dim: int) -> Tensor:
     """Return the angle per position, in radians, of each pair of dimensions: fp32 ``[head_dim / 2]``."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    positions_per_radian = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    plain = 1.0 / positions_per_radian
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "longrope":
-        return 1.0 / (torch.tensor(rope.divisors) * rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
+        return 1.0 / (torch.tensor(rope.divisors) * positions_per_radian)
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     if rope.kind == "yarn":
