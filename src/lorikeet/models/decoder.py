@@ -137,6 +137,7 @@ class Decoder:
         self._kernels = kernels
         self._group = group
         self._targets = lora_targets(geometry)
+        # Layers without rotation have number -1: the last embedding, which rotates nothing.
         still: tuple[None, ...] = (None,) if -1 in config.rotations else ()
         ropes = (*config.ropes, *still)
         self._rotary = Rotary(ropes, config.rotary_dim, config.head_dim, weights.embedding.device)
