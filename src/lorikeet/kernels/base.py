@@ -597,7 +597,7 @@ class RotaryPairs(NamedTuple):
     """Which elements of a head a rotary embedding rotates.
 
     Attributes:
-        dims: so many, the first ones; the others stay as they are.
+        dims: number of elements that are rotated, the first ones; the others stay as they are.
         are_neighbours: whether element 2i is rotated with 2i + 1 (GLM), and not i with ``dims / 2 + i``.
     """
 
@@ -764,7 +764,7 @@ class LayersShape(NamedTuple):
         scale: of attention scores.
         windows: sliding window of each layer; None for full attention.
         targets: LoRA targets of the four fused products: qkv, o, gate_up, down.
-        rotations: by layer, which of the rotary embeddings it has, of those whose cos and sin are given.
+        rotations: by layer, the index of its rotary embedding in cos and sin.
         pairs: as of :class:`Rotation`.
         norm_offset: is added to the weights of norms.
         has_whole_norms: whether all heads of a token are normalised together.
