@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from lorikeet.kernels.base import Batch, HeadNorms, RotaryPairs, kv_view
+from lorikeet.kernels.base import Batch, HeadNorms, RotaryPairs, Rotation, kv_view
 from lorikeet.kernels.native import load_library, supported_instruction_sets
 from lorikeet.kernels.reference import ReferenceKernels, split_heads
 from tests.kernels.exactness import check_error
@@ -110,7 +110,8 @@ class Heads:
         kv = kv_view(arena, 2, 4, self.kv_heads, self.head_dim)
         qkv = self.qkv.to(dtype, copy=True)
         norms = self.norms and self.norms._replace(q=self.norms.q.to(dtype), k=self.norms.k.to(dtype))
-        backend.rotary_store(qkv, self.cos.to(dtype), self.sin.to(dtype), kv[1], self.batch, norms, self.pairs)
+        rotation = Rotation(self.cos.to(dtype), self.sin.to(dtype), self.pairs)
+        backend.rotary_store(qkv, rotation, kv[1], self.batch, norms)
         return qkv[:, : qkv.shape[1] - 2 * self.kv_heads * self.head_dim], arena
 
 
@@ -137,10 +138,10 @@ def test_rotary_store(
 class _ExactNorms(ReferenceKernels):
     """The reference in fp64, its norms too."""
 
-    def rotary_store(self, qkv, cos, sin, kv, batch, norms, pairs) -> None:  # type: ignore[no-untyped-def]
+    def rotary_store(self, qkv, rotation, kv, batch, norms) -> None:  # type: ignore[no-untyped-def]
         if norms is not None:
             for heads, weight in zip(split_heads(qkv, kv)[:2], (norms.q, norms.k), strict=True):
                 x = heads.flatten(1) if norms.is_whole else heads
                 normed = x / (x.square().mean(-1, keepdim=True) + norms.eps).sqrt() * (weight + norms.offset)
                 heads[:] = normed.view(heads.shape)
-        super().rotary_store(qkv, cos, sin, kv, batch, None, pairs)
+        super().rotary_store(qkv, rotation, kv, batch, None)

@@ -12,6 +12,8 @@ from lorikeet.kernels.base import (
     LoraTarget,
     LoraTargets,
     LoraWeights,
+    RotaryPairs,
+    Rotation,
     kv_view,
 )
 from lorikeet.kernels.reference import ReferenceKernels
@@ -30,7 +32,7 @@ def drive(kernels: ReferenceKernels | RecordingKernels, lora: LoraBatch | None) 
     batch = Batch(row, row, row, row, torch.tensor([0, 1]), row + 1, row[None], row, lora)
     x, kv = torch.randn(1, 8), kv_view(torch.zeros(1, 32), 1, 2, 1, 8)[0]
     qkv = torch.cat((x, x, x), dim=1)
-    kernels.rotary_store(qkv, torch.ones(1, 8), torch.zeros(1, 8), kv, batch, None)
+    kernels.rotary_store(qkv, Rotation(torch.ones(1, 8), torch.zeros(1, 8), RotaryPairs(8)), kv, batch, None)
     mixed = kernels.attention(qkv, kv, batch, 1.0, None)
     delta = None if batch.lora is None else LoraDelta(batch.lora, 0, LoraTargets(LoraTarget("q", 0, 8)))
     normed = kernels.add_norm(mixed, x, torch.ones(8), 1e-5)

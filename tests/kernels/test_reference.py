@@ -19,6 +19,8 @@ from lorikeet.kernels.base import (
     LoraTarget,
     LoraTargets,
     LoraWeights,
+    RotaryPairs,
+    Rotation,
     kv_view,
 )
 from lorikeet.kernels.reference import ReferenceKernels, add_lora, rms_norm, rotated
@@ -157,14 +159,14 @@ def test_rotary_store_rotates_queries_and_writes_only_each_rows_slot(
     kv = kv_view(arena, 2, BLOCK_TOKENS, KV_HEADS, HEAD_DIM)
     q, k, v = torch.randn(2, HEADS + 2 * KV_HEADS, HEAD_DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     qkv, angle = torch.cat((q, k, v), dim=1).flatten(1), torch.rand(2, HEAD_DIM)
-    cos, sin = angle.cos(), angle.sin()
+    rotation = Rotation(angle.cos(), angle.sin(), RotaryPairs(HEAD_DIM))
     if norms is not None:
         q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
-    k = rotated(k, cos, sin)
+    k = rotated(k, rotation)
     none = torch.zeros(0, dtype=torch.int64)
     slots = torch.tensor([2, 0]), torch.tensor([3, 1])
-    KERNELS.rotary_store(qkv, cos, sin, kv[1], Batch(none, none, *slots, none, none, none, none), norms)
-    torch.testing.assert_close(qkv[:, : HEADS * HEAD_DIM], rotated(q, cos, sin).flatten(1))
+    KERNELS.rotary_store(qkv, rotation, kv[1], Batch(none, none, *slots, none, none, none, none), norms)
+    torch.testing.assert_close(qkv[:, : HEADS * HEAD_DIM], rotated(q, rotation).flatten(1))
     assert torch.equal(kv[1, 2, :, 3], torch.stack((k[0], v[0])))
     assert torch.equal(kv[1, 0, :, 1], torch.stack((k[1], v[1])))
     assert arena.count_nonzero() == 4 * KV_HEADS * HEAD_DIM
@@ -191,7 +193,7 @@ def test_rotary_turns_the_two_halves_of_a_head_as_complex_numbers() -> None:
     x, angle = torch.randn(5, 3, 8), torch.rand(5, 4) * 6
     turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(5, 4), angle)[:, None]
     both = torch.cat((angle, angle), dim=-1)
-    found = rotated(x, both.cos(), both.sin())
+    found = rotated(x, Rotation(both.cos(), both.sin(), RotaryPairs(8)))
     torch.testing.assert_close(found, torch.cat((turned.real, turned.imag), dim=-1))
 
 

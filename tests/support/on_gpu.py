@@ -13,7 +13,7 @@ from lorikeet.kernels.base import (
     LoraBatch,
     LoraDelta,
     LoraWeights,
-    RotaryPairs,
+    Rotation,
     SamplingTensors,
     Weight,
 )
@@ -41,21 +41,13 @@ class OnGpu(TritonKernels):
         x.copy_(own)
         return found.cpu()
 
-    def rotary_store(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv: Tensor,
-        batch: Batch,
-        norms: HeadNorms | None,
-        pairs: RotaryPairs | None = None,
-    ) -> None:
+    def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
         """Compute on the GPU."""
         own, own_kv = _there(qkv), _there(kv)
         if norms is not None:
             norms = norms._replace(q=norms.q.to(GPU), k=norms.k.to(GPU))
-        super().rotary_store(own, cos.to(GPU), sin.to(GPU), own_kv, _batch_there(batch), norms, pairs)
+        there = rotation._replace(cos=rotation.cos.to(GPU), sin=rotation.sin.to(GPU))
+        super().rotary_store(own, there, own_kv, _batch_there(batch), norms)
         qkv.copy_(own)
         kv.copy_(own_kv)
 

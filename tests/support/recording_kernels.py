@@ -15,7 +15,7 @@ from lorikeet.kernels.base import (
     LoraBatch,
     LoraDelta,
     LoraTargets,
-    RotaryPairs,
+    Rotation,
     SamplingTensors,
     Weight,
 )
@@ -88,19 +88,10 @@ class RecordingKernels:
         self.calls.append(("add_norm", _shape(x), delta is not None, eps))
         return self._inner.add_norm(x, delta, weight, eps, offset)
 
-    def rotary_store(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv: Tensor,
-        batch: Batch,
-        norms: HeadNorms | None,
-        pairs: RotaryPairs | None = None,
-    ) -> None:
+    def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
         """Record the shape, and whether heads are normed; the size of the arena says nothing about the work."""
         self.calls.append(("rotary_store", _shape(qkv), norms is not None))
-        self._inner.rotary_store(qkv, cos, sin, kv, batch, norms, pairs)
+        self._inner.rotary_store(qkv, rotation, kv, batch, norms)
 
     def attention(
         self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0

@@ -6,13 +6,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from lorikeet.core.executor import ExecutorError
-from lorikeet.worker.remote_ranks import RemoteRankError, read_key
+from lorikeet.worker.remote_ranks import RemoteRankError, _authenticated, read_key
 from tests.support import sampling
 from tests.support.driver import driving
 from tests.worker.test_tensor_parallel import make_model, run_everything
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 KEY = "a key that only both machines know"
+TIMEOUT_S = 60.0
 COMMAND = [sys.executable, "-c", "from lorikeet.cli.main import main; main()", "rank"]
 
 
@@ -80,14 +82,31 @@ def test_a_remote_rank_that_dies_is_an_error(tmp_path: Path) -> None:
             driver.executor.completed_transfers()
 
 
-def test_another_key_is_refused_by_both_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other_key", [KEY, "another key"])
+def test_both_ends_refuse_another_key(other_key: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
+        rank = socket.create_connection(listener.getsockname())
+        engine, _ = listener.accept()
+        ends = [
+            pool.submit(_authenticated, engine, KEY.encode(), answers_first=False),
+            pool.submit(_authenticated, rank, other_key.encode(), answers_first=True),
+        ]
+        connections = [end.result() for end in ends]
+    assert [connection is not None for connection in connections] == [other_key == KEY] * 2
+    for connection in connections:
+        if connection is not None:
+            connection.close()
+
+
+def test_a_rank_ends_when_the_engine_sends_no_challenge(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(TIMEOUT_S)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with rank_at(address, key_file(tmp_path)) as process:
             accepted, _ = listener.accept()
             with accepted:
                 accepted.sendall(b"\0\0\0\4what")  # no challenge
-                _, said = process.communicate()
+                _, said = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, said) == (2, f"error: the engine at {address} has another key\n")
 
 

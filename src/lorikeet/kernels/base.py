@@ -575,6 +575,49 @@ Weight = Tensor | PackedWeight
 """A linear weight as returned by ``Kernels.pack``."""
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of queries and keys.
+
+    Attributes:
+        q, k: weights, ``[head_dim]`` each, of heads by themselves (Qwen3), or ``[heads * head_dim]`` and
+            ``[kv_heads * head_dim]``, of all heads of a token together (OLMo 2).
+        eps: is added to the mean square.
+        offset: is added to the weights, in fp32.
+        is_whole: whether all heads of a token are normalised together.
+    """
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    offset: float = 0.0
+    is_whole: bool = False
+
+
+class RotaryPairs(NamedTuple):
+    """Which elements of a head a rotary embedding rotates.
+
+    Attributes:
+        dims: number of elements that are rotated, the first ones; the others stay as they are.
+        are_neighbours: whether element 2i is rotated with 2i + 1 (GLM), and not i with ``dims / 2 + i``.
+    """
+
+    dims: int
+    are_neighbours: bool = False
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of a step's rows on a layer.
+
+    Attributes:
+        cos, sin: ``[T, head_dim]``: of each pair, then of each pair again.
+        pairs: which elements of a head are rotated.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    pairs: RotaryPairs
+
+
 class Kernels(Protocol):
     """A kernel backend. Arguments are not changed unless the docstring says so."""
 
@@ -638,25 +681,15 @@ class Kernels(Protocol):
         """
         ...
 
-    def rotary_store(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv: Tensor,
-        batch: Batch,
-        norms: "HeadNorms | None",
-        pairs: "RotaryPairs | None" = None,
-    ) -> None:
+    def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
         """Rotate the queries in ``qkv`` in place; write rotated keys, and values, into ``kv`` at the batch's slots.
 
         Args:
             qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, changed; its keys are undefined afterwards.
-            cos, sin: ``[T, head_dim]``: of each pair, then of each pair again.
+            rotation: how queries and keys are rotated.
             kv: this layer's view of the arena, ``[blocks, 2, block_size, kv_heads, head_dim]``, changed.
             batch: the step.
             norms: RMS norms of queries and keys before the rotation, or None.
-            pairs: which elements of a head are rotated; None: the first half with the second, as in Llama.
         """
         ...
 
@@ -682,36 +715,6 @@ class Kernels(Protocol):
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:
         """Sample one token per row of ``logits [S, vocab]``, as ``kernels.sampling.choose``."""
         ...
-
-
-class HeadNorms(NamedTuple):
-    """RMS norms of queries and keys.
-
-    Attributes:
-        q, k: weights, ``[head_dim]`` each, of heads by themselves (Qwen3), or ``[heads * head_dim]`` and
-            ``[kv_heads * head_dim]``, of all heads of a token together (OLMo 2).
-        eps: is added to the mean square.
-        offset: is added to the weights, in fp32.
-        is_whole: whether all heads of a token are normalised together.
-    """
-
-    q: Tensor
-    k: Tensor
-    eps: float
-    offset: float = 0.0
-    is_whole: bool = False
-
-
-class RotaryPairs(NamedTuple):
-    """Which elements of a head a rotary embedding rotates.
-
-    Attributes:
-        dims: so many, the first ones; the others stay as they are.
-        are_neighbours: whether element 2i is rotated with 2i + 1 (GLM), and not i with ``dims / 2 + i``.
-    """
-
-    dims: int
-    are_neighbours: bool = False
 
 
 def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int) -> Tensor:
@@ -761,8 +764,8 @@ class LayersShape(NamedTuple):
         scale: of attention scores.
         windows: sliding window of each layer; None for full attention.
         targets: LoRA targets of the four fused products: qkv, o, gate_up, down.
-        rotations: by layer, which of the rotary embeddings it has, of those whose cos and sin are given.
-        pairs: as of ``Kernels.rotary_store``.
+        rotations: by layer, the index of its rotary embedding in cos and sin.
+        pairs: as of :class:`Rotation`.
         norm_offset: is added to the weights of norms.
         has_whole_norms: whether all heads of a token are normalised together.
         softcap: of attention scores; 0: none.

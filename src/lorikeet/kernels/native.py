@@ -23,7 +23,7 @@ from lorikeet.kernels.base import (
     LoraBatch,
     LoraDelta,
     LoraTargets,
-    RotaryPairs,
+    Rotation,
     SamplingTensors,
     Weight,
 )
@@ -510,19 +510,10 @@ class NativeKernels:
         )
         return out
 
-    def rotary_store(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv: Tensor,
-        batch: Batch,
-        norms: HeadNorms | None,
-        pairs: RotaryPairs | None = None,
-    ) -> None:
+    def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
         """In one pass over memory."""
         _, _, block_size, kv_heads, head_dim = kv.shape
-        dims, are_neighbours = (head_dim, False) if pairs is None else pairs
+        cos, sin, (dims, are_neighbours) = rotation
         rows, columns = qkv.shape
         self._library.lorikeet_rotary_store(
             qkv.data_ptr(),
@@ -583,20 +574,16 @@ class NativeKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """In one pass over memory."""
-        rows, columns = gate_up.shape
-        out = gate_up.new_empty((rows, columns // 2))
-        self._library.lorikeet_silu_mul(
-            gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, gate_up.element_size(), self.threads
-        )
-        return out
+        return self._gated(self._library.lorikeet_silu_mul, gate_up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """In one pass over memory."""
+        return self._gated(self._library.lorikeet_gelu_mul, gate_up)
+
+    def _gated(self, function: Callable[..., None], gate_up: Tensor) -> Tensor:
         rows, columns = gate_up.shape
         out = gate_up.new_empty((rows, columns // 2))
-        self._library.lorikeet_gelu_mul(
-            gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, gate_up.element_size(), self.threads
-        )
+        function(gate_up.data_ptr(), out.data_ptr(), rows, columns // 2, gate_up.element_size(), self._threads)
         return out
 
     def choose(self, logits: Tensor, parameters: SamplingTensors) -> Tensor:

@@ -23,7 +23,7 @@ from lorikeet.kernels.base import (
     LoraDelta,
     LoraSegment,
     LoraTargets,
-    RotaryPairs,
+    Rotation,
     SamplingTensors,
     Weight,
     choose,
@@ -131,23 +131,14 @@ class ReferenceKernels:
             x += delta
         return rms_norm(x, weight, eps, offset)
 
-    def rotary_store(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv: Tensor,
-        batch: Batch,
-        norms: HeadNorms | None,
-        pairs: RotaryPairs | None = None,
-    ) -> None:
+    def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
         """Norm, rotate, and store keys and values in their slots."""
         q, k, v = split_heads(qkv, kv)
         if norms is not None:
             norm_heads(q, norms.q, norms)
             norm_heads(k, norms.k, norms)
-        q[:] = rotated(q, cos, sin, pairs)
-        kv[batch.slot_blocks, 0, batch.slot_offsets] = rotated(k, cos, sin, pairs)
+        q[:] = rotated(q, rotation)
+        kv[batch.slot_blocks, 0, batch.slot_offsets] = rotated(k, rotation)
         kv[batch.slot_blocks, 1, batch.slot_offsets] = v
 
     def attention(
@@ -206,20 +197,19 @@ def norm_heads(x: Tensor, weight: Tensor, norms: HeadNorms) -> None:
     x[:] = found.view(x.shape)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, pairs: RotaryPairs | None = None) -> Tensor:
-    """Rotate ``x [T, heads, head_dim]`` by ``cos, sin [T, head_dim]``."""
-    half = x.shape[-1] // 2
-    dims, are_neighbours = (2 * half, False) if pairs is None else pairs
+def rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate ``x [T, heads, head_dim]``."""
+    dims, are_neighbours = rotation.pairs
     if not dims:
         return x
-    cos, sin = (each[:, None, : dims // 2] for each in (cos, sin))
+    cos, sin = (each[:, None, : dims // 2] for each in rotation[:2])
     if are_neighbours:
         first, second = x[..., 0:dims:2], x[..., 1:dims:2]
         found = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
     else:
         first, second = x[..., :dims].chunk(2, dim=-1)
         found = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((found, x[..., dims:]), dim=-1) if dims < 2 * half else found
+    return torch.cat((found, x[..., dims:]), dim=-1) if dims < x.shape[-1] else found
 
 
 def split_heads(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

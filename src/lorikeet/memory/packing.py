@@ -110,8 +110,8 @@ def _pack_stage(
             row_elements = shape.in_features + shape.out_features
             if row_elements > block_elements:
                 raise ValueError(f"a rank row of {module} has {row_elements} elements, a block only {block_elements}")
-            counts = ranks[module][geometry.first_layer :]
-            pieces += [PackedRows(layer, module, *run) for run in space.take(counts[layer], row_elements)]
+            rank = ranks[module][geometry.first_layer + layer]
+            pieces += [PackedRows(layer, module, *run) for run in space.take(rank, row_elements)]
     packed: list[PackedExtra] = []
     for number, extra in enumerate(extras):
         if extra.columns > block_elements:

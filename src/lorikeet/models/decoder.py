@@ -19,6 +19,7 @@ from lorikeet.kernels.base import (
     LoraDelta,
     LoraWeights,
     RotaryPairs,
+    Rotation,
     Weight,
     fits_one_call,
     kv_view,
@@ -73,11 +74,12 @@ class Rotary:
 
 def inverse_frequencies(rope: RopeScaling, head_dim: int) -> Tensor:
     """Return the angle per position, in radians, of each pair of dimensions: fp32 ``[head_dim / 2]``."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    positions_per_radian = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    plain = 1.0 / positions_per_radian
     if rope.kind == "linear":
         return plain / rope.factor
     if rope.kind == "longrope":
-        return 1.0 / (torch.tensor(rope.divisors) * rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
+        return 1.0 / (torch.tensor(rope.divisors) * positions_per_radian)
     if rope.kind == "llama3":
         return _llama3(rope, plain)
     if rope.kind == "yarn":
@@ -135,6 +137,7 @@ class Decoder:
         self._kernels = kernels
         self._group = group
         self._targets = lora_targets(geometry)
+        # Layers without rotation have number -1: the last embedding, which rotates nothing.
         still: tuple[None, ...] = (None,) if -1 in config.rotations else ()
         ropes = (*config.ropes, *still)
         self._rotary = Rotary(ropes, config.rotary_dim, config.head_dim, weights.embedding.device)
@@ -318,8 +321,9 @@ class Decoder:
         before, after, before_mlp, after_mlp = (f"layers.{{}}.{name}" for name in self._config.norms)
         for index, (layer, layer_kv) in enumerate(zip(weights.layers, kv, strict=True)):
             normed = self._norm(x, delta, layer.input_norm, lora, index, before)
-            angles = cos[shape.rotations[index]], sin[shape.rotations[index]]
-            mixed = self._attention(index, layer, normed, *angles, batch, layer_kv)
+            number = shape.rotations[index]
+            rotation = Rotation(cos[number], sin[number], shape.pairs)
+            mixed = self._attention(index, layer, normed, rotation, batch, layer_kv)
             if layer is weights.layers[-1] and len(batch.sample_rows) < len(x):
                 x, mixed, lora = x[batch.sample_rows], mixed[batch.sample_rows], batch.sample_lora
             # LoRA's A is split by input features like the weight, so each rank adds its part before the all-reduce.
@@ -335,7 +339,7 @@ class Decoder:
         return x, delta
 
     def _attention(
-        self, index: int, layer: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, kv: Tensor
+        self, index: int, layer: LayerWeights, x: Tensor, rotation: Rotation, batch: Batch, kv: Tensor
     ) -> Tensor:
         kernels, shape = self._kernels, self._shape
         qkv = self._adapted(x, layer.qkv, layer.qkv_bias, batch.lora, index, "qkv", batch.assist)
@@ -343,13 +347,13 @@ class Decoder:
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = HeadNorms(layer.q_norm, layer.k_norm, shape.eps, shape.norm_offset, shape.has_whole_norms)
         if norms is not None and batch.lora is not None and batch.lora.has_extras:
-            self._rotate_apart(index, qkv, cos, sin, kv, batch, norms)
+            self._rotate_apart(index, qkv, rotation, kv, batch, norms)
         else:
-            kernels.rotary_store(qkv, cos, sin, kv, batch, norms, shape.pairs)
+            kernels.rotary_store(qkv, rotation, kv, batch, norms)
         return kernels.attention(qkv, kv, batch, shape.scale, shape.windows[index], shape.softcap)
 
     def _rotate_apart(
-        self, index: int, qkv: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, batch: Batch, norms: HeadNorms
+        self, index: int, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms
     ) -> None:
         """Rotate and store, the rows of each adapter that has head norms of its own for themselves."""
         assert batch.lora is not None
@@ -364,7 +368,8 @@ class Decoder:
             if start < stop:
                 rows = slice(start, stop)
                 part = replace(batch, slot_blocks=batch.slot_blocks[rows], slot_offsets=batch.slot_offsets[rows])
-                self._kernels.rotary_store(qkv[rows], cos[rows], sin[rows], kv, part, chosen, self._shape.pairs)
+                own_rows = rotation._replace(cos=rotation.cos[rows], sin=rotation.sin[rows])
+                self._kernels.rotary_store(qkv[rows], own_rows, kv, part, chosen)
 
     def _mlp(self, index: int, layer: LayerWeights, x: Tensor, lora: LoraBatch | None, assist: Assist | None) -> Tensor:
         kernels = self._kernels

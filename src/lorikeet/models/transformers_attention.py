@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lorikeet.core.geometry import KvShape
-from lorikeet.kernels.base import Batch, Kernels, RotaryPairs
+from lorikeet.kernels.base import Batch, Kernels, RotaryPairs, Rotation
 from lorikeet.kernels.reference import attend_plainly
 
 STEP, PROBE = "lorikeet", "lorikeet_probe"
@@ -29,10 +29,6 @@ _HARMLESS = frozenset(
     }
 )  # fmt: skip
 """Arguments that change nothing here: the window follows from the mask, and the others are for training or caches."""
-
-
-_NO_PAIRS = RotaryPairs(0)
-"""Models rotate heads themselves."""
 
 
 class UnsupportedAttention(Exception):
@@ -251,7 +247,7 @@ class PagedPass:
     ) -> None:
         self._calls = iter(calls)
         self._layers, self._batch, self._kernels = layers, batch, kernels
-        self._angles: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stills: dict[int, Rotation] = {}
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
@@ -276,16 +272,18 @@ class PagedPass:
         if call.stores:
             rows[:, heads : heads + kv_heads].copy_(keys)
             rows[:, heads + kv_heads :].copy_(values)
-            cos, sin = self._still(rows[:, 0])
-            self._kernels.rotary_store(rows.flatten(1), cos, sin, layer.both, batch, None, _NO_PAIRS)
+            self._kernels.rotary_store(rows.flatten(1), self._still(rows[:, 0]), layer.both, batch, None)
         found = self._kernels.attention(
             rows.flatten(1), layer.both, batch, call.scale, call.window, call.softcap or 0.0
         )
         return found.view(1, len(rows), heads, q.shape[-1])
 
-    def _still(self, heads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin that rotate nothing, shaped like a head of each row; made once for each size."""
+    def _still(self, heads: Tensor) -> Rotation:
+        """Return a rotation by nothing, since models rotate heads themselves, of a head of each row.
+
+        It is made once for each size of a head.
+        """
         size = heads.shape[-1]
-        if size not in self._angles:
-            self._angles[size] = torch.ones_like(heads), torch.zeros_like(heads)
-        return self._angles[size]
+        if size not in self._stills:
+            self._stills[size] = Rotation(torch.ones_like(heads), torch.zeros_like(heads), RotaryPairs(0))
+        return self._stills[size]

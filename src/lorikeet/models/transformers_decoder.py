@@ -305,6 +305,7 @@ class TransformersDecoder:
                 raise UnsupportedAttention(f"it does not run on tokens alone: {error}") from error
             self.vocab_size = expected.shape[-1]
             self._accepted = _accepted(self._decoder)
+            # Linear layers that read the same input are computed as one, unless the model cannot read their outputs.
             try:
                 found = self._probe(ids, as_parts=True)
             except UnsupportedAttention:
@@ -393,7 +394,12 @@ class TransformersDecoder:
         return found
 
     def _probe(self, ids: Tensor, *, as_parts: bool) -> _Found:
-        """Run a few tokens and write down what happens; ``as_parts``: with outputs of linear layers as views."""
+        """Run a few tokens and write down what happens.
+
+        Args:
+            ids: the tokens.
+            as_parts: whether linear layers return views of wider rows, as layers that are computed as one do.
+        """
         rows: dict[nn.Module, set[int]] = {}
         inputs: dict[nn.Module, Tensor] = {}
         norms: dict[nn.Module, int] = {}
@@ -409,7 +415,7 @@ class TransformersDecoder:
             if given:
                 rows.setdefault(module, set()).add(given[0].numel() // given[0].shape[-1])
                 inputs[module] = given[0]
-            # As if it were a part of a fused product, which a model may not be able to read.
+            # Layers that are computed as one return views of wider rows.
             is_part = as_parts and is_linear(module)
             return torch.cat((output, output), dim=-1)[..., : output.shape[-1]] if is_part else output
 

@@ -18,7 +18,7 @@ from lorikeet.kernels.base import (
     LoraBatch,
     LoraDelta,
     LoraTargets,
-    RotaryPairs,
+    Rotation,
     SamplingTensors,
     Weight,
 )
@@ -140,21 +140,12 @@ class TritonKernels:
         )
         return out
 
-    def rotary_store(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        kv: Tensor,
-        batch: Batch,
-        norms: HeadNorms | None,
-        pairs: RotaryPairs | None = None,
-    ) -> None:
+    def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
         """Norm, rotate, and store keys and values in their slots."""
         kv_heads, head_dim = kv.shape[-2:]
         heads = qkv.shape[1] // head_dim - 2 * kv_heads
         half = head_dim // 2
-        dims, are_neighbours = (head_dim, False) if pairs is None else pairs
+        cos, sin, (dims, are_neighbours) = rotation
         if norms is not None and norms.is_whole:  # a program has some heads only
             q, k, _ = split_heads(qkv, kv)
             norm_heads(q, norms.q, norms)
