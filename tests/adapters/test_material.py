@@ -108,7 +108,25 @@ def test_a_difference_is_of_the_products(two: tuple[Path, Path], tmp_path: Path)
     }  # fmt: skip
     shown = run("diff", a, b)
     assert "lora_alpha: 6 → 7" in shown
-    assert f"{LAYERS} in one only" in shown
+    assert f"{LAYERS} modules in one only" in shown
+
+
+def test_what_peft_assumes_is_no_difference(two: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = read_lora(two[0])
+    write_lora(tmp_path / "bare", folder.modules, {**folder.kept_config, "lora_alpha": folder.config["lora_alpha"]})
+    config = json.loads((tmp_path / "bare" / "adapter_config.json").read_text())
+    assert folder.config["bias"] == "none"
+    assert "bias" not in config
+    run("diff", two[0], tmp_path / "bare", "--json", tmp_path / "diff.json")
+    assert json.loads((tmp_path / "diff.json").read_text())["config"] == {}
+
+
+def test_the_same_tensor_of_all_layers_is_one_row_of_a_difference(tmp_path: Path) -> None:
+    for seed, name in enumerate(("a", "b")):
+        peft_adapter(tmp_path / name, seed, r=4, use_dora=True, target_modules=["q_proj"])
+    shown = run("diff", tmp_path / "a", tmp_path / "b")
+    assert shown.count("q_proj") == 2
+    assert shown.count(f"0-{LAYERS - 1}") == 2
 
 
 def test_a_factor_moved_from_alpha_to_b_makes_no_difference(two: tuple[Path, Path], tmp_path: Path) -> None:
