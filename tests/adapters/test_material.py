@@ -159,7 +159,7 @@ def test_compressed_adapters_share_a_and_lose_what_is_said(tmp_path: Path) -> No
         assert row["alone"] <= row["error"]
         described = describe_folder(tmp_path / "out" / folder.name, DescribeOptions(geometry(), read_weights=True))
         assert {module.rank for module in described.modules} == {5}
-    exact = run("compress", *folders, "--into", tmp_path / "whole", "--rank", 18)
+    exact = run("compress", *folders, "--into", tmp_path / "whole", "--rank", 1000)
     assert "3 adapters of rank 18" in exact
     restored = read_lora(tmp_path / "whole" / "a2")
     name = "model.layers.0.self_attn.q_proj"

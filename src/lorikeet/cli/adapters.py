@@ -217,7 +217,7 @@ def merge(
 def compress(
     folders: Annotated[list[Path], typer.Argument(help="Folders of adapters of one base.")],
     into: Annotated[Path, typer.Option(help="Folder to write, which must not exist.")],
-    rank: Annotated[int, typer.Option(min=1, help="Of the joint basis.")],
+    rank: Annotated[int, typer.Option(min=1, help="Largest of the joint basis.")],
     json_file: JsonFile = None,
 ) -> None:
     """Write many adapters on one joint basis: each module's A is the same for all of them. Needs no server."""
@@ -231,14 +231,15 @@ def compress(
         fail(str(error))
     if not write_json(json_file, [each._asdict() for each in found]):
         return
-    table = Table("adapter", "rank", "error", f"cut to rank {rank} alone")
+    table = Table("adapter", "rank", "error", f"cut to {_rank_range(found)} alone")
     for each in found:
         low, high = each.ranks
         table.add_row(
             each.name, f"{low} to {high}" if low < high else str(low), f"{each.error:.3g}", f"{each.alone:.3g}"
         )
     output().print(table)
-    print(f"{into}: {len(found)} adapters of rank {rank}; the error is the share of an adapter's change that is lost")
+    ranks = _rank_range(found)
+    print(f"{into}: {len(found)} adapters of {ranks}; the error is the share of an adapter's change that is lost")
 
 
 @app.command("diff")

@@ -218,12 +218,14 @@ class Compressed(NamedTuple):
     Attributes:
         name: of its folder.
         ranks: smallest and largest that its modules had.
+        rank: largest that they have now.
         error: norm of what is lost of all its changes, as a share of their norm.
         alone: the same if each module were cut to the rank by itself.
     """
 
     name: str
     ranks: tuple[int, int]
+    rank: int
     error: float
     alone: float
 
@@ -239,7 +241,7 @@ def compress(folders: Sequence[Path], target: Path, rank: int) -> list[Compresse
     Args:
         folders: of adapters of one base, with different names.
         target: a folder that must not exist; each adapter gets one of its name below it.
-        rank: of the basis.
+        rank: largest of a basis; it is smaller where the changes of a module have fewer directions together.
 
     Raises:
         AdapterError: an adapter cannot be read, or has more than matrices of linear layers.
@@ -281,7 +283,7 @@ def _joint_basis(changes: Sequence[LowRank], rank: int) -> Tensor:
 
 
 def _on_bases(name: str, folder: LoraFolder, bases: Mapping[str, Tensor]) -> tuple[dict[str, LowRank], Compressed]:
-    made, total, kept, best = {}, 0.0, 0.0, 0.0
+    made, total, kept, best = dict[str, LowRank](), 0.0, 0.0, 0.0
     for module, each in folder.modules.items():
         basis = bases[module]
         b, a = each.factors()
@@ -293,4 +295,4 @@ def _on_bases(name: str, folder: LoraFolder, bases: Mapping[str, Tensor]) -> tup
         kept += float(new.square().sum())
     ranks = [each.rank for each in folder.modules.values()]
     error, alone = (math.sqrt(max(0.0, 1 - part / total)) if total else 0.0 for part in (kept, best))
-    return made, Compressed(name, (min(ranks), max(ranks)), error, alone)
+    return made, Compressed(name, (min(ranks), max(ranks)), max(each.rank for each in made.values()), error, alone)
