@@ -90,6 +90,12 @@ def test_what_cannot_be_merged_is_refused(two: tuple[Path, Path], tmp_path: Path
     assert "exists already" in refusal("merge", f"{a}+{b}", b)
 
 
+def test_lora_that_is_served_is_not_converted(two: tuple[Path, Path], tmp_path: Path) -> None:
+    output = refusal("convert", two[0], tmp_path / "out", "--base", _base(tmp_path))
+    assert "is LoRA and served as it is" in output
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_difference_is_of_the_products(two: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = two
     assert "the adapters add the same" in run("diff", a, a)

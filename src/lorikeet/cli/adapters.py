@@ -4,7 +4,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -14,6 +14,9 @@ from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.sizes import format_size
+
+if TYPE_CHECKING:
+    from lorikeet.adapters.description import AdapterDescription
 
 app = typer.Typer(help="List, add, remove, inspect and convert adapters.", no_args_is_help=True)
 
@@ -148,9 +151,16 @@ def convert(
                 print(f"{target}: {form.name} rewritten as PEFT's LoRA on {len(modules)} modules, exactly")
             return
         check_convertible(folder / CONFIG_FILE)
-        peft, base_folder = _peft(), _base_folder(base)
-        if _is_served(folder, base_folder):
+        base_folder = _base_folder(base)
+        served = _served(folder, base_folder)
+        if served is not None and not served.extras:
+            fail(
+                f"{folder} is LoRA and served as it is; a copy would lose precision. For a lower rank: `lorikeet "
+                "adapters compress FOLDER --into OUT --rank RANK`"
+            )
+        if served is not None:
             print(f"warning: {folder} is served as it is; converting it is not needed", file=sys.stderr)
+        peft = _peft()
         print(f"converting {folder} over {base_folder}, which PEFT loads first …", file=sys.stderr)
         found = peft.convert(folder, target, base_folder, 0 if rank == "auto" else int(rank), tolerance)
     except AdapterError as error:
@@ -304,17 +314,16 @@ def _compare(folder: Path, base: Path, prompt: str, tokens: int) -> dict[str, An
     return {"same": same, **found._asdict()}
 
 
-def _is_served(folder: Path, base: Path) -> bool:
-    """Return whether an adapter can be served without being converted."""
+def _served(folder: Path, base: Path) -> "AdapterDescription | None":
+    """Return what is in an adapter that can be served without being converted; None if it cannot."""
     from lorikeet.adapters.checkpoint import DescribeOptions
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.adapters.reader import describe
 
     try:
-        describe(folder, DescribeOptions(_sizes(base)[0]))
+        return describe(folder, DescribeOptions(_sizes(base)[0]))
     except AdapterError:
-        return False
-    return True
+        return None
 
 
 def _peft() -> Any:
