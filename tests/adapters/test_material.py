@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.cli.lora_folder import LoraFolder, LowRank, read_lora, write_lora
 from lorikeet.cli.main import app
+from lorikeet.models import default
 from tests.adapters.builders import LAYERS, geometry, peft_adapter, tiny_llama
 
 IDS = torch.tensor([[3, 9, 27, 17, 51]])
@@ -88,6 +89,16 @@ def test_what_cannot_be_merged_is_refused(two: tuple[Path, Path], tmp_path: Path
     assert "is not a mixture" in refusal("merge", f"{a}*x+{b}", out)
     assert not out.exists()
     assert "exists already" in refusal("merge", f"{a}+{b}", b)
+
+
+def test_the_default_model_can_be_named(
+    two: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    base = default.default_cache_dir() / default.NAME
+    tiny_llama().save_pretrained(base)
+    assert f"fits:       {base}" in run("inspect", two[0], "--base", default.NAME)
+    assert "no such folder" in refusal("inspect", two[0], "--base", f"{default.NAME}-2")
 
 
 def test_lora_that_is_served_is_not_converted(two: tuple[Path, Path], tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ def inspect(
     base: Annotated[
         str,
         typer.Option(
-            help="Folder of the base that would serve it, or a hub id, to check that it fits. Empty: that is not "
-            "checked, and --check takes the default model."
+            help="Folder of the base that would serve it, or a hub id, or the default model's name, to check that it "
+            "fits. Empty: that is not checked, and --check takes the default model."
         ),
     ] = "",
     prompt: Annotated[str, typer.Option(help="The prompt of --check.")] = "The capital of France is",
@@ -181,7 +181,10 @@ def merge(
     target: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
     base: Annotated[
         str,
-        typer.Option(help="Folder of the base, or a hub id: writes that base with the adapter in its weights."),
+        typer.Option(
+            help="Folder of the base, or a hub id, or the default model's name: writes that base with the adapter in "
+            "its weights."
+        ),
     ] = "",
     method: Annotated[
         str,
@@ -241,14 +244,14 @@ def compress(
         fail(str(error))
     if not write_json(json_file, [each._asdict() for each in found]):
         return
-    table = Table("adapter", "rank", "error", f"cut to {_rank_range(found)} alone")
+    ranks = _rank_range(found)
+    table = Table("adapter", "rank", "error", f"cut to {ranks} alone")
     for each in found:
         low, high = each.ranks
         table.add_row(
             each.name, f"{low} to {high}" if low < high else str(low), f"{each.error:.3g}", f"{each.alone:.3g}"
         )
     output().print(table)
-    ranks = _rank_range(found)
     print(f"{into}: {len(found)} adapters of {ranks}; the error is the share of an adapter's change that is lost")
 
 
@@ -340,10 +343,13 @@ def _peft() -> Any:
 
 
 def _base_folder(base: str) -> Path:
+    """Return the folder of a base; the default model's name means that model, if no folder is called so."""
     from lorikeet.api.model_folder import prepare_model
     from lorikeet.config import ConfigError, ModelSettings
+    from lorikeet.models import default
 
+    model = "" if base == default.NAME and not Path(base).exists() else base
     try:
-        return prepare_model(ModelSettings(base), lambda text: print(text, file=sys.stderr)).path
+        return prepare_model(ModelSettings(model), lambda text: print(text, file=sys.stderr)).path
     except ConfigError as error:
         fail(str(error))
