@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.cli.lora_folder import LoraFolder, LowRank, read_lora, write_lora
 from lorikeet.cli.main import app
+from lorikeet.models import default
 from tests.adapters.builders import LAYERS, geometry, peft_adapter, tiny_llama
 
 IDS = torch.tensor([[3, 9, 27, 17, 51]])
@@ -63,15 +64,25 @@ def test_a_merged_adapter_is_that_of_peft(method: str, two: tuple[Path, Path], t
 
 def test_a_mixture_is_written_into_its_base(two: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = two
-    tiny_llama().save_pretrained(tmp_path / "base")
-    (tmp_path / "base" / "tokenizer_config.json").write_text("{}")
-    run("merge", f"{a}*0.5+{b}", tmp_path / "whole", "--base", tmp_path / "base")
+    base = _base(tmp_path)
+    (base / "tokenizer_config.json").write_text("{}")
+    run("merge", f"{a}*0.5+{b}", tmp_path / "whole", "--base", base)
     run("merge", f"{a}*0.5+{b}", tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
-    adapted = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / "merged")).eval()
+    _check_same(tmp_path / "whole", tmp_path / "merged")
+    assert (tmp_path / "whole" / "tokenizer_config.json").read_text() == "{}"
+
+
+def test_one_adapter_is_written_into_its_base(two: tuple[Path, Path], tmp_path: Path) -> None:
+    run("merge", two[0], tmp_path / "whole", "--base", _base(tmp_path))
+    _check_same(tmp_path / "whole", two[0])
+
+
+def _check_same(base: Path, adapter: Path) -> None:
+    """Check that a base computes what an adapter does on its own base."""
+    merged = AutoModelForCausalLM.from_pretrained(base).eval()
+    adapted = PeftModel.from_pretrained(tiny_llama(), str(adapter)).eval()
     with torch.inference_mode():
         torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
-    assert (tmp_path / "whole" / "tokenizer_config.json").read_text() == "{}"
 
 
 def test_what_cannot_be_merged_is_refused(two: tuple[Path, Path], tmp_path: Path) -> None:
@@ -88,6 +99,22 @@ def test_what_cannot_be_merged_is_refused(two: tuple[Path, Path], tmp_path: Path
     assert "is not a mixture" in refusal("merge", f"{a}*x+{b}", out)
     assert not out.exists()
     assert "exists already" in refusal("merge", f"{a}+{b}", b)
+
+
+def test_the_default_model_can_be_named(
+    two: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    base = default.default_cache_dir() / default.NAME
+    tiny_llama().save_pretrained(base)
+    assert f"fits:       {base}" in run("inspect", two[0], "--base", default.NAME)
+    assert "no such folder" in refusal("inspect", two[0], "--base", f"{default.NAME}-2")
+
+
+def test_lora_that_is_served_is_not_converted(two: tuple[Path, Path], tmp_path: Path) -> None:
+    output = refusal("convert", two[0], tmp_path / "out", "--base", _base(tmp_path))
+    assert "is LoRA and served as it is" in output
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_difference_is_of_the_products(two: tuple[Path, Path], tmp_path: Path) -> None:
@@ -108,11 +135,28 @@ def test_a_difference_is_of_the_products(two: tuple[Path, Path], tmp_path: Path)
     }  # fmt: skip
     shown = run("diff", a, b)
     assert "lora_alpha: 6 → 7" in shown
-    assert f"{LAYERS} in one only" in shown
+    assert f"{LAYERS} modules in one only" in shown
+
+
+def test_what_peft_assumes_is_no_difference(two: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = read_lora(two[0])
+    write_lora(tmp_path / "bare", folder.modules, {**folder.kept_config, "lora_alpha": folder.config["lora_alpha"]})
+    config = json.loads((tmp_path / "bare" / "adapter_config.json").read_text())
+    assert folder.config["bias"] == "none"
+    assert "bias" not in config
+    run("diff", two[0], tmp_path / "bare", "--json", tmp_path / "diff.json")
+    assert json.loads((tmp_path / "diff.json").read_text())["config"] == {}
+
+
+def test_the_same_tensor_of_all_layers_is_one_row_of_a_difference(tmp_path: Path) -> None:
+    for seed, name in enumerate(("a", "b")):
+        peft_adapter(tmp_path / name, seed, r=4, use_dora=True, target_modules=["q_proj"])
+    shown = run("diff", tmp_path / "a", tmp_path / "b")
+    assert shown.count("q_proj") == 2
+    assert shown.count(f"0-{LAYERS - 1}") == 2
 
 
 def test_a_factor_moved_from_alpha_to_b_makes_no_difference(two: tuple[Path, Path], tmp_path: Path) -> None:
-    run("merge", f"{two[0]}*1", tmp_path / "same", "--method", "svd", "--base", _base(tmp_path))
     run("merge", f"{two[0]}*0.5+{two[0]}*0.5", tmp_path / "again", "--method", "svd")
     run("diff", two[0], tmp_path / "again", "--json", tmp_path / "diff.json")
     found = json.loads((tmp_path / "diff.json").read_text())
@@ -141,7 +185,7 @@ def test_compressed_adapters_share_a_and_lose_what_is_said(tmp_path: Path) -> No
         assert row["alone"] <= row["error"]
         described = describe_folder(tmp_path / "out" / folder.name, DescribeOptions(geometry(), read_weights=True))
         assert {module.rank for module in described.modules} == {5}
-    exact = run("compress", *folders, "--into", tmp_path / "whole", "--rank", 18)
+    exact = run("compress", *folders, "--into", tmp_path / "whole", "--rank", 1000)
     assert "3 adapters of rank 18" in exact
     restored = read_lora(tmp_path / "whole" / "a2")
     name = "model.layers.0.self_attn.q_proj"

@@ -19,6 +19,7 @@ import msgspec
 from sqlalchemy import (
     BigInteger,
     Column,
+    ColumnElement,
     Delete,
     Float,
     ForeignKey,
@@ -152,34 +153,37 @@ VERSIONS = Table(
 )
 """Versions, to which names point. ``ranks`` is JSON, which is decoded only for adapters in use."""
 
-NAMES = Table(
+
+def _table_of_names(table: str, *columns: Column[Any]) -> Table:
+    """Return a table that has at most one row for a name of a base model."""
+    key = (Column("base", String, primary_key=True), Column("name", String, primary_key=True))
+    return Table(table, _TABLES, *key, *columns)
+
+
+NAMES = _table_of_names(
     "adapters",
-    _TABLES,
-    Column("base", String, primary_key=True),
-    Column("name", String, primary_key=True),
     Column("digest", String, ForeignKey("versions.digest"), nullable=False, index=True),
     Column("source", String, nullable=False),
     Column("created_at", Float, nullable=False),
 )
 """Names for one base model. ``created_at`` is in Unix seconds."""
 
-_CHATS = Table(
+_CHATS = _table_of_names(
     "adapter_chats",
-    _TABLES,
-    Column("base", String, primary_key=True),
-    Column("name", String, primary_key=True),
     Column("chat", String, nullable=False),
 )
 """How conversations under a name differ from those with the base model, as JSON; most names have no row."""
 
-_OWNERS = Table(
+_OWNERS = _table_of_names(
     "adapter_owners",
-    _TABLES,
-    Column("base", String, primary_key=True),
-    Column("name", String, primary_key=True),
     Column("key_id", String, nullable=False, index=True),
 )
 """The tenant that owns a name; those of the operator have no row. ``key_id`` is that of the tenant's key."""
+
+
+def _is_of_name(table: Table) -> ColumnElement[bool]:
+    """Return the condition that a row of a table is of the same name as one of ``NAMES``."""
+    return (table.c.base == NAMES.c.base) & (table.c.name == NAMES.c.name)
 
 
 class Author(NamedTuple):
@@ -261,14 +265,8 @@ class Registry:
             )
             .select_from(NAMES)
             .join(VERSIONS, VERSIONS.c.digest == NAMES.c.digest)
-            .outerjoin(
-                _CHATS,
-                (_CHATS.c.base == NAMES.c.base) & (_CHATS.c.name == NAMES.c.name),
-            )
-            .outerjoin(
-                _OWNERS,
-                (_OWNERS.c.base == NAMES.c.base) & (_OWNERS.c.name == NAMES.c.name),
-            )
+            .outerjoin(_CHATS, _is_of_name(_CHATS))
+            .outerjoin(_OWNERS, _is_of_name(_OWNERS))
             .where(NAMES.c.base == self._base)
             .order_by(NAMES.c.created_at, NAMES.c.name)
         )
@@ -398,10 +396,7 @@ def _check_quota(connection: Connection, author: Author) -> None:
     owned = (
         select(func.count(), func.coalesce(func.sum(VERSIONS.c.weight_bytes), 0))
         .select_from(_OWNERS)
-        .join(
-            NAMES,
-            (NAMES.c.base == _OWNERS.c.base) & (NAMES.c.name == _OWNERS.c.name),
-        )
+        .join(NAMES, _is_of_name(_OWNERS))
         .join(VERSIONS, VERSIONS.c.digest == NAMES.c.digest)
         .where(_OWNERS.c.key_id == author.owner)
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -11,6 +11,9 @@ from lorikeet.cli.console import output
 from lorikeet.core.adapter import EMBEDDING, HEAD
 from lorikeet.core.geometry import LORA_MODULES, SCORE, split_layer
 from lorikeet.core.sizes import format_size
+
+if TYPE_CHECKING:  # it imports torch, which a description does not need
+    from lorikeet.cli.lora_algebra import Difference
 
 _NOT_OF_MODULES = frozenset({"vector", "rows"})
 """Kinds of extras that are of no linear module."""
@@ -111,41 +114,53 @@ def show(description: dict[str, Any]) -> None:
         console.print(f"warning: {warning}", markup=False)
 
 
-def show_differences(config: Mapping[str, tuple[Any, Any]], modules: Sequence[Any], tensors: Sequence[Any]) -> None:
-    """Print how two adapters differ: a row for the same module of all layers, the largest difference with its layer.
-
-    Args:
-        config: keys with both values.
-        modules, tensors: ``lora_algebra.Difference``.
-    """
+def show_differences(
+    config: Mapping[str, tuple[Any, Any]], modules: "Sequence[Difference]", tensors: "Sequence[Difference]"
+) -> None:
+    """Print how two adapters differ, as of ``lora_algebra.Differences``."""
     console = output()
     for key, (one, two) in config.items():
         console.print(f"{key}: {one!r} → {two!r}", markup=False)
-    by_path: dict[str, list[tuple[int, Any]]] = {}
-    for each in modules:
+    for kind, size, found in (("module", "ranks", modules), ("tensor", "elements", tensors)):
+        if found:
+            console.print(_differences(kind, size, found))
+    if not config and not any(each.relative != 0 for each in (*modules, *tensors)):
+        console.print("the adapters add the same")
+
+
+def _differences(kind: str, size: str, differences: "Sequence[Difference]") -> Table:
+    """Return a table with a row for the same module or tensor of all layers.
+
+    Args:
+        kind: ``module`` or ``tensor``.
+        size: what ``Difference.ranks`` are of it.
+        differences: of one kind.
+    """
+    by_path: dict[str, list[tuple[int, Difference]]] = {}
+    for each in differences:
         path, layer = split_layer(each.name)
         by_path.setdefault(path, []).append((layer, each))
-    table = Table("module", "layers", "ranks", "relative difference", "largest in layer")
+    table = Table(kind, "layers", size, "relative difference", "largest in layer")
     for path, found in by_path.items():
-        ranks = sorted({each.ranks for _, each in found})
+        sizes = sorted({each.ranks for _, each in found})
         both = [(each.relative, layer) for layer, each in found if each.relative is not None]
         mean = sum(relative for relative, _ in both) / len(both) if both else 0.0
         largest, at = max(both, default=(0.0, 0))
-        alone = len(found) - len(both)
-        notes = [f"{mean:.3g} in the mean" if both else "", f"{alone} in one only" if alone else ""]
+        alone = sum(0 in each.ranks for _, each in found)
+        other = len(found) - len(both) - alone
+        notes = (
+            f"{mean:.3g} in the mean" if both else "",
+            f"{alone} {kind}{'s' * (alone > 1)} in one only" if alone else "",
+            f"{other} {kind}{'s' * (other > 1)} of different shapes" if other else "",
+        )
         table.add_row(
             path,
             _ranges([layer for layer, _ in found]),
-            _join(f"{one} → {two}" if one != two else str(one) for one, two in ranks),
+            _join(f"{one} → {two}" if one != two else str(one) for one, two in sizes),
             ", ".join(filter(None, notes)),
-            f"{largest:.3g} in {at}" if both and largest else "",
+            f"{largest:.3g} in {at}" if largest else "",
         )
-    console.print(table)
-    for each in tensors:
-        how = "in one only" if each.relative is None else f"{each.relative:.3g}"
-        console.print(f"{each.name}: {how}", markup=False)
-    if not config and not any(each.relative != 0 for each in (*modules, *tensors)):
-        console.print("the adapters add the same")
+    return table
 
 
 def _join(values: Any) -> str:

@@ -4,7 +4,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -14,6 +14,9 @@ from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.sizes import format_size
+
+if TYPE_CHECKING:
+    from lorikeet.adapters.description import AdapterDescription
 
 app = typer.Typer(help="List, add, remove, inspect and convert adapters.", no_args_is_help=True)
 
@@ -79,8 +82,8 @@ def inspect(
     base: Annotated[
         str,
         typer.Option(
-            help="Folder of the base that would serve it, or a hub id, to check that it fits. Empty: that is not "
-            "checked, and --check takes the default model."
+            help="Folder of the base that would serve it, or a hub id, or the default model's name, to check that it "
+            "fits. Empty: that is not checked, and --check takes the default model."
         ),
     ] = "",
     prompt: Annotated[str, typer.Option(help="The prompt of --check.")] = "The capital of France is",
@@ -148,9 +151,16 @@ def convert(
                 print(f"{target}: {form.name} rewritten as PEFT's LoRA on {len(modules)} modules, exactly")
             return
         check_convertible(folder / CONFIG_FILE)
-        peft, base_folder = _peft(), _base_folder(base)
-        if _is_served(folder, base_folder):
+        base_folder = _base_folder(base)
+        served = _served(folder, base_folder)
+        if served is not None and not served.extras:
+            fail(
+                f"{folder} is LoRA and served as it is; a copy would lose precision. For a lower rank: `lorikeet "
+                "adapters compress FOLDER --into OUT --rank RANK`"
+            )
+        if served is not None:
             print(f"warning: {folder} is served as it is; converting it is not needed", file=sys.stderr)
+        peft = _peft()
         print(f"converting {folder} over {base_folder}, which PEFT loads first …", file=sys.stderr)
         found = peft.convert(folder, target, base_folder, 0 if rank == "auto" else int(rank), tolerance)
     except AdapterError as error:
@@ -171,7 +181,10 @@ def merge(
     target: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
     base: Annotated[
         str,
-        typer.Option(help="Folder of the base, or a hub id: writes that base with the adapter in its weights."),
+        typer.Option(
+            help="Folder of the base, or a hub id, or the default model's name: writes that base with the adapter in "
+            "its weights."
+        ),
     ] = "",
     method: Annotated[
         str,
@@ -217,7 +230,7 @@ def merge(
 def compress(
     folders: Annotated[list[Path], typer.Argument(help="Folders of adapters of one base.")],
     into: Annotated[Path, typer.Option(help="Folder to write, which must not exist.")],
-    rank: Annotated[int, typer.Option(min=1, help="Of the joint basis.")],
+    rank: Annotated[int, typer.Option(min=1, help="Largest of the joint basis.")],
     json_file: JsonFile = None,
 ) -> None:
     """Write many adapters on one joint basis: each module's A is the same for all of them. Needs no server."""
@@ -231,14 +244,15 @@ def compress(
         fail(str(error))
     if not write_json(json_file, [each._asdict() for each in found]):
         return
-    table = Table("adapter", "rank", "error", f"cut to rank {rank} alone")
+    ranks = _rank_range(found)
+    table = Table("adapter", "rank", "error", f"cut to {ranks} alone")
     for each in found:
         low, high = each.ranks
         table.add_row(
             each.name, f"{low} to {high}" if low < high else str(low), f"{each.error:.3g}", f"{each.alone:.3g}"
         )
     output().print(table)
-    print(f"{into}: {len(found)} adapters of rank {rank}; the error is the share of an adapter's change that is lost")
+    print(f"{into}: {len(found)} adapters of {ranks}; the error is the share of an adapter's change that is lost")
 
 
 @app.command("diff")
@@ -303,17 +317,16 @@ def _compare(folder: Path, base: Path, prompt: str, tokens: int) -> dict[str, An
     return {"same": same, **found._asdict()}
 
 
-def _is_served(folder: Path, base: Path) -> bool:
-    """Return whether an adapter can be served without being converted."""
+def _served(folder: Path, base: Path) -> "AdapterDescription | None":
+    """Return what is in an adapter that can be served without being converted; None if it cannot."""
     from lorikeet.adapters.checkpoint import DescribeOptions
     from lorikeet.adapters.errors import AdapterError
     from lorikeet.adapters.reader import describe
 
     try:
-        describe(folder, DescribeOptions(_sizes(base)[0]))
+        return describe(folder, DescribeOptions(_sizes(base)[0]))
     except AdapterError:
-        return False
-    return True
+        return None
 
 
 def _peft() -> Any:
@@ -330,10 +343,13 @@ def _peft() -> Any:
 
 
 def _base_folder(base: str) -> Path:
+    """Return the folder of a base; the default model's name means that model, if no folder is called so."""
     from lorikeet.api.model_folder import prepare_model
     from lorikeet.config import ConfigError, ModelSettings
+    from lorikeet.models import default
 
+    model = "" if base == default.NAME and not Path(base).exists() else base
     try:
-        return prepare_model(ModelSettings(base), lambda text: print(text, file=sys.stderr)).path
+        return prepare_model(ModelSettings(model), lambda text: print(text, file=sys.stderr)).path
     except ConfigError as error:
         fail(str(error))

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
 from lorikeet.adapters.errors import AdapterError
+from lorikeet.adapters.peft_config import LoraConfig
 from lorikeet.cli.lora_folder import LoraFolder, LowRank, check_free, copy_chat_files, read_lora, write_lora
 
 T = TypeVar("T")
@@ -146,8 +148,9 @@ class Differences(NamedTuple):
     tensors: list[Difference]
 
 
-_UNIMPORTANT = {"auto_mapping", "inference_mode", "peft_version", "task_type", "target_modules", "lora_dropout"}
-"""Keys of a config that change no answer, or whose effect the modules show."""
+_COMPARED = sorted({*LoraConfig.__struct_fields__, "base_model_name_or_path", "revision"} - {"target_modules"})
+"""Keys of a config that change answers; the effect of ``target_modules`` is in the modules."""
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(LoraConfig)}
 
 
 def diff(first: Path, second: Path) -> Differences:
@@ -157,12 +160,8 @@ def diff(first: Path, second: Path) -> Differences:
         AdapterError: one cannot be read.
     """
     one, two = read_lora(first), read_lora(second)
-    keys = sorted((one.config.keys() | two.config.keys()) - _UNIMPORTANT)
-    config = {
-        key: (one.config.get(key), two.config.get(key))
-        for key in keys
-        if (one.config.get(key) or None) != (two.config.get(key) or None)
-    }
+    values = {key: (_value(one.config, key), _value(two.config, key)) for key in _COMPARED}
+    config = {key: pair for key, pair in values.items() if pair[0] != pair[1]}
     modules = [
         Difference(name, (0 if a is None else a.rank, 0 if b is None else b.rank), _relative(a, b))
         for name, a, b in _both(one.modules, two.modules)
@@ -172,6 +171,12 @@ def diff(first: Path, second: Path) -> Differences:
         for name, a, b in _both(one.others, two.others)
     ]
     return Differences(config, modules, tensors)
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key; None for what PEFT assumes without the key, and for what is empty."""
+    value = config.get(key)
+    return None if not value or value == _DEFAULTS.get(key) else value
 
 
 def _both(one: Mapping[str, T], two: Mapping[str, T]) -> list[tuple[str, T | None, T | None]]:
@@ -213,12 +218,14 @@ class Compressed(NamedTuple):
     Attributes:
         name: of its folder.
         ranks: smallest and largest that its modules had.
+        rank: largest that they have now.
         error: norm of what is lost of all its changes, as a share of their norm.
         alone: the same if each module were cut to the rank by itself.
     """
 
     name: str
     ranks: tuple[int, int]
+    rank: int
     error: float
     alone: float
 
@@ -234,7 +241,7 @@ def compress(folders: Sequence[Path], target: Path, rank: int) -> list[Compresse
     Args:
         folders: of adapters of one base, with different names.
         target: a folder that must not exist; each adapter gets one of its name below it.
-        rank: of the basis.
+        rank: largest of a basis; it is smaller where the changes of a module have fewer directions together.
 
     Raises:
         AdapterError: an adapter cannot be read, or has more than matrices of linear layers.
@@ -276,7 +283,7 @@ def _joint_basis(changes: Sequence[LowRank], rank: int) -> Tensor:
 
 
 def _on_bases(name: str, folder: LoraFolder, bases: Mapping[str, Tensor]) -> tuple[dict[str, LowRank], Compressed]:
-    made, total, kept, best = {}, 0.0, 0.0, 0.0
+    made, total, kept, best = dict[str, LowRank](), 0.0, 0.0, 0.0
     for module, each in folder.modules.items():
         basis = bases[module]
         b, a = each.factors()
@@ -288,4 +295,4 @@ def _on_bases(name: str, folder: LoraFolder, bases: Mapping[str, Tensor]) -> tup
         kept += float(new.square().sum())
     ranks = [each.rank for each in folder.modules.values()]
     error, alone = (math.sqrt(max(0.0, 1 - part / total)) if total else 0.0 for part in (kept, best))
-    return made, Compressed(name, (min(ranks), max(ranks)), error, alone)
+    return made, Compressed(name, (min(ranks), max(ranks)), max(each.rank for each in made.values()), error, alone)
