@@ -231,7 +231,7 @@ class ProxyTask:
         held_bytes: of its body, which the gate counts until the end.
 
     Attributes:
-        outcome: for the metrics: ``complete``, ``failed``, or ``left`` if neither has been set.
+        outcome: for the metrics: ``complete``, ``refused``, ``failed``, or ``left`` if none of these has been set.
     """
 
     def __init__(self, http: Request, request: ProxiedRequest, parts: RouterParts, held_bytes: int) -> None:
@@ -272,13 +272,13 @@ class ProxyTask:
         streams = self._request.body.streams
         try:
             reply = await (self.open_response() if streams else self.read_whole())
-        except Exception:
-            self.outcome = "failed"
+        except Exception as error:
+            self.outcome = _outcome_of(error.status if isinstance(error, ApiError) else 500)
             raise
         if streams and reply.status == 200:
             return EventStream(self.events(reply))
-        if streams:
-            self.outcome = "failed"
+        if reply.status != 200:
+            self.outcome = _outcome_of(reply.status)
         self.close()  # before a client that reads slowly has read it
         answer = Response(await reply.read(), reply.status)  # which has been read
         headers = [each for each in reply.headers if not _is_withheld(each[0])]
@@ -398,8 +398,6 @@ class ProxyTask:
                 whole = _read_whole(content)
                 self._keep(whole.id)
                 self._finish(_counts(whole.usage))
-            else:
-                self.outcome = "failed"
             return reply
 
     def _keep(self, answer_id: str) -> None:
@@ -492,6 +490,11 @@ class ProxyTask:
         if self._has_sent:
             self._parts.metrics.continued.inc()
         return reply
+
+
+def _outcome_of(status: int) -> str:
+    """Return how a request has ended whose answer has a status other than 200."""
+    return "refused" if 400 <= status < 500 or status == 501 else "failed"
 
 
 def _is_withheld(header: bytes) -> bool:
