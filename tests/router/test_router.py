@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
+import structlog
 from typer.testing import CliRunner
 
 from lorikeet.api import large_bodies
@@ -226,6 +227,18 @@ async def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended(sta
         backend.open.set()
         assert text_of(await running) == words("formal", "once", 5)
         await until(lambda: backend.calls == ["+formal", "-formal"], "the adapter is loaded and unloaded")
+
+
+async def test_an_adapter_that_the_backend_has_lost_does_not_count_as_unloaded(start: Start) -> None:
+    async with start(count=1) as routing:
+        ((backend,), (known,)) = routing.backends, routing.parts.backend_router.backends.values()
+        assert (await routing.http.post(COMPLETIONS, json=body("formal"))).status_code == 200
+        backend.adapters.clear()
+        with structlog.testing.capture_logs() as logged:
+            await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "formal"})
+            await until(lambda: backend.calls[-1:] == ["-formal"] and not known.adapters, "the backend was asked")
+        assert (known.unloads, known.refusals) == (0, 0)
+        assert "adapter unloaded" not in [each["event"] for each in logged]
 
 
 @pytest.mark.slow
