@@ -91,6 +91,16 @@ async def test_a_response_is_asked_for_where_it_is_kept(start: Start) -> None:
         assert {key for backend in routing.backends for key in backend.keys} == {"Bearer its"}
 
 
+@pytest.mark.parametrize("model", ["pirate*0.7+formal*0.3", "base:pirate", "pirate@05d07048"])
+async def test_a_model_that_is_more_than_a_name_is_not_found_and_told_why(start: Start, model: str) -> None:
+    async with start() as routing:
+        reply = await routing.http.post(CHAT, json={"model": model, "messages": []})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (404, "model")
+        assert "A router takes one name of its /v1/models" in reply.json()["error"]["message"]
+        plain = await routing.http.post(CHAT, json={"model": "nobody", "messages": []})
+        assert plain.json()["error"]["message"] == "The model `nobody` does not exist."
+
+
 @pytest.mark.parametrize("field", ["lora_path", "lora", "merged_adapters"])
 async def test_an_adapter_is_named_by_the_model_alone(start: Start, field: str) -> None:
     async with start() as routing:
