@@ -229,7 +229,10 @@ async def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended(sta
         await until(lambda: backend.calls == ["+formal", "-formal"], "the adapter is loaded and unloaded")
 
 
-async def test_an_adapter_that_the_backend_has_lost_does_not_count_as_unloaded(start: Start) -> None:
+async def test_an_adapter_that_the_backend_has_lost_does_not_count_as_unloaded(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.router.health.MODELS_EVERY", 10**9)  # no list tells the router before
     async with start(count=1) as routing:
         ((backend,), (known,)) = routing.backends, routing.parts.backend_router.backends.values()
         assert (await routing.http.post(COMPLETIONS, json=body("formal"))).status_code == 200
@@ -380,7 +383,9 @@ async def test_what_is_no_json_is_refused_and_so_are_other_routes(start: Start) 
             reply = await routing.http.request(method, path)
             assert reply.status_code == 404
             assert "is not forwarded" in reply.json()["error"]["message"]
-            assert "/v1/load_lora_adapter" in reply.json()["error"]["message"]
+            own = ("/v1/load_lora_adapter", "/health", "/metrics", "docs/router.md")
+            assert all(name in reply.json()["error"]["message"] for name in own)
+            assert "/v2/rerank" not in reply.json()["error"]["message"], "no list of all routes"
 
 
 @pytest.mark.slow
