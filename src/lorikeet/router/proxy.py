@@ -123,8 +123,8 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
     """Proxy a request of one of the routes whose bodies name a model.
 
     Raises:
-        ApiError: its body is not valid or does not fit beside others, it names an unknown model, or no backend can
-            answer it.
+        ApiError: its body is not valid or does not fit beside others, it names an unknown model or response, or no
+            backend can answer it.
     """
     announced = http.headers.get("content-length", "")
     held_bytes = int(announced) if announced.isdigit() else MAX_BODY_BYTES
@@ -145,6 +145,8 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
         request = ProxiedRequest(request_id, body, adapter, prompt_tokens)
         if body.previous_response:
             keeper = _keeper(parts, body.previous_response, http.state.tenant, "previous_response_id")
+            if not keeper.is_open:
+                raise ApiError(503, f"{keeper.replica} keeps the previous response and takes no requests now.")
             request.failed_at = parts.backend_router.backends.keys() - {keeper.replica}
         task = ProxyTask(http, request, parts, held_bytes)
     except BaseException:
@@ -159,17 +161,16 @@ def _keeper(parts: RouterParts, answer_id: str, tenant: str, param: str) -> Back
     """Return the backend that keeps an answer of a tenant.
 
     Raises:
-        ApiError: 404, none is known.
+        ApiError: 404, none is known, or it is gone.
     """
     replica = parts.stored.find(answer_id, tenant)
     backend = None if replica is None else parts.backend_router.backends.get(replica)
-    if backend is None:
-        raise ApiError(
-            404,
-            f"Response with id {answer_id[:100]!r} not found; this router knows only those that it has forwarded.",
-            param=param,
-        )
-    return backend
+    if backend is not None:
+        return backend
+    why = (
+        "this router knows only those that it has forwarded" if replica is None else "the backend that kept it is gone"
+    )
+    raise ApiError(404, f"Response with id {answer_id[:100]!r} not found; {why}.", param=param)
 
 
 async def forward_stored(http: Request, parts: RouterParts) -> Response:
