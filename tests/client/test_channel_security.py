@@ -27,6 +27,7 @@ from tests.client.test_supervisor import FakeListener
 from tests.support.fake_engines import HELLO, FakeEngine, FakeHost
 from tests.support.links import LinkedHost, notice_quickly
 from tests.support.live import greedy, live_settings, make_model, prompt
+from tests.support.outputs import outputs_of
 from tests.support.waiting import until
 
 FORGED = msgspec.msgpack.encode(Fatal("forged"))
@@ -173,7 +174,7 @@ async def test_a_real_engine_over_tcp_answers_and_nobody_can_read_its_key(
     host = TcpHost()
     async with client_over(host, make_model(tmp_path), monkeypatch) as client:
         handle = client.submit(greedy("r", prompt(20), 5))
-        async for _ in handle:
+        async for _ in outputs_of(handle):
             pass
         assert len(handle.token_ids) == 5
         (told,) = host.told

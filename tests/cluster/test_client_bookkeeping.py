@@ -31,6 +31,7 @@ from tests.adapters.builders import geometry, write_adapter
 from tests.support.fake_engines import FakeHost
 from tests.support.links import LinkedHost, notice_quickly
 from tests.support.live import greedy, prompt
+from tests.support.outputs import outputs_of
 from tests.support.waiting import until
 
 R0, R1, R2 = (ReplicaId(f"replica-{number}") for number in range(3))
@@ -345,7 +346,7 @@ async def test_requests_fail_when_the_last_replica_is_lost_and_none_can_start(
         with pytest.raises(EngineError, match="no room"):
             await starting
         with pytest.raises(EngineError, match="no other replica is left"):
-            async for _ in handle:
+            async for _ in outputs_of(handle):
                 pass
         with pytest.raises(EngineError, match="no other replica is left"):
             cluster.client.submit(greedy("y", prompt(8), 5))
@@ -455,7 +456,7 @@ async def test_a_node_with_a_full_disk_fails_no_request_while_another_has_room(t
             failed = cluster.client.submit(
                 greedy("late", prompt(4), 5, msgspec.structs.replace(refs[0], digest=AdapterDigest("f" * 64)))
             )
-            (last,) = [output async for output in failed]
+            (last,) = [output async for output in outputs_of(failed)]
         finally:
             await cluster.client.close()
             transport.close()

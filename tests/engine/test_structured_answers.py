@@ -28,6 +28,7 @@ from lorikeet.engine.recording import Recording
 from lorikeet.engine.replay import replay
 from tests.api.conftest import END, TOKENIZER
 from tests.support.live import engine_process, live_settings, make_adapter, make_model
+from tests.support.outputs import outputs_of
 from tests.support.schemas import published_schemas, random_regex, random_schema
 from tests.support.waiting import until
 
@@ -228,7 +229,7 @@ async def kill(client: EngineClient) -> None:
 
 async def read(handle: RequestHandle) -> tuple[str, str] | None:
     """Return id and answer of a request that ended with an end token."""
-    async for output in handle:
+    async for output in outputs_of(handle):
         if output.finished is not None:
             assert output.finished.reason is not FinishReason.ERROR, output.finished
             if output.finished.reason is FinishReason.STOP:

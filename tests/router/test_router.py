@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
+import structlog
 from typer.testing import CliRunner
 
 from lorikeet.api import large_bodies
@@ -228,6 +229,21 @@ async def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended(sta
         await until(lambda: backend.calls == ["+formal", "-formal"], "the adapter is loaded and unloaded")
 
 
+async def test_an_adapter_that_the_backend_has_lost_does_not_count_as_unloaded(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.router.health.MODELS_EVERY", 10**9)  # no list tells the router before
+    async with start(count=1) as routing:
+        ((backend,), (known,)) = routing.backends, routing.parts.backend_router.backends.values()
+        assert (await routing.http.post(COMPLETIONS, json=body("formal"))).status_code == 200
+        backend.adapters.clear()
+        with structlog.testing.capture_logs() as logged:
+            await routing.http.post("/v1/unload_lora_adapter", json={"lora_name": "formal"})
+            await until(lambda: backend.calls[-1:] == ["-formal"] and not known.adapters, "the backend was asked")
+        assert (known.unloads, known.refusals) == (0, 0)
+        assert "adapter unloaded" not in [each["event"] for each in logged]
+
+
 @pytest.mark.slow
 async def test_new_content_under_a_name_takes_the_place_of_the_old(start: Start, tmp_path: Any) -> None:
     asked = {"lora_name": "json", "lora_path": str(write_files(tmp_path / "json"))}
@@ -367,7 +383,9 @@ async def test_what_is_no_json_is_refused_and_so_are_other_routes(start: Start) 
             reply = await routing.http.request(method, path)
             assert reply.status_code == 404
             assert "is not forwarded" in reply.json()["error"]["message"]
-            assert "/v1/load_lora_adapter" in reply.json()["error"]["message"]
+            own = ("/v1/load_lora_adapter", "/health", "/metrics", "docs/router.md")
+            assert all(name in reply.json()["error"]["message"] for name in own)
+            assert "/v2/rerank" not in reply.json()["error"]["message"], "no list of all routes"
 
 
 @pytest.mark.slow

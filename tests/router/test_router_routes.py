@@ -8,6 +8,7 @@ import pytest
 
 from lorikeet.router.proxied_request import CHAT, FORWARDED, RESPONSES
 from tests.router.conftest import Start
+from tests.support.waiting import until
 
 MESSAGES = "/v1/messages"
 OTHERS = [path for path in FORWARDED if not path.endswith("completions") and path != "/tokenize"]
@@ -89,6 +90,39 @@ async def test_a_response_is_asked_for_where_it_is_kept(start: Start) -> None:
         dropped = (await http.post(RESPONSES, json={**begun, "store": False})).json()["id"]
         assert (await http.get(f"{RESPONSES}/{dropped}")).status_code == 404
         assert {key for backend in routing.backends for key in backend.keys} == {"Bearer its"}
+
+
+async def test_what_a_lost_backend_has_kept_is_said_to_be_with_it(start: Start) -> None:
+    async with start() as routing:
+        begun = {"model": "base", "input": "x"}
+        kept = (await routing.http.post(RESPONSES, json=begun)).json()
+        keeper = next(each for each in routing.backends if each.name == kept["from"])
+        known = next(each for each in routing.parts.backend_router.backends.values() if each.url == keeper.url)
+        of_it = {**begun, "previous_response_id": kept["id"]}
+        await keeper.kill()
+        await routing.up(1)
+        refused = await routing.http.post(RESPONSES, json=of_it)
+        assert refused.status_code == 503
+        assert f"{known.replica} keeps the previous response" in refused.json()["error"]["message"]
+        assert (await routing.http.get(f"{RESPONSES}/{kept['id']}")).status_code == 502
+        known.is_leaving = True  # as when it is not found any more
+        await until(lambda: known.replica not in routing.parts.backend_router.backends, "the backend is forgotten")
+        for gone in (
+            await routing.http.post(RESPONSES, json=of_it),
+            await routing.http.get(f"{RESPONSES}/{kept['id']}"),
+        ):
+            assert gone.status_code == 404
+            assert "the backend that kept it is gone" in gone.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("model", ["pirate*0.7+formal*0.3", "base:pirate", "pirate@05d07048"])
+async def test_a_model_that_is_more_than_a_name_is_not_found_and_told_why(start: Start, model: str) -> None:
+    async with start() as routing:
+        reply = await routing.http.post(CHAT, json={"model": model, "messages": []})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (404, "model")
+        assert "A router takes one name of its /v1/models" in reply.json()["error"]["message"]
+        plain = await routing.http.post(CHAT, json={"model": "nobody", "messages": []})
+        assert plain.json()["error"]["message"] == "The model `nobody` does not exist."
 
 
 @pytest.mark.parametrize("field", ["lora_path", "lora", "merged_adapters"])

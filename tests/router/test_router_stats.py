@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from lorikeet.cli.main import app
@@ -38,6 +39,24 @@ async def test_requests_are_counted_by_adapter_with_their_ttft(start: Start) -> 
         assert [row["name"] for row in (await figures(routing, match="pir"))["adapters"]] == ["pirate"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("status", "outcome"), [(400, "refused"), (429, "refused"), (501, "refused"), (504, "failed")])
+async def test_a_request_that_a_backend_refuses_has_not_failed(
+    start: Start, status: int, outcome: str, stream: bool
+) -> None:
+    async with start(count=1) as routing:
+        routing.backends[0].fails_with = status
+        assert (await routing.http.post(COMPLETIONS, json=body(stream=stream))).status_code == status
+        await routing.metric(f'lorikeet:route_requests_total{{outcome="{outcome}"}} 1.0')
+        (base,) = (await figures(routing, match="base"))["adapters"]
+        refused = outcome == "refused"
+        assert (base["requests_refused"], base["requests_failed"], base["requests"]) == (
+            refused,
+            not refused,
+            not refused,
+        )
+
+
 async def test_an_adapter_whose_requests_wait_is_the_slowest(start: Start) -> None:
     async with start(count=1) as routing:
         await routing.up(1)
@@ -57,7 +76,7 @@ async def test_what_a_backend_refused_to_load_is_told(start: Start) -> None:
         routing.backends[0].bad_paths.add("/elsewhere/formal")
         assert (await routing.http.post(COMPLETIONS, json=body("formal"))).status_code == 400
         first = (await figures(routing, sort="errors"))["adapters"][0]
-        assert (first["name"], first["requests_failed"]) == ("formal", 1)
+        assert (first["name"], first["requests_refused"]) == ("formal", 1)
         assert first["load_error"]
         assert "/elsewhere" not in first["load_error"]
 

@@ -66,6 +66,7 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.process import STATS_EVERY_S, Compiling, handle
 from lorikeet.presets import PRESETS
 from lorikeet.scheduling.state import SchedulerLimits
+from tests.support.outputs import Arrived, outputs_of
 from tests.support.scripted import BLOCK_TOKENS, Bench, adapter
 from tests.support.scripted_executor import token_by_seed
 
@@ -471,6 +472,7 @@ class Asked:
     left: bool = False
     reason: FinishReason | None = None
     error: str = ""
+    arrived: Arrived = field(default_factory=Arrived)
 
 
 class Outcome(NamedTuple):
@@ -669,7 +671,7 @@ class World:
     async def _read(self, asked: Asked) -> None:
         name = asked.handle.request.request_id
         try:
-            async for output in asked.handle:
+            async for output in outputs_of(asked.handle, asked.arrived):
                 asked.tokens += [token.token_id for token in output.tokens]
                 self.note(f"{name} gets {len(output.tokens)} tokens")
                 if output.finished is not None:
@@ -802,7 +804,7 @@ class World:
         whole = script if stop is None else script[: stop + 1]
         if tokens != whole[: len(tokens)]:
             repeated.append(f"{name}: {tokens} instead of {whole}")
-        if not asked.handle._outputs.empty():
+        if not asked.arrived.empty():
             repeated.append(f"{name}: something came after its end")
         if asked.reason is None:
             lost.append(f"{name} never ends")

@@ -21,6 +21,7 @@ from lorikeet.engine.build import build_replica
 from lorikeet.engine.loop import Engine
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint
+from tests.support.outputs import outputs_of
 
 VOCAB = 97
 CONTEXT_TOKENS = 512
@@ -97,7 +98,7 @@ def has_ended(process: psutil.Process) -> bool:
 async def finish(handle: RequestHandle) -> tuple[Finished, list[float]]:
     """Read a request to its end; return how it ended, and by how much each token was the likeliest."""
     gaps: list[float] = []
-    async for output in handle:
+    async for output in outputs_of(handle):
         gaps += [token.top[0][1] - token.top[1][1] if token.top else 0.0 for token in output.tokens]
         if output.finished is not None:
             return output.finished, gaps

@@ -99,9 +99,9 @@ def not_supported(message: str, param: str | None = None) -> ApiError:
     return ApiError(501, message, param=param)
 
 
-def model_not_found(name: str) -> ApiError:
-    """Return a 404 in vLLM's words."""
-    return ApiError(404, f"The model `{name}` does not exist.", param="model")
+def model_not_found(name: str, hint: str = "") -> ApiError:
+    """Return a 404 in vLLM's words, followed by ``hint``."""
+    return ApiError(404, f"The model `{name}` does not exist.{hint}", param="model")
 
 
 def engine_unavailable(error: Exception) -> ApiError:

@@ -6,7 +6,7 @@ same interface.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -44,7 +44,7 @@ class RequestOutput(NamedTuple):
 class RequestHandle:
     """One request in an engine, as seen from the API process.
 
-    Its outputs go to a function (:meth:`listen`), or to who iterates over it; the last one has ``finished``.
+    Its outputs go to a function (:meth:`listen`); the last one has ``finished``.
 
     Args:
         request: as submitted.
@@ -77,8 +77,9 @@ class RequestHandle:
         self.replica: ReplicaId | None = None
         self.sent_s = 0.0
         self._abort = abort
-        self._outputs: asyncio.Queue[RequestOutput | EngineError] = asyncio.Queue()
-        self._listener: OutputListener = self._outputs.put_nowait
+        self._unheard: list[RequestOutput | EngineError] = []
+        """Outputs that came before there was a listener."""
+        self._listener: OutputListener = self._unheard.append
 
     def abort(self, *, is_complete: bool = False) -> None:
         """End the request; its blocks are free at the engine's next step. A second call does nothing.
@@ -88,29 +89,16 @@ class RequestHandle:
         """
         self._abort(self, is_complete)
 
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """Yield outputs until the request has finished.
-
-        Raises:
-            EngineError: the engine has ended and will not be restarted.
-        """
-        while True:
-            output = await self._outputs.get()
-            if isinstance(output, EngineError):
-                raise output
-            yield output
-            if output.finished is not None:
-                return
-
     def listen(self, listener: "OutputListener") -> None:
-        """Have outputs passed to a function as they arrive, instead of to an iterator.
+        """Have outputs passed to a function as they arrive, beginning with those that already have.
 
         An ``EngineError`` says that the engine has ended and will not be restarted. The function may abort the request,
         and must not raise.
         """
         self._listener = listener
-        while not self._outputs.empty():
-            listener(self._outputs.get_nowait())
+        for output in self._unheard:
+            listener(output)
+        self._unheard.clear()
 
     def put(self, output: RequestOutput | EngineError) -> None:
         """Pass an output on."""

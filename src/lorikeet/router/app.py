@@ -190,12 +190,13 @@ class _Routes:
         return self._parts.metrics.page(http.headers.get("accept", ""))
 
     async def not_served(self, http: Request) -> Response:
-        """Answer 404 and name the routes that clients may mean."""
+        """Answer 404, and say which routes there are."""
         raise ApiError(
             404,
-            f"{http.method} {http.url.path} is not forwarded; lorikeet router forwards {', '.join(FORWARDED)}, and has "
-            "/v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter, /v1/cluster, /v1/stats and /ui of its own. "
-            "Ask a backend at its own address; /v1/cluster lists them.",
+            f"{http.method} {http.url.path} is not forwarded. lorikeet router forwards what names a model "
+            "(completions, chats, messages, responses, embeddings, scores, tokens) and has /v1/models, "
+            "/v1/load_lora_adapter, /v1/unload_lora_adapter, /v1/cluster, /v1/stats, /ui, /health and /metrics of its "
+            "own; docs/router.md lists all. Ask a backend at its own address for others; /v1/cluster lists backends.",
         )
 
 

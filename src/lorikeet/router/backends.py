@@ -371,15 +371,17 @@ class Backend:
                 await self._unload(adapter.name)
 
     async def _unload(self, name: str) -> None:
-        self.unloads += 1
         status, text = await self.api.unload(self._request, name)
-        if status not in (200, 404):
+        if is_there := status != 404:
+            self.unloads += 1
+        if is_there and status != 200:
             self.refusals += 1
             raise BackendRefused(status, f"{self.replica} does not unload adapter {name!r}: {error_text(text)}")
         self.adapters.pop(name, None)
         self._listed.pop(name, None)
         self._last_versions.pop(name, None)
-        log.info("adapter unloaded", backend=self.url, adapter=name)
+        if is_there:
+            log.info("adapter unloaded", backend=self.url, adapter=name)
 
     async def tokenize(self, model: str, text: str) -> list[int]:
         """Return the token ids of a text that continues a prompt.

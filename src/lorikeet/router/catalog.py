@@ -17,6 +17,11 @@ from lorikeet.core.ids import ReplicaId
 from lorikeet.router.adapters import RoutedAdapter, as_new_version
 from lorikeet.router.backend_router import BackendRouter
 
+_ONE_NAME = (
+    " A router takes one name of its /v1/models: a mixture, base:adapter or adapter@version works at a backend's own "
+    "address only."
+)
+
 AWAY_S = 60.0
 """Seconds for which a backend that is down keeps its place in the placement: it may come back with its adapters."""
 
@@ -99,7 +104,7 @@ class ModelCatalog:
         if not cards:
             why = f"No backend has been available yet{self._backend_router.backend_errors()}."
             raise ApiError(503, why, headers={"Retry-After": "1"})
-        raise model_not_found(model)
+        raise model_not_found(model, _ONE_NAME if any(mark in model for mark in "*+:@") else "")
 
     async def add(self, adapter: RoutedAdapter) -> None:
         """Serve an adapter. One of the same name is replaced; its running requests keep the old version."""

@@ -51,7 +51,8 @@ def router_state(backend_router: BackendRouter) -> ClusterState:
     )
 
 
-_OUTCOMES = ("complete", "failed", "left")
+OUTCOMES = ("complete", "refused", "failed", "left")
+"""How requests end: refused with a 4xx or 501, or left by their clients."""
 
 
 class RouterMetrics:
@@ -67,7 +68,7 @@ class RouterMetrics:
     def __init__(self, backend_router: BackendRouter) -> None:
         self.registry = CollectorRegistry()
         ended = Counter("lorikeet:route_requests", "Requests ended.", ("outcome",), registry=self.registry)
-        self._ended = {outcome: ended.labels(outcome=outcome) for outcome in _OUTCOMES}
+        self._ended = {outcome: ended.labels(outcome=outcome) for outcome in OUTCOMES}
         self.retried = Counter(
             "lorikeet:route_retries", "Requests sent again, before any of the answer was sent.", registry=self.registry
         )
@@ -79,7 +80,7 @@ class RouterMetrics:
         self.registry.register(ConnectionCollector(self.connections.closed, {}))
 
     def ended(self, outcome: str) -> None:
-        """Count a request that ended: ``complete``, ``failed``, or ``left`` if its client hung up."""
+        """Count a request that ended; ``outcome`` is one of ``OUTCOMES``."""
         self._ended[outcome].inc()
 
     def page(self, accept: str) -> Response:

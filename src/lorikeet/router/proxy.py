@@ -123,8 +123,8 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
     """Proxy a request of one of the routes whose bodies name a model.
 
     Raises:
-        ApiError: its body is not valid or does not fit beside others, it names an unknown model, or no backend can
-            answer it.
+        ApiError: its body is not valid or does not fit beside others, it names an unknown model or response, or no
+            backend can answer it.
     """
     announced = http.headers.get("content-length", "")
     held_bytes = int(announced) if announced.isdigit() else MAX_BODY_BYTES
@@ -145,6 +145,8 @@ async def forward(http: Request, path: str, parts: RouterParts) -> Response:
         request = ProxiedRequest(request_id, body, adapter, prompt_tokens)
         if body.previous_response:
             keeper = _keeper(parts, body.previous_response, http.state.tenant, "previous_response_id")
+            if not keeper.is_open:
+                raise ApiError(503, f"{keeper.replica} keeps the previous response and takes no requests now.")
             request.failed_at = parts.backend_router.backends.keys() - {keeper.replica}
         task = ProxyTask(http, request, parts, held_bytes)
     except BaseException:
@@ -159,17 +161,16 @@ def _keeper(parts: RouterParts, answer_id: str, tenant: str, param: str) -> Back
     """Return the backend that keeps an answer of a tenant.
 
     Raises:
-        ApiError: 404, none is known.
+        ApiError: 404, none is known, or it is gone.
     """
     replica = parts.stored.find(answer_id, tenant)
     backend = None if replica is None else parts.backend_router.backends.get(replica)
-    if backend is None:
-        raise ApiError(
-            404,
-            f"Response with id {answer_id[:100]!r} not found; this router knows only those that it has forwarded.",
-            param=param,
-        )
-    return backend
+    if backend is not None:
+        return backend
+    why = (
+        "this router knows only those that it has forwarded" if replica is None else "the backend that kept it is gone"
+    )
+    raise ApiError(404, f"Response with id {answer_id[:100]!r} not found; {why}.", param=param)
 
 
 async def forward_stored(http: Request, parts: RouterParts) -> Response:
@@ -231,7 +232,7 @@ class ProxyTask:
         held_bytes: of its body, which the gate counts until the end.
 
     Attributes:
-        outcome: for the metrics: ``complete``, ``failed``, or ``left`` if neither has been set.
+        outcome: for the metrics: ``complete``, ``refused``, ``failed``, or ``left`` if none of these has been set.
     """
 
     def __init__(self, http: Request, request: ProxiedRequest, parts: RouterParts, held_bytes: int) -> None:
@@ -272,13 +273,13 @@ class ProxyTask:
         streams = self._request.body.streams
         try:
             reply = await (self.open_response() if streams else self.read_whole())
-        except Exception:
-            self.outcome = "failed"
+        except Exception as error:
+            self.outcome = _outcome_of(error.status if isinstance(error, ApiError) else 500)
             raise
         if streams and reply.status == 200:
             return EventStream(self.events(reply))
-        if streams:
-            self.outcome = "failed"
+        if reply.status != 200:
+            self.outcome = _outcome_of(reply.status)
         self.close()  # before a client that reads slowly has read it
         answer = Response(await reply.read(), reply.status)  # which has been read
         headers = [each for each in reply.headers if not _is_withheld(each[0])]
@@ -398,8 +399,6 @@ class ProxyTask:
                 whole = _read_whole(content)
                 self._keep(whole.id)
                 self._finish(_counts(whole.usage))
-            else:
-                self.outcome = "failed"
             return reply
 
     def _keep(self, answer_id: str) -> None:
@@ -492,6 +491,11 @@ class ProxyTask:
         if self._has_sent:
             self._parts.metrics.continued.inc()
         return reply
+
+
+def _outcome_of(status: int) -> str:
+    """Return how a request has ended whose answer has a status other than 200."""
+    return "refused" if 400 <= status < 500 or status == 501 else "failed"
 
 
 def _is_withheld(header: bytes) -> bool:

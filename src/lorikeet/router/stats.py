@@ -27,7 +27,7 @@ from lorikeet.api.stats_stream import StatsQuery, StatsStreams
 from lorikeet.core.ids import RequestId
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.catalog import ModelCatalog
-from lorikeet.router.metrics import router_state
+from lorikeet.router.metrics import OUTCOMES, router_state
 from lorikeet.router.proxied_request import ProxiedRequest
 
 _MOST_RECENT = 2048
@@ -47,7 +47,7 @@ class _Requests:
         open: when those that run arrived.
         unanswered: of these, the ones without a token.
         first_tokens: of the latest streams.
-        outcomes: requests that have ended.
+        outcomes: requests that have ended, those that were refused too. All other counts are without these.
         finished: per second.
     """
 
@@ -55,9 +55,14 @@ class _Requests:
         self.open: dict[RequestId, float] = {}
         self.unanswered: dict[RequestId, float] = {}
         self.first_tokens = deque[_FirstToken](maxlen=REQUESTS_PER_ADAPTER)
-        self.outcomes = dict.fromkeys(("complete", "failed", "left"), 0)
+        self.outcomes = dict.fromkeys(OUTCOMES, 0)
         self.prompt_tokens = self.completion_tokens = 0
         self.finished = Rate(clock)
+
+    @property
+    def ended(self) -> int:
+        """Requests that have ended and were not refused."""
+        return sum(self.outcomes.values()) - self.outcomes["refused"]
 
     def oldest_s(self, now_s: float) -> float:
         """Return how long the oldest request without a token has waited."""
@@ -106,14 +111,17 @@ class RouterStats:
                 each.unanswered.pop(request.request_id, None)
 
     def end(self, request: ProxiedRequest, outcome: str, completion_tokens: int) -> None:
-        """A request has ended: ``complete``, ``failed`` or ``left``."""
-        ttft_s = self._ttft_s.pop(request.request_id, None)
-        self._prompt_rate.add(request.prompt_tokens)
-        self._answer_rate.add(completion_tokens)
-        for each in self._both(request):
+        """A request has ended; ``outcome`` is one of ``OUTCOMES``."""
+        ttft_s, both = self._ttft_s.pop(request.request_id, None), self._both(request)
+        for each in both:
             each.open.pop(request.request_id, None)
             each.unanswered.pop(request.request_id, None)
             each.outcomes[outcome] += 1
+        if outcome == "refused":
+            return
+        self._prompt_rate.add(request.prompt_tokens)
+        self._answer_rate.add(completion_tokens)
+        for each in both:
             each.prompt_tokens += request.prompt_tokens
             each.completion_tokens += completion_tokens
             each.finished.add()
@@ -164,7 +172,7 @@ class RouterStats:
                 "waiting": sample["waiting"],
                 "waiting_by": {},
                 "waiting_words": {},
-                "finished": total.outcomes["complete"],
+                "finished": total.ended,
                 "failed": total.outcomes["failed"],
                 "aborted": total.outcomes["left"],
             },
@@ -210,14 +218,14 @@ class RouterStats:
             "tier": "files",
             "device_bytes": 0,
             "backends": [],
-            "requests": sum(known.outcomes.values()),
+            "requests": known.ended,
             "requests_per_s": round(known.finished.per_s(), 3),
             "requests_running": len(known.open),
             "requests_unanswered": len(known.unanswered),
             "oldest_unanswered_s": round(oldest_s, 3),
             "requests_failed": known.outcomes["failed"],
             "requests_aborted": known.outcomes["left"],
-            "requests_refused": 0,
+            "requests_refused": known.outcomes["refused"],
             "prompt_tokens": known.prompt_tokens,
             "cached_tokens": 0,
             "generation_tokens": known.completion_tokens,
@@ -244,7 +252,7 @@ _ORDERS: Mapping[SortBy, Callable[[dict[str, Any]], Any]] = {
     SortBy.RESIDENCY: lambda row: row["device_bytes"],
     SortBy.TIER: lambda row: row["tier"] == "device",
     SortBy.HITS: lambda row: 0,
-    SortBy.ERRORS: lambda row: row["requests_failed"] + (row["load_error"] is not None),
+    SortBy.ERRORS: lambda row: (row["requests_failed"] + (row["load_error"] is not None), row["requests_refused"]),
     SortBy.SAVED: lambda row: 0,
     SortBy.NAME: lambda row: row["name"],
 }
