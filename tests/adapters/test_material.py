@@ -21,13 +21,13 @@ TARGETS = {"a": ["q_proj", "v_proj"], "b": ["q_proj", "down_proj"]}
 
 
 def run(*words: object) -> str:
-    done = CliRunner().invoke(app, ["adapters", *map(str, words)])
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["adapters", *map(str, words)])
     assert done.exit_code == 0, done.output
     return done.output
 
 
 def refusal(*words: object) -> str:
-    done = CliRunner().invoke(app, ["adapters", *map(str, words)])
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["adapters", *map(str, words)])
     assert done.exit_code != 0
     return done.output
 
