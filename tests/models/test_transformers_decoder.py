@@ -13,13 +13,14 @@ from lorikeet.config import AdapterSettings, EngineSettings, ModelSettings, Sett
 from lorikeet.core.geometry import KvShape, ReplaceableWeights
 from lorikeet.core.request import Request, RequestId, SamplingParams
 from lorikeet.engine.build import build_replica
+from lorikeet.kernels.base import RotaryPairs
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.models.config import ModelConfigError, read_model_config, wants_own_decoder
 from lorikeet.models.default import NAME
 from lorikeet.models.parallel import SingleRankGroup
 from lorikeet.models.transformers_attention import Mask, UnsupportedAttention, window_of
 from lorikeet.models.transformers_decoder import TransformersDecoder, _check_batch, load_model
-from lorikeet.models.transformers_modules import replaceable_weights
+from lorikeet.models.transformers_modules import AdaptedLinear, replaceable_weights
 from lorikeet.worker.rank_setup import load_rank
 from tests.models.checkpoints import make_checkpoint
 from tests.models.library_bases import make_base
@@ -70,6 +71,30 @@ def test_layers_that_share_keys_store_none_and_shapes_may_differ(tmp_path: Path)
 def test_what_attention_over_blocks_cannot_compute_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
     with pytest.raises(UnsupportedAttention, match=reason):
         decoder(tmp_path, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "pairs"),
+    [
+        ("llama", {RotaryPairs(8)}),
+        ("glm4", {RotaryPairs(4, are_neighbours=True)}),
+        ("diffllama", {None}),  # attends twice by the same queries
+        ("gpt2", {None}),  # does not rotate
+    ],
+)
+def test_a_kernel_rotates_where_it_would_do_the_same(tmp_path: Path, kind: str, pairs: set[RotaryPairs | None]) -> None:
+    """The model is compared with transformers' own attention when it is loaded."""
+    assert {call.pairs for call in decoder(tmp_path, kind)._calls} == pairs
+
+
+def test_projections_of_the_same_input_in_a_list_are_several_layers(tmp_path: Path) -> None:
+    """Gemma 3n has three such beside its layers. Each has its own adapter, so they are not computed as one."""
+    make_base(tmp_path, "gemma3n_text")
+    model = load_model(tmp_path, torch.float32, CPU)
+    projections = model.get_submodule("model.altup_projections")
+    TransformersDecoder(model, ReferenceKernels(), 128)
+    computed = [projection.forward for projection in projections.children()]
+    assert [type(each) for each in computed] == [AdaptedLinear] * 3
 
 
 def test_the_own_decoder_is_chosen_where_it_supports_the_model(tmp_path: Path) -> None:

@@ -609,7 +609,7 @@ class Rotation(NamedTuple):
     """The rotary embedding of a step's rows on a layer.
 
     Attributes:
-        cos, sin: ``[T, head_dim]``: of each pair, then of each pair again.
+        cos, sin: ``[T, head_dim]``: of each pair, then, from ``head_dim / 2`` on, of each pair again.
         pairs: which elements of a head are rotated.
     """
 

@@ -4,10 +4,11 @@ transformers calls a registered function wherever a module computes attention. O
 and writes down what is asked for, the other runs in steps.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lorikeet.core.geometry import KvShape
 from lorikeet.kernels.base import Batch, Kernels, RotaryPairs, Rotation
-from lorikeet.kernels.reference import attend_plainly
+from lorikeet.kernels.reference import attend_plainly, rotated
 
 STEP, PROBE = "lorikeet", "lorikeet_probe"
 """Names of our attention functions: in steps, where no mask is made, and while a model is probed."""
@@ -57,6 +58,7 @@ class AttentionCall:
         sinks: a logit for each head that takes part in the softmax and has no value; None for none.
         mask: what the model would use.
         window: a token sees so many latest positions, its own included; None: all.
+        pairs: how the queries and keys were rotated just before, if a kernel can do that while it stores the keys.
     """
 
     module: nn.Module
@@ -69,10 +71,22 @@ class AttentionCall:
     sinks: Tensor | None
     mask: Mask | None
     window: int | None = None
+    pairs: RotaryPairs | None = None
+
+
+Heads = tuple[Tensor, Tensor]
+"""Queries and keys, ``[1, heads, T, head_dim]``."""
 
 
 class _Pass(Protocol):
     """What handles the attention calls of one forward pass."""
+
+    def rotate(self, original: Callable[..., Heads], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+        """Return what ``original`` does: q and k ``[1, heads, T, head_dim]``, rotated by cos and sin ``[1, T, dims]``.
+
+        Or return them as they are, and rotate them in the next call of :meth:`attend`.
+        """
+        ...
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
@@ -106,6 +120,36 @@ def call_attention(
     return _RUNNING.current.attend(module, query, key, value, attention_mask, arguments), None
 
 
+def pass_rotations(decoder: nn.Module) -> None:
+    """Let the pass that runs see how queries and keys are rotated.
+
+    Most models call a function of one name, which is in the Python module of their classes. It is replaced by one that
+    does the same wherever no pass runs.
+    """
+    for name in {type(module).__module__ for module in decoder.modules()}:
+        namespace = vars(sys.modules[name])
+        original = namespace.get(_ROTATE)
+        if original is not None and not isinstance(original, _Rotate):
+            namespace[_ROTATE] = _Rotate(original)
+
+
+_ROTATE = "apply_rotary_pos_emb"
+
+
+class _Rotate:
+    """Stands for a function of transformers that rotates queries and keys."""
+
+    def __init__(self, original: Callable[..., Heads]) -> None:
+        self._original = original
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Ask the pass, if the arguments are the usual ones."""
+        running = _RUNNING.current
+        if running is None or len(given) != 4 or named or given[2].dim() != 3 or len(given[2]) != 1:
+            return self._original(*given, **named)
+        return running.rotate(self._original, *given)
+
+
 def _mark(*_: Any, mask_function: Callable[..., Any] | None = None, **__: Any) -> Mask:
     """Return a mask of which only the meaning is kept."""
     if mask_function is None:
@@ -130,6 +174,15 @@ class Probe:
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
         self._stored: list[tuple[Tensor, Tensor]] = []  # kept, so that equal addresses mean the same keys
+        self._rotated: tuple[Tensor, Tensor, RotaryPairs] | None = None
+        self._by_kernel: dict[int, Heads] = {}
+
+    def rotate(self, original: Callable[..., Heads], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+        """Rotate, and find out whether a kernel would do the same."""
+        found = original(q, k, cos, sin)
+        pairs = _pairs_of((q, k), found, cos, sin)
+        self._rotated = None if pairs is None else (*found, pairs)
+        return found
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
@@ -155,14 +208,48 @@ class Probe:
             kv = len(self._stored)
             self._stored.append((k, v))
         self.calls.append(AttentionCall(module, q.shape[1], kv, stores, shape, scale, softcap, sinks, mask))
+        self._note_rotation(q, k)
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         return found.transpose(1, 2)
 
+    def _note_rotation(self, q: Tensor, k: Tensor) -> None:
+        """Write down how queries and keys of the last call were rotated, if only this call reads them."""
+        call, rotated_before, self._rotated = self.calls[-1], self._rotated, None
+        for index, (queries, keys) in self._by_kernel.items():
+            if _is_same(queries, q) or (call.stores and _is_same(keys, k)):
+                self.calls[index] = replace(self.calls[index], pairs=None)
+        if rotated_before is None or not call.stores or call.sinks is not None:
+            return
+        queries, keys, pairs = rotated_before
+        if queries is q and keys is k and call.shape.key_dim == call.shape.value_dim:
+            self._by_kernel[len(self.calls) - 1] = q, k
+            self.calls[-1] = replace(call, pairs=pairs)
+
     def _scale(self, arguments: dict[str, Any], q: Tensor) -> float:
         scale = arguments.pop("scaling", None)
         return q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def _pairs_of(heads: Heads, expected: Heads, cos: Tensor, sin: Tensor) -> RotaryPairs | None:
+    """Return how heads were rotated, judged by the results; None if the kernels have no such rotation."""
+    if any(each.dim() != 4 or len(each) != 1 or each.shape[2] != cos.shape[1] for each in heads):
+        return None
+    dims = cos.shape[-1]
+    if dims > heads[0].shape[-1] or any(not torch.equal(*each.chunk(2, dim=-1)) for each in (cos, sin)):
+        return None
+    for are_neighbours in (False, True):
+        pairs = RotaryPairs(dims, are_neighbours)
+        rotation = Rotation(cos[0].float(), sin[0].float(), pairs)
+        differences = (
+            (rotated(given[0].transpose(0, 1).float(), rotation).transpose(0, 1) - found[0].float()).norm()
+            <= (1e-5 if found.dtype == torch.float32 else 2e-2) * found[0].float().norm()
+            for given, found in zip(heads, expected, strict=True)
+        )
+        if all(differences):
+            return pairs
+    return None
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -246,15 +333,31 @@ class PagedPass:
         self, calls: Sequence[AttentionCall], layers: Sequence[LayerKv], batch: Batch, kernels: Kernels
     ) -> None:
         self._calls = iter(calls)
+        self._call = next(self._calls, None)
         self._layers, self._batch, self._kernels = layers, batch, kernels
         self._stills: dict[int, Rotation] = {}
+        self._rotations: dict[int, tuple[Tensor, Rotation]] = {}  # with cos, so that its address stays its own
+        self._rotation: Rotation | None = None
+
+    def rotate(self, original: Callable[..., Heads], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+        """Leave it to the kernel that stores the keys, or rotate."""
+        pairs = None if self._call is None else self._call.pairs
+        if pairs is None:
+            return original(q, k, cos, sin)
+        if id(cos) not in self._rotations:
+            self._rotations[id(cos)] = cos, Rotation(_wide(cos, q), _wide(sin, q), pairs)
+        self._rotation = self._rotations[id(cos)][1]
+        return q, k
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, arguments: dict[str, Any]
     ) -> Tensor:
         """Compute the next call."""
-        call, batch = next(self._calls), self._batch
+        call, batch = self._call, self._batch
+        assert call is not None, "a forward pass has more attention calls than when it was probed"
         assert call.module is module, "the attention calls of a forward pass have changed"
+        assert (self._rotation is None) == (call.pairs is None), "the rotations of a forward pass have changed"
+        self._call = next(self._calls, None)
         layer = self._layers[call.kv]
         queries, keys, values = (each[0].transpose(0, 1) for each in (q, k, v))
         if layer.both is None or call.sinks is not None:
@@ -266,24 +369,41 @@ class PagedPass:
             )
             return found[None]
         # The kernels take queries, keys and values side by side.
-        heads, kv_heads = call.heads, call.shape.heads
-        rows = q.new_empty(len(queries), heads + 2 * kv_heads, q.shape[-1])
-        rows[:, :heads].copy_(queries)
+        rows = _side_by_side(queries, keys, values)
+        if rows is None:
+            rows = torch.cat((queries, keys, values), dim=1).flatten(1)
         if call.stores:
-            rows[:, heads : heads + kv_heads].copy_(keys)
-            rows[:, heads + kv_heads :].copy_(values)
-            self._kernels.rotary_store(rows.flatten(1), self._still(rows[:, 0]), layer.both, batch, None)
-        found = self._kernels.attention(
-            rows.flatten(1), layer.both, batch, call.scale, call.window, call.softcap or 0.0
-        )
-        return found.view(1, len(rows), heads, q.shape[-1])
+            rotation = self._rotation or self._still(keys[:, 0])
+            self._kernels.rotary_store(rows, rotation, layer.both, batch, None)
+            self._rotation = None
+        found = self._kernels.attention(rows, layer.both, batch, call.scale, call.window, call.softcap or 0.0)
+        return found.view(1, len(rows), call.heads, q.shape[-1])
 
     def _still(self, heads: Tensor) -> Rotation:
-        """Return a rotation by nothing, since models rotate heads themselves, of a head of each row.
-
-        It is made once for each size of a head.
-        """
+        """Return a rotation by nothing, of a head of each row. It is made once for each size of a head."""
         size = heads.shape[-1]
         if size not in self._stills:
             self._stills[size] = Rotation(torch.ones_like(heads), torch.zeros_like(heads), RotaryPairs(0))
         return self._stills[size]
+
+
+def _wide(angles: Tensor, heads: Tensor) -> Tensor:
+    """Return ``angles [1, T, dims]``, each half as wide as half a head, ``[T, head_dim]`` and in its dtype."""
+    halves = angles[0].unflatten(-1, (2, -1))
+    missing = heads.shape[-1] // 2 - halves.shape[-1]
+    return nn.functional.pad(halves, (0, missing)).flatten(-2).to(heads.dtype).contiguous()
+
+
+def _side_by_side(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+    """Return the rows ``[T, (heads + 2 * kv_heads) * head_dim]`` of which they are views; None if there are none.
+
+    Such are the outputs of linear layers that were computed as one.
+    """
+    size, columns = queries.shape[-1], sum(each.shape[1] for each in (queries, keys, values)) * queries.shape[-1]
+    start = queries.storage_offset()
+    for each in (queries, keys, values):
+        is_next = each.storage_offset() == start and each.stride() == (columns, size, 1)
+        if not is_next or each.untyped_storage().data_ptr() != queries.untyped_storage().data_ptr():
+            return None
+        start += each.shape[1] * size
+    return queries.as_strided((len(queries), columns), (columns, 1))

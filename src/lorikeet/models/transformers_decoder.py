@@ -38,6 +38,7 @@ from lorikeet.models.transformers_attention import (
     UnsupportedAttention,
     handling,
     layer_views,
+    pass_rotations,
     register,
     window_of,
 )
@@ -426,6 +427,7 @@ class TransformersDecoder:
         if type(self._model).__name__ in OLDER:
             replace_attention(self._model)
         self._attend_by(PROBE)
+        pass_rotations(self._decoder)
         with ExitStack() as hooks, handling(probe):
             for name, module in self._decoder.named_modules():
                 if is_linear(module) or are_experts(module):
@@ -549,6 +551,7 @@ class TransformersDecoder:
                 bool(groups)
                 and read is not None
                 and read is found.inputs.get(before.module)
+                and linear.layer == before.layer
                 and linear.name.rpartition(".")[0] == before.name.rpartition(".")[0]
                 and type(linear.module) is type(before.module) is nn.Linear
                 and (linear.module.bias is None) == (before.module.bias is None)
