@@ -253,8 +253,8 @@ def lowest_parts(made: Sequence[Any]) -> float:
 
 def in_use(result: Result, last: int) -> float:
     """Return the mean share of the pool that adapters and KV take, over the first stages."""
-    parts = [np.array(result[f"{part}_share"]) for part in ("history", "adapter", "running")]
-    return float(sum(parts)[np.array(result["sampled_s"]) < last * result["stage_s"]].mean())
+    shares = np.sum([result[f"{part}_share"] for part in ("history", "adapter", "running")], axis=0)
+    return float(shares[np.array(result["sampled_s"]) < last * result["stage_s"]].mean())
 
 
 def times_in_use(ours: Result, theirs: Result) -> float:
