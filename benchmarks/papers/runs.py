@@ -163,6 +163,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     link_bytes_per_s: float = 0.0
     memory_bytes: int = 0
     max_num_seqs: int = MAX_NUM_SEQS
+    block_size: int = 16
     since_s: float = 0.0
     step_models: tuple[PerformanceModel, PerformanceModel] | None = None
     history: tuple[tuple[WorkloadRequest, ...], ...] = ()
@@ -181,6 +182,7 @@ def run_cluster(preset: str, setting: Cluster, requests: Sequence[WorkloadReques
         host_memory_bytes=HOST_BYTES,
         memory_bytes=setting.memory_bytes,
         link_bytes_per_s=setting.link_bytes_per_s,
+        block_size=setting.block_size,
     )
     refs: dict[str, AdapterRef] = {ref.name: ref for ref in setting.adapters}
     choice = ClusterChoice(

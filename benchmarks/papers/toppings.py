@@ -56,6 +56,9 @@ MEMORY_BYTES = 200 * 10**9
 """CACHED has unlimited memory (7.1). So have all here: it is not what they differ by."""
 MAX_RUNNING = 1_000
 """Nothing waits for a slot."""
+BLOCK_TOKENS = 1
+"""LightLLM, on which all but dLoRA are built (7.1), has its memory token by token. Of Llama-2-7B a layer of an adapter
+of rank 64 takes that of 6 tokens: with blocks of 16 tokens a layer would arrive together with up to three others."""
 PREFILL_S = {256: 0.044, 1000: 0.090}
 PROMPT_QUANTILES = {1.281552: 256, 2.326348: 1000}
 """Prompts of 256 and 1,000 tokens are longer than 90 and 99 % of LMSYS-Chat-1M's (Fig. 4), by normal quantile."""
@@ -126,6 +129,7 @@ def run_case(cell: Sequence[float], setting: str, preset: str, seed: int, reques
         memory_bytes=MEMORY_BYTES,
         link_bytes_per_s=link_bytes_per_s,
         max_num_seqs=MAX_RUNNING,
+        block_size=BLOCK_TOKENS,
         settle=True,
     )
     # dLoRA loads all adapters before it begins (7.1).
@@ -384,6 +388,7 @@ def run_place(
         limits_s=tuple(limits_s),
         link_bytes_per_s=1e9 * cell[0],
         memory_bytes=MEMORY_BYTES,
+        block_size=BLOCK_TOKENS,
         max_num_seqs=MAX_PACKED if preset.startswith(FIRST_FIT) else 256,
         since_s=about.window_s / 4,
         step_models=(
@@ -433,6 +438,7 @@ def cold_prefill_s(cell: Sequence[float], preset: str, rank: int, tokens: int) -
         modules=UNIT_MODULES,
         memory_bytes=MEMORY_BYTES,
         link_bytes_per_s=1e9 * cell[0],
+        block_size=BLOCK_TOKENS,
     )
     (name,) = adapter_names(1)
     return float(run_engine(preset, engine, work_of([WorkloadRequest(0.0, name, tokens, 2)], [name], 1))["ttft_mean_s"])
@@ -441,7 +447,7 @@ def cold_prefill_s(cell: Sequence[float], preset: str, rank: int, tokens: int) -
 def host_ms(cell: Sequence[float]) -> float:
     """Return the mean time, in milliseconds, that a cold prefill of S3 spends on layers that host cores compute."""
     profile = profile_of(SEVEN_B)
-    transfers = TransferModel(profile, profile.geometry.block_bytes(16), 1e9 * cell[0])
+    transfers = TransferModel(profile, profile.geometry.block_bytes(BLOCK_TOKENS), 1e9 * cell[0])
     costs = assist_costs(transfers, resolve_preset(OURS)[1])
     assert costs is not None
     (ref,) = synthetic_adapters(1, (SETTINGS["S3"].rank,), profile.geometry, modules=UNIT_MODULES)
@@ -482,10 +488,25 @@ def speedups(prefix: str, setting: str) -> dict[str, Figure]:
     return {f"{prefix}-{name}": compared(times, theirs, own, key) for name, key in MEANS.items()}
 
 
-def most_reduced() -> Figure:
-    """Return by how many percent TOPPINGS' latency is less than a rival's at most, over settings and rivals."""
-    pairs = [("S3", S_LORA), ("S3", DLORA), ("MAF 256", DLORA), ("MAF 512", S_LORA), ("S5", S_LORA), ("S5", DLORA)]
-    return most_of([compared(reduction, cases(setting, OURS), cases(setting, rival), E2E) for setting, rival in pairs])
+RIVALS = (
+    ("S3", S_LORA),
+    ("S3", DLORA),
+    ("MAF 256", DLORA),
+    ("MAF 512", S_LORA),
+    ("S5", S_LORA),
+    ("S5", DLORA),
+    ("S6", S_LORA),
+)
+"""Settings and rivals over which claims of "up to" are the largest."""
+
+
+def at_most(change: Callable[[float, float], float], *, ours_first: bool = False) -> Figure:
+    """Return the largest change of latency between TOPPINGS and a rival, over settings and rivals."""
+    figures = []
+    for setting, rival in RIVALS:
+        own, theirs = cases(setting, OURS), cases(setting, rival)
+        figures.append(compared(change, own, theirs, E2E) if ours_first else compared(change, theirs, own, E2E))
+    return most_of(figures)
 
 
 def within(made: Figures) -> float:
@@ -659,9 +680,9 @@ SYNTHETIC = Measurement(
             ("s5-toppings", "S5", OURS, "ttft tpt e2e"),
         ),
         **speedups("s6-toppings-vs-s-lora", "S6"),
-        "head-latency-max": compared(times, cases("S3", S_LORA), cases("S3", OURS), E2E),
+        "head-latency-max": at_most(times),
         "head-latency-avg": compared(times, cases("S3", S_LORA), cases("S3", OURS), E2E),
-        "head-latency-reduction": most_reduced(),
+        "head-latency-reduction": at_most(reduction, ours_first=True),
         "head-ideal-overhead": over_cached("S3", OURS)["e2e"],
         "mot-strawman-ttft": compared(times, cases("S3", STRAWMAN), cases("S3", CACHED), TTFT),
         "mot-strawman-tpt": compared(times, cases("S3", STRAWMAN), cases("S3", CACHED), TPT),
