@@ -120,6 +120,11 @@ class Answer:
     reason: str = ""
     error: str = ""
 
+    def what_lacks(self, tokens: int) -> str:
+        """Return what it lacks of a whole answer of so many tokens; empty if nothing."""
+        found = self.tokens or self.chunks
+        return self.error or ("" if (found, self.reason) == (tokens, "length") else f"{found} tokens, {self.reason}")
+
 
 def servers(options: argparse.Namespace) -> None:
     """Print what clients get when one server is killed."""
@@ -143,7 +148,7 @@ def servers(options: argparse.Namespace) -> None:
             table.append(_one_kill(router, running, killed, models, options))
             running[killed].start()
             until(lambda: len(_up(router.url)) == len(names), f"{killed} is back")
-    headings = ["killed", "whole", "continued", "retried", "first error", "requests by server"]
+    headings = ["killed", "whole", "continued", "retried", "what others lack", "requests by server"]
     print_table(f"{options.requests} streams of {options.tokens} tokens over {', '.join(names)}", headings, table)
 
 
@@ -177,14 +182,12 @@ def _one_kill(
 
     asyncio.run(run())
     after = _counters(router.url)
-    whole = sum(
-        (each.tokens or each.chunks) == options.tokens and each.reason == "length" and not each.error
-        for each in answers
-    )
-    errors = sorted({each.error for each in answers if each.error})
+    wrong = Counter(found for each in answers if (found := each.what_lacks(options.tokens)))
     gained = [int(after[name] - before[name]) for name in ("continued", "retries")]
     shown = ", ".join(f"{name} {count}" for name, count in share.items())
-    return [killed, f"{whole} of {len(answers)}", *gained, (errors or ["none"])[0][:80], shown]
+    whole = len(answers) - wrong.total()
+    lacks = "; ".join(f"{count} x {what[:80]}" for what, count in wrong.most_common(3)) or "nothing"
+    return [killed, f"{whole} of {len(answers)}", *gained, lacks, shown]
 
 
 async def _stream(

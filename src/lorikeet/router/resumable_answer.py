@@ -299,7 +299,7 @@ class ResumableAnswer:
         """
         if data == b"[DONE]":
             self.is_done = True
-            return DONE
+            return self._last_usage() + DONE
         try:
             event = msgspec.json.decode(data)
         except msgspec.DecodeError as error:
@@ -341,6 +341,8 @@ class ResumableAnswer:
             self._counted = self._chunks if counted is None else counted
         if choice.get("finish_reason") is not None:
             self.is_finished = True
+            if counted is not None:
+                self._counted = counted  # llama.cpp counts here only, in a chunk without text
         role = bool(delta.get("role"))
         opens, self._has_opened = role and not self._has_opened, self._has_opened or role
         return bool(text or others or opens or self.is_finished or (self._wants_counts and not role))
@@ -360,10 +362,17 @@ class ResumableAnswer:
             empty: dict[str, Any] = {"delta": {}} if self._body.is_chat else {"text": "", "logprobs": None}
             events += _event({**self._head, "choices": [{"index": 0, **empty, "finish_reason": "length"}]})
             self.is_finished = True
-        if self._wants_usage and not self._has_usage:
-            usage = self._usage({"completion_tokens": self._counted})
-            events += _event({**self._head, "choices": [], "usage": usage})
-        return events + DONE
+        return events + self._last_usage() + DONE
+
+    def _last_usage(self) -> bytes:
+        """Return the event with the usage that the client asked for; nothing if it has had one or nobody has counted.
+
+        llama.cpp counts a completion in its last chunk, and a server that is lost may not have counted at the end.
+        """
+        if self._has_usage or not self._wants_usage or self.prompt_tokens is None:
+            return b""
+        self._has_usage = True
+        return _event({**self._head, "choices": [], "usage": self._usage({"completion_tokens": self._counted})})
 
 
 def _is_answer(event: Any) -> bool:
