@@ -148,7 +148,8 @@ class KnownAdapters:
         """Evict those of ``nodes`` (later KV first) that are not pinned or in flight."""
         tree = self._tree
         idle = [kv for kv in nodes if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]]
-        self._evictor.evict_kv(idle, now)
+        if idle:
+            self._evictor.evict_kv(idle, now)
 
     def evict_if_not_kept(self, node: int, wanted: Container[int], now: float) -> None:
         """Evict an unused adapter that no queued request wants, where the preset does not keep adapters."""
