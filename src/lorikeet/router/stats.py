@@ -132,7 +132,9 @@ class RouterStats:
     def _both(self, request: ProxiedRequest) -> tuple[_Requests, _Requests]:
         """Return what is kept of all requests, and of those of this one's adapter."""
         name = BASE if request.adapter is None else request.adapter.name
-        known = self._adapters.setdefault(name, _Requests(self._clock))
+        known = self._adapters.get(name)
+        if known is None:
+            known = self._adapters[name] = _Requests(self._clock)
         self._adapters.move_to_end(name)
         while len(self._adapters) > MOST_ADAPTERS and not next(iter(self._adapters.values())).open:
             self._adapters.popitem(last=False)
