@@ -13,7 +13,6 @@ Parts, each a table:
 * ``placement``: LoRAServe's placement of 10,000 adapters on 1,000 replicas, and dLoRA's migration plans.
 * ``scale``: a route and an orchestrator's tick by adapters and replicas, up to 100,000 on 1,000.
 * ``streaming``: processor time of the API process and the engine process for each streamed token, over HTTP.
-* ``router``: what ``lorikeet router`` adds to TTFT, beside a proxy that only forwards.
 """
 
 import argparse
@@ -22,12 +21,11 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,19 +34,12 @@ import httpx
 import numpy as np
 import psutil
 import torch
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from benchmarks.harness import (
-    LORIKEET,
     THREADS,
     chat_body,
     default_kernels,
     default_model,
-    in_turns,
     kernels_as,
     make_requests,
     median_p95,
@@ -91,7 +82,6 @@ from lorikeet.memory.packing import pack
 from lorikeet.memory.tree import block_keys
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import PRESETS
-from lorikeet.router.connections import BackendResponse, Connections
 from lorikeet.scheduling.admission import RunningRequest
 from lorikeet.scheduling.multilevel.options import REFRESH_S
 from lorikeet.scheduling.multilevel.queue import ChameleonQueue
@@ -111,12 +101,7 @@ def main() -> None:
     """Run the parts and print their tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="some of: " + ", ".join(PARTS))
-    parser.add_argument("--bare-proxy", help=argparse.SUPPRESS)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.bare_proxy:
-        _bare_proxy(options.bare_proxy, options.port)
-        return
     print_setup()
     for name in options.parts.split(","):
         PARTS[name]()
@@ -764,83 +749,6 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-# --- router ------------------------------------------------------------------------------------------
-
-ROUTER_PAIRS, ROUTER_PROMPT_TOKENS = 100, 16
-ROUTER_PRESETS = ("lorikeet:plain", "loraserve:random")
-"""The default, which compares prompts, and routing by a table."""
-
-
-def router() -> None:
-    """Print what the router adds to TTFT of an idle replica, beside a proxy that only forwards."""
-    draw, adapter = random.Random(0), next(iter(sample_adapters()))
-    table = []
-    with tempfile.TemporaryDirectory(prefix="lorikeet-") as text, ExitStack() as stack:
-        scratch, samples = Path(text), str(sample_adapters()[adapter].parent)
-        flags = [str(default_model()), "--adapter-dir", samples, "--store-dir", str(scratch / "store")]
-        server = stack.enter_context(running_server(flags, scratch / "serve.log"))
-        proxy = (sys.executable, "-m", "benchmarks.control_plane")
-        bare = stack.enter_context(running_server(["--bare-proxy", server.url], scratch / "bare.log", command=proxy))
-        lora = f"{adapter}={sample_adapters()[adapter]}"
-        for preset in ROUTER_PRESETS:
-            flags = ["--backend", server.url, "--lora-modules", lora, "--preset", preset]
-            with running_server(flags, scratch / "router.log", command=(LORIKEET, "router")) as started:
-                urls = {"direct": server.url, "router": started.url, "bare proxy": bare.url}
-                clients = {
-                    side: stack.enter_context(httpx.Client(base_url=url, timeout=60)) for side, url in urls.items()
-                }
-                _first_event_s(clients["router"], adapter, draw)  # which loads the adapter
-
-                def side(client: httpx.Client) -> Callable[[int], float]:
-                    return lambda _: _first_event_s(client, adapter, draw)
-
-                found = in_turns({name: side(client) for name, client in clients.items()}, ROUTER_PAIRS, 10)
-            added = {
-                name: [(some - other) / MS for some, other in zip(found[name], found["direct"], strict=True)]
-                for name in ("router", "bare proxy")
-            }
-            direct = f"{statistics.median(found['direct']) / MS:.1f}"
-            table.append([preset, direct, *(with_interval(times, ".2f") for times in added.values())])
-    headings = ["preset", "direct, ms", "router adds, ms", "a bare proxy adds, ms"]
-    print_table("TTFT through lorikeet router", headings, table)
-
-
-def _first_event_s(http: httpx.Client, model: str, draw: random.Random) -> float:
-    """Return seconds from sending to the first bytes of an answer of one token."""
-    prompt = [draw.randrange(100, 40_000) for _ in range(ROUTER_PROMPT_TOKENS)]
-    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "stream": True}
-    began_s = time.perf_counter()
-    with http.stream("POST", "/v1/completions", json=body) as response:
-        pieces = response.iter_raw()
-        first = next(pieces)
-        seconds = time.perf_counter() - began_s
-        rest = first + b"".join(pieces)
-    if response.status_code != 200 or not rest.rstrip().endswith(b"data: [DONE]"):
-        raise RuntimeError(f"{response.status_code}: {rest[:300]!r}")
-    return seconds
-
-
-def _bare_proxy(url: str, port: int) -> None:
-    """Serve a proxy of the router's own HTTP parts that only forwards: the cost of HTTP without routing."""
-    connections = Connections(url)
-
-    async def complete(http: HttpRequest) -> Response:
-        headers = [(b"content-type", b"application/json")]
-        reply = await connections.send("POST", http.url.path, headers, await http.body())
-        return StreamingResponse(_pieces(reply), reply.status, media_type="text/event-stream")
-
-    async def health(http: HttpRequest) -> Response:
-        return Response()
-
-    served = [Route("/v1/completions", complete, methods=["POST"]), Route("/health", health)]
-    uvicorn.run(Starlette(routes=served), port=port, loop="uvloop", access_log=False, log_level="warning")
-
-
-async def _pieces(reply: BackendResponse) -> AsyncIterator[bytes]:
-    while piece := await reply.piece():
-        yield piece
-
-
 PARTS: dict[str, Callable[[], None]] = {
     "step": step,
     "grammars": grammars,
@@ -850,7 +758,6 @@ PARTS: dict[str, Callable[[], None]] = {
     "placement": placement,
     "scale": scale,
     "streaming": streaming,
-    "router": router,
 }
 
 

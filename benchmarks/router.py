@@ -5,6 +5,7 @@
   many tokens as were asked for (by the servers' count, or one a chunk), and an end. Then the server is started again.
 * ``rate``: requests that the router and a proxy that only forwards finish for a second of their processor time, over
   back ends that send tokens at a fixed pace; in turns.
+* ``ttft``: what both add to TTFT of an idle Lorikeet.
 
 vLLM and llama.cpp get environments of their own below ``.venvs``.
 """
@@ -12,6 +13,7 @@ vLLM and llama.cpp get environments of their own below ``.venvs``.
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -48,10 +50,13 @@ from benchmarks.harness import (
 )
 from benchmarks.vllm_environment import vllm_python
 from lorikeet.models.default import find_gguf
+from lorikeet.router.connections import BackendResponse, Connections
 
 LLAMA_CPP_PACKAGES = ("xllamacpp==2026.10.11549", "gguf==0.19.0")
 LLAMA_CPP = ROOT / ".venvs" / "llamacpp"
 READY_S, BEGUN_TOKENS = 420.0, 3
+HELPER = (sys.executable, "-m", "benchmarks.router")
+"""The command of servers that measurements need."""
 
 
 def main() -> None:
@@ -63,11 +68,15 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100, help="servers: in flight")
     parser.add_argument("--tokens", type=int, default=48, help="servers: of each answer")
     parser.add_argument("--rounds", type=int, default=7, help="rate: of each side")
-    parser.add_argument("--paced", help=argparse.SUPPRESS)
+    parser.add_argument("--paced", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--bare-proxy", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.paced:
         _paced_backend(options.port)
+        return
+    if options.bare_proxy:
+        _bare_proxy(options.bare_proxy, options.port)
         return
     print_setup()
     for name in options.parts.split(","):
@@ -120,6 +129,11 @@ class Answer:
     reason: str = ""
     error: str = ""
 
+    def what_lacks(self, tokens: int) -> str:
+        """Return what it lacks of a whole answer of so many tokens; empty if nothing."""
+        found = self.tokens or self.chunks
+        return self.error or ("" if (found, self.reason) == (tokens, "length") else f"{found} tokens, {self.reason}")
+
 
 def servers(options: argparse.Namespace) -> None:
     """Print what clients get when one server is killed."""
@@ -143,7 +157,7 @@ def servers(options: argparse.Namespace) -> None:
             table.append(_one_kill(router, running, killed, models, options))
             running[killed].start()
             until(lambda: len(_up(router.url)) == len(names), f"{killed} is back")
-    headings = ["killed", "whole", "continued", "retried", "first error", "requests by server"]
+    headings = ["killed", "whole", "continued", "retried", "what others lack", "requests by server"]
     print_table(f"{options.requests} streams of {options.tokens} tokens over {', '.join(names)}", headings, table)
 
 
@@ -177,14 +191,12 @@ def _one_kill(
 
     asyncio.run(run())
     after = _counters(router.url)
-    whole = sum(
-        (each.tokens or each.chunks) == options.tokens and each.reason == "length" and not each.error
-        for each in answers
-    )
-    errors = sorted({each.error for each in answers if each.error})
+    wrong = Counter(found for each in answers if (found := each.what_lacks(options.tokens)))
     gained = [int(after[name] - before[name]) for name in ("continued", "retries")]
     shown = ", ".join(f"{name} {count}" for name, count in share.items())
-    return [killed, f"{whole} of {len(answers)}", *gained, (errors or ["none"])[0][:80], shown]
+    whole = len(answers) - wrong.total()
+    lacks = "; ".join(f"{count} x {what[:80]}" for what, count in wrong.most_common(3)) or "nothing"
+    return [killed, f"{whole} of {len(answers)}", *gained, lacks, shown]
 
 
 async def _stream(
@@ -317,14 +329,12 @@ def rate(options: argparse.Namespace) -> None:
     adapter = next(iter(sample_adapters()))
     with tempfile.TemporaryDirectory(prefix="lorikeet-router-") as text, ExitStack() as stack:
         scratch = Path(text)
-        paced = (sys.executable, "-m", "benchmarks.router", "--paced", "yes")
         backends = [
-            stack.enter_context(running_server([], scratch / f"{number}.log", command=paced)) for number in range(2)
+            stack.enter_context(running_server(["--paced"], scratch / f"{number}.log", command=HELPER))
+            for number in range(2)
         ]
-        proxy = (sys.executable, "-m", "benchmarks.control_plane")
-        bare = stack.enter_context(
-            running_server(["--bare-proxy", backends[0].url], scratch / "bare.log", command=proxy)
-        )
+        flags = ["--bare-proxy", backends[0].url]
+        bare = stack.enter_context(running_server(flags, scratch / "bare.log", command=HELPER))
         flags = [flag for each in backends for flag in ("--backend", each.url)]
         flags += ["--lora-modules", f"{adapter}={sample_adapters()[adapter]}", "--log-level", "warning"]
         router = stack.enter_context(running_server(flags, scratch / "router.log", command=(LORIKEET, "router")))
@@ -427,7 +437,83 @@ async def _tokens(body: dict[str, Any]) -> AsyncIterator[bytes]:
     yield b"data: [DONE]\n\n"
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"servers": servers, "rate": rate}
+# --- TTFT ------------------------------------------------------------------------------------------------
+
+PAIRS, PROMPT_TOKENS = 100, 16
+PRESETS = ("lorikeet:plain", "loraserve:random")
+"""The default, which compares prompts, and routing by a table."""
+
+
+def ttft(options: argparse.Namespace) -> None:
+    """Print what the router adds to TTFT of an idle replica, beside a proxy that only forwards."""
+    draw, adapter = random.Random(0), next(iter(sample_adapters()))
+    table = []
+    with tempfile.TemporaryDirectory(prefix="lorikeet-") as text, ExitStack() as stack:
+        scratch, samples = Path(text), str(sample_adapters()[adapter].parent)
+        flags = [str(default_model()), "--adapter-dir", samples, "--store-dir", str(scratch / "store")]
+        server = stack.enter_context(running_server(flags, scratch / "serve.log"))
+        bare = stack.enter_context(running_server(["--bare-proxy", server.url], scratch / "bare.log", command=HELPER))
+        lora = f"{adapter}={sample_adapters()[adapter]}"
+        for preset in PRESETS:
+            flags = ["--backend", server.url, "--lora-modules", lora, "--preset", preset]
+            with running_server(flags, scratch / "router.log", command=(LORIKEET, "router")) as started:
+                urls = {"direct": server.url, "router": started.url, "bare proxy": bare.url}
+                clients = {
+                    side: stack.enter_context(httpx.Client(base_url=url, timeout=60)) for side, url in urls.items()
+                }
+                _first_event_s(clients["router"], adapter, draw)  # which loads the adapter
+
+                def side(client: httpx.Client) -> Callable[[int], float]:
+                    return lambda _: _first_event_s(client, adapter, draw)
+
+                found = in_turns({name: side(client) for name, client in clients.items()}, PAIRS, 10)
+            added = {
+                name: [(some - other) * 1e3 for some, other in zip(found[name], found["direct"], strict=True)]
+                for name in ("router", "bare proxy")
+            }
+            direct = f"{statistics.median(found['direct']) * 1e3:.1f}"
+            table.append([preset, direct, *(with_interval(times, ".2f") for times in added.values())])
+    headings = ["preset", "direct, ms", "router adds, ms", "a bare proxy adds, ms"]
+    print_table("TTFT through lorikeet router", headings, table)
+
+
+def _first_event_s(http: httpx.Client, model: str, draw: random.Random) -> float:
+    """Return seconds from sending to the first bytes of an answer of one token."""
+    prompt = [draw.randrange(100, 40_000) for _ in range(PROMPT_TOKENS)]
+    body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "stream": True}
+    began_s = time.perf_counter()
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        pieces = response.iter_raw()
+        first = next(pieces)
+        seconds = time.perf_counter() - began_s
+        rest = first + b"".join(pieces)
+    if response.status_code != 200 or not rest.rstrip().endswith(b"data: [DONE]"):
+        raise RuntimeError(f"{response.status_code}: {rest[:300]!r}")
+    return seconds
+
+
+def _bare_proxy(url: str, port: int) -> None:
+    """Serve a proxy of the router's own HTTP parts that only forwards: the cost of HTTP without routing."""
+    connections = Connections(url)
+
+    async def complete(http: Request) -> Response:
+        headers = [(b"content-type", b"application/json")]
+        reply = await connections.send("POST", http.url.path, headers, await http.body())
+        return StreamingResponse(_pieces(reply), reply.status, media_type="text/event-stream")
+
+    async def health(http: Request) -> Response:
+        return Response()
+
+    served = [Route("/v1/completions", complete, methods=["POST"]), Route("/health", health)]
+    uvicorn.run(Starlette(routes=served), port=port, loop="uvloop", access_log=False, log_level="warning")
+
+
+async def _pieces(reply: BackendResponse) -> AsyncIterator[bytes]:
+    while piece := await reply.piece():
+        yield piece
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {"servers": servers, "rate": rate, "ttft": ttft}
 
 
 if __name__ == "__main__":

@@ -154,8 +154,9 @@ class ScriptedBackend:
             return _error(404, f"{previous} is not here")
         answer = {"id": f"resp_{self.name}_{len(self.bodies)}", "from": self.name, "path": http.url.path}
         self.stored.add(answer["id"])
+        usage = {"input_tokens": 3, "output_tokens": 4}
         if not body.get("stream"):
-            return JSONResponse({**answer, "model": body["model"], "usage": {"input_tokens": 3}})
+            return JSONResponse({**answer, "model": body["model"], "usage": usage})
         kind = "message" if http.url.path == "/v1/messages" else "response"
         last = "message_stop" if kind == "message" else "response.completed"
         dies_after = self.dies_after
@@ -164,7 +165,12 @@ class ScriptedBackend:
             for at, name in enumerate((f"{kind}.created", f"{kind}.delta", last)):
                 if at == dies_after:
                     raise ConnectionAbortedError
-                yield f"event: {name}\ndata: {json.dumps({'type': name, 'response': answer})}\n\n".encode()
+                event: dict[str, Any] = {"type": name, "response": answer}
+                if kind == "message" and at < 2:  # as Anthropic counts: the prompt at the start, the answer at the end
+                    event |= [{"message": {"usage": usage | {"output_tokens": 1}}}, {"usage": {"output_tokens": 4}}][at]
+                elif kind == "response" and name == last:
+                    event["response"] = {**answer, "usage": usage}
+                yield f"event: {name}\ndata: {json.dumps(event)}\n\n".encode()
                 await asyncio.sleep(0)
 
         return StreamingResponse(events(), media_type="text/event-stream")

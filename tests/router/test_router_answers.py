@@ -166,6 +166,19 @@ def test_an_end_that_was_seen_is_not_sent_again() -> None:
     assert answer.closing() == DONE
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_backend_that_counts_only_in_its_last_chunk_is_believed(asked: bool) -> None:
+    """As llama.cpp does in completions: no event of its own has the usage."""
+    answer = ResumableAnswer(completion(max_tokens=9, stream_options={"include_usage": asked}))
+    answer.feed(text_event("a", 1) + text_event("b", 2))
+    assert body(answer)["max_tokens"] == 7
+    seen = answer.feed(text_event("cde") + text_event("", 7, "length") + DONE)
+    assert seen.endswith(DONE)
+    last = [{"usage": usage(9), "choices": []}] if asked else []
+    assert [{k: v for k, v in chunk.items() if k in ("usage", "choices")} for chunk in read(seen)[2:]] == last
+    assert answer.tokens == 9
+
+
 def test_pieces_may_end_anywhere() -> None:
     answer = ResumableAnswer(completion())
     data = text_event("ä", 1) + text_event("ö", 2, "stop") + DONE

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import signal
+import socket
 import sys
 
 import httpx
@@ -71,6 +72,38 @@ def test_a_preset_that_there_is_not_ends_it_with_one_line(monkeypatch: pytest.Mo
     assert result.exit_code == 2
     assert "unknown preset" in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.slow
+async def test_it_is_ready_once_a_backend_has_come() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        backend = ScriptedBackend()
+        flags = ("--backend", f"http://127.0.0.1:{taken.getsockname()[1]}", "--port", "0")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", COMMAND, "route", *flags),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+    try:
+        assert process.stdout is not None
+        printed = ""
+        while "no backend yet" not in printed:
+            line = await process.stdout.readline()
+            assert line, printed
+            printed += line.decode()
+        assert "Lorikeet is ready" not in printed
+        assert "backend-0: it cannot be reached" in printed
+        backend.port = int(flags[1].rpartition(":")[2])
+        await backend.start()
+        while "Lorikeet is ready" not in printed:
+            line = await process.stdout.readline()
+            assert line, printed
+            printed += line.decode()
+    finally:
+        process.kill()
+        await process.wait()
+        await backend.kill()
 
 
 @pytest.mark.slow

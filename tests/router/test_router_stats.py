@@ -36,6 +36,11 @@ async def test_requests_are_counted_by_adapter_with_their_ttft(start: Start) -> 
         assert (pirate["tier"], pirate["backends"][0][:8]) == ("device", "backend-")
         assert (formal["requests"], formal["tier"], formal["backends"]) == (0, "files", [])
         assert (base["is_base"], base["requests"], base["ttft_s"]) == (True, 1, None)
+        assert [(each["id"], each["status"], each["running"]) for each in found["backends"]] == [
+            ("backend-0", "open", 0),
+            ("backend-1", "open", 0),
+        ]
+        assert sum(each["adapters"] for each in found["backends"]) == 1
         assert [row["name"] for row in (await figures(routing, match="pir"))["adapters"]] == ["pirate"]
 
 
@@ -104,3 +109,15 @@ async def test_the_console_and_top_work_with_a_router(start: Start) -> None:
         shown = await asyncio.to_thread(CliRunner(env={"COLUMNS": "120"}).invoke, app, arguments)
         assert (shown.exit_code, "base: ready" in shown.output) == (0, True), shown.output
         assert "pirate" in shown.output
+        assert "backend-1 open: 0 running, 0 waiting, 0 adapters" in shown.output
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_tokens_of_messages_and_responses_are_counted(start: Start, path: str, stream: bool) -> None:
+    async with start(count=1) as routing:
+        asked = {"model": "base", "messages": [], "input": "x", "stream": stream}
+        assert (await routing.http.post(path, json=asked)).status_code == 200
+        await routing.idle()
+        (base,) = (await figures(routing, match="base"))["adapters"]
+        assert (base["requests"], base["generation_tokens"]) == (1, 4)

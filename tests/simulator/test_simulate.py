@@ -86,6 +86,14 @@ def test_a_predictor_that_there_is_not_is_refused(profile: str) -> None:
 
 
 @pytest.mark.slow
+def test_of_many_replicas_least_median_and_most_are_shown(profile: str) -> None:
+    flags = ["simulate", "--profile", profile, "--replicas", "33", "--count", "40", "--top", "0"]
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(app, flags)
+    assert result.exit_code == 0, result.output
+    assert "33 replicas" in result.output
+    assert [name in result.output for name in ("least", "median", "most", "replica-0")] == [True, True, True, False]
+
+
 def test_simulate_writes_the_same_bytes_per_seed(profile: str, tmp_path: Path) -> None:
     flags = ["simulate", "--profile", profile, "--count", "40", "--adapters", "3", "--rate", "20", "--ranks", "1,2"]
     written = []

@@ -33,7 +33,7 @@ from lorikeet.presets import resolve_preset
 
 if TYPE_CHECKING:
     from lorikeet.bench.peak import Peak
-    from lorikeet.simulator.run import ClusterFigures
+    from lorikeet.simulator.run import ClusterFigures, ReplicaFigures
     from lorikeet.simulator.scenario import Scenario
     from lorikeet.simulator.study import ScenarioResult
     from lorikeet.simulator.trials import TrialResult
@@ -256,17 +256,37 @@ def _print_outcome(console: Console, outcome: "ScenarioResult", top: int) -> Non
         console.print(errors_table(figures.errors))
 
 
+_MOST_ROWS = 32
+"""Of more replicas only the least, the median and the most of each figure are shown; ``--json`` has all."""
+
+
+def _rows(replicas: "Sequence[ReplicaFigures]") -> "list[tuple[str, ReplicaFigures]]":
+    """Return what the table of replicas shows, under which names."""
+    import msgspec
+
+    if len(replicas) <= _MOST_ROWS:
+        return [(each.replica, each) for each in replicas]
+    columns = {field: sorted(getattr(each, field) for each in replicas) for field in replicas[0].__struct_fields__}
+    last = len(replicas) - 1
+    return [
+        (name, msgspec.structs.replace(replicas[0], **{field: values[at] for field, values in columns.items()}))
+        for name, at in (("least", 0), ("median", last // 2), ("most", last))
+    ]
+
+
 def _print_cluster(console: Console, cluster: "ClusterFigures") -> None:
-    table = Table(title="Replicas", title_justify="left", padding=(0, 0))
-    table.add_column("replica", no_wrap=True)
+    count = len(cluster.replicas)
+    title = "Replicas" if count <= _MOST_ROWS else f"{count:,} replicas, each column by itself"
+    table = Table(title=title, title_justify="left", padding=(0, 0))
+    table.add_column("replica" if count <= _MOST_ROWS else "", no_wrap=True)
     for name in (
         *("requests", "output\ntokens", "busy", "adapters\nrouted, mean", "most"),
         *("held,\nmean", "most", "GB held,\nmean", "most"),
     ):
         table.add_column(name, justify="right", no_wrap=True)
-    for each in cluster.replicas:
+    for name, each in _rows(cluster.replicas):
         table.add_row(
-            each.replica,
+            name,
             f"{each.requests:,}",
             f"{each.output_tokens:,}",
             f"{each.busy_share:.1%}",

@@ -75,6 +75,12 @@ def _screen(stats: dict[str, Any]) -> Group:
         f"requests/s; {requests['finished']} finished, {requests['failed']} failed, {requests['aborted']} aborted",
         f"TTFT {_percentiles(stats['ttft_s'])}; ITL {_percentiles(stats['itl_s'])}",
     ]
+    for each in stats.get("backends", ()):  # of a router
+        trouble = f" ({each['why']})" if each["why"] else ""
+        lines.append(
+            f"{each['id']} {each['status']}{trouble}: {each['running']} running, {each['waiting']} waiting, "
+            f"{each['adapters']} adapters"
+        )
     for tier in ("device", "host"):  # a router knows of none
         held = stats["memory"][tier]
         if held["total"]:

@@ -69,10 +69,15 @@ class KnownAdapters:
         self._size = size
         self._block_bytes = block_bytes
         self._slot_blocks = 0
+        self._weight_bytes: dict[int, int] = {}
+        """By node, of each adapter: statistics are asked for many times a second."""
 
     def add(self, ref: AdapterRef) -> int:
         """Add a new version to the tree, and return its node."""
-        return self._tree.add_adapter(ref, self.device_blocks(ref), self._size(ref).blocks)
+        size = self._size(ref)
+        node = self._tree.add_adapter(ref, self.device_blocks(ref), size.blocks)
+        self._weight_bytes[node] = size.weight_bytes
+        return node
 
     def device_blocks(self, ref: AdapterRef) -> int:
         """Return the blocks that a version takes on the device; with padded slots, those of the largest version so far.
@@ -125,6 +130,7 @@ class KnownAdapters:
         else:
             self._evictor.events.append(AdapterEvicted(digest, now, freed * self._block_bytes, dropped=True))
         self._evictor.forget_adapter(node)
+        del self._weight_bytes[node]
         return True
 
     def evict_kv_without_adapter(self, node: int, now: float) -> None:
@@ -148,7 +154,8 @@ class KnownAdapters:
         """Evict those of ``nodes`` (later KV first) that are not pinned or in flight."""
         tree = self._tree
         idle = [kv for kv in nodes if tree.on_device[kv] and not tree.moving[kv] and not tree.pins[kv]]
-        self._evictor.evict_kv(idle, now)
+        if idle:
+            self._evictor.evict_kv(idle, now)
 
     def evict_if_not_kept(self, node: int, wanted: Container[int], now: float) -> None:
         """Evict an unused adapter that no queued request wants, where the preset does not keep adapters."""
@@ -161,8 +168,9 @@ class KnownAdapters:
 
     def waste_bytes(self) -> int:
         """Return the bytes in blocks of adapters on the device that hold no weights."""
-        entries = (self._tree.adapters[node] for node in self._tree.adapters_on_device())
-        return sum(len(e.device_blocks) * self._block_bytes - self._size(e.ref).weight_bytes for e in entries)
+        adapters, weight_bytes = self._tree.adapters, self._weight_bytes
+        nodes = self._tree.adapters_on_device()
+        return sum([len(adapters[node].device_blocks) * self._block_bytes - weight_bytes[node] for node in nodes])
 
 
 class ComputedTokens(NamedTuple):

@@ -139,12 +139,14 @@ class BackendRouter:
         backends: by replica id.
         dispatcher: read only.
         versions: adapter versions that requests may name, and those that a request or a backend still has; read only.
+        has_come: set once a backend has come up.
         on_change: called when a backend comes up, goes down, stops taking requests or takes them again.
     """
 
     def __init__(self, backends: Sequence[Backend], dispatcher: Dispatcher) -> None:
         self.backends = {backend.replica: backend for backend in backends}
         self.dispatcher = dispatcher
+        self.has_come = asyncio.Event()
         self.on_change: Callable[[], object] = lambda: None
         self.versions: dict[AdapterDigest, RoutedAdapter] = {}
         self._dropped: set[AdapterDigest] = set()
@@ -354,6 +356,7 @@ class BackendRouter:
             adapters: need not be loaded again if it lists them.
         """
         backend.on_up()
+        self.has_come.set()
         self._router.on_backend_up(backend.replica)
         held = [adapter.digest for adapter in adapters if backend.adopt_listed(adapter)]
         log.info("backend up", backend=backend.url, adapters=len(held))

@@ -44,6 +44,7 @@ from lorikeet.router.resumable_answer import (
     BackendFailed,
     NamedEventsAnswer,
     PassthroughAnswer,
+    ReportedUsage,
     ResumableAnswer,
     TokenUsage,
     why_not_resumable,
@@ -109,14 +110,9 @@ class RouterParts(NamedTuple):
     isolates_keys: bool
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int = 0
-
-
 class _Whole(msgspec.Struct):
     id: str = ""
-    usage: _Usage | None = None
+    usage: ReportedUsage | None = None
 
 
 async def forward(http: Request, path: str, parts: RouterParts) -> Response:
@@ -537,11 +533,11 @@ def _read_whole(content: bytes) -> _Whole:
         return _Whole()  # the server reports no usage
 
 
-def _counts(usage: _Usage | None) -> TokenUsage | None:
-    """Return the tokens of an answer; None for what counts otherwise, as Anthropic's messages do."""
-    if usage is None or usage.prompt_tokens is None:
+def _counts(usage: ReportedUsage | None) -> TokenUsage | None:
+    """Return the tokens of an answer; None if its backend has not counted."""
+    if usage is None or usage.prompt is None:
         return None
-    return TokenUsage(usage.prompt_tokens, usage.completion_tokens)
+    return TokenUsage(usage.prompt, usage.answer or 0)
 
 
 def _busy_pause_s(headers: Headers) -> float:

@@ -102,7 +102,6 @@ class PassthroughAnswer:
     tokens = 0
     text = ""
     failure: BackendFailed | None = None
-    counts: TokenUsage | None = None
 
     def __init__(self, body: RequestBody, why: str) -> None:
         self.stuck: str | None = None
@@ -110,6 +109,11 @@ class PassthroughAnswer:
         self._body = body
         self._why = why
         self._rest = b""
+
+    @property
+    def counts(self) -> TokenUsage | None:
+        """Tokens of prompt and answer; None where nobody counts."""
+        return None
 
     def next_body(self, text_tokens: list[int] | None = None) -> bytes:
         """Return the body as received."""
@@ -148,6 +152,8 @@ class NamedEventsAnswer(PassthroughAnswer):
         super().__init__(body, why)
         self.answer_id = ""
         self._is_last = False
+        self._prompt_tokens: int | None = None
+        self._waits_for_id = body.path == RESPONSES
 
     def feed(self, piece: bytes) -> bytes:
         """Take bytes from a backend; return the whole lines among them, for the client."""
@@ -157,25 +163,65 @@ class NamedEventsAnswer(PassthroughAnswer):
                 self._is_last = line[6:].strip() in _LAST_EVENTS
             elif line.startswith(b"data:"):
                 self.is_done = self.is_done or self._is_last
-                if not self.answer_id and self._body.path == RESPONSES:
-                    self.answer_id = response_id(line[5:])
+                if self._waits_for_id or b'"usage"' in line:
+                    self._read(line[5:])
         return out
+
+    def _read(self, data: bytes) -> None:
+        """Read an event's id and counts."""
+        try:
+            event = _NAMED_EVENT.decode(data)
+        except msgspec.DecodeError:
+            return
+        self.answer_id = self.answer_id or event.response.id
+        self._waits_for_id = self._waits_for_id and not self.answer_id
+        for usage in (event.message.usage, event.usage, event.response.usage):
+            if usage is None:
+                continue
+            if usage.prompt is not None:
+                self._prompt_tokens = usage.prompt
+            if usage.answer is not None:
+                self.tokens = usage.answer
+
+    @property
+    def counts(self) -> TokenUsage | None:
+        """Tokens of prompt and answer; None if the backend has not counted."""
+        return None if self._prompt_tokens is None else TokenUsage(self._prompt_tokens, self.tokens)
+
+
+class ReportedUsage(msgspec.Struct, frozen=True):
+    """Tokens as a route reports them: OpenAI's completions under one pair of names, others under another."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+
+    @property
+    def prompt(self) -> int | None:
+        """Tokens of the prompt; None if it does not say."""
+        return self.input_tokens if self.prompt_tokens is None else self.prompt_tokens
+
+    @property
+    def answer(self) -> int | None:
+        """Tokens of the answer; None if it does not say."""
+        return self.output_tokens if self.completion_tokens is None else self.completion_tokens
 
 
 class _Answer(msgspec.Struct, frozen=True):
     id: str = ""
+    usage: ReportedUsage | None = None
 
 
-class _Opening(msgspec.Struct):
+class _NamedEvent(msgspec.Struct):
+    """A message's usage is in the message that begins, and in the event before its end; a response's in its last."""
+
     response: _Answer = _Answer()
+    message: _Answer = _Answer()
+    usage: ReportedUsage | None = None
 
 
-def response_id(event: bytes) -> str:
-    """Return the id of the response that an event of its stream tells of; empty if it tells of none."""
-    try:
-        return msgspec.json.decode(event, type=_Opening).response.id
-    except msgspec.DecodeError:
-        return ""
+_NAMED_EVENT = msgspec.json.Decoder(_NamedEvent)
 
 
 class ResumableAnswer:
@@ -299,7 +345,7 @@ class ResumableAnswer:
         """
         if data == b"[DONE]":
             self.is_done = True
-            return DONE
+            return self._last_usage() + DONE
         try:
             event = msgspec.json.decode(data)
         except msgspec.DecodeError as error:
@@ -341,6 +387,8 @@ class ResumableAnswer:
             self._counted = self._chunks if counted is None else counted
         if choice.get("finish_reason") is not None:
             self.is_finished = True
+            if counted is not None:
+                self._counted = counted  # llama.cpp counts here only, in a chunk without text
         role = bool(delta.get("role"))
         opens, self._has_opened = role and not self._has_opened, self._has_opened or role
         return bool(text or others or opens or self.is_finished or (self._wants_counts and not role))
@@ -360,10 +408,17 @@ class ResumableAnswer:
             empty: dict[str, Any] = {"delta": {}} if self._body.is_chat else {"text": "", "logprobs": None}
             events += _event({**self._head, "choices": [{"index": 0, **empty, "finish_reason": "length"}]})
             self.is_finished = True
-        if self._wants_usage and not self._has_usage:
-            usage = self._usage({"completion_tokens": self._counted})
-            events += _event({**self._head, "choices": [], "usage": usage})
-        return events + DONE
+        return events + self._last_usage() + DONE
+
+    def _last_usage(self) -> bytes:
+        """Return the event with the usage that the client asked for; nothing if it has had one or nobody has counted.
+
+        llama.cpp counts a completion in its last chunk, and a server that is lost may not have counted at the end.
+        """
+        if self._has_usage or not self._wants_usage or self.prompt_tokens is None:
+            return b""
+        self._has_usage = True
+        return _event({**self._head, "choices": [], "usage": self._usage({"completion_tokens": self._counted})})
 
 
 def _is_answer(event: Any) -> bool:

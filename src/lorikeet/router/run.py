@@ -22,6 +22,7 @@ from lorikeet.cluster.build import ClusterOptions, build_cluster_policies
 from lorikeet.cluster.controller.dispatcher import Dispatcher
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.service import LocalPlacementService
+from lorikeet.cluster.tasks import BackgroundTasks
 from lorikeet.config import ConfigError
 from lorikeet.core.ids import ReplicaId
 from lorikeet.core.logs import configure_logs
@@ -142,7 +143,15 @@ async def _serve(
         timeout_graceful_shutdown=round(options.drain_timeout_s),
     )
 
-    def on_ready(url: str) -> None:
+    tasks, has_come = BackgroundTasks(), parts.backend_router.has_come
+
+    def on_listening(url: str) -> None:
+        if not has_come.is_set():
+            log.warning(f"no backend yet; requests to {url} wait{parts.backend_router.backend_errors()}")
+        tasks.run(show_once_ready(url))
+
+    async def show_once_ready(url: str) -> None:
+        await has_come.wait()
         names = [card["id"] for card in parts.catalog.base_cards()] or ["not known yet"]
         show_ready(
             url,
@@ -153,7 +162,10 @@ async def _serve(
         )
 
     with frozen_gc():
-        await _Server(config, listener, certificate, on_ready, parts.stats).serve()
+        try:
+            await _Server(config, listener, certificate, on_listening, parts.stats).serve()
+        finally:
+            await tasks.close()
 
 
 @asynccontextmanager
@@ -211,26 +223,26 @@ async def open_router(options: RouterOptions) -> AsyncIterator[RouterParts]:
 
 
 class _Server(BoundServer):
-    """Uvicorn that reports when it is ready and when it drains, and whose process ends with code 0 after a signal."""
+    """Uvicorn that reports when it listens and when it drains, and whose process ends with code 0 after a signal."""
 
     def __init__(
         self,
         config: uvicorn.Config,
         listener: socket.socket,
         certificate: Certificate | None,
-        on_ready: Callable[[str], None],
+        on_listening: Callable[[str], None],
         stats: RouterStats,
     ) -> None:
         super().__init__(config, listener, certificate)
-        self._on_ready = on_ready
+        self._on_listening = on_listening
         self._stats = stats
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then call ``on_ready`` with the URL."""
+        """Listen, then call ``on_listening`` with the URL."""
         await super().startup(sockets)
         if self.started:
             host, port = self._listener.getsockname()[:2]
-            self._on_ready(shown_url(host, port, self._certificate is not None))
+            self._on_listening(shown_url(host, port, self._certificate is not None))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running requests end, within the drain time."""

@@ -24,6 +24,7 @@ from lorikeet.api.live_stats import (
 )
 from lorikeet.api.sort_by import SortBy
 from lorikeet.api.stats_stream import StatsQuery, StatsStreams
+from lorikeet.client.state import ReplicaState
 from lorikeet.core.ids import RequestId
 from lorikeet.router.backend_router import BackendRouter
 from lorikeet.router.catalog import ModelCatalog
@@ -131,7 +132,9 @@ class RouterStats:
     def _both(self, request: ProxiedRequest) -> tuple[_Requests, _Requests]:
         """Return what is kept of all requests, and of those of this one's adapter."""
         name = BASE if request.adapter is None else request.adapter.name
-        known = self._adapters.setdefault(name, _Requests(self._clock))
+        known = self._adapters.get(name)
+        if known is None:
+            known = self._adapters[name] = _Requests(self._clock)
         self._adapters.move_to_end(name)
         while len(self._adapters) > MOST_ADAPTERS and not next(iter(self._adapters.values())).open:
             self._adapters.popitem(last=False)
@@ -182,6 +185,7 @@ class RouterStats:
                 "generation_tokens": sample["generation_tokens_per_s"],
             },
             "ttft_s": _recent(total, now_s),
+            "backends": [_backend(each) for each in state.replicas],
             "parts_s": None,
             "itl_s": None,
             "hits": {},
@@ -256,6 +260,17 @@ _ORDERS: Mapping[SortBy, Callable[[dict[str, Any]], Any]] = {
     SortBy.SAVED: lambda row: 0,
     SortBy.NAME: lambda row: row["name"],
 }
+
+
+def _backend(state: ReplicaState) -> dict[str, Any]:
+    return {
+        "id": state.id,
+        "status": "open" if state.is_open else "draining" if state.alive else "down",
+        "why": state.trouble,
+        "running": state.running,
+        "waiting": state.waiting,
+        "adapters": state.held,
+    }
 
 
 def _recent(requests: _Requests, now_s: float) -> dict[str, float | int] | None:

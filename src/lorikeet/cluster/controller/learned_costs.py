@@ -12,6 +12,9 @@ from lorikeet.core.replica_costs import ReplicaCosts
 TOLERANCE = 0.1
 """Costs that policies decide by are replaced when they are off by more than this share."""
 
+REPORTS_SHARE = 0.1
+"""Reports are combined again once this share of the replicas has sent one: a median follows only many of them."""
+
 _LEAST_BYTES = 1e6
 """Bytes that must have been loaded before their speed counts."""
 _TO_DEVICE = ("host-device", "source-device")
@@ -31,12 +34,17 @@ class LearnedCosts:
         self.costs = first
         self._steps: dict[ReplicaId, ReplicaCosts] = {}
         self._loads: dict[ReplicaId, Mapping[str, RouteStats]] = {}
+        self._new_reports = 0
 
     def note(self, replica: ReplicaId, stats: EngineStats) -> bool:
         """Take a replica's report; return whether :attr:`costs` have changed by more than ``TOLERANCE``."""
         if stats.costs is not None:
             self._steps[replica] = stats.costs
         self._loads[replica] = stats.memory.transfers
+        self._new_reports += 1
+        if self._new_reports < REPORTS_SHARE * len(self._loads):
+            return False
+        self._new_reports = 0
         found = self._combined()
         if found.is_near(self.costs, TOLERANCE):
             return False
