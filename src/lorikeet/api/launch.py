@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from lorikeet.client.local_host import first_host
 from lorikeet.config import Settings
-from lorikeet.core.process_tuning import collect_no_garbage, freeze_imports
+from lorikeet.core.process_tuning import collect_no_garbage, freeze_imports, unfreeze_imports
 
 
 def launch(settings: Settings, name_settings: Callable[[str], str] = str) -> None:
@@ -21,4 +21,5 @@ def launch(settings: Settings, name_settings: Callable[[str], str] = str) -> Non
         freeze_imports()
         serve(settings, name_settings, host)
     finally:
+        unfreeze_imports()
         host.close()

@@ -19,6 +19,11 @@ def collect_no_garbage() -> None:
     gc.disable()
 
 
+def unfreeze_imports() -> None:
+    """End :func:`freeze_imports`, before the process ends: libraries report what is not collected then."""
+    gc.unfreeze()
+
+
 def freeze_imports() -> None:
     """Exclude what imports have made from garbage collection.
 
