@@ -26,11 +26,11 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import httpx
 import numpy as np
 import psutil
 import torch
@@ -703,45 +703,99 @@ def _problem(seed: int) -> tuple[list[ReplicaLoad], list[MovableRequest], dict[A
 
 # --- streaming ---------------------------------------------------------------------------------------
 
-STREAMS, STREAM_TOKENS, STREAM_ROUNDS = 16, 128, 3
+STREAM_ROUNDS = 3
+FEW_TOKENS = 8
+"""Of short answers, whose processor time is taken off that of long ones: what is left is that of further tokens."""
+STREAM_TOKENS = {"the default model": 128, "an engine that computes nothing": 400}
+STREAMS = {"the default model": 16, "an engine that computes nothing": 512}
 
 
 def streaming() -> None:
     """Print the processor time of a streamed token, in the API process and in the engine process."""
+    rows = [[engine, streams, *_streamed(engine, streams)] for engine, streams in STREAMS.items()]
+    headings = ["engine", "streams at once", "API, us a token", "tokens/s of a core", "API, ms a request"]
+    headings += ["engine, us a token", "tokens/s"]
+    print_table("Streaming over HTTP, processor time", headings, rows)
+
+
+def _streamed(title: str, streams: int) -> list[str]:
+    is_idle, tokens = title != "the default model", streams * (STREAM_TOKENS[title] - FEW_TOKENS)
+    command = (sys.executable, "-m", "benchmarks.idle_engine", "serve") if is_idle else (LORIKEET, "serve")
+    adapters = {} if is_idle else sample_adapters()
+    flags = [str(default_model()), *([] if is_idle else sample_flags())]
     with (
         tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
         running_server(
-            [str(default_model()), *sample_flags(), "--store-dir", f"{scratch}/store"], Path(scratch) / "serve.log"
+            [*flags, "--store-dir", f"{scratch}/store"], Path(scratch) / "serve.log", command=command
         ) as server,
     ):
         api = psutil.Process(server.process.pid)
-        engine = next(each for each in api.children() if "lorikeet.engine" in each.cmdline())
-        names = [default_model().name, *sample_adapters()]
-        api_s, engine_s, rates = [], [], []
-        for turn in range(STREAM_ROUNDS + 1):
+        name = "benchmarks.idle_engine" if is_idle else "lorikeet.engine"
+        engine = next(each for each in api.children() if name in each.cmdline())
+        names = [default_model().name, *adapters]
+
+        def times_of(answer_tokens: int) -> list[float]:
             before, began_s = (_cpu_s(api), _cpu_s(engine)), time.monotonic()
-            asyncio.run(_stream_all(server.url, names))
-            tokens = STREAMS * STREAM_TOKENS
-            if turn:
-                api_s.append((_cpu_s(api) - before[0]) / tokens)
-                engine_s.append((_cpu_s(engine) - before[1]) / tokens)
-                rates.append(tokens / (time.monotonic() - began_s))
-    row = [f"{statistics.median(each) / US:.0f}" for each in (api_s, engine_s)]
-    headings = ["streams at once", "API process, us a token", "engine process, us a token", "tokens/s"]
-    print_table("Streaming over HTTP, processor time", headings, [[STREAMS, *row, f"{statistics.median(rates):.0f}"]])
+            asyncio.run(_stream_all(server.url, names, streams, answer_tokens))
+            return [_cpu_s(api) - before[0], _cpu_s(engine) - before[1], time.monotonic() - began_s]
+
+        times_of(FEW_TOKENS)
+        few, many = zip(
+            *((times_of(FEW_TOKENS), times_of(STREAM_TOKENS[title])) for _ in range(STREAM_ROUNDS)), strict=True
+        )
+    api_s, engine_s, wall_s = (
+        statistics.median(long[of] - short[of] for short, long in zip(few, many, strict=True)) / tokens
+        for of in range(3)
+    )
+    request_s = statistics.median(short[0] for short in few) / streams - FEW_TOKENS * api_s
+    return [
+        f"{api_s / US:.1f}",
+        f"{1 / api_s:,.0f}",
+        f"{request_s / MS:.1f}",
+        f"{engine_s / US:.0f}",
+        f"{1 / wall_s:,.0f}",
+    ]
 
 
-async def _stream_all(url: str, names: Sequence[str]) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
+class _StreamReader(asyncio.Protocol):
+    """Asks for one stream and reads it, for less processor time than a client that reads HTTP.
 
-        async def one(number: int) -> None:
-            body = chat_body(names[number % len(names)], f"Tell me about the number {number}.", STREAM_TOKENS)
-            async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-                response.raise_for_status()
-                async for _ in response.aiter_raw():
-                    pass
+    Args:
+        body: of the chat.
+        ended: set once all is read.
+    """
 
-        await asyncio.gather(*(one(number) for number in range(STREAMS)))
+    def __init__(self, body: dict[str, Any], ended: asyncio.Future[None]) -> None:
+        content = json.dumps(body).encode()
+        self._request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        self._request += b"connection: close\r\ncontent-length: %d\r\n\r\n%b" % (len(content), content)
+        self._ended, self._end = ended, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the request."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Keep the end."""
+        self._end = (self._end + data)[-64:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Check that the answer was whole."""
+        if b"data: [DONE]" in self._end:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(RuntimeError(f"a stream ended with {self._end!r}"))
+
+
+async def _stream_all(url: str, names: Sequence[str], streams: int, tokens: int) -> None:
+    loop, port = asyncio.get_running_loop(), int(url.rpartition(":")[2])
+    ends = []
+    for number in range(streams):
+        body = chat_body(names[number % len(names)], f"Tell me about the number {number}.", tokens)
+        ends.append(ended := loop.create_future())
+        await loop.create_connection(partial(_StreamReader, body, ended), "127.0.0.1", port)
+    await asyncio.gather(*ends)
 
 
 def _cpu_s(process: psutil.Process) -> float:

@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from unittest import mock
 
-import httpx
 import numpy as np
 import psutil
 import torch
@@ -251,6 +251,7 @@ def running_server(
             listener.bind(("127.0.0.1", 0))
             port = int(listener.getsockname()[1])
     variables = {**os.environ, **(environment or {})}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     arguments = [*command, *flags, "--port", str(port)]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -290,8 +291,9 @@ def _wait_until_ready(server: RunningServer, log: Path, until_s: float) -> None:
     while time.monotonic() < until_s:
         if server.process.poll() is not None:
             break
-        with suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+        with suppress(OSError), closing(HTTPConnection(server.url.removeprefix("http://"), timeout=5)) as http:
+            http.request("GET", "/health")  # httpx takes 30 ms of a core for each call, which the server needs
+            if http.getresponse().status == 200:
                 return
         time.sleep(_POLL_S)
     code = server.process.poll()

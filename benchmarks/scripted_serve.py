@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from lorikeet.api import run
 from lorikeet.cli.main import main
 from lorikeet.client.client import Engines
-from lorikeet.client.supervisor import LocalHost
+from lorikeet.client.local_host import LocalHost
 from lorikeet.config import Settings
 from lorikeet.core.messages import BaseInfo, EngineReady, Progress
 from lorikeet.core.request import Request

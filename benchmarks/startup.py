@@ -7,11 +7,14 @@ it is ready: it says what a start costs where several share the cores.
 """
 
 import argparse
+import json
 import shutil
 import sqlite3
 import statistics
 import tempfile
 import time
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,10 +109,17 @@ def _start(folder: Path, store: str) -> Start:
         ready_s = time.monotonic() - began_s
         process = psutil.Process(server.process.pid)
         times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-        asked_s = time.monotonic()
-        body = chat_body(default_model().name, "Say hello.", 1)
-        httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
-        return Start(ready_s, sum(each.user + each.system for each in times), time.monotonic() - asked_s)
+        body = json.dumps(chat_body(default_model().name, "Say hello.", 1))
+        with closing(HTTPConnection(server.url.removeprefix("http://"), timeout=60)) as http:
+            asked_s = time.monotonic()
+            http.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+            answer = http.getresponse()
+            answer.read1()
+            first_token_s = time.monotonic() - asked_s
+            if answer.status != 200:
+                raise RuntimeError(f"the first request was answered with {answer.status}")
+            answer.read()
+        return Start(ready_s, sum(each.user + each.system for each in times), first_token_s)
 
 
 if __name__ == "__main__":

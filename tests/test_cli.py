@@ -22,15 +22,16 @@ from typer.testing import CliRunner
 from lorikeet.api.terminal import show_ready
 from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.cli import compat, serve_flags
+from lorikeet.cli.app import app
 from lorikeet.cli.chat import Conversation
 from lorikeet.cli.console import fail, parse_size, write_json
 from lorikeet.cli.http_client import ServerClient
-from lorikeet.cli.main import app
 from lorikeet.cli.presets import about
 from lorikeet.cli.serve import build_settings
 from lorikeet.cli.serve_flags import name_settings
-from lorikeet.config import SECRET_VARIABLES, ConfigError, Settings
+from lorikeet.config import ConfigError, Settings
 from lorikeet.core.machine import memory_limit_bytes
+from lorikeet.core.secrets import SECRET_VARIABLES
 from lorikeet.core.sizes import format_size
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import PRESETS, resolve_preset
@@ -642,7 +643,7 @@ def test_settings_are_built_without_touching_the_environment_of_the_process() ->
 @pytest.mark.slow
 def test_help_needs_neither_torch_nor_the_web_framework() -> None:
     script = (
-        "import sys; from lorikeet.cli.main import app\n"
+        "import sys; from lorikeet.cli.app import app\n"
         "try: app(['--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit([m for m in ('torch', 'transformers', 'fastapi', 'numpy') if m in sys.modules] or 0)"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.config import load_settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest, AdapterName

@@ -444,15 +444,6 @@ def for_engines(settings: Settings) -> Settings:
 
 
 ENVIRONMENT_PREFIX = "LORIKEET_"
-SECRET_VARIABLES = (
-    "LORIKEET_SERVER__API_KEYS",
-    "LORIKEET_SERVER__ADMIN_KEYS",
-    "LORIKEET_ADAPTERS__REGISTRY_URL",
-    "LORIKEET_CLUSTER__REGISTRY_URL",
-    "LORIKEET_BACKEND_KEY",
-    "VLLM_API_KEY",
-)
-"""Variables with keys and passwords; once read they are removed, so that no engine or reader process has them."""
 _KEYS = ("api_keys", "admin_keys")
 _URL_PREFIX = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+.*")
 _ROOT_PATH = re.compile(r"/?|(/[A-Za-z0-9._~-]+)+/?")

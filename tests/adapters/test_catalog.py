@@ -12,7 +12,7 @@ from sqlalchemy.engine import Engine
 
 from lorikeet.adapters import manifest
 from lorikeet.adapters import store as store_module
-from lorikeet.adapters.catalog import AdapterCatalog
+from lorikeet.adapters.catalog import AdapterCatalog, StoredAdapters
 from lorikeet.adapters.errors import (
     AdapterBusy,
     AdapterError,
@@ -523,6 +523,21 @@ def test_an_adapter_that_is_still_read_when_the_catalog_closes_comes_to_nothing(
         catalog.remove("x")
     assert not versions(settings)
     assert not open_catalog().names()
+
+
+def test_what_another_server_registers_while_the_model_is_read_is_served(
+    open_catalog: Open, settings: AdapterSettings
+) -> None:
+    running = open_catalog()
+    running.register("old", "formal")
+    running.register("kept", "formal")
+    stored = StoredAdapters(settings)
+    running.remove("old")
+    running.register("new", "pirate")
+    starting = open_catalog(stored=stored)
+    assert starting.names() == ["kept", "new"]
+    assert starting.get("new") is not None
+    assert not starting.notes
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from lorikeet.adapters.catalog import AdapterCatalog
 from lorikeet.api.adapter_chat import AdapterChats
 from lorikeet.api.app import create_app, create_service
 from lorikeet.api.chat_settings import ChatSettings
+from lorikeet.api.connections import ConnectionLimits, limited_http
 from lorikeet.api.length_prediction import AnswerLengthPredictor
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.sampling import ModelLimits
@@ -88,7 +89,13 @@ def start(tmp_path: Path, sources: Path) -> Start:
         service = create_service(
             settings, engine.as_client(), catalog, chats, models, request_log, lengths, tenants=tenants
         )
-        config = uvicorn.Config(create_app(service), lifespan="off", log_level="error", access_log=False)
+        config = uvicorn.Config(
+            create_app(service),
+            http=limited_http(ConnectionLimits(), service.connections),  # type: ignore[arg-type]
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+        )
         try:
             async with (
                 serving(config) as url,

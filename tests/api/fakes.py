@@ -112,6 +112,8 @@ class FakeEngine:
         refusal: requests end with this error before their first token.
         impossible: since nobody could serve them.
         dies_after: requests fail after so many tokens, as if the engine were gone for good.
+        per_output: tokens of an output.
+        turns: of the event loop before each token.
         vector: of a request that asks for one instead of tokens.
         decisions: made for every request when it is admitted: mechanism, seconds saved, and why.
     """
@@ -128,6 +130,7 @@ class FakeEngine:
         self.impossible = False
         self.dies_after: int | None = None
         self.per_output = 1
+        self.turns = 1
         self.vector: Callable[[Request], list[float]] = scripted_vector
         self.decisions: tuple[tuple[Mechanism, float, str], ...] = ()
         self.known: dict[AdapterDigest, AdapterRef] = {}
@@ -257,7 +260,8 @@ class FakeHandle:
             if not engine.open.is_set() and await self._is_aborted():
                 yield RequestOutput((), Finished(request_id, time.monotonic(), FinishReason.ABORT))
                 return
-            await asyncio.sleep(0)
+            for _ in range(engine.turns):
+                await asyncio.sleep(0)
             if index == engine.dies_after:
                 raise EngineError("it died and could not be restarted")
             if index == 0:

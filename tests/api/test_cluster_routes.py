@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.client.state import ClusterState, CopyCounts, ReplicaState
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import RouteStats

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.request_records import RequestRecords
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.core.events import MOST_DECISIONS, Decided, Mechanism, RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams

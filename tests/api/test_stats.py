@@ -22,7 +22,7 @@ from lorikeet.api.live_stats import (
 )
 from lorikeet.api.sort_by import SortBy
 from lorikeet.api.stats_stream import MOST_STREAMS
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.config import AdapterDirMode
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import (

@@ -16,7 +16,7 @@ from lorikeet.adapters.registry import sqlite_url
 from lorikeet.api.middleware import key_name
 from lorikeet.api.request_log import RequestLog
 from lorikeet.api.tenancy import duration
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.config import AdapterDirMode, ConfigError, load_settings
 from lorikeet.tenants.keys import ApiKey, KeySettings
 from lorikeet.tenants.ledger import DAY_S, MINUTE_S, Ended

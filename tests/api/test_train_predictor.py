@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lorikeet.api.request_log import RequestLog
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.core.events import RequestTimings
 from lorikeet.core.ids import RequestId
 from lorikeet.core.request import Request, SamplingParams

@@ -13,7 +13,8 @@ from structlog.testing import capture_logs
 
 from lorikeet.client import supervisor
 from lorikeet.client.client import EngineClient
-from lorikeet.client.supervisor import EngineError, EngineHost, EngineProcess, EngineSupervisor, LocalHost, connect
+from lorikeet.client.local_host import LocalHost
+from lorikeet.client.supervisor import EngineError, EngineHost, EngineProcess, EngineSupervisor, connect
 from lorikeet.config import (
     AdapterSettings,
     ClusterSettings,

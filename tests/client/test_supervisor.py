@@ -13,11 +13,11 @@ import zmq.asyncio
 from structlog.testing import capture_logs
 
 from lorikeet.client import supervisor
+from lorikeet.client.local_host import LocalHost, close_first_host, first_host, start_first_host
 from lorikeet.client.supervisor import (
     EngineError,
     EngineSupervisor,
     EngineTimeouts,
-    LocalHost,
     connect,
     describe_exit,
 )
@@ -294,3 +294,26 @@ async def test_an_engine_that_was_started_early_and_is_not_needed_is_killed(inte
     host.close()
     assert await early.wait() == -signal.SIGKILL
     assert not interpreter.exists()
+
+
+async def test_the_first_host_is_handed_out_once_and_its_engine_has_no_secrets(
+    interpreter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    script = Path(sys.executable)
+    script.write_text(f'#!/bin/sh\nread line && echo "$line$VLLM_API_KEY" > {interpreter}\n')
+    start_first_host()
+    host = first_host()
+    close_first_host()  # it is not that one's any more
+    process = await host.start(host.bind_address(), b"settings")
+    assert await process.wait() == 0
+    assert interpreter.read_text() == "settings\n"
+    host.close()
+    start_first_host()
+    unused = first_host()._early
+    start_first_host()
+    close_first_host()
+    assert unused is not None
+    unused.kill()
+    assert await unused.wait() == -signal.SIGKILL
+    first_host().close()

@@ -13,7 +13,8 @@ import pytest
 import pytest_asyncio
 
 from lorikeet.client.client import RequestHandle
-from lorikeet.client.supervisor import EngineError, LocalHost
+from lorikeet.client.local_host import LocalHost
+from lorikeet.client.supervisor import EngineError
 from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.placement.orchestrator import DemandReport, Orchestrator

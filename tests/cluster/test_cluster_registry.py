@@ -85,7 +85,7 @@ def test_heads_share_a_database_with_each_other_and_with_adapters(url: str) -> N
     assert other.replicas() == [row(R0, 2)]
     assert other.copies() == {(A, R0), (B, R0)}
     assert other.load_state() == StoredState(1, "state 2")
-    assert adapters.load() == []
+    assert adapters.load() == {}
     for each in (one, other, adapters):
         each.close()
 

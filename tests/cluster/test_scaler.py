@@ -9,7 +9,8 @@ import pytest
 
 from lorikeet.adapters.registry import sqlite_url
 from lorikeet.client.client import RequestHandle
-from lorikeet.client.supervisor import EngineProcess, LocalHost
+from lorikeet.client.local_host import LocalHost
+from lorikeet.client.supervisor import EngineProcess
 from lorikeet.cluster.controller.autoscaler import Autoscaler
 from lorikeet.cluster.controller.registry import ClusterRegistry
 from lorikeet.cluster.controller.registry_writer import RegistryWriter

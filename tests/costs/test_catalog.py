@@ -6,7 +6,7 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.costs.catalog import load_profile, profile_names
 from lorikeet.costs.profile import ProfileError, decode_profile, encode_profile, write_profile
 

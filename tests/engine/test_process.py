@@ -240,6 +240,18 @@ def test_adapters_that_are_made_known_are_read_into_the_host_tier(peer: Peer, ch
     assert stats.resident_adapters == {}, "nobody asked for them"
 
 
+def test_the_tokenizer_of_grammars_is_read_once_no_request_has_been_there_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, reads = [100.0], []
+    monkeypatch.setattr("lorikeet.engine.process.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    compiling = Compiling(SimpleNamespace(read_tokenizer=lambda: reads.append(now_s[0])), lambda: None)  # type: ignore[arg-type]
+    for now_s[0], has_requests in ((100.5, False), (100.9, True), (101.5, False), (101.9, False), (105.0, False)):
+        compiling.turn(has_requests)
+    assert reads == [101.9]
+    assert compiling.due_s == math.inf
+
+
 def test_requests_wait_outside_the_engine_until_their_grammar_is_compiled() -> None:
     compiled: dict[str, Future[None]] = {text: Future() for text in ("slow", "known")}
     compiled["known"].set_result(None)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lorikeet.api import large_bodies
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.core.ids import RequestId
 from lorikeet.router.proxied_request import CHAT, COMPLETIONS, ProxiedRequest, RequestBody
 from tests.router.conftest import Routing, Start, adapters, events, requests_at, text_of, write_files

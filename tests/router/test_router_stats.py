@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from tests.router.conftest import Routing, Start, events
 from tests.router.test_router import body
 from tests.support.waiting import until

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.config import EngineSettings
 from lorikeet.core.plan import KernelForm
 from lorikeet.core.request import Slo

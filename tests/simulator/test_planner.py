@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.simulator.planner import FIRST_UNSEEN_SEED, Candidate, Plan, Planner, PricedProfile
 from lorikeet.simulator.scenario import Scenario, ScenarioError
 from lorikeet.simulator.trials import Trial, TrialPool, TrialResult, run_trial

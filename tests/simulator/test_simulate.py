@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lorikeet.bench.workload import WorkloadRequest, read_any, write_workload
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import write_profile
 from lorikeet.simulator.scenario import Scenario, ScenarioError, make_scenario

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from lorikeet.client.supervisor import EngineHost, LocalHost
+from lorikeet.client.local_host import LocalHost
+from lorikeet.client.supervisor import EngineHost
 from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.open import open_cluster

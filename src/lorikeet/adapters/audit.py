@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, String, Table, insert, select
+from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, String, Table, func, insert, select
 from sqlalchemy.engine import Connection
 
 AUDIT = MetaData()
@@ -53,6 +53,11 @@ def note_change(
     """Add an entry, in the transaction of the change."""
     text = msgspec.json.encode(detail).decode()
     connection.execute(insert(_AUDIT).values(unix_s=now(), actor=actor, action=action, subject=subject, detail=text))
+
+
+def count_changes(connection: Connection) -> int:
+    """Return how many entries there are; numbers alone do not show one whose transaction ends after a later one's."""
+    return int(connection.scalar(select(func.count()).select_from(_AUDIT)) or 0)
 
 
 def read_changes(connection: Connection, subject: str, before: int, limit: int) -> list[AuditEntry]:

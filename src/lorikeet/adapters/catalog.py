@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -32,7 +32,7 @@ from lorikeet.adapters.registry import (
     encode_shape,
     sqlite_url,
 )
-from lorikeet.adapters.store import AdapterStore, StagedVersion, default_store_dir
+from lorikeet.adapters.store import AdapterStore, StagedVersion, default_store_dir, versions_dir
 from lorikeet.config import AdapterSettings
 from lorikeet.core.adapter import AdapterRef, largest_rank
 from lorikeet.core.geometry import ModelGeometry
@@ -40,7 +40,7 @@ from lorikeet.core.ids import AdapterDigest
 
 _LOG = logging.getLogger(__name__)
 
-__all__ = ["AdapterCatalog", "AdapterRecord", "Author", "RegisteredAdapter"]
+__all__ = ["AdapterCatalog", "AdapterRecord", "Author", "RegisteredAdapter", "StoredAdapters"]
 
 
 def registry_url(settings: AdapterSettings) -> str:
@@ -54,6 +54,35 @@ def registry_url(settings: AdapterSettings) -> str:
 
 def _store_dir(settings: AdapterSettings) -> Path:
     return Path(settings.store_dir).expanduser() if settings.store_dir else default_store_dir()
+
+
+class StoredAdapters:
+    """What the registry names, for all base models. A server reads it before it knows the sizes of its own.
+
+    Args:
+        settings: of the catalog.
+
+    Attributes:
+        registry: open, of no base model yet.
+        changes: the registry's when it was read.
+        records: by base model and name.
+
+    Raises:
+        AdapterError: the registry cannot be opened or read.
+    """
+
+    def __init__(self, settings: AdapterSettings) -> None:
+        self.registry = Registry(registry_url(settings))
+        self._versions = versions_dir(_store_dir(settings))
+        self.read()
+
+    def read(self) -> None:
+        """Read it again."""
+        self.changes = self.registry.changes()  # first, so that no later change is missed
+        self.records = {
+            base: {row.name: AdapterRecord(row, f"{self._versions}/{row.digest}") for row in rows}
+            for base, rows in self.registry.load().items()
+        }
 
 
 class AdapterCatalog:
@@ -75,6 +104,7 @@ class AdapterCatalog:
         now: returns Unix seconds.
         only_low_rank, only_vectors: as of ``AdapterStore``.
         base: the base model, compared with the one that an adapter names; None: it is not compared.
+        stored: what was read before; None to read now.
 
     Attributes:
         dtype: as given.
@@ -98,9 +128,12 @@ class AdapterCatalog:
         base: ServedBase | None = None,
         only_low_rank: str = "",
         only_vectors: str = "",
+        stored: StoredAdapters | None = None,
     ) -> None:
+        stored = stored or StoredAdapters(settings)
         self._store = AdapterStore(_store_dir(settings), settings, geometry, dtype, base, only_low_rank, only_vectors)
-        self._registry = Registry(registry_url(settings), base_identity(base_name, geometry))
+        self._registry = stored.registry
+        self._registry.base = base_identity(base_name, geometry)
         self._reserved = {base_name, *reserved_names}
         self.dtype = dtype
         self._accept, self._fit_chat, self._now = accept, fit_chat, now
@@ -113,7 +146,9 @@ class AdapterCatalog:
         self._uses: Counter[str] = Counter()  # by digest
         self._not_served: dict[str, str] = {}  # by digest, why
         self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="adapter-cleaner")
-        self.notes = self._load() if settings.enabled else ("adapters are disabled: the base model is served alone",)
+        self.notes = (
+            self._load(stored) if settings.enabled else ("adapters are disabled: the base model is served alone",)
+        )
 
     def register(
         self,
@@ -285,39 +320,40 @@ class AdapterCatalog:
         if self._is_closed:
             raise AdapterStoreError("the adapter store is closed, since the server is stopping")
 
-    def _load(self) -> tuple[str, ...]:
-        present = self._collect()
-        hidden = []
-        for row in self._registry.load():
-            if row.name in self._reserved:  # the name now means the base model
-                hidden.append(row.name)
-                continue
-            record = AdapterRecord(row, str(self._store.folder(AdapterDigest(row.digest))))
-            self._records[row.name] = record
-            self._names[row.digest] += 1
-            if row.digest not in present:
-                self._not_served[row.digest] = f"its files are missing from {record.folder}"
-            elif row.digest not in self._not_served and self._store.overflows(record.digest):
-                self._not_served[row.digest] = f"its weights are too large for {self.dtype}"
+    def _load(self, stored: StoredAdapters) -> tuple[str, ...]:
+        if self._registry.changes() != stored.changes:  # another server has registered or removed some
+            stored.read()
+        records = stored.records
+        present = self._collect({record.row.digest for of_base in records.values() for record in of_base.values()})
+        self._records = records.pop(self._registry.base, {})
+        hidden = sorted(self._reserved & self._records.keys())
+        for name in hidden:  # the name now means the base model
+            del self._records[name]
+        self._names = Counter([record.row.digest for record in self._records.values()])
+        for digest in self._names.keys() - present:
+            self._not_served[digest] = f"its files are missing from {self._store.folder(AdapterDigest(digest))}"
+        for digest in self._names.keys() & present:
+            if self._store.overflows(AdapterDigest(digest)):
+                self._not_served[digest] = f"its weights are too large for {self.dtype}"
         notes = [
-            f"adapter {name!r} is registered, but {self._not_served[record.digest]}"
-            for name, record in self._records.items()
-            if record.digest in self._not_served
+            f"adapter {name!r} is registered, but {self._not_served[record.row.digest]}"
+            for name, record in (self._records.items() if self._not_served else ())
+            if record.row.digest in self._not_served
         ]
         if hidden:
             notes.append(f"{_some(hidden)} registered under a name that now belongs to the base model: not served")
-        if others := self._registry.names_of_other_bases():
+        if others := sorted(name for of_base in records.values() for name in of_base):
             notes.append(f"{_some(others)} registered for another base model: not served")
         return tuple(notes)
 
-    def _collect(self) -> set[AdapterDigest]:
+    def _collect(self, named: Set[str]) -> set[AdapterDigest]:
         """Delete versions without a name (from trusted sources, or left by a crash); return the remaining ones."""
         present = self._store.digests()
         with self._store.alone() as alone:
             if not alone:
                 return present
             self._store.clear_incoming()
-            for digest in sorted(present - self._registry.named_digests()):
+            for digest in sorted(present - named):
                 if self._registry.remove_version_if_unnamed(digest):
                     self._store.remove(digest)
                     present.discard(digest)

@@ -38,7 +38,7 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from lorikeet.adapters.audit import AUDIT, note_change
+from lorikeet.adapters.audit import AUDIT, count_changes, note_change
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterQuotaExceeded, AdapterStoreError
 from lorikeet.adapters.sources import shown_source
@@ -229,14 +229,17 @@ class Registry:
 
     Args:
         url: SQLAlchemy URL (SQLite or PostgreSQL).
-        base: identity of the base model; rows of other base models are not touched.
+        base: identity of the base model; "" if it is not known yet.
+
+    Attributes:
+        base: as given; to be set before anything is changed. Rows of other base models are not touched.
 
     Raises:
         AdapterError: the database cannot be opened.
     """
 
-    def __init__(self, url: str, base: str) -> None:
-        self._base = base
+    def __init__(self, url: str, base: str = "") -> None:
+        self.base = base
         try:
             self._engine = open_engine(url)
             self._insert = insert_of(self._engine)
@@ -245,14 +248,15 @@ class Registry:
         except (SQLAlchemyError, ImportError, OSError, ValueError) as error:
             raise AdapterError(f"the adapter registry cannot be opened: {error}") from error
 
-    def load(self) -> list[RegistryRow]:
-        """Return all rows of this base, oldest first, in one query.
+    def load(self) -> dict[str, list[RegistryRow]]:
+        """Return all rows by base model, oldest first, in one query.
 
         Raises:
             AdapterStoreError: the database cannot be read.
         """
         query = (
             select(
+                NAMES.c.base,
                 NAMES.c.name,
                 NAMES.c.digest,
                 NAMES.c.source,
@@ -267,21 +271,22 @@ class Registry:
             .join(VERSIONS, VERSIONS.c.digest == NAMES.c.digest)
             .outerjoin(_CHATS, _is_of_name(_CHATS))
             .outerjoin(_OWNERS, _is_of_name(_OWNERS))
-            .where(NAMES.c.base == self._base)
             .order_by(NAMES.c.created_at, NAMES.c.name)
         )
+        rows: dict[str, list[RegistryRow]] = {}
         with self._reading() as connection:
-            return [RegistryRow(*row) for row in connection.execute(query)]
+            for base, *row in connection.execute(query):
+                rows.setdefault(base, []).append(RegistryRow(*row))
+        return rows
 
-    def names_of_other_bases(self) -> list[str]:
-        """Return the names that are registered for other base models.
+    def changes(self) -> int:
+        """Return how often any server has changed any row.
 
         Raises:
             AdapterStoreError: the database cannot be read.
         """
-        query = select(NAMES.c.name).where(NAMES.c.base != self._base).order_by(NAMES.c.name)
         with self._reading() as connection:
-            return list(connection.scalars(query))
+            return count_changes(connection)
 
     def add(self, row: RegistryRow, replace: bool, author: Author = NOBODY) -> None:
         """Insert a row; with ``replace`` it replaces the present row of the name. The audit log has it.
@@ -297,13 +302,13 @@ class Registry:
             insert_name = insert_name.on_conflict_do_update(index_elements=["base", "name"], set_=new)
         insert_version = self._insert(VERSIONS).values(_version(row)).on_conflict_do_nothing()
         with self._writing(row.name) as connection:
-            old = connection.scalar(select(NAMES.c.digest).where(NAMES.c.base == self._base, NAMES.c.name == row.name))
+            old = connection.scalar(select(NAMES.c.digest).where(NAMES.c.base == self.base, NAMES.c.name == row.name))
             connection.execute(insert_version)
             connection.execute(insert_name)
             for table, column, value in ((_CHATS, "chat", row.chat), (_OWNERS, "key_id", row.owner)):
                 connection.execute(self._delete(table, row.name))
                 if value:
-                    connection.execute(self._insert(table).values(base=self._base, name=row.name, **{column: value}))
+                    connection.execute(self._insert(table).values(base=self.base, name=row.name, **{column: value}))
             if author.owner:
                 _check_quota(connection, author)
             detail = {"digest": row.digest, "source": shown_source(without_credentials(row.source))}
@@ -345,15 +350,6 @@ class Registry:
             connection.execute(delete(VERSIONS).where(VERSIONS.c.digest == digest))
             return True
 
-    def named_digests(self) -> set[str]:
-        """Return the digests of the versions to which a name of any base model points.
-
-        Raises:
-            AdapterStoreError: the database cannot be read.
-        """
-        with self._reading() as connection:
-            return set(connection.scalars(select(NAMES.c.digest).distinct()))
-
     def close(self) -> None:
         """Close all connections."""
         self._engine.dispose()
@@ -378,11 +374,11 @@ class Registry:
             raise AdapterStoreError(f"the adapter registry cannot be written: {_reason(error)}") from error
 
     def _delete(self, table: Table, name: str) -> Delete:
-        return delete(table).where(table.c.base == self._base, table.c.name == name)
+        return delete(table).where(table.c.base == self.base, table.c.name == name)
 
     def _name(self, row: RegistryRow) -> dict[str, Any]:
         columns = ("name", "digest", "source", "created_at")
-        return {"base": self._base, **{column: getattr(row, column) for column in columns}}
+        return {"base": self.base, **{column: getattr(row, column) for column in columns}}
 
 
 def _check_quota(connection: Connection, author: Author) -> None:

@@ -51,6 +51,11 @@ def default_store_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "lorikeet" / "adapters"
 
 
+def versions_dir(root: Path) -> Path:
+    """Return the folder of a store's versions."""
+    return root / "versions"
+
+
 def reference(name: str, folder: Path, geometry: ModelGeometry, dtype: str = "") -> AdapterRef:
     """Validate a folder in place and return a reference to it, without store and registry; for benchmarks and tools.
 
@@ -98,7 +103,7 @@ class AdapterStore:
         only_low_rank: str = "",
         only_vectors: str = "",
     ) -> None:
-        self._versions = root / "versions"
+        self._versions = versions_dir(root)
         self._incoming = root / "incoming"
         self._settings = settings
         self._geometry = geometry

@@ -42,7 +42,7 @@ from lorikeet.api.protocol import (
 )
 from lorikeet.api.sampling import of_prompt, truncated
 from lorikeet.api.service import GenerationSpec, JsonBody, Sender, SenderDep, Service, ServiceDep
-from lorikeet.api.streaming import CancelOnDisconnect, EventStream, begun
+from lorikeet.api.streaming import CancelOnDisconnect, DirectBody, EventStream, begun
 from lorikeet.api.structured_output import grammar_spec
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.api.threads import off_the_loop
@@ -53,6 +53,9 @@ from lorikeet.core.plan import Token
 from lorikeet.core.request import PromptEmbeds
 
 _DONE = b"data: [DONE]\n\n"
+_TEXT = "text of a chunk"
+"""Stands in the pattern of a chunk for what it adds."""
+_encode = msgspec.json.Encoder().encode
 
 
 class AnswerFormat(Protocol):
@@ -63,12 +66,14 @@ class AnswerFormat(Protocol):
         object: value of ``object`` in a complete answer.
         chunk_object: value of ``object`` in a chunk.
         needs_every_token: send a chunk also for tokens that add no text.
+        is_plain: chunks of a choice, but for the first and the last, differ only in their text.
     """
 
     id_prefix: str
     object: str
     chunk_object: str
     needs_every_token: bool
+    is_plain: bool
 
     def envelope(self, index: int) -> dict[str, Any]:
         """Return fields of the answer beside its choices, or of the chunk that opens a choice of a stream."""
@@ -133,8 +138,9 @@ async def respond(
             whole = await _collect(generation, answer, body, envelope, timed)
             generation.close()  # now, so that a slow client does not hold the request's place
             return Response(whole, media_type="application/json")
-        events = await begun(_events(generation, answer, body, envelope, timed))
-        return EventStream(events, generation.read_until_s)
+        chunks = _Chunks(generation, answer, body, envelope)
+        events = await begun(_events(generation, chunks, answer, body, envelope, timed))
+        return EventStream(events, generation.read_until_s, chunks.write_to)
 
     return CancelOnDisconnect(make, generation.close)
 
@@ -182,37 +188,87 @@ def _best(tokens: Mapping[int, Sequence[Token]], choices: int, wanted: int) -> l
     return [index for each in prompts for index in sorted(each, key=mean, reverse=True)[:wanted]]
 
 
+class _Chunks:
+    """Writes the deltas of a generation as events.
+
+    Args:
+        generation: running.
+        answer: the route's format.
+        body: says what is told beside the text.
+        envelope: fields of every chunk beside its choices.
+
+    Attributes:
+        has_begun: whether there was an event.
+    """
+
+    def __init__(
+        self, generation: Generation, answer: AnswerFormat, body: GenerationBody, envelope: dict[str, Any]
+    ) -> None:
+        self.has_begun = False
+        self._generation = generation
+        self._answer = answer
+        self._envelope = envelope
+        self._tells_usage = body.wants_continuous_usage
+        self._is_wanted = answer.needs_every_token or self._tells_usage
+        self._is_plain = answer.is_plain and not self._tells_usage
+        self._patterns: dict[int, tuple[bytes, bytes]] = {}
+        """What is before and behind the text in a chunk, by choice; nothing if chunks differ in more."""
+        self._opened: set[int] = set()
+
+    def event(self, delta: OutputDelta) -> bytes:
+        """Return the chunks of a delta, the opening of its choice before them; empty if it adds nothing."""
+        index, pattern = delta.index, self._patterns.get(delta.index)
+        if pattern is not None and delta.finish_reason is None:
+            return b"%b%b%b" % (pattern[0], _encode(delta.text), pattern[1]) if delta.text else b""
+        event = b""
+        if index not in self._opened:
+            self._opened.add(index)
+            self.has_begun = True
+            opening = self._answer.first(index)
+            event = b"" if opening is None else self._chunk(opening, 0, opens=True)
+            if self._is_plain:
+                sample = self._chunk(self._answer.chunk(OutputDelta(index, _TEXT, (), None, None, 0)), 0)
+                before, _, behind = sample.rpartition(_encode(_TEXT))
+                self._patterns[index] = before, behind
+        choice = self._answer.chunk(delta)
+        if self._is_wanted or delta.finish_reason or self._answer.adds(choice):
+            event += self._chunk(choice, delta.completion_tokens)
+        return event
+
+    def write_to(self, answer: DirectBody) -> None:
+        """Write each delta to the connection as it arrives, while its client reads."""
+
+        def write(delta: OutputDelta) -> bool:
+            if not answer.is_open:
+                return False
+            if event := self.event(delta):
+                answer.write(event)
+            return True
+
+        self._generation.pass_on(write)
+
+    def _chunk(self, choice: dict[str, Any], completion_tokens: int, *, opens: bool = False) -> bytes:
+        value = self._envelope | (self._answer.envelope(choice["index"]) if opens else {}) | {"choices": [choice]}
+        if self._tells_usage:
+            prompt_tokens = len(self._generation.choices[choice["index"]].handle.request.prompt_token_ids)
+            value["usage"] = token_counts(prompt_tokens, completion_tokens)
+        return _event(value)
+
+
 async def _events(
     generation: Generation,
+    chunks: _Chunks,
     answer: AnswerFormat,
     body: GenerationBody,
     envelope: dict[str, Any],
     timed: Callable[[], dict[str, Any]],
 ) -> AsyncIterator[bytes]:
-    opened: set[int] = set()
-
-    def chunk(choice: dict[str, Any], completion_tokens: int, *, opens: bool = False) -> bytes:
-        value = envelope | (answer.envelope(choice["index"]) if opens else {}) | {"choices": [choice]}
-        if body.wants_continuous_usage:
-            prompt_tokens = len(generation.choices[choice["index"]].handle.request.prompt_token_ids)
-            value["usage"] = token_counts(prompt_tokens, completion_tokens)
-        return _event(value)
-
     try:
         async for delta in generation.deltas():
-            event = b""
-            if delta.index not in opened:
-                opened.add(delta.index)
-                opening = answer.first(delta.index)
-                event = b"" if opening is None else chunk(opening, 0, opens=True)
-            choice = answer.chunk(delta)
-            is_wanted = answer.needs_every_token or body.wants_continuous_usage
-            if is_wanted or delta.finish_reason or answer.adds(choice):
-                event += chunk(choice, delta.completion_tokens)
-            if event:
+            if event := chunks.event(delta):
                 yield event
     except ApiError as error:
-        if not opened:
+        if not chunks.has_begun:
             raise
         yield _event(error.body()) + _DONE
         return
@@ -222,7 +278,7 @@ async def _events(
 
 
 def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    return b"data: " + _encode(value) + b"\n\n"
 
 
 router = APIRouter(dependencies=[JsonBody], route_class=PromptRoute)
@@ -305,6 +361,7 @@ class CompletionFormat:
         self._choices = choices
         self._offsets: dict[int, TextOffsets] = {}
         self.needs_every_token = report.needs_every_token
+        self.is_plain = not report.needs_every_token
 
     def envelope(self, index: int) -> dict[str, Any]:
         """Return nothing: all is told by choice."""
@@ -515,6 +572,7 @@ class ChatFormat:
         self._readers = readers
         self._is_named = is_named
         self.needs_every_token = report.needs_every_token
+        self.is_plain = not report.needs_every_token and not readers
         self._is_complete = False
 
     def envelope(self, index: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from lorikeet.api.logs import REFUSED, log
+from lorikeet.api.streaming import DIRECT_BODY
 
 _MAX_HEADERS = 256
 """64 KiB of the smallest headers would be 13,000 calls of the parser, which take longer than reading a body."""
@@ -64,6 +65,32 @@ class ConnectionStats:
         if self._clock() - last_s >= _LOG_EVERY_S:
             self._logged[reason] = self._clock(), self.closed[reason]
             log.warning("connections closed", reason=reason, count=self.closed[reason] - count, client=client)
+
+
+class _AnswerBody:
+    """Writes parts of a chunked answer as uvicorn's ``send`` does; implements ``DirectBody``."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part can be written now."""
+        cycle = self._cycle
+        return not (
+            cycle.disconnected
+            or cycle.flow.write_paused
+            or cycle.response_complete
+            or not cycle.chunked_encoding
+            or cycle.scope["method"] == "HEAD"
+            or cycle.transport.is_closing()
+        )
+
+    def write(self, part: bytes) -> None:
+        """Write a part."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class LimitedHttp(HttpToolsProtocol):
@@ -130,6 +157,9 @@ class LimitedHttp(HttpToolsProtocol):
         self._deadline = time.monotonic() + self._limits.body_timeout_s, 408, "the body came too slowly"
         self._arm()
         super().on_headers_complete()
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and cycle.scope is self.scope:  # not of an upgrade
+            self.scope["extensions"] = {DIRECT_BODY: _AnswerBody(cycle)}  # type: ignore[dict-item]
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body."""

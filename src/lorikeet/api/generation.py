@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from lorikeet.api.errors import ApiError, engine_unavailable, hide_paths, unexpected_failure
 from lorikeet.api.logs import log
 from lorikeet.api.observer import RequestObserver, RequestWatch
@@ -40,8 +42,7 @@ class TextOptions:
     kept_tokens: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
+class OutputDelta(msgspec.Struct, frozen=True, gc=False):
     """What one output of the engine added to one choice.
 
     Attributes:
@@ -85,7 +86,7 @@ class ActiveChoice:
         self._stream = text_processor.stream(
             prompt, skip_special_tokens=options.skip_special_tokens, kept=options.kept_tokens
         )
-        self._scanner = StopScanner(options.stops, include=options.include_stop)
+        self._scanner = StopScanner(options.stops, include=options.include_stop) if options.stops else None
 
     def add_output(self, output: RequestOutput) -> OutputDelta:
         """Turn one output of the engine into a delta; a stop string ends the choice and aborts the request.
@@ -121,6 +122,8 @@ class ActiveChoice:
         return self._scan(self._stream.push(token_id), may_stop=may_stop)
 
     def _scan(self, text: str, *, may_stop: bool = True) -> str:
+        if self._scanner is None:
+            return text
         shown, stop = self._scanner.push(text, may_stop=may_stop)
         if stop is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP.value, stop
@@ -136,7 +139,7 @@ class ActiveChoice:
             raise ApiError(status, f"The engine could not serve this request: {cause}", headers=never)
         text = self._scan(self._stream.flush())
         if self.finish_reason is None:
-            text += self._scanner.release()
+            text += "" if self._scanner is None else self._scanner.release()
             self.finish_reason = finished.reason.value
             if self._options.is_empty and finished.reason is FinishReason.STOP:
                 self.finish_reason = FinishReason.LENGTH.value
@@ -178,6 +181,9 @@ class Generation:
         self._observer = observer
         self._on_close = on_close
         self._deltas: asyncio.Queue[OutputDelta | ApiError] = asyncio.Queue()
+        self._write: Callable[[OutputDelta], bool] | None = None
+        self._has_caught_up = False
+        """Whether the reader of :meth:`deltas` has dealt with all that it took."""
         self.choices = [
             ActiveChoice(index, handle, observer.watch(handle), text_processor, options)
             for index, handle in enumerate(map(client.submit, requests))
@@ -199,11 +205,21 @@ class Generation:
         """
         unfinished = len(self.choices)
         while unfinished:
+            self._has_caught_up = True
             delta = await self._deltas.get()
+            self._has_caught_up = False
             if isinstance(delta, ApiError):
                 raise delta
             unfinished -= delta.finish_reason is not None
             yield delta
+
+    def pass_on(self, write: Callable[[OutputDelta], bool]) -> None:
+        """Pass deltas to a function as they arrive, instead of to the reader of :meth:`deltas`, which costs much more.
+
+        The reader still gets the last delta of each choice, what ``write`` returns False for, and what comes before the
+        reader has dealt with all that it has. So both together get everything once, in order.
+        """
+        self._write = write
 
     def close(self) -> None:
         """Abort unfinished choices; a second call does nothing."""
@@ -238,9 +254,11 @@ class Generation:
                 raise output
             delta = choice.add_output(output)
             choice.watch.output(len(delta.tokens), delta.text)
-            self._deltas.put_nowait(delta)
             if delta.finish_reason is not None:
+                self._deltas.put_nowait(delta)
                 choice.watch.finished(choice.completion_tokens, delta.finish_reason)
+            elif not (self._write and self._has_caught_up and self._deltas.empty() and self._write(delta)):
+                self._deltas.put_nowait(delta)
         except ApiError as error:
             self._fail(choice, error)
         except EngineError as error:

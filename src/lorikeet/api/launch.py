@@ -1,10 +1,10 @@
-"""Starts the engine process and, while it imports its libraries, imports the server and runs it."""
+"""Imports the server and runs it, while the engine process imports its libraries."""
 
 from collections.abc import Callable
 
-from lorikeet.client.supervisor import LocalHost
+from lorikeet.client.local_host import first_host
 from lorikeet.config import Settings
-from lorikeet.core.process_tuning import collect_no_garbage
+from lorikeet.core.process_tuning import collect_no_garbage, freeze_imports, unfreeze_imports
 
 
 def launch(settings: Settings, name_settings: Callable[[str], str] = str) -> None:
@@ -14,12 +14,12 @@ def launch(settings: Settings, name_settings: Callable[[str], str] = str) -> Non
         SystemExit: with code 1 if the server cannot start, the reason printed or, with ``log_json``, logged.
     """
     collect_no_garbage()
-    host = LocalHost()
+    host = first_host()  # torch takes longer to import than all that this process needs
     try:
-        if settings.cluster.is_one_engine:
-            host.start_early()  # torch takes longer to import than all that this process needs
         from lorikeet.api.run import serve
 
+        freeze_imports()
         serve(settings, name_settings, host)
     finally:
+        unfreeze_imports()
         host.close()

@@ -368,7 +368,8 @@ class RequestMetrics:
         self.labels = {"model_name": model_name, "engine": "0"}
         lengths = _one_two_five(max_model_len)
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S)
-        self.inter_token = self._histogram("inter_token_latency_seconds", "Gaps between outputs.", _TOKEN_S)
+        self.outputs = OutputCounts(MetricFamilies(self.labels))
+        self.registry.register(self.outputs)
         self._per_token = self._histogram(
             "request_time_per_output_token_seconds", "Mean time per output token after the first.", _TOKEN_S
         )
@@ -386,7 +387,6 @@ class RequestMetrics:
         self._params_max_tokens = self._histogram("request_params_max_tokens", "Most tokens asked for.", lengths)
         self.adapter_load = self._histogram("lora_adapter_load_seconds", "Transfer of an adapter.", _LOAD_S)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
-        self._answer_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._adapter_wait = self._histogram(
             "request_adapter_wait_seconds", "Time a request waited for its adapter's transfer.", _LOAD_S, "lorikeet"
         )
@@ -436,10 +436,6 @@ class RequestMetrics:
     def page(self, accept: str) -> Response:
         """Return all metrics, as :func:`metrics_page`."""
         return metrics_page(self.registry, accept)
-
-    def count_tokens(self, tokens: int) -> None:
-        """Count generated tokens as they are sent."""
-        self._answer_tokens.inc(tokens)
 
     def count_refused(self, sequences: int, *, shed: bool) -> None:
         """Count sequences that were refused because too many are unfinished, or ``shed`` by the forecast."""
@@ -504,6 +500,35 @@ class RequestMetrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"vllm:{name}", text, tuple(self.labels), registry=self.registry).labels(**self.labels)
+
+
+class OutputCounts(Collector):
+    """Counts tokens and the gaps between outputs, for which the library's counter and histogram take ten times as long.
+
+    Args:
+        families: with the labels of both metrics.
+    """
+
+    def __init__(self, families: MetricFamilies) -> None:
+        self._families = families
+        self._tokens = 0
+        self._gaps = [0] * (len(_TOKEN_S) + 1)
+        self._gaps_s = 0.0
+
+    def add(self, tokens: int, gap_s: float | None) -> None:
+        """Count one output that came ``gap_s`` seconds after the one before; None for the first."""
+        self._tokens += tokens
+        if gap_s is not None:
+            self._gaps[bisect.bisect_left(_TOKEN_S, gap_s)] += 1
+            self._gaps_s += gap_s
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield both metrics."""
+        yield self._families.count("vllm:generation_tokens", "Tokens generated.", self._tokens)
+        counts = dict(zip((*_TOKEN_S, math.inf), accumulate(self._gaps), strict=True))
+        yield self._families.histogram(
+            "vllm:inter_token_latency_seconds", "Gaps between outputs.", counts, self._gaps_s
+        )
 
 
 def _one_two_five(largest: int) -> list[float]:

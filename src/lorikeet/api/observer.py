@@ -111,13 +111,11 @@ class RequestWatch:
             self._text.append(text)
         if not tokens:
             return
-        self._observer.metrics.count_tokens(tokens)
         now_s = time.monotonic()
         if self._last_output_s is None and self._forecast is not None:
             self._forecast.on_first_token(self._handle.timings)
         gap_s = None if self._last_output_s is None or self._is_background else now_s - self._last_output_s
-        if gap_s is not None:
-            self._observer.metrics.inter_token.observe(gap_s)
+        self._observer.metrics.outputs.add(tokens, gap_s)
         self._observer.live.output(self._live, tokens, gap_s)
         self._last_output_s = now_s
 

@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 from anyio import to_thread
 
-from lorikeet.adapters.catalog import AdapterCatalog, registry_url
+from lorikeet.adapters.catalog import AdapterCatalog, StoredAdapters, registry_url
 from lorikeet.adapters.checkpoint import ServedBase
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.adapter_chat import AdapterChats
@@ -38,7 +38,8 @@ from lorikeet.api.text_processor import TextProcessor, read_generation_config
 from lorikeet.api.threads import in_daemon_thread
 from lorikeet.api.tls import Certificate, open_certificate
 from lorikeet.client.client import EngineClient, Engines
-from lorikeet.client.supervisor import EngineError, LocalHost
+from lorikeet.client.local_host import LocalHost
+from lorikeet.client.supervisor import EngineError
 from lorikeet.config import ConfigError, ExecutorKind, ServerSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.chat_template import TemplateError
@@ -72,7 +73,7 @@ def serve(settings: Settings, name_settings: Callable[[str], str], host: LocalHo
     Args:
         settings: of the whole server.
         name_settings: rewrites an error text so that it calls settings what the user called them.
-        host: starts the engine, if there is one only.
+        host: starts the engine; with several, the first one.
 
     Raises:
         SystemExit: with code 1 if the server cannot start, the reason printed or, with ``log_json``, logged.
@@ -123,6 +124,8 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         if tenants is not None:
             stack.callback(tenants.close)
 
+        stored = asyncio.ensure_future(to_thread.run_sync(StoredAdapters, settings.adapters))
+        stack.callback(stored.cancel)
         client = _open_engines(_with_folder(settings, model.path), host, stack)
         stack.push_async_callback(client.close)
         engine_info = await client.start(progress.on_engine_progress)
@@ -136,7 +139,7 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
                 reasoning_parser=settings.model.reasoning_parser,
             )
         )
-        catalog = await to_thread.run_sync(_open_catalog, settings, engine_info, model, chats)
+        catalog = await to_thread.run_sync(_open_catalog, settings, engine_info, model, chats, await stored)
         stack.callback(catalog.close)
         await preload_adapters(catalog, settings.adapters.preload, partial(progress.display.show, "adapters"))
         log_restored(catalog)
@@ -292,7 +295,7 @@ def _open_engines(settings: Settings, host: LocalHost, stack: AsyncExitStack) ->
         from lorikeet.cluster.open import open_cluster  # an extra, which a server with one engine does without
     except ImportError as error:
         raise ConfigError(f"several replicas need more: {install_command('cluster')} ({error})") from error
-    return open_cluster(settings, stack)
+    return open_cluster(settings, stack, host)
 
 
 def _open_tenants(settings: Settings, base: str) -> Tenants | None:
@@ -391,7 +394,7 @@ def _limits(folder: Path, engine_info: EngineReady, max_logprobs: int) -> ModelL
 
 
 def _open_catalog(
-    settings: Settings, engine_info: EngineReady, model: ModelFolder, chats: AdapterChats
+    settings: Settings, engine_info: EngineReady, model: ModelFolder, chats: AdapterChats, stored: StoredAdapters
 ) -> AdapterCatalog:
     dtype_bytes = engine_info.geometry.dtype_bytes
     share, base = engine_info.local_geometry or engine_info.geometry, engine_info.base
@@ -422,6 +425,7 @@ def _open_catalog(
         ),
         only_low_rank=_why_only_low_rank(settings),
         only_vectors=_why_only_vectors(settings),
+        stored=stored,
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -56,21 +57,48 @@ async def _expire_on_disconnect(receive: Receive, connected: asyncio.Timeout) ->
     connected.reschedule(0.0)
 
 
+class DirectBody(Protocol):
+    """Writes parts of an answer's body to its connection, past the event loop and all middleware.
+
+    A server offers one in the scope's extensions (``DIRECT_BODY``); it is of the answer that has begun.
+    """
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part can be written now: the answer has begun, and its client is there and reads."""
+        ...
+
+    def write(self, part: bytes) -> None:
+        """Write a part. Call it only while the body is open."""
+        ...
+
+
+DIRECT_BODY = "lorikeet.direct_body"
+
+
 class EventStream(Response):
     """Server-sent events.
 
     Args:
         events: complete events, blank line included.
         until_s: on the event loop's clock; a client that has not read all by then is disconnected. None for never.
+        write_to: called once, when the headers are sent, if the server has a direct way to write: what is written there
+            ``events`` need not yield. None for none.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], until_s: float | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        until_s: float | None = None,
+        write_to: Callable[[DirectBody], None] | None = None,
+    ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._until_s = until_s
+        self._write_to = write_to
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,6 +106,9 @@ class EventStream(Response):
         try:
             async with asyncio.timeout_at(self._until_s):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                body = scope.get("extensions", {}).get(DIRECT_BODY)
+                if body is not None and self._write_to is not None:
+                    self._write_to(body)
                 async for event in self._events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})

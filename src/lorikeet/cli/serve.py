@@ -16,7 +16,8 @@ from lorikeet.api.tool_parsers import TOOL_FORMATS
 from lorikeet.cli import serve_flags
 from lorikeet.cli.console import fail, note
 from lorikeet.cli.serve_checks import check_settings
-from lorikeet.config import SECRET_VARIABLES, ConfigError, EngineSettings, Settings, load_settings
+from lorikeet.config import ConfigError, EngineSettings, Settings, load_settings
+from lorikeet.core.secrets import SECRET_VARIABLES
 
 Model = Annotated[str | None, typer.Argument(help="Local folder or hub id.", show_default="SmolLM2-135M-Instruct")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file, a table per section; flags win over it.")]

@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 import msgspec
 import zmq.asyncio
 
+from lorikeet.client.local_host import LocalHost
 from lorikeet.client.state import ClusterState, ReplicaView, replica_state
-from lorikeet.client.supervisor import EngineError, EngineSupervisor, EngineTimeouts, LocalHost
+from lorikeet.client.supervisor import EngineError, EngineSupervisor, EngineTimeouts
 from lorikeet.config import Settings, for_engines
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import (

@@ -1,15 +1,11 @@
 """Starts an engine process, connects to it, and starts another when it dies."""
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
-from itertools import count, islice
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -374,90 +370,6 @@ class EngineHost(Protocol):
     def close(self) -> None:
         """Release files and other resources of earlier starts."""
         ...
-
-
-class ChildProcess:
-    """An engine process on this machine; implements :class:`EngineProcess`. It can be started before a loop runs.
-
-    Args:
-        address: where the channel listens.
-    """
-
-    def __init__(self, address: str) -> None:
-        # In its own session, so that a Ctrl-C at the terminal reaches only the API process, which drains first.
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "lorikeet.engine", address], stdin=subprocess.PIPE, start_new_session=True
-        )
-        self.address = address
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
-        return self._process.poll()
-
-    def tell(self, settings: bytes) -> None:
-        """Write the line that it waits for; its standard input stays open, so that it ends with this process."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died, which ``wait`` reports
-            self._process.stdin.write(settings + b"\n")
-            self._process.stdin.flush()
-
-    def kill(self) -> None:
-        """Kill it immediately."""
-        self._process.kill()
-
-    async def wait(self) -> int:
-        """Wait until it has ended; return its exit code."""
-        if not hasattr(os, "pidfd_open"):  # macOS
-            return await asyncio.to_thread(self._process.wait)
-        if self._process.poll() is None:
-            loop, ended = asyncio.get_running_loop(), asyncio.Event()
-            ended_fd = os.pidfd_open(self.pid)  # not reaped yet, so this is still its id
-            try:
-                loop.add_reader(ended_fd, ended.set)
-                await ended.wait()
-            finally:
-                loop.remove_reader(ended_fd)
-                os.close(ended_fd)
-        return self._process.wait()
-
-
-class LocalHost:
-    """This machine. Engines are child processes and end with this process."""
-
-    address = "localhost"
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="lorikeet-")
-        self._numbers = count(1)
-        self._early: ChildProcess | None = None
-
-    def start_early(self) -> None:
-        """Start the next engine process now. It imports its libraries while its settings are not known yet."""
-        self._early = ChildProcess(self.bind_address())
-
-    def bind_address(self) -> str:
-        """Return the address of a new socket file."""
-        if self._early is not None:
-            return self._early.address
-        return f"ipc://{self._folder.name}/engine-{next(self._numbers)}"
-
-    async def start(self, address: str, settings: bytes) -> EngineProcess:
-        """Start the process with this interpreter (``EngineHost.start``)."""
-        process, self._early = self._early or ChildProcess(address), None
-        process.tell(settings)
-        return process
-
-    def close(self) -> None:
-        """Remove the socket files, and kill a process that was started early and is not used."""
-        if self._early is not None:
-            self._early.kill()
-        self._folder.cleanup()
 
 
 class Connection:

@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from lorikeet.adapters.catalog import registry_url
-from lorikeet.client.supervisor import LocalHost
+from lorikeet.client.local_host import LocalHost
 from lorikeet.cluster.adapters.folder import TEMPORARY_PREFIX, clear_abandoned_pools
 from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.build import (
@@ -95,12 +95,13 @@ def cluster_options(settings: Settings) -> ClusterOptions:
     )
 
 
-def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
+def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | None = None) -> ClusterClient:
     """Return the client of a cluster that is not started yet.
 
     Args:
         settings: all settings; ``model.model`` is a folder that exists on every machine.
         stack: closes what was opened here. The caller closes the client first.
+        host: starts the first local replica; the client closes it.
 
     Raises:
         ConfigError: the preset's policies, co-migration or autoscaling lack something that they need.
@@ -152,9 +153,14 @@ def open_cluster(settings: Settings, stack: AsyncExitStack) -> ClusterClient:
     stack.callback(registry.close)
     placement: PlacementService
     if cluster.start is ReplicaStart.LOCAL:
+        unused = [] if host is None else [host]
+
+        def next_host(replica: ReplicaId) -> LocalHost:
+            return unused.pop() if unused else LocalHost()
+
         transport, placement = LocalTransport(pool_dir), LocalPlacementService(orchestrator)
         stack.callback(transport.close)
-        client = make_client(hosts=lambda replica: LocalHost(), transport=transport, placement=placement)
+        client = make_client(hosts=next_host, transport=transport, placement=placement)
     else:
         from lorikeet.cluster.ray.open import open_ray  # Ray is optional, and takes a second to import
 

@@ -19,12 +19,25 @@ def collect_no_garbage() -> None:
     gc.disable()
 
 
+def unfreeze_imports() -> None:
+    """End :func:`freeze_imports`, before the process ends: libraries report what is not collected then."""
+    gc.unfreeze()
+
+
+def freeze_imports() -> None:
+    """Exclude what imports have made from garbage collection.
+
+    Nothing is collected before, which would take a tenth of a second: some thousand small objects stay.
+    """
+    gc.freeze()
+
+
 @contextmanager
 def frozen_gc() -> Iterator[None]:
     """Exclude all objects that are alive now from garbage collection within the context.
 
     A full collection visits every container object, most of them from imported modules, and a step or every stream of
-    a server waits for it. Nested contexts have no further effect.
+    a server waits for it. Only the outermost context ends the exclusion, if nothing was excluded before.
     """
     is_outermost = not gc.get_freeze_count()
     gc.collect()

@@ -47,12 +47,14 @@ from lorikeet.core.messages import (
     Submit,
     ToEngine,
 )
-from lorikeet.core.process_tuning import frozen_gc
+from lorikeet.core.process_tuning import freeze_imports, frozen_gc
 from lorikeet.core.request import Request
 from lorikeet.engine.build import Replica, build_replica
 from lorikeet.engine.loop import Engine
 from lorikeet.worker.grammars import GrammarCompiler
 
+REST_S = 1.0
+"""After so long without a request the tokenizer of grammars is read, for which no other code runs."""
 STATS_EVERY_S = 0.1
 """Least interval between two sends of the gauges while the engine is busy."""
 
@@ -154,12 +156,28 @@ class Compiling:
     Args:
         grammars: compiles them; None passes every request on.
         wake: called, on another thread, when a request can go on.
+
+    Attributes:
+        due_s: when :meth:`turn` may have something to do, on the monotonic clock; ``inf``: never again.
     """
 
     def __init__(self, grammars: GrammarCompiler | None, wake: Callable[[], None]) -> None:
         self._grammars = grammars
         self._wake = wake
         self._held: dict[RequestId, tuple[Request, Future[Any]]] = {}
+        self.due_s = math.inf if grammars is None else time.monotonic() + REST_S
+
+    def turn(self, has_requests: bool) -> None:
+        """Read the tokenizer once no request has been there for ``REST_S``; until then a grammar would wait for it."""
+        if self.due_s == math.inf:
+            return
+        now = time.monotonic()
+        if has_requests:
+            self.due_s = now + REST_S
+        elif now >= self.due_s:
+            assert self._grammars is not None
+            self._grammars.read_tokenizer()
+            self.due_s = math.inf
 
     def holds(self, request: Request) -> bool:
         """Begin to compile a request's grammar; return whether the request must wait for it."""
@@ -187,7 +205,7 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling) -> None:
     """
     stats_due_s, is_paused = 0.0, False
     while True:
-        wait_s = 0.0 if engine.is_busy else max(0.0, engine.due_s - time.monotonic())
+        wait_s = 0.0 if engine.is_busy else max(0.0, min(engine.due_s, compiling.due_s) - time.monotonic())
         for message in channel.receive(math.inf if is_paused else wait_s):
             if isinstance(message, Shutdown):
                 return
@@ -197,6 +215,7 @@ def serve(channel: Channel, engine: Engine, compiling: Compiling) -> None:
                 handle(message, engine, compiling)
         for request in compiling.take():
             engine.submit(request)
+        compiling.turn(engine.has_requests)
         if is_paused:
             continue
         outputs = engine.step()
@@ -236,6 +255,7 @@ def main() -> None:
     # The API process decides when to stop; service managers signal every process of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    freeze_imports()
     line = sys.stdin.buffer.readline()
     if not line:  # started early, and not needed
         return
@@ -255,8 +275,6 @@ def main() -> None:
         sys.exit(1)
     channel.send(_engine_ready(replica))
     channel.send(StepOutputs((), (), (), stats=replica.engine.stats()))  # so that gauges exist before the first request
-    if replica.grammars is not None:
-        replica.grammars.read_tokenizer()  # now, since nothing runs yet that it would hold up
     try:
         with frozen_gc():
             serve(channel, replica.engine, Compiling(replica.grammars, channel.wake))

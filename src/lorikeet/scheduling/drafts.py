@@ -15,8 +15,8 @@ from lorikeet.scheduling.state import Sequence
 Drafts = Mapping[RequestId, tuple[int, ...]]
 """The drafted tokens of some sequences."""
 
-_ORDERS = (3, 1)
-"""Lengths of the n-grams that are looked up, the longer one first."""
+_ORDERS = (3, 2, 1)
+"""Lengths of the n-grams that are looked up, the longest one first."""
 _LONGEST_MATCH = 12
 """Most agreeing tokens that are counted; guesses with more are not right more often."""
 _KEPT_TOKENS = 4096
@@ -25,18 +25,20 @@ _KEPT_ADAPTERS, _KNOWN_ADAPTERS = 64, 4096
 """Adapters whose answers are kept (some hundred kilobytes each), and whose rates are: those used last."""
 _LEAST_CHANCE = 0.5
 """A draft ends before a token whose probability, by the rates of earlier guesses, is lower."""
+_ONCE_ANSWERED = 0.6
+"""Factor of the prior rate of what has followed once in an earlier answer: it may be what differs between answers."""
 _PRIOR = 2.0
 """Weight of the prior rate of a kind of guess, in guesses."""
 _FADING, _FADING_BY_ANSWER = 0.95, 0.9
 """Factors of the counts of a kind of guess, at each new one and after each answer, so that newer ones count more."""
 _MOST_COST = 0.9
 """Limit of the cost of a drafted token, so that a wrong measurement does not end all drafts."""
-_START_BALANCE, _MAX_BALANCE = 2.0, 16.0
-"""Balance of an adapter that has had no draft, and the highest one, in drafted tokens that may be wrong."""
+_MIN_BALANCE, _START_BALANCE, _MAX_BALANCE = -2.0, 2.0, 8.0
+"""Balance of an adapter of which nothing is known, and its bounds, in drafted tokens that may be wrong."""
 _PER_TOKEN = 0.01
-"""Change of the balance, towards its start, for each token that comes without a draft."""
-_PER_KEPT = 0.5
-"""Rise of the balance for each drafted token that was right; a wrong one lowers it by 1."""
+"""Fall of the balance, down to its start, for each token that comes without a draft."""
+_PER_RIGHT = 0.5
+"""Rise of the balance for each token that was guessed right, drafted or not; a wrong guess lowers it by 1."""
 _PAYS_BALANCE = 4.0
 """From this balance on, drafts save more than plans of several steps, which have none."""
 
@@ -48,22 +50,25 @@ class Guess(NamedTuple):
         agreeing: how many of the last tokens are the same as those before the place; at most ``_LONGEST_MATCH``.
         repeated: how often in a row the token has followed the n-gram again, after the first time.
         token_id: the token.
+        is_own: whether the place is in the sequence's own tokens, not in an earlier answer.
     """
 
     agreeing: int
     repeated: int
     token_id: int
+    is_own: bool
 
     @property
-    def kind(self) -> tuple[int, int]:
+    def kind(self) -> tuple[int, int, bool]:
         """Guesses of the same kind are about equally often right."""
-        return min(self.agreeing.bit_length(), 4), min(self.repeated, 3)
+        return min(self.agreeing.bit_length(), 4), min(self.repeated, 3), self.is_own
 
     @property
     def prior(self) -> float:
         """How often such guesses are taken to be right before there have been any."""
-        agreeing, repeated = self.kind
-        return 1 - 0.7 * 0.75 ** (agreeing - 1) * 0.6**repeated
+        agreeing, repeated, is_own = self.kind
+        rate = 1 - 0.7 * 0.75 ** (agreeing - 1) * 0.6**repeated
+        return rate if is_own or repeated else _ONCE_ANSWERED * rate
 
 
 class NgramIndex:
@@ -71,14 +76,16 @@ class NgramIndex:
 
     Args:
         begin: how many tokens of the text are left out at its beginning.
+        is_own: as of the guesses.
 
     Attributes:
         begin: see above.
         tokens: the text so far, without these.
     """
 
-    def __init__(self, begin: int = 0) -> None:
+    def __init__(self, begin: int = 0, *, is_own: bool = False) -> None:
         self.begin = begin
+        self._is_own = is_own
         self.tokens: list[int] = []
         self._after: dict[tuple[int, ...], tuple[int, int]] = {}
 
@@ -109,7 +116,7 @@ class NgramIndex:
             limit = min(_LONGEST_MATCH, len(tail), at)
             while agreeing < limit and known[at - 1 - agreeing] == tail[-1 - agreeing]:
                 agreeing += 1
-            return Guess(agreeing, repeated, known[at])
+            return Guess(agreeing, repeated, known[at], self._is_own)
         return None
 
 
@@ -125,7 +132,7 @@ class _Adapter:
         self.answers = NgramIndex()
         self.balance = _START_BALANCE
         self._latest: deque[list[int]] = deque()
-        self._rates: dict[tuple[int, int], tuple[float, float]] = {}
+        self._rates: dict[tuple[int, int, bool], tuple[float, float]] = {}
 
     def add(self, answer: list[int]) -> None:
         """Add an answer, and forget the oldest ones."""
@@ -147,10 +154,6 @@ class _Adapter:
         self._latest.clear()
         self.answers = NgramIndex()
 
-    def may_try(self, guess: Guess) -> bool:
-        """Whether to draft an unlikely guess, to learn how often its kind is right; not after many wrong drafts."""
-        return self.balance >= _START_BALANCE and self._rates.get(guess.kind, (0.0, 0.0))[1] < 1
-
     def rate(self, guess: Guess) -> float:
         """Return how often guesses like this one have been right."""
         right, tried = self._rates.get(guess.kind, (0.0, 0.0))
@@ -159,22 +162,34 @@ class _Adapter:
     def note(self, draft: list[Guess], drafted: int, kept: int) -> None:
         """Note how far a draft was right."""
         for at, guess in enumerate(draft[: min(kept + 1, drafted)]):
-            right, tried = self._rates.get(guess.kind, (0.0, 0.0))
-            self._rates[guess.kind] = right * _FADING + (at < kept), tried * _FADING + 1
-        self.balance = min(_MAX_BALANCE, self.balance + _PER_KEPT * kept - (drafted - kept))
+            self._count(guess, at < kept)
+        self._change(_PER_RIGHT * kept - (drafted - kept))
 
-    def rest(self, tokens: int) -> None:
-        """Note tokens that came without a draft: the balance goes towards its start."""
-        change, missing = _PER_TOKEN * tokens, _START_BALANCE - self.balance
-        self.balance += min(missing, change) if missing > 0 else max(missing, -change)
+    def note_undrafted(self, guess: Guess | None, token_id: int) -> None:
+        """Note which token has come without a draft where ``guess`` was the guess."""
+        if self.balance > _START_BALANCE:
+            self.balance = max(_START_BALANCE, self.balance - _PER_TOKEN)
+        if guess is None:
+            return
+        is_right = guess.token_id == token_id
+        if self.rate(guess) >= _LEAST_CHANCE:  # it might have been drafted
+            self._change(_PER_RIGHT if is_right else -1.0)
+        self._count(guess, is_right)
+
+    def _count(self, guess: Guess, is_right: bool) -> None:
+        right, tried = self._rates.get(guess.kind, (0.0, 0.0))
+        self._rates[guess.kind] = right * _FADING + is_right, tried * _FADING + 1
+
+    def _change(self, change: float) -> None:
+        self.balance = max(_MIN_BALANCE, min(_MAX_BALANCE, self.balance + change))
 
 
 class Drafter:
-    """Drafts for the sequences of an engine, and learns for each adapter how often drafts are right.
+    """Drafts for the sequences of an engine, and learns for each adapter how often guesses are right.
 
-    An adapter's balance falls with each drafted token that was wrong, and rises with each that was right. Each token
-    that comes without a draft moves it a little towards its start. Below 1 there is no draft. So adapters whose answers
-    repeat nothing have few drafts.
+    Each token is guessed, whether the guess is drafted or not, which costs no step anything. An adapter's balance falls
+    with each likely guess that was wrong, and rises with each that was right. Below 1 there is no draft. So adapters
+    whose answers repeat nothing have few drafts, and those whose answers begin to repeat have some soon.
 
     Args:
         most: most tokens of a draft; 0 for no drafts.
@@ -189,6 +204,8 @@ class Drafter:
         self._answered: OrderedDict[tuple[AdapterDigest | None, str], None] = OrderedDict()
         self._texts: dict[RequestId, NgramIndex] = {}
         self._guesses: dict[RequestId, list[Guess]] = {}
+        self._noted: dict[RequestId, int] = {}
+        """By sequence, how many of its tokens have been learned from when its next ones are read."""
         self.drafted_tokens = self.kept_tokens = 0
 
     def draft(self, sequences: Iterable[Sequence], budget_tokens: int, cost: float) -> dict[RequestId, tuple[int, ...]]:
@@ -203,34 +220,47 @@ class Drafter:
         drafts: dict[RequestId, tuple[int, ...]] = {}
         self._guesses.clear()
         for sequence in sequences:
-            adapter = self._adapter(sequence)
-            most = min(self._most, budget_tokens, sequence.tokens_left - 1, int(adapter.balance))
-            if most < 1 or sequence.request.prompt_embeds is not None or sequence.request.pooling is not None:
+            if not self._most or sequence.request.prompt_embeds is not None or sequence.request.pooling is not None:
                 continue
-            if guesses := self._guess(sequence, adapter, most, min(max(_LEAST_CHANCE, cost), _MOST_COST)):
+            adapter = self._adapter(sequence)
+            text = self._read(sequence, adapter)
+            most = min(self._most, budget_tokens, sequence.tokens_left - 1, int(adapter.balance))
+            if most < 1:
+                continue
+            if guesses := self._guess(sequence, text, adapter, most, min(max(_LEAST_CHANCE, cost), _MOST_COST)):
                 drafts[sequence.request_id] = tuple(guess.token_id for guess in guesses)
                 self._guesses[sequence.request_id] = guesses
                 budget_tokens -= len(guesses)
         return drafts
 
-    def _guess(self, sequence: Sequence, adapter: _Adapter, most: int, least_chance: float) -> list[Guess]:
-        """Return what is likely to follow the newest token; one token, to try, if little is known."""
-        text = self._texts.get(sequence.request_id)
+    def _read(self, sequence: Sequence, adapter: _Adapter) -> NgramIndex:
+        """Return the index of a sequence's tokens, all of them read; learn from those that came without a draft."""
+        token_ids, text = sequence.token_ids, self._texts.get(sequence.request_id)
         if text is None:
-            begin = max(0, len(sequence.token_ids) - _KEPT_TOKENS)
-            text = self._texts[sequence.request_id] = NgramIndex(begin)
-        text.extend(sequence.token_ids[text.begin + len(text.tokens) :])
+            text = self._texts[sequence.request_id] = NgramIndex(max(0, len(token_ids) - _KEPT_TOKENS), is_own=True)
+            text.extend(token_ids[text.begin : sequence.prompt_tokens])
+        noted = self._noted.pop(sequence.request_id, 0)
+        for at in range(text.begin + len(text.tokens), len(token_ids)):
+            if at >= noted:
+                guess = _best(text, adapter, token_ids[max(0, at - _LONGEST_MATCH) : at])
+                adapter.note_undrafted(guess, token_ids[at])
+            text.extend(token_ids[at : at + 1])
+        return text
+
+    def _guess(
+        self, sequence: Sequence, text: NgramIndex, adapter: _Adapter, most: int, least_chance: float
+    ) -> list[Guess]:
+        """Return what is likely to follow the newest token."""
         tail, stops = sequence.token_ids[-_LONGEST_MATCH:], sequence.request.sampling.stop_token_ids
         guesses: list[Guess] = []
         chance = 1.0
         while len(guesses) < most:
-            found = [guess for guess in (text.guess(tail), adapter.answers.guess(tail)) if guess is not None]
-            guess = max(found, default=None)
+            guess = _best(text, adapter, tail)
             if guess is None or guess.token_id in stops:  # nothing follows a stop token
                 break
             chance *= adapter.rate(guess)
             if chance < least_chance:
-                return guesses or ([guess] if adapter.may_try(guess) else [])
+                break
             guesses.append(guess)
             tail.append(guess.token_id)
         return guesses
@@ -239,19 +269,26 @@ class Drafter:
         """Whether any of these adapters' drafts are right so often that every step should have some."""
         return bool(self._most) and any(self._adapter(sequence).balance >= _PAYS_BALANCE for sequence in sequences)
 
-    def note(self, sequence: Sequence, drafted: int, kept: int, tokens: int) -> None:
-        """Note how many drafted tokens were right, and how many tokens a step has yielded in all."""
-        adapter = self._adapter(sequence)
+    def note(self, sequence: Sequence, drafted: int, kept: int, known: int) -> None:
+        """Note how many drafted tokens were right.
+
+        Args:
+            sequence: which.
+            drafted: tokens of its draft.
+            kept: how many of them came.
+            known: its tokens when they were drafted.
+        """
         if drafted:
-            adapter.note(self._guesses[sequence.request_id], drafted, kept)
+            self._adapter(sequence).note(self._guesses[sequence.request_id], drafted, kept)
+            self._noted[sequence.request_id] = known + min(kept + 1, drafted)
             self.drafted_tokens += drafted
             self.kept_tokens += kept
-        else:
-            adapter.rest(tokens)
 
     def ended(self, sequence: Sequence, *, will_resume: bool) -> None:
         """Forget a sequence; its answer is kept for others of its adapter unless it resumes."""
-        self._texts.pop(sequence.request_id, None)
+        if sequence.request_id in self._texts:
+            self._read(sequence, self._adapter(sequence))
+            del self._texts[sequence.request_id]
         if not self._most or will_resume or sequence.output_tokens < 2:
             return
         owner, prompt_tokens = _owner(sequence), sequence.prompt_tokens
@@ -272,6 +309,12 @@ class Drafter:
             if len(self._adapters) > _KNOWN_ADAPTERS:
                 self._adapters.popitem(last=False)
         return found
+
+
+def _best(text: NgramIndex, adapter: _Adapter, tail: list[int]) -> Guess | None:
+    """Return the guess with the most agreeing tokens; None if there is none."""
+    one, other = text.guess(tail), adapter.answers.guess(tail)
+    return max(one, other) if one and other else one or other
 
 
 def _owner(sequence: Sequence) -> tuple[AdapterDigest | None, str]:

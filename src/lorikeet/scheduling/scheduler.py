@@ -464,7 +464,7 @@ class Scheduler:
             # that of drafted tokens that did not come: the next tokens overwrite it.
             kept = step.kept(tokens) if step.draft else 0
             if self._limits.max_draft_tokens:
-                self.drafter.note(sequence, len(step.draft), kept, len(tokens))
+                self.drafter.note(sequence, len(step.draft), kept, step.start + step.known_tokens)
             sequence.computed_tokens = min(step.start + step.known_tokens + kept + more, len(sequence.token_ids))
             if sequence.request.pooling is not None and not sequence.remaining_tokens:
                 finish = FinishReason.STOP, None
