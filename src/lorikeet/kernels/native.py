@@ -355,6 +355,7 @@ class NativeKernels:
     """
 
     fits_graphs = False
+    reads_codes = True
 
     def __init__(self, instruction_set: str, library: ctypes.CDLL) -> None:
         self.name = f"native ({instruction_set})"

@@ -72,6 +72,7 @@ class ReferenceKernels:
     """
 
     fits_graphs = False
+    reads_codes = True
 
     def __init__(self, instead_of_faster: str = "") -> None:
         self.name = f"reference ({instead_of_faster})" if instead_of_faster else "reference"

@@ -1,11 +1,25 @@
 """The least memory that an engine works with."""
 
-from lorikeet.config import ConfigError, Settings
+import msgspec
+
+from lorikeet.config import LORA_DTYPES, ConfigError, EngineSettings, Settings
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.sizes import format_size
+from lorikeet.core.suggestions import unknown_name
 from lorikeet.memory.packing import pack
 
 _SMALLEST_RANK = 8
+
+
+def kept_geometry(engine: EngineSettings, geometry: ModelGeometry) -> ModelGeometry:
+    """Return a geometry with the forms in which an engine keeps adapters.
+
+    Raises:
+        ConfigError: there is no such form.
+    """
+    if engine.lora_dtype not in LORA_DTYPES:
+        raise ConfigError(unknown_name("lora_dtype", engine.lora_dtype, LORA_DTYPES))
+    return msgspec.structs.replace(geometry, lora_bits=8 if engine.lora_dtype == "int8" else 0)
 
 
 def adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> int:

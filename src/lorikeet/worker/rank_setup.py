@@ -18,6 +18,7 @@ from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Batch, Kernels, LoraBatch, LoraWeights, torch_dtype
 from lorikeet.kernels.quantized import GROUP
+from lorikeet.memory.least import kept_geometry
 from lorikeet.models.config import (
     BaseConfig,
     ModelConfig,
@@ -184,13 +185,13 @@ def load_rank(
         )
     kernels = _kernels(settings, dtype, device)
     packed = pack_weights(weights, kernels, keep_plain=merges)
-    geometry = share.geometry(dtype.itemsize, group.size)
+    geometry = kept_geometry(settings.engine, share.geometry(dtype.itemsize, group.size))
     merger = None
     if merges:
         place = _pristine_device(weights, device, preset.merge_by)
         merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
     decoder = Decoder(share, packed, kernels, group)
-    whole = config.geometry(dtype.itemsize)
+    whole = kept_geometry(settings.engine, config.geometry(dtype.itemsize))
     return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored, whole)
 
 
@@ -220,14 +221,18 @@ def _load_transformers(
     stored = f"dequantised from {names.get(method, method)}" if method else ""
     if bits:
         stored = f"int{bits} in groups of {GROUP}, quantised from {str(dtype).removeprefix('torch.')}"
-    return RankModel(config, decoder, kernels, dtype, device, decoder.geometry, weights=stored)
+    geometry = kept_geometry(settings.engine, decoder.geometry)
+    return RankModel(config, decoder, kernels, dtype, device, geometry, weights=stored)
 
 
 def _kernels(settings: Settings, dtype: torch.dtype, device: torch.device) -> Kernels:
     try:
-        return choose_kernels(settings.engine.kernels, dtype, device)
+        kernels = choose_kernels(settings.engine.kernels, dtype, device)
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from error
+    if settings.engine.lora_dtype == "int8" and not kernels.reads_codes:
+        raise ConfigError(f"lora_dtype: int8 needs the CPU kernels, not {kernels.name}: leave --lora-dtype out")
+    return kernels
 
 
 def rank_device(settings: Settings, rank: int) -> torch.device:
