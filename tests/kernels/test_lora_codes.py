@@ -25,7 +25,7 @@ Segments = list[tuple[int, int, LoraWeights]]
 KEPT = {torch.bfloat16: torch.uint16, torch.float32: torch.float32}
 SETS = pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-SETTINGS = settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(autouse=True)

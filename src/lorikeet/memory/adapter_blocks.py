@@ -149,10 +149,9 @@ def _dequantized(
     A is the codes by a power of two, and so exact. It does not depend on the rank of tensor parallelism, as Bᵀ does.
     """
     shape = geometry.shape_of(piece.module)
+    sizes = [n * piece.rows for n in (SCALE_BYTES, shape.in_features, shape.out_features)]
     content = arena[blocks[piece.block]][piece.offset :].view(torch.uint8)
-    scales, a, bt = content[: piece.rows * geometry.row_elements(piece.module) * arena.itemsize].split_with_sizes(
-        [n * piece.rows for n in (SCALE_BYTES, shape.in_features, shape.out_features)]
-    )
+    scales, a, bt = content[: sum(sizes)].split_with_sizes(sizes)
     a, bt = (codes.view(torch.int8).view(piece.rows, -1).to(torch.float32) for codes in (a, bt))
     bt = bt * (scales.clone().view(torch.float32) / _A_SCALE)[:, None]
     return (a * _A_SCALE).to(arena.dtype), bt.to(arena.dtype)
