@@ -406,6 +406,20 @@ inline F32 load_codes_n(const int8_t* p, int n) { return to_floats(first_codes(p
 inline Pairs load_code_pairs_n(const int8_t* p, int n) { return to_pairs(first_codes(p, n)); }
 #endif
 
+#if defined(__AVX512F__)
+inline void store_codes(int8_t* p, F32 x, int n) {  // the nearest whole numbers of the first n
+  _mm512_mask_cvtsepi32_storeu_epi8(p, first(n), _mm512_cvtps_epi32(x));
+}
+#else
+inline void store_codes(int8_t* p, F32 x, int n) {
+  const __m256i wide = _mm256_cvtps_epi32(x);
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  alignas(16) int8_t codes[16];
+  _mm_store_si128((__m128i*)codes, _mm_packs_epi16(halves, halves));
+  std::memcpy(p, codes, size_t(n));
+}
+#endif
+
 // k-groups of T from what is stored: T, or codes.
 template <class T, class E>
 inline auto load_stored(const E* p) {

@@ -354,8 +354,8 @@ def test_a_flag_without_meaning_here_is_taken_off_with_a_note() -> None:
 
 def test_nothing_is_said_of_a_flag_that_asks_for_what_happens_anyway() -> None:
     arguments = [
-        "--kv-cache-dtype",
-        "auto",
+        "--lora-eviction-policy",
+        "lru",
         "--scheduling-policy=fcfs",
         "--enable-chunked-prefill",
     ]

@@ -95,9 +95,7 @@ class Case:
         """Return the product with what all adapters add."""
         segments = [LoraSegment(start, stop, self.adapters[i][0]) for start, stop, i in self.segments]
         targets = LoraTargets(*self.targets, modules=("q", "k", "v") if len(self.targets) > 1 else ("down",))
-        return kernels.linear(
-            self.x, kernels.pack(self.weight), None, LoraDelta(LoraBatch(segments, form), 1, targets)
-        )
+        return kernels.linear(self.x, kernels.pack(self.weight), None, LoraDelta(LoraBatch(segments, form), 1, targets))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the same in dense products by torch in ``dtype``, of the numbers that the codes mean."""

@@ -83,7 +83,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
         "the log has a line for each request, unless --log-level warning", value=False
     ),
     "--disable-log-stats": ForeignFlag("figures are at /metrics", value=False),
-    "--kv-cache-dtype": ForeignFlag("KV has the model's dtype", same=("auto",)),
     "--enable-auto-tool-choice": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--enable-prompt-tokens-details": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--enable-server-load-tracking": ForeignFlag(_ALWAYS, value=False, same=("",)),

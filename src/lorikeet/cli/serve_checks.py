@@ -13,7 +13,7 @@ from lorikeet.config import (
     DTYPES,
     KERNELS,
     LOAD_FORMATS,
-    LORA_DTYPES,
+    MEMORY_DTYPES,
     MODEL_IMPLS,
     ConfigError,
     EngineSettings,
@@ -106,7 +106,8 @@ def _check_names(settings: Settings) -> None:
         ("quantization", ALIASES.get(model.quantization, model.quantization), QUANTIZATIONS),
         ("device", engine.device, DEVICES),
         ("kernels", engine.kernels, KERNELS),
-        ("lora_dtype", engine.lora_dtype, LORA_DTYPES),
+        ("lora_dtype", engine.lora_dtype, MEMORY_DTYPES),
+        ("kv_cache_dtype", engine.kv_cache_dtype, MEMORY_DTYPES),
     ):
         if name not in known:
             raise ConfigError(unknown_name(kind, name, known))
@@ -134,14 +135,16 @@ def _check_device(settings: Settings) -> None:
 def _check_memory_dtypes(settings: Settings) -> None:
     """Check that what is to be kept in 8 bits can be read there."""
     engine = settings.engine
-    if engine.lora_dtype == "int8":
+    for name, dtype in (("lora_dtype", engine.lora_dtype), ("kv_cache_dtype", engine.kv_cache_dtype)):
+        if dtype != "int8":
+            continue
         if engine.device != "cpu" or engine.kernels == "triton":
+            flag = name.replace("_", "-")
             raise ConfigError(
-                "lora_dtype: int8 needs the CPU kernels: use --device cpu without --kernels triton, or leave "
-                "--lora-dtype out"
+                f"{name}: int8 needs the CPU kernels: use --device cpu without --kernels triton, or leave --{flag} out"
             )
         if engine.executor is not ExecutorKind.TORCH:
-            raise ConfigError("lora_dtype: int8 is not modelled: leave it out with the paced executor")
+            raise ConfigError(f"{name}: int8 is not modelled: leave it out with the paced executor")
 
 
 def _torch_version() -> str:

@@ -26,7 +26,10 @@ by presets that merge adapters; a score head reads hidden states, and works ther
 
 
 SCALE_BYTES = 4
-"""Of the scale of a row of codes, in fp32."""
+"""Of the scale of a rank row of codes, in fp32."""
+
+KV_SCALE_BYTES = 2
+"""Of the scale of a key or value of codes, in bfloat16, which follows them."""
 
 
 class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
@@ -165,6 +168,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
             model, and the number of stages.
         lora_bits: 8 if A and B of adapters are kept as codes of 8 bits with a scale for each rank row, 0 if they are of
             the dtype.
+        kv_bits: 8 if keys and values are kept as codes of 8 bits with a scale for each token and head, likewise.
     """
 
     layers: int
@@ -180,6 +184,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     first_layer: int = 0
     stages: int = 1
     lora_bits: int = 0
+    kv_bits: int = 0
 
     def shape_of(self, module: str) -> ModuleShape:
         """Return the shape of a module, or of :data:`SCORE`."""
@@ -212,7 +217,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def sizes(self) -> "ModelGeometry":
         """The geometry as models are compared by it: without what is told by the rest, and how numbers are kept."""
-        return msgspec.structs.replace(self, replaceable=None, hidden_size=0, lora_bits=0)
+        return msgspec.structs.replace(self, replaceable=None, hidden_size=0, lora_bits=0, kv_bits=0)
 
     def has_module(self, layer: int, module: str) -> bool:
         """Return whether a layer has a module."""
@@ -237,8 +242,19 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.kv_layers or (KvShape(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
 
     def kv_elements_per_token(self) -> int:
-        """Elements of the keys and values of one token over all layers."""
-        return sum(shape.elements for shape in self.kv_shapes())
+        """Return how many elements the keys and values of one token take over all layers.
+
+        Raises:
+            ValueError: they are codes, and do not fill whole elements.
+        """
+        if not self.kv_bits:
+            return sum(shape.elements for shape in self.kv_shapes())
+        elements, rest = divmod(
+            sum(shape.elements + 2 * shape.heads * KV_SCALE_BYTES for shape in self.kv_shapes()), self.dtype_bytes
+        )
+        if rest:
+            raise ValueError(f"keys and values in 8 bits do not fill whole elements of {self.dtype_bytes} bytes")
+        return elements
 
     def block_elements(self, block_size: int) -> int:
         """Elements of a block that holds ``block_size`` tokens of KV over all layers."""

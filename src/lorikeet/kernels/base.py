@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.core.geometry import KV_SCALE_BYTES, LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.extras import ExtraWeights
 from lorikeet.kernels.quantized import QuantizedWeight
@@ -641,7 +641,7 @@ class Kernels(Protocol):
     fits_graphs: bool
     """Whether calls can be captured in a CUDA graph: no call waits for the device, except LoRA by einsum."""
     reads_codes: bool
-    """Whether adapters may be kept as codes (``LoraWeights.bits``)."""
+    """Whether adapters may be kept as codes (``LoraWeights.bits``), and keys and values (:func:`kv_view`)."""
 
     def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
         """Return a context in which each thread is pinned to one of ``cores``, which are as many as threads."""
@@ -703,7 +703,8 @@ class Kernels(Protocol):
         Args:
             qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, changed; its keys are undefined afterwards.
             rotation: how queries and keys are rotated.
-            kv: this layer's view of the arena, ``[blocks, 2, block_size, kv_heads, head_dim]``, changed.
+            kv: this layer's view of the arena, ``[blocks, 2, block_size, kv_heads, head_dim]``, changed; or of codes,
+                see :func:`kv_view`.
             batch: the step.
             norms: RMS norms of queries and keys before the rotation, or None.
         """
@@ -733,9 +734,19 @@ class Kernels(Protocol):
         ...
 
 
-def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int) -> Tensor:
-    """View ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_size, kv_heads, head_dim]``, without a copy."""
+def kv_head_dim(kv: Tensor) -> int:
+    """Return the elements of a head of a layer's keys and values, as viewed by :func:`kv_view`."""
+    return kv.shape[-1] - (KV_SCALE_BYTES if kv.dtype == torch.int8 else 0)
+
+
+def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int, *, bits: int = 0) -> Tensor:
+    """View ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_size, kv_heads, head_dim]``, without a copy.
+
+    With 8 ``bits`` it is a view of int8 ``[…, head_dim + 2]``: the codes of a head, and their scale in bfloat16.
+    """
     blocks = arena.shape[0]
+    if bits:
+        arena, head_dim = arena.view(torch.int8), head_dim + KV_SCALE_BYTES
     return arena.view(blocks, layers, 2, block_size, kv_heads, head_dim).transpose(0, 1)
 
 

@@ -121,13 +121,12 @@ class AdapterLayouts:
 
 
 class _Codes(Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]):
-    """The weights of an adapter that is kept as codes, in the arena's dtype. They are made anew each time, since blocks
-    may arrive between two.
+    """The weights of an adapter that is kept as codes, in the arena's dtype.
+
+    They are made anew each time, since blocks may arrive between two.
     """
 
-    def __init__(
-        self, packing: AdapterPacking, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry
-    ) -> None:
+    def __init__(self, packing: AdapterPacking, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> None:
         self._blocks, self._arena, self._geometry = blocks, arena, geometry
         self._pieces = {key: tuple(pieces) for key, pieces in groupby(packing.pieces, key=module_of) if key[1] != SCORE}
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from lorikeet.config import LORA_DTYPES, ConfigError, EngineSettings, Settings
+from lorikeet.config import MEMORY_DTYPES, ConfigError, EngineSettings, Settings
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.sizes import format_size
 from lorikeet.core.suggestions import unknown_name
@@ -12,14 +12,21 @@ _SMALLEST_RANK = 8
 
 
 def kept_geometry(engine: EngineSettings, geometry: ModelGeometry) -> ModelGeometry:
-    """Return a geometry with the forms in which an engine keeps adapters.
+    """Return a geometry with the forms in which an engine keeps adapters and KV.
 
     Raises:
-        ConfigError: there is no such form.
+        ConfigError: there is no such form, or it does not fit the model.
     """
-    if engine.lora_dtype not in LORA_DTYPES:
-        raise ConfigError(unknown_name("lora_dtype", engine.lora_dtype, LORA_DTYPES))
-    return msgspec.structs.replace(geometry, lora_bits=8 if engine.lora_dtype == "int8" else 0)
+    bits = {"auto": 0, "int8": 8}
+    for name, dtype in (("lora_dtype", engine.lora_dtype), ("kv_cache_dtype", engine.kv_cache_dtype)):
+        if dtype not in bits:
+            raise ConfigError(unknown_name(name, dtype, MEMORY_DTYPES))
+    kept = msgspec.structs.replace(geometry, lora_bits=bits[engine.lora_dtype], kv_bits=bits[engine.kv_cache_dtype])
+    try:
+        kept.kv_elements_per_token()
+    except ValueError as error:
+        raise ConfigError(f"kv_cache_dtype: {error}") from error
+    return kept
 
 
 def adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> int:

@@ -190,7 +190,7 @@ def load_rank(
     if merges:
         place = _pristine_device(weights, device, preset.merge_by)
         merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
-    decoder = Decoder(share, packed, kernels, group)
+    decoder = Decoder(share, packed, kernels, group, geometry.kv_bits)
     whole = kept_geometry(settings.engine, config.geometry(dtype.itemsize))
     return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored, whole)
 
@@ -207,6 +207,11 @@ def _load_transformers(
     from lorikeet.models.transformers_attention import UnsupportedAttention
     from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 
+    if settings.engine.kv_cache_dtype == "int8":
+        raise ConfigError(
+            f"kv_cache_dtype: int8 needs Lorikeet's own decoder, and {config.architecture} runs by transformers' "
+            "modules: leave --kv-cache-dtype out"
+        )
     quantized = read_quantization(read_json_section(folder / "config.json"))
     method = GGUF if (folder / GGUF_FILE).is_file() else quantized.method if quantized else ""
     bits = bits_on_load(settings.model.quantization, method, folder)
@@ -230,8 +235,10 @@ def _kernels(settings: Settings, dtype: torch.dtype, device: torch.device) -> Ke
         kernels = choose_kernels(settings.engine.kernels, dtype, device)
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from error
-    if settings.engine.lora_dtype == "int8" and not kernels.reads_codes:
-        raise ConfigError(f"lora_dtype: int8 needs the CPU kernels, not {kernels.name}: leave --lora-dtype out")
+    for name in ("lora_dtype", "kv_cache_dtype"):
+        if getattr(settings.engine, name) == "int8" and not kernels.reads_codes:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"{name}: int8 needs the CPU kernels, not {kernels.name}: leave --{flag} out")
     return kernels
 
 
