@@ -5,6 +5,8 @@ On the CPU, with the default model in bfloat16. Parts, each a table:
 * ``steps``: a decode step of 32 sequences and a prefill, kernel by kernel, and decoding beside the machine's limit.
 * ``adapters``: what adapters add to a decode step, beside the machine's minimum: the longer of reading each adapter
   once and multiplying its rows. Each step runs twice in a row, with the adapters and without.
+* ``int8-adapters``: what adapters kept in 8 bits add to a decode step, beside what they add in 16 bits, in turns, and
+  each beside the machine's minimum.
 * ``kinds``: what eight DoRA adapters, and eight with norms or an output layer of their own, add to a decode step of
   eight rows, beside eight plain ones of the same rank, in turns.
 * ``second-turn``: TTFT of a conversation's next turn under another adapter, after 2,000 tokens of it: an aLoRA, which
@@ -79,6 +81,8 @@ PREFILL = (16, 512)
 ADAPTERS = 100
 POINTS = ((1, 1), (1, 32), (8, 8), (32, 32), (100, 100))
 """Distinct adapters and rows of the steps that are timed with and without adapters."""
+COUNTS = (8, 32, 100)
+"""Distinct adapters, and rows, where adapters in 8 and in 16 bits are compared."""
 THROUGHPUT = ((1, 32, 128, 64), (8, 32, 128, 64), (32, 32, 128, 64), (100, 100, 32, 24))
 """Distinct adapters, requests, prompt and output tokens."""
 EQUAL, LARGE, MIXED = (16,) * 8, (64,) * 8, (8,) * 6 + (16, 64)
@@ -220,6 +224,63 @@ def adapters(loaded: Loaded, rounds: int) -> None:
         table.append([name, *row, with_interval(ratios(added_s, least_s)), f"{1e3 * statistics.median(step_s):.1f}"])
     headings = ["adapters on rows", "added, ms", "limit, ms", "ratio", "whole step, ms"]
     print_table("What adapters add to a decode step", headings, table)
+
+
+def int8_adapters(rounds: int) -> None:
+    """Print what adapters in 16 and in 8 bits add to the time of a decode step, and what that costs in tokens/s."""
+    config, meter = read_model_config(default_model()), LimitMeter(rows=COUNTS)
+    item_bytes = {"auto": 2, "int8": 1}
+    with ExitStack() as stack:
+        loaded = {form: stack.enter_context(_loaded_as(form)) for form in item_bytes}
+
+        def side(form: str, count: int) -> Callable[[int], tuple[float, float, float]]:
+            def measure(turn: int) -> tuple[float, float, float]:
+                ranks, refs = loaded[form].chosen(count)
+                before = meter.measure()
+                with twins(loaded[form].built) as executor:
+                    run_all(loaded[form].built, make_requests(f"{form}{turn}-{count}", count, 16, 17, refs))
+                limits: MachineLimits = median_limits([before, meter.measure()])
+                added_s = statistics.median(pair.adapters_s - pair.base_s for pair in executor.decodes)
+                lost = statistics.median(1 - pair.base_s / pair.adapters_s for pair in executor.decodes)
+                cost = model_cost(config, item_bytes[form], ranks, ATTENTION)
+                return added_s, adapters_limit_s(cost, limits, count), lost
+
+            return measure
+
+        table = []
+        for count in COUNTS:
+            found = in_turns({form: side(form, count) for form in item_bytes}, rounds)
+            added, row = {}, [str(count)]
+            for form, times in found.items():
+                added_s, least_s, lost = (list(each) for each in zip(*times, strict=True))
+                added[form] = added_s
+                row += [f"{1e3 * statistics.median(added_s):.2f}", with_interval(ratios(added_s, least_s))]
+                row.append(f"{statistics.median(lost):.1%}")
+            table.append([*row, with_interval(ratios(added["int8"], added["auto"]))])
+    of_form = ["added, ms", "to its limit", "tokens/s lost"]
+    headings = [
+        "adapters, a row each",
+        *(f"{bits} bits: {name}" for bits in (16, 8) for name in of_form),
+        "8 to 16 bits",
+    ]
+    print_table("What adapters in 16 and 8 bits add to a decode step", headings, table)
+
+
+@contextmanager
+def _loaded_as(form: str) -> Iterator[Loaded]:
+    """Yield an engine that holds all adapters in the form of a ``lora_dtype``."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
+        replica(
+            default_model(),
+            preset="lorikeet:plain-no-reuse",
+            max_num_seqs=100,
+            memory_bytes=3 * 2**30,
+            threads=THREADS,
+            lora_dtype=form,
+        ) as built,
+    ):
+        yield Loaded(Path(scratch), built)
 
 
 def kinds(rounds: int) -> None:
@@ -561,6 +622,7 @@ def _rms(error: Tensor) -> float:
 PARTS: dict[str, Callable[[int], None]] = {
     "steps": steps,
     "adapters": lambda rounds: with_loaded(adapters, rounds),
+    "int8-adapters": int8_adapters,
     "kinds": kinds,
     "second-turn": second_turn,
     "throughput": lambda rounds: with_loaded(throughput, rounds),
