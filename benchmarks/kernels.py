@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -280,7 +281,7 @@ def int8_adapters(rounds: int) -> None:
 def int8_errors(_: int) -> None:
     """Print how far 8 bits move the log probabilities of the README's tokens, beside bfloat16."""
     both = {"lora_dtype": "int8", "kv_cache_dtype": "int8"}
-    forms = {
+    forms: dict[str, tuple[str, dict[str, str]]] = {
         "bfloat16": ("bfloat16", {}),
         "adapters in 8 bits": ("bfloat16", {"lora_dtype": "int8"}),
         "KV in 8 bits": ("bfloat16", {"kv_cache_dtype": "int8"}),
@@ -301,14 +302,13 @@ def int8_errors(_: int) -> None:
     print_table("Log probabilities of a text beside float32", headings, table)
 
 
-def _log_probabilities(dtype: str, **engine: object) -> dict[str, list[PromptToken]]:
+def _log_probabilities(dtype: str, **engine: str) -> dict[str, list[PromptToken]]:
     """Return, for the base and each sample adapter, the log probability and the rank of each token of the README."""
     tokens = Tokenizer.from_file(str(default_model() / "tokenizer.json")).encode((ROOT / "README.md").read_text()).ids
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
     found: dict[str, list[PromptToken]] = {}
-    with replica(
-        default_model(), dtype, preset="lorikeet:plain", threads=THREADS, memory_bytes=2**29, **engine
-    ) as built:
+    settings: dict[str, Any] = {"preset": "lorikeet:plain", "threads": THREADS, "memory_bytes": 2**29, **engine}
+    with replica(default_model(), dtype, **settings) as built:
         for name, folder in {"base": None, **sample_adapters()}.items():
             ref = None if folder is None else reference(name, folder, built.sizes.geometry)
             built.engine.submit(Request(RequestId(name), tokens[:TEXT_TOKENS], sampling, 0.0, ref))

@@ -416,7 +416,7 @@ class LoraBatch:
         All adapters of a batch are kept in the same form.
         """
         padded_rank = self.largest_rank if self.form is KernelForm.PADDED else 0
-        bits = self.segments[0].weights.bits
+        bits = self.segments[0].weights.bits if self.segments else 0
         return torch.tensor([self.table.data_ptr(), len(self.segments), padded_rank, bits], dtype=torch.int64)
 
     @classmethod
