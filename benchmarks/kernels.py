@@ -5,6 +5,10 @@ On the CPU, with the default model in bfloat16. Parts, each a table:
 * ``steps``: a decode step of 32 sequences and a prefill, kernel by kernel, and decoding beside the machine's limit.
 * ``adapters``: what adapters add to a decode step, beside the machine's minimum: the longer of reading each adapter
   once and multiplying its rows. Each step runs twice in a row, with the adapters and without.
+* ``int8-adapters``: what adapters kept in 8 bits add to a decode step, beside what they add in 16 bits, in turns, and
+  each beside the machine's minimum.
+* ``int8-errors``: how far adapters and KV in 8 bits, and bfloat16 itself, move the log probabilities of a text's tokens
+  from those in float32, for the base and each sample adapter.
 * ``kinds``: what eight DoRA adapters, and eight with norms or an output layer of their own, add to a decode step of
   eight rows, beside eight plain ones of the same rank, in turns.
 * ``second-turn``: TTFT of a conversation's next turn under another adapter, after 2,000 tokens of it: an aLoRA, which
@@ -19,6 +23,7 @@ On the CPU, with the default model in bfloat16. Parts, each a table:
 
 import argparse
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -27,13 +32,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.harness import (
+    ROOT,
     THREADS,
     default_kernels,
     default_model,
@@ -45,6 +53,7 @@ from benchmarks.harness import (
     ratios,
     replica,
     run_all,
+    sample_adapters,
     with_interval,
 )
 from benchmarks.steps import KERNELS, LONGEST_TOKENS, Stopwatch, measure_loads, twins
@@ -62,10 +71,13 @@ from lorikeet.bench.random_adapters import spread_ranks, write_random_adapter
 from lorikeet.bench.synthetic import ATTENTION
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.clock import MonotonicClock
 from lorikeet.core.geometry import ModelGeometry
-from lorikeet.core.ids import BlockId
-from lorikeet.core.plan import KernelForm
+from lorikeet.core.ids import BlockId, RequestId
+from lorikeet.core.plan import KernelForm, PromptToken
+from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import Replica
+from lorikeet.engine.driver import wait_for_work
 from lorikeet.kernels import huge_pages
 from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
 from lorikeet.kernels.reference import ReferenceKernels
@@ -79,6 +91,10 @@ PREFILL = (16, 512)
 ADAPTERS = 100
 POINTS = ((1, 1), (1, 32), (8, 8), (32, 32), (100, 100))
 """Distinct adapters and rows of the steps that are timed with and without adapters."""
+COUNTS = (8, 32, 100)
+"""Distinct adapters, and rows, where adapters in 8 and in 16 bits are compared."""
+TEXT_TOKENS = 1000
+"""Of the README, whose log probabilities are compared."""
 THROUGHPUT = ((1, 32, 128, 64), (8, 32, 128, 64), (32, 32, 128, 64), (100, 100, 32, 24))
 """Distinct adapters, requests, prompt and output tokens."""
 EQUAL, LARGE, MIXED = (16,) * 8, (64,) * 8, (8,) * 6 + (16, 64)
@@ -220,6 +236,105 @@ def adapters(loaded: Loaded, rounds: int) -> None:
         table.append([name, *row, with_interval(ratios(added_s, least_s)), f"{1e3 * statistics.median(step_s):.1f}"])
     headings = ["adapters on rows", "added, ms", "limit, ms", "ratio", "whole step, ms"]
     print_table("What adapters add to a decode step", headings, table)
+
+
+def int8_adapters(rounds: int) -> None:
+    """Print what adapters in 16 and in 8 bits add to the time of a decode step, and what that costs in tokens/s."""
+    config, meter = read_model_config(default_model()), LimitMeter(rows=COUNTS)
+    item_bytes = {"auto": 2, "int8": 1}
+    with ExitStack() as stack:
+        loaded = {form: stack.enter_context(_loaded_as(form)) for form in item_bytes}
+
+        def side(form: str, count: int) -> Callable[[int], tuple[float, float, float]]:
+            def measure(turn: int) -> tuple[float, float, float]:
+                ranks, refs = loaded[form].chosen(count)
+                before = meter.measure()
+                with twins(loaded[form].built) as executor:
+                    run_all(loaded[form].built, make_requests(f"{form}{turn}-{count}", count, 16, 17, refs))
+                limits: MachineLimits = median_limits([before, meter.measure()])
+                added_s = statistics.median(pair.adapters_s - pair.base_s for pair in executor.decodes)
+                lost = statistics.median(1 - pair.base_s / pair.adapters_s for pair in executor.decodes)
+                cost = model_cost(config, item_bytes[form], ranks, ATTENTION)
+                return added_s, adapters_limit_s(cost, limits, count), lost
+
+            return measure
+
+        table = []
+        for count in COUNTS:
+            found = in_turns({form: side(form, count) for form in item_bytes}, rounds)
+            added, row = {}, [str(count)]
+            for form, times in found.items():
+                added_s, least_s, lost = (list(each) for each in zip(*times, strict=True))
+                added[form] = added_s
+                row += [f"{1e3 * statistics.median(added_s):.2f}", with_interval(ratios(added_s, least_s))]
+                row.append(f"{statistics.median(lost):.1%}")
+            table.append([*row, with_interval(ratios(added["int8"], added["auto"]))])
+    of_form = ["added, ms", "to its limit", "tokens/s lost"]
+    headings = [
+        "adapters, a row each",
+        *(f"{bits} bits: {name}" for bits in (16, 8) for name in of_form),
+        "8 to 16 bits",
+    ]
+    print_table("What adapters in 16 and 8 bits add to a decode step", headings, table)
+
+
+def int8_errors(_: int) -> None:
+    """Print how far 8 bits move the log probabilities of the README's tokens, beside bfloat16."""
+    both = {"lora_dtype": "int8", "kv_cache_dtype": "int8"}
+    forms: dict[str, tuple[str, dict[str, str]]] = {
+        "bfloat16": ("bfloat16", {}),
+        "adapters in 8 bits": ("bfloat16", {"lora_dtype": "int8"}),
+        "KV in 8 bits": ("bfloat16", {"kv_cache_dtype": "int8"}),
+        "both": ("bfloat16", both),
+        "float32, both in 8 bits": ("float32", both),
+    }
+    exact = _log_probabilities("float32")
+    table = []
+    for form, (dtype, engine) in forms.items():
+        found = _log_probabilities(dtype, **engine)
+        for where, names in (("base", ["base"]), ("adapters", sorted(found.keys() - {"base"}))):
+            pairs = [pair for name in names for pair in zip(found[name], exact[name], strict=True)]
+            off = statistics.mean(abs(ours.logprob - true.logprob) for ours, true in pairs)
+            loss = statistics.mean(true.logprob - ours.logprob for ours, true in pairs)
+            same = statistics.mean((ours.rank == 1) == (true.rank == 1) for ours, true in pairs)
+            table.append([form, where, f"{off:.4f}", f"{loss:+.4f}", f"{same:.1%}"])
+    headings = ["form", "model", "mean difference", "loss", "as likely to be the likeliest"]
+    print_table("Log probabilities of a text beside float32", headings, table)
+
+
+def _log_probabilities(dtype: str, **engine: str) -> dict[str, list[PromptToken]]:
+    """Return, for the base and each sample adapter, the log probability and the rank of each token of the README."""
+    tokens = Tokenizer.from_file(str(default_model() / "tokenizer.json")).encode((ROOT / "README.md").read_text()).ids
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    found: dict[str, list[PromptToken]] = {}
+    settings: dict[str, Any] = {"preset": "lorikeet:plain", "threads": THREADS, "memory_bytes": 2**29, **engine}
+    with replica(default_model(), dtype, **settings) as built:
+        for name, folder in {"base": None, **sample_adapters()}.items():
+            ref = None if folder is None else reference(name, folder, built.sizes.geometry)
+            built.engine.submit(Request(RequestId(name), tokens[:TEXT_TOKENS], sampling, 0.0, ref))
+            found[name] = []
+            while built.engine.has_requests:
+                found[name] += [token for each in built.engine.step().prompt_logprobs for token in each.tokens]
+                if not built.engine.is_busy and built.engine.has_requests:
+                    wait_for_work(built.engine, MonotonicClock(), math.inf)
+    return found
+
+
+@contextmanager
+def _loaded_as(form: str) -> Iterator[Loaded]:
+    """Yield an engine that holds all adapters in the form of a ``lora_dtype``."""
+    with (
+        tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
+        replica(
+            default_model(),
+            preset="lorikeet:plain-no-reuse",
+            max_num_seqs=100,
+            memory_bytes=3 * 2**30,
+            threads=THREADS,
+            lora_dtype=form,
+        ) as built,
+    ):
+        yield Loaded(Path(scratch), built)
 
 
 def kinds(rounds: int) -> None:
@@ -561,6 +676,8 @@ def _rms(error: Tensor) -> float:
 PARTS: dict[str, Callable[[int], None]] = {
     "steps": steps,
     "adapters": lambda rounds: with_loaded(adapters, rounds),
+    "int8-adapters": int8_adapters,
+    "int8-errors": int8_errors,
     "kinds": kinds,
     "second-turn": second_turn,
     "throughput": lambda rounds: with_loaded(throughput, rounds),

@@ -18,14 +18,15 @@ constexpr int kBlock = kTileUnit<P> ? int(kTileHeight) : kRows;
 constexpr int kMostRows = std::max(kBlock<bf16>, kBlock<float>);
 
 // What one thread works with.
-template <class T, class K>
+template <class T, class S, class K>
 struct Workspace {
   Buffer<K> queries, keys;
   Buffer<T> plain_queries;
   Buffer<bf16> values;
   Buffer<T> staged;
   Buffer<float> states;
-  Rows<T> rows[2], staged_rows;
+  Rows<S> rows[2];
+  Rows<T> staged_rows;
   alignas(64) float scores[kMostRows * kTile];
   alignas(64) bf16 weights[kMostRows * kTile];
 };
@@ -35,8 +36,8 @@ template <class T, class K, bool Unpacked>
 using Query = std::conditional_t<Unpacked, T, K>;
 
 // Which tokens of a tile the rows [part.begin, part.end) of an item see; returns the end of what any of them does.
-template <class T>
-int64_t see(const Call<T>& c, const Step& step, Range part, Seen* seen) {
+template <class T, class S>
+int64_t see(const Call<T, S>& c, const Step& step, Range part, Seen* seen) {
   const int64_t group = c.group();
   int64_t end = 0, position = step.item->position + part.begin / group, head = part.begin % group;
   for (int64_t row = part.begin; row < part.end; ++row, ++seen) {
@@ -49,13 +50,14 @@ int64_t see(const Call<T>& c, const Step& step, Range part, Seen* seen) {
 }
 
 // Adds a tile to the states of an item's rows with the heads of one kv head. Unpacked: by keys as they lie.
-template <class T, class K, class P, bool Unpacked>
-void attend(const Call<T>& c, const Step& step, int64_t head, const Rows<T>& located, const Query<T, K, Unpacked>* queries,
-            const State& state, Workspace<T, K>& work, Ahead<T>& ahead) {
+template <class T, class K, class P, bool Unpacked, class S>
+void attend(const Call<T, S>& c, const Step& step, int64_t head, const Rows<S>& located,
+            const Query<T, K, Unpacked>* queries, const State& state, Workspace<T, S, K>& work, Ahead<S>& ahead) {
   const int64_t rows = step.item->rows * c.group(), stride = state.columns, tokens = step.tokens();
-  const Rows<T>* from = &located;
-  int64_t offset = head * c.head_dim;
-  if (c.head_dim != stride) {
+  const Rows<T>* from = nullptr;
+  int64_t offset = head * c.stored();
+  if constexpr (std::is_same_v<S, T>) from = &located;
+  if (!from || c.head_dim != stride) {
     T* staged = work.staged.of(2 * kTile * stride);
     stage(located.keys, offset, tokens, c.head_dim, stride, staged, work.staged_rows.keys);
     stage(located.values, offset, tokens, c.head_dim, stride, staged + kTile * stride, work.staged_rows.values);
@@ -139,14 +141,14 @@ void finish(const State& state, int64_t row, int64_t head_dim, T* out) {
   }
 }
 
-template <class T>
-T* output(const Call<T>& c, int64_t sequence, int64_t row, int64_t head) {
+template <class T, class S>
+T* output(const Call<T, S>& c, int64_t sequence, int64_t row, int64_t head) {
   return c.out + (c.row_starts[sequence] + row) * c.out_stride + head * c.head_dim;
 }
 
 // Adds up the states of a cut sequence's pieces, in order, and writes its rows.
-template <class T>
-void join_pieces(const Call<T>& c, const Cut& cut, const State& states) {
+template <class T, class S>
+void join_pieces(const Call<T, S>& c, const Cut& cut, const State& states) {
   const int64_t group = c.group(), rows = c.rows(cut.sequence) * group;
   for (int64_t head = 0; head < c.kv_heads; ++head)
     for (int64_t row = 0; row < rows; ++row) {
@@ -165,9 +167,9 @@ void join_pieces(const Call<T>& c, const Cut& cut, const State& states) {
 }
 
 // What the threads share.
-template <class T>
+template <class T, class S>
 struct Work {
-  const Call<T>& c;
+  const Call<T, S>& c;
   const std::vector<Item>& items;
   const std::vector<Cut>& cuts;
   State states;                // of pieces
@@ -187,9 +189,9 @@ struct Work {
   }
 };
 
-template <class T, class K>
-void work_off(Work<T>& all, Workspace<T, K>& work) {
-  const Call<T>& c = all.c;
+template <class T, class S, class K>
+void work_off(Work<T, S>& all, Workspace<T, S, K>& work) {
+  const Call<T, S>& c = all.c;
   const int64_t group = c.group(), columns = all.states.columns;
   Step step;
   if (!all.take(step)) return;
@@ -202,12 +204,12 @@ void work_off(Work<T>& all, Workspace<T, K>& work) {
     const int64_t rows = item.rows * group, first_head = cut ? 0 : item.head, heads = cut ? c.kv_heads : 1;
     Step next = step;
     const bool more = all.advance(next);
-    Ahead<T> ahead{&work.rows[1 - now], 0, 0, 0};
+    Ahead<S> ahead{&work.rows[1 - now], 0, 0, 0};
     if (more) {
       locate(c, next, work.rows[1 - now]);
       ahead.tokens = next.tokens();
-      ahead.bytes = (next.item->cut >= 0 ? c.kv_heads : 1) * c.head_dim * int64_t(sizeof(T));
-      ahead.first = next.item->cut >= 0 ? 0 : next.item->head * c.head_dim;
+      ahead.bytes = (next.item->cut >= 0 ? c.kv_heads : 1) * c.stored() * int64_t(sizeof(S));
+      ahead.first = next.item->cut >= 0 ? 0 : next.item->head * c.stored();
     }
     K* queries = work.queries.of((heads * rows + kMostRows) * columns);  // a block is read whole
     State state{cut ? all.states.sums(all.cuts[size_t(item.cut)].first + item.piece * c.kv_heads * rows)
@@ -243,8 +245,8 @@ void work_off(Work<T>& all, Workspace<T, K>& work) {
   }
 }
 
-template <class T>
-void attention(const Call<T>& c, int64_t threads) {
+template <class T, class S>
+void attention(const Call<T, S>& c, int64_t threads) {
   using K = std::conditional_t<kNativePairs, T, float>;
   static thread_local std::vector<Item> items;
   static thread_local std::vector<Cut> cuts;
@@ -254,9 +256,9 @@ void attention(const Call<T>& c, int64_t threads) {
   states.records = piece_buffer.of(plan(c, items, cuts) * states.stride());
   std::atomic<int32_t>* left = left_buffer.of(int64_t(cuts.size()));
   for (size_t i = 0; i < cuts.size(); ++i) left[i].store(int32_t(cuts[i].pieces), std::memory_order_relaxed);
-  Work<T> all{c, items, cuts, states, left};
+  Work<T, S> all{c, items, cuts, states, left};
   parallel(std::min<int64_t>(threads, int64_t(items.size())), [&](int64_t, int64_t) {
-    static thread_local Workspace<T, K> work;
+    static thread_local Workspace<T, S, K> work;
     work_off(all, work);
   });
 }
@@ -266,23 +268,27 @@ void attention(const Call<T>& c, int64_t threads) {
 
 using namespace lorikeet;
 
-// Strides are in elements; `bytes` is 2 for bfloat16, 4 for float.
+// Strides are in elements; `bytes` is 2 for bfloat16, 4 for float; those of kv, or 1 where it is codes of 8 bits.
 //
 // Rows row_starts[s] to row_starts[s + 1] of q are the last of the contexts[s] tokens of sequence s, whose keys and
 // values lie in the blocks of its table: block b is [2 (k, v), block_tokens, kv_heads, head_dim] at kv + b *
-// block_stride. A row sees its own and earlier positions, with a window the latest `window` only. With a softcap, scores are
+// block_stride; with codes [2, block_tokens, kv_heads, head_dim + 2], of which the last two are a scale in bfloat16. A
+// row sees its own and earlier positions, with a window the latest `window` only. With a softcap, scores are
 // softcap * tanh(scale * score / softcap).
 LORIKEET_EXPORT void lorikeet_attention(
-    const void* q, int64_t q_stride, const void* kv, int64_t block_stride, void* out, int64_t out_stride,
-    const int64_t* row_starts, const int64_t* contexts, const int64_t* tables, int64_t table_stride, int64_t sequences,
-    int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens, double scale, int64_t window,
-    double softcap, int64_t bytes, int64_t threads) {
+    const void* q, int64_t q_stride, const void* kv, int64_t kv_bytes, int64_t block_stride, void* out,
+    int64_t out_stride, const int64_t* row_starts, const int64_t* contexts, const int64_t* tables, int64_t table_stride,
+    int64_t sequences, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens, double scale,
+    int64_t window, double softcap, int64_t bytes, int64_t threads) {
+  auto compute = [&](auto element, auto stored) {
+    using T = decltype(element);
+    using S = decltype(stored);
+    attention<T, S>({(const T*)q, q_stride, (const S*)kv, block_stride, (T*)out, out_stride, row_starts, contexts, tables,
+                     table_stride, sequences, heads, kv_heads, head_dim, block_tokens, float(scale), window,
+                     float(softcap)}, threads);
+  };
   if (bytes == 2)
-    attention<bf16>({(const bf16*)q, q_stride, (const bf16*)kv, block_stride, (bf16*)out, out_stride, row_starts,
-                     contexts, tables, table_stride, sequences, heads, kv_heads, head_dim, block_tokens, float(scale),
-                     window, float(softcap)}, threads);
+    kv_bytes == 1 ? compute(bf16{}, int8_t{}) : compute(bf16{}, bf16{});
   else
-    attention<float>({(const float*)q, q_stride, (const float*)kv, block_stride, (float*)out, out_stride, row_starts,
-                      contexts, tables, table_stride, sequences, heads, kv_heads, head_dim, block_tokens, float(scale),
-                      window, float(softcap)}, threads);
+    kv_bytes == 1 ? compute(float{}, int8_t{}) : compute(float{}, float{});
 }

@@ -1,6 +1,6 @@
 // Loads queries, keys and values into the layouts of the attention products.
 //
-// T is the element of queries, keys, values and outputs; K that of the product of queries and packed keys: bf16 where
+// T is the element of queries, keys, values and outputs, S that of keys and values as they are stored; K that of the product of queries and packed keys: bf16 where
 // its dot() is one instruction, else float.
 #pragma once
 
@@ -27,19 +27,19 @@ struct Step {
 };
 
 // Where the keys and values of a tile's tokens are. Places beyond the last token repeat it.
-template <class T>
+template <class S>
 struct Rows {
-  const T* keys[kTile];
-  const T* values[kTile];
+  const S* keys[kTile];
+  const S* values[kTile];
 };
 
-template <class T>
-void locate(const Call<T>& c, const Step& step, Rows<T>& rows) {
-  const int64_t row = c.kv_heads * c.head_dim, tokens = step.tokens();
+template <class T, class S>
+void locate(const Call<T, S>& c, const Step& step, Rows<S>& rows) {
+  const int64_t row = c.kv_heads * c.stored(), tokens = step.tokens();
   const int64_t* table = c.tables + step.item->sequence * c.table_stride + step.tile / c.block_tokens;
   int64_t offset = step.tile % c.block_tokens;
   for (int64_t t = 0; t < tokens; ++table, offset = 0) {
-    const T* at = c.kv + *table * c.block_stride + offset * row;
+    const S* at = c.kv + *table * c.block_stride + offset * row;
     for (; offset < c.block_tokens && t < tokens; ++offset, ++t, at += row) {
       rows.keys[t] = at;
       rows.values[t] = at + c.block_tokens * row;
@@ -82,9 +82,29 @@ void stage(const T* const* rows, int64_t offset, int64_t tokens, int64_t head_di
   }
 }
 
+// The same from codes, which are multiplied by their scales.
+template <class T>
+void stage(const int8_t* const* rows, int64_t offset, int64_t tokens, int64_t head_dim, int64_t stride, T* to,
+           const T** staged) {
+  const int64_t padded = round_up(tokens, kLanes);
+  for (int64_t t = 0; t < padded; ++t, to += stride) {
+    const int8_t* codes = rows[t] + offset;
+    bf16 kept;
+    std::memcpy((void*)&kept, codes + head_dim, sizeof kept);
+    const F32 scale = splat(to_float(kept));
+    int64_t column = 0;
+    for (; column + kLanes <= head_dim; column += kLanes) store(to + column, mul(load_codes(codes + column), scale));
+    for (; column < stride; column += kLanes) {
+      const int64_t left = std::max<int64_t>(0, head_dim - column);
+      store(to + column, left ? mul(load_codes_n(codes + column, int(left)), scale) : zero());
+    }
+    staged[t] = to;
+  }
+}
+
 // The queries of one kv head: [row, head of the group][column], with zeros up to `stride`.
-template <class T, class K>
-void load_queries(const Call<T>& c, const Item& item, int64_t head, int64_t stride, K* queries) {
+template <class T, class S, class K>
+void load_queries(const Call<T, S>& c, const Item& item, int64_t head, int64_t stride, K* queries) {
   const int64_t group = c.group();
   for (int64_t row = 0; row < item.rows; ++row)
     for (int64_t h = 0; h < group; ++h, queries += stride) {
@@ -96,9 +116,9 @@ void load_queries(const Call<T>& c, const Item& item, int64_t head, int64_t stri
 
 // Prefetches the rows of the next tile, some lines at a time: with few query rows memory is the bottleneck. It
 // prefetches into the second-level cache, which can have twice as many lines in flight as the first.
-template <class T>
+template <class S>
 struct Ahead {
-  const Rows<T>* rows;
+  const Rows<S>* rows;
   int64_t tokens, first, bytes;  // of each row: the first element and the number of bytes to read
   int64_t token = 0, byte = 0;
   void fetch(int64_t lines) {
@@ -112,8 +132,8 @@ struct Ahead {
 
 // keys[group][token]: groups of a head's columns, tokens side by side, of `tokens` rows (kTile places, a multiple of
 // kLanes is written). So a product needs no sums across lanes.
-template <class T, class K>
-void pack_keys(const T* const* rows, int64_t offset, int64_t tokens, int64_t words, K* keys, Ahead<T>& ahead) {
+template <class T, class K, class S>
+void pack_keys(const T* const* rows, int64_t offset, int64_t tokens, int64_t words, K* keys, Ahead<S>& ahead) {
   for (int64_t token = 0; token < tokens; token += kLanes) {
     const float* lanes[kLanes];
     for (int i = 0; i < kLanes; ++i) lanes[i] = (const float*)(rows[token + i] + offset);

@@ -23,11 +23,13 @@ constexpr int64_t kPieceUnit = 16;     // of a multiple of that
 
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-template <class T>
+// T is the element of queries and outputs, S that of keys and values as they are stored: T, or codes of 8 bits. A head of
+// a token then is head_dim codes and their scale in bfloat16.
+template <class T, class S>
 struct Call {
   const T* q;
   int64_t q_stride;
-  const T* kv;
+  const S* kv;
   int64_t block_stride;
   T* out;
   int64_t out_stride;
@@ -38,6 +40,7 @@ struct Call {
   float softcap;  // 0: none
 
   int64_t group() const { return heads / kv_heads; }
+  int64_t stored() const { return head_dim + (sizeof(S) == 1 ? 2 : 0); }  // elements of a head of a token
   int64_t rows(int64_t sequence) const { return row_starts[sequence + 1] - row_starts[sequence]; }
   // The first position that a row at `position` sees.
   int64_t seen_from(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
@@ -58,8 +61,8 @@ struct Cut {
 };
 
 // Fills items and cuts; returns how many states the pieces need.
-template <class T>
-int64_t plan(const Call<T>& c, std::vector<Item>& items, std::vector<Cut>& cuts) {
+template <class T, class S>
+int64_t plan(const Call<T, S>& c, std::vector<Item>& items, std::vector<Cut>& cuts) {
   items.clear();
   cuts.clear();
   static thread_local std::vector<int64_t> prefills;

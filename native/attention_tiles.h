@@ -56,9 +56,9 @@ void score(const K* queries, int64_t stride, const K* keys, int64_t groups, floa
 
 // The same for rows too few to justify packing keys: sums are taken across lanes, for four tokens at a time. The
 // columns after a head, up to `stride`, are zero.
-template <int Rows, class T>
+template <int Rows, class T, class S>
 void score_unpacked(const T* queries, int64_t stride, const T* const* keys, int64_t offset, int64_t tokens,
-                    float* scores, Ahead<T>& ahead) {
+                    float* scores, Ahead<S>& ahead) {
   constexpr int kTokens = 4;
   for (int64_t token = 0; token < tokens; token += kTokens) {
     F32 sums[Rows][kTokens];

@@ -18,14 +18,14 @@ LORIKEET_EXPORT void lorikeet_add_norm(
 LORIKEET_EXPORT void lorikeet_rotary_store(
     void* qkv, int64_t row_stride, int64_t heads, int64_t kv_heads, int64_t head_dim, const void* cos, const void* sin,
     const void* q_norm, const void* k_norm, double eps, double offset, int64_t whole, int64_t dims, int64_t neighbours,
-    void* kv, int64_t block_stride, int64_t block_tokens, const int64_t* slot_blocks, const int64_t* slot_offsets,
-    int64_t rows, int64_t bytes, int64_t threads);
+    void* kv, int64_t kv_bytes, int64_t block_stride, int64_t block_tokens, const int64_t* slot_blocks,
+    const int64_t* slot_offsets, int64_t rows, int64_t bytes, int64_t threads);
 
 LORIKEET_EXPORT void lorikeet_attention(
-    const void* q, int64_t q_stride, const void* kv, int64_t block_stride, void* out, int64_t out_stride,
-    const int64_t* row_starts, const int64_t* contexts, const int64_t* tables, int64_t table_stride, int64_t sequences,
-    int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens, double scale, int64_t window,
-    double softcap, int64_t bytes, int64_t threads);
+    const void* q, int64_t q_stride, const void* kv, int64_t kv_bytes, int64_t block_stride, void* out,
+    int64_t out_stride, const int64_t* row_starts, const int64_t* contexts, const int64_t* tables, int64_t table_stride,
+    int64_t sequences, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t block_tokens, double scale,
+    int64_t window, double softcap, int64_t bytes, int64_t threads);
 
 LORIKEET_EXPORT void lorikeet_adjust(
     void* out, int64_t stride, const void* adjusts, int64_t first, const void* targets, int64_t bytes, int64_t threads);

@@ -89,6 +89,34 @@ void add_norm(T* x, const T* delta, const T* weight, T* out, int64_t rows, int64
   });
 }
 
+constexpr int64_t kScaleBytes = sizeof(bf16);
+
+inline int lanes_of(All) { return kLanes; }
+inline int lanes_of(First n) { return n.lanes; }
+
+// The nearest codes from -127 to 127 of n numbers, and their scale in bfloat16, rounded up so that no code is larger. A
+// number that is not finite makes the scale NaN, and so all that is computed with it.
+template <class T>
+void encode(const T* from, int64_t n, int8_t* to) {
+  F32 most = zero(), finite = zero();
+  each_vector(n, [&](int64_t i, auto lanes) {
+    const F32 v = get(from + i, lanes);
+    most = max(most, max(v, sub(zero(), v)));
+    finite = fma(v, zero(), finite);
+  });
+  const float exact = largest(most) / 127.0f + sum(finite);
+  uint32_t bits;
+  std::memcpy(&bits, &exact, sizeof bits);
+  bf16 scale{uint16_t((bits + 0xffff) >> 16)};
+  if (!(exact == exact)) scale.bits = 0x7fc0;
+  if (exact < 1e-37f) scale.bits = 0;  // its inverse would not be finite
+  const F32 inverse = splat(scale.bits == 0 || exact != exact ? 0.0f : 1.0f / to_float(scale));
+  each_vector(n, [&](int64_t i, auto lanes) {
+    store_codes(to + i, mul(get(from + i, lanes), inverse), lanes_of(lanes));
+  });
+  std::memcpy(to + n, &scale, sizeof scale);
+}
+
 template <class T>
 struct Rotary {
   T* qkv;
@@ -99,7 +127,8 @@ struct Rotary {
   bool whole;       // whether all heads of a row are normalised together
   int64_t dims;     // of a head that are rotated, the first ones
   bool neighbours;  // whether pairs of neighbours are rotated, and not a first half with a second
-  T* kv;
+  void* kv;
+  bool codes;  // whether kv is kept as codes, as in lorikeet_attention()
   int64_t block_stride, block_tokens;
   const int64_t *slot_blocks, *slot_offsets;
 
@@ -156,10 +185,23 @@ struct Rotary {
     const T *k = q + heads * head_dim, *v = k + kv_heads * head_dim;
     const T *c = cos + r * head_dim, *s = sin + r * head_dim;
     heads_of(q, q, heads, q_norm, c, s);
-    const int64_t token = kv_heads * head_dim;
-    T* keys = kv + slot_blocks[r] * block_stride + slot_offsets[r] * token;
+    const int64_t token = kv_heads * head_dim, kept = kv_heads * (head_dim + kScaleBytes);
+    if (codes) {
+      static thread_local Buffer<T> buffer;
+      T* rotated = buffer.of(token);
+      heads_of(k, rotated, kv_heads, k_norm, c, s);
+      int8_t* keys = (int8_t*)kv + slot_blocks[r] * block_stride + slot_offsets[r] * kept;
+      encode_heads(rotated, keys);
+      encode_heads(v, keys + block_tokens * kept);
+      return;
+    }
+    T* keys = (T*)kv + slot_blocks[r] * block_stride + slot_offsets[r] * token;
     heads_of(k, keys, kv_heads, k_norm, c, s);
     std::memcpy((void*)(keys + block_tokens * token), v, size_t(token) * sizeof(T));
+  }
+
+  void encode_heads(const T* from, int8_t* to) const {
+    for (int64_t h = 0; h < kv_heads; ++h) encode(from + h * head_dim, head_dim, to + h * (head_dim + kScaleBytes));
   }
 };
 
@@ -221,10 +263,11 @@ template <class T>
 Rotary<T> rotary_of(
     void* qkv, int64_t row_stride, int64_t heads, int64_t kv_heads, int64_t head_dim, const void* cos, const void* sin,
     const void* q_norm, const void* k_norm, double eps, double offset, int64_t whole, int64_t dims, int64_t neighbours,
-    void* kv, int64_t block_stride, int64_t block_tokens, const int64_t* slot_blocks, const int64_t* slot_offsets) {
+    void* kv, int64_t kv_bytes, int64_t block_stride, int64_t block_tokens, const int64_t* slot_blocks,
+    const int64_t* slot_offsets) {
   return {(T*)qkv, row_stride, heads, kv_heads, head_dim, (const T*)cos, (const T*)sin, (const T*)q_norm,
-          (const T*)k_norm, float(eps), float(offset), whole != 0, dims, neighbours != 0, (T*)kv, block_stride,
-          block_tokens, slot_blocks, slot_offsets};
+          (const T*)k_norm, float(eps), float(offset), whole != 0, dims, neighbours != 0, kv, kv_bytes == 1,
+          block_stride, block_tokens, slot_blocks, slot_offsets};
 }
 
 }  // namespace
@@ -250,15 +293,17 @@ LORIKEET_EXPORT void lorikeet_add_norm(
 LORIKEET_EXPORT void lorikeet_rotary_store(
     void* qkv, int64_t row_stride, int64_t heads, int64_t kv_heads, int64_t head_dim, const void* cos, const void* sin,
     const void* q_norm, const void* k_norm, double eps, double offset, int64_t whole, int64_t dims, int64_t neighbours,
-    void* kv, int64_t block_stride, int64_t block_tokens, const int64_t* slot_blocks, const int64_t* slot_offsets,
-    int64_t rows, int64_t bytes, int64_t threads) {
+    void* kv, int64_t kv_bytes, int64_t block_stride, int64_t block_tokens, const int64_t* slot_blocks,
+    const int64_t* slot_offsets, int64_t rows, int64_t bytes, int64_t threads) {
   if (bytes == 2)
     rotary_store(rotary_of<bf16>(qkv, row_stride, heads, kv_heads, head_dim, cos, sin, q_norm, k_norm, eps, offset,
-                                 whole, dims, neighbours, kv, block_stride, block_tokens, slot_blocks, slot_offsets),
+                                 whole, dims, neighbours, kv, kv_bytes, block_stride, block_tokens, slot_blocks,
+                                 slot_offsets),
                  rows, threads);
   else
     rotary_store(rotary_of<float>(qkv, row_stride, heads, kv_heads, head_dim, cos, sin, q_norm, k_norm, eps, offset,
-                                  whole, dims, neighbours, kv, block_stride, block_tokens, slot_blocks, slot_offsets),
+                                  whole, dims, neighbours, kv, kv_bytes, block_stride, block_tokens, slot_blocks,
+                                 slot_offsets),
                  rows, threads);
 }
 

@@ -39,7 +39,7 @@ struct Step {
   char* x;                     // [rows, hidden]; comes out as it is before the last MLP is added
   const char *cos, *sin;  // [rotations, rows, head_dim]
   char* kv;
-  int64_t layer_stride, block_stride, block_tokens;
+  int64_t kv_bytes, layer_stride, block_stride, block_tokens;
   const int64_t *slot_blocks, *slot_offsets, *row_starts, *contexts, *tables;
   int64_t table_stride, sequences;
   const void *adapters, *sample_adapters;
@@ -97,15 +97,15 @@ void layers(const Model& m, const Step& s, const Reals& reals, int64_t threads) 
       const int64_t first = index * kLayerModules;
       if (any(adjusts, first, all)) lorikeet_adjust(out, outputs, adjusts, first, all, m.bytes, threads);
     };
-    char* kv = s.kv + index * s.layer_stride * m.bytes;
+    char* kv = s.kv + index * s.layer_stride * s.kv_bytes;
     const char* in = norm(index ? s.delta : nullptr, layer.input_norm, 2 * index);
     product(in, m.hidden, layer.qkv, layer.qkv_bias, s.qkv, s.targets.qkv, s.all_targets.qkv, qkv);
     const int64_t angles = layer.rotation * s.rows * m.head_dim * m.bytes;
     lorikeet_rotary_store(s.qkv, qkv, m.heads, m.kv_heads, m.head_dim, s.cos + angles, s.sin + angles, layer.q_norm,
                           layer.k_norm, reals.eps, reals.norm_offset, m.whole_norms, m.rotary_dims,
-                          m.rotates_neighbours, kv, s.block_stride, s.block_tokens, s.slot_blocks, s.slot_offsets, rows,
-                          m.bytes, threads);
-    lorikeet_attention(s.qkv, qkv, kv, s.block_stride, s.mixed, mixed, s.row_starts, s.contexts, s.tables,
+                          m.rotates_neighbours, kv, s.kv_bytes, s.block_stride, s.block_tokens, s.slot_blocks,
+                          s.slot_offsets, rows, m.bytes, threads);
+    lorikeet_attention(s.qkv, qkv, kv, s.kv_bytes, s.block_stride, s.mixed, mixed, s.row_starts, s.contexts, s.tables,
                        s.table_stride, s.sequences, m.heads, m.kv_heads, m.head_dim, s.block_tokens, reals.scale,
                        layer.window, reals.softcap, m.bytes, threads);
     if (index == m.count - 1 && s.samples < rows) {

@@ -15,9 +15,9 @@ constexpr int64_t kMostRowsAhead = 128;  // beyond, LoRA itself is bound by arit
 
 // The rows [begin, end) of one panel. Meanwhile `next`, the next panel if there is one, is fetched into the
 // second-level cache, and what LoRA will read.
-template <class T, class O>
+template <class T, class O, class E>
 void panel(const Product<T, O>& p, const T* weights, int64_t index, int64_t begin, int64_t end, const T* next,
-           LoraAhead<T>& lora) {
+           LoraAhead<T, E>& lora) {
   const int64_t bytes = p.panels.elements() * int64_t(sizeof(T));
   const int64_t tiles = (end - begin + kTileRows - 1) / kTileRows, groups = groups_of(p.inputs, kGroup<T>);
   const int64_t step = (bytes / (tiles * groups * (kPanel<T> / kTileColumns)) + 63) & ~int64_t(63);
@@ -33,8 +33,8 @@ void panel(const Product<T, O>& p, const T* weights, int64_t index, int64_t begi
 }
 
 // A thread's share of a product.
-template <class T, class O>
-void multiply(const Product<T, O>& p, int64_t rows, LoraAhead<T>& lora, int64_t thread, int64_t threads) {
+template <class T, class O, class E>
+void multiply(const Product<T, O>& p, int64_t rows, LoraAhead<T, E>& lora, int64_t thread, int64_t threads) {
   const int64_t panels = (p.outputs + kPanel<T> - 1) / kPanel<T>, blocks = (rows + kRowBlock - 1) / kRowBlock;
   const Range items = part_of(panels * blocks, thread, threads);
   const T* weights = nullptr;
@@ -49,23 +49,23 @@ void multiply(const Product<T, O>& p, int64_t rows, LoraAhead<T>& lora, int64_t 
 
 #if defined(__AMX_BF16__)
 // The same by the tile unit. LoRA's reads are not prefetched: with few rows memory is the bottleneck.
-template <class O>
-void multiply(const Product<bf16, O>& p, int64_t rows, LoraAhead<bf16>&, int64_t thread, int64_t threads) {
+template <class O, class E>
+void multiply(const Product<bf16, O>& p, int64_t rows, LoraAhead<bf16, E>&, int64_t thread, int64_t threads) {
   multiply_by_tiles(p, rows, thread, threads);
 }
 #endif
 
-// `adapters` is null if there are none.
-template <class T>
+// `adapters` is null if there are none; E is the element of what they store.
+template <class T, class E>
 void linear(const Product<T>& p, int64_t rows, const Adapters* adapters, int64_t layer, const Targets* targets,
             int64_t threads) {
-  static thread_local Lora<T> kept;  // with its memory: a call in the hot path allocates nothing
-  Lora<T>& lora = kept;              // that of this thread, for all
+  static thread_local Lora<T, E> kept;  // with its memory: a call in the hot path allocates nothing
+  Lora<T, E>& lora = kept;              // that of this thread, for all
   lora.begin(p.x, p.x_stride, p.out, p.out_stride, p.inputs);
   if (adapters) lora.plan(*adapters, layer, *targets);
   parallel(threads, [&](int64_t thread, int64_t count) {
     const bool fetches = !kTileUnit<T> && rows <= kMostRowsAhead;
-    LoraAhead<T> ahead(lora, thread, count, fetches ? kNextCacheBytes / 64 : 0);
+    LoraAhead<T, E> ahead(lora, thread, count, fetches ? kNextCacheBytes / 64 : 0);
     multiply(p, rows, ahead, thread, count);
     if (!lora.parts.empty()) add_lora(lora, thread, count);
   });
@@ -73,9 +73,9 @@ void linear(const Product<T>& p, int64_t rows, const Adapters* adapters, int64_t
 
 template <class T>
 void logits(const Product<T, float>& p, int64_t rows, int64_t threads) {
-  const Lora<T> none{};
+  const Lora<T, T> none{};
   parallel(threads, [&](int64_t thread, int64_t count) {
-    LoraAhead<T> ahead(none, thread, count, 0);
+    LoraAhead<T, T> ahead(none, thread, count, 0);
     multiply(p, rows, ahead, thread, count);
   });
 }
@@ -126,8 +126,8 @@ LORIKEET_EXPORT void lorikeet_pack(
 //
 // x_stride: in elements; rows of `out` lie side by side.
 // weight: as in panels.h.
-// adapters: null, or address of the segments, their number and 0, or the rank that every adapter is computed (and read)
-//   with in the modules that it changes.
+// adapters: null, or address of the segments, their number; 0, or the rank that every adapter is computed (and read)
+//   with in the modules that it changes; and 8 if A and B are codes of 8 bits (lora_plan.h), else 0.
 // segments: in row order and disjoint: start, stop, addresses of the adapter's pieces and of its index.
 // pieces: address of rows of A [rows, inputs], address of the same rows of Bᵀ [rows, outputs], rows.
 // index: [layers * 7 + 1]: pieces of (layer, module) are index[layer * 7 + module] up to the next entry.
@@ -138,12 +138,15 @@ LORIKEET_EXPORT void lorikeet_linear(
   const Weight& w = *(const Weight*)weight;
   const auto *of = (const Adapters*)adapters;
   const auto *to = (const Targets*)targets;
-  if (w.bytes == 2)
-    linear<bf16>({(const bf16*)x, x_stride, Panels<bf16>(w), (const bf16*)bias, (bf16*)out, w.outputs, w.inputs,
-                  w.outputs}, rows, of, layer, to, threads);
-  else
-    linear<float>({(const float*)x, x_stride, Panels<float>(w), (const float*)bias, (float*)out, w.outputs,
-                   w.inputs, w.outputs}, rows, of, layer, to, threads);
+  auto compute = [&](auto element) {
+    using T = decltype(element);
+    const Product<T> p{(const T*)x, x_stride, Panels<T>(w), (const T*)bias, (T*)out, w.outputs, w.inputs, w.outputs};
+    if (of && of->bits == 8)
+      linear<T, int8_t>(p, rows, of, layer, to, threads);
+    else
+      linear<T, T>(p, rows, of, layer, to, threads);
+  };
+  w.bytes == 2 ? compute(bf16{}) : compute(float{});
 }
 
 // out[rows, outputs] = x @ weightᵀ as floats, whatever the elements of x and weight are.

@@ -10,7 +10,7 @@ namespace {
 // The lines that a thread reads for LoRA, in the order in which it does, up to `most` of them. A product of a few dozen
 // rows is bound by arithmetic and LoRA on as many by memory, so most of LoRA's reading is done during the product, into
 // the second-level cache.
-template <class T>
+template <class T, class E>
 class LoraAhead {
   // Neighbouring bytes.
   struct Run {
@@ -20,7 +20,8 @@ class LoraAhead {
   };
 
  public:
-  LoraAhead(const Lora<T>& lora, int64_t thread, int64_t threads, int64_t most) : lora_(lora), runs_(kept()), left_(most) {
+  LoraAhead(const Lora<T, E>& lora, int64_t thread, int64_t threads, int64_t most)
+      : lora_(lora), runs_(kept()), left_(most) {
     runs_.clear();
     const Range shrink = part_of(lora.shrink_total, thread, threads);
     const Range expand = part_of(lora.expand_total, thread, threads);
@@ -52,7 +53,7 @@ class LoraAhead {
     int64_t first = 0;
     for (const Piece* piece = part.pieces; first < std::min(end, part.real_rank); first += (piece++)->rows) {
       const int64_t from = std::max(begin, first), to = std::min(end, first + piece->rows);
-      if (from < to) add((const T*)piece->a + (from - first) * inputs, (to - from) * inputs);
+      if (from < to) add((const E*)piece->a + (from - first) * inputs, (to - from) * inputs);
     }
     for (int64_t rank = std::max(begin, part.real_rank); rank < std::min(end, part.rank); ++rank)
       add(lora_.padding(part, false, rank, inputs), inputs);
@@ -63,13 +64,13 @@ class LoraAhead {
     if (begin >= end) return;
     for (const Piece* piece = part.pieces; first < part.real_rank; first += (piece++)->rows)
       for (int64_t row = 0; row < piece->rows; ++row)
-        add((const T*)piece->bt + row * part.outputs + begin, end - begin);
+        add((const E*)piece->bt + row * part.outputs + begin, end - begin);
     for (int64_t rank = part.real_rank; rank < part.rank; ++rank)
       add(lora_.padding(part, true, rank, part.outputs) + begin, end - begin);
   }
-  void add(const T* begin, int64_t elements) {
+  void add(const E* begin, int64_t elements) {
     if (added_ >= left_) return;
-    const int64_t bytes = elements * int64_t(sizeof(T));
+    const int64_t bytes = elements * int64_t(sizeof(E));
     if (!runs_.empty() && runs_.back().begin + runs_.back().bytes == (const char*)begin) {
       runs_.back().bytes += bytes;
     } else {
@@ -83,7 +84,7 @@ class LoraAhead {
     return runs;
   }
   static constexpr int64_t kLine = 64;  // bytes of a cache line
-  const Lora<T>& lora_;
+  const Lora<T, E>& lora_;
   std::vector<Run>& runs_;
   size_t run_ = 0;
   int64_t skip_ = 0, left_, added_ = 0;

@@ -27,9 +27,10 @@ struct RowTiles {
 static_assert(kPartRows <= 4 * kTileHeight);
 
 // Fetches what a step will read into the second-level cache, row by row, spread over `turns` calls.
+template <class E>
 class Fetcher {
  public:
-  Fetcher(const Step<bf16>& step, int64_t turns)
+  Fetcher(const Step<bf16, E>& step, int64_t turns)
       : step_(step), column_(step.begin), lines_((step.end - step.begin + kLine - 1) / kLine * step.ranks),
         lines_a_turn_((lines_ + turns - 1) / turns) {}
   void fetch() {
@@ -41,8 +42,8 @@ class Fetcher {
   }
 
  private:
-  static constexpr int64_t kLine = 64 / sizeof(bf16);
-  const Step<bf16>& step_;
+  static constexpr int64_t kLine = 64 / sizeof(E);
+  const Step<bf16, E>& step_;
   int64_t row_ = 0, column_, lines_, lines_a_turn_;
 };
 
@@ -52,7 +53,8 @@ class Fetcher {
 class TurnedRows {
  public:
   // Makes tile() those of a part of the call.
-  void turn(const Lora<bf16>& call, const Part& part, const RowTiles& split) {
+  template <class E>
+  void turn(const Lora<bf16, E>& call, const Part& part, const RowTiles& split) {
     if (part.start == start_) return;
     start_ = part.start;
     const int64_t steps = (call.inputs + kTileDepth - 1) / kTileDepth;
@@ -98,26 +100,30 @@ class TurnedRows {
   int64_t start_ = -1, lines_ = 0, pair_bytes_ = 0;
 };
 
-// A rank tile of A, where it lies, times a part's rows in Count tiles; meanwhile the rows of `next` are fetched.
-template <int Count>
-void shrink_tile(Lora<bf16>& call, const Step<bf16>& step, const Step<bf16>& next, const TurnedRows& turned,
+// A rank tile of A, where it lies or from codes, times a part's rows in Count tiles; meanwhile the rows of `next` are fetched.
+template <int Count, class E>
+void shrink_tile(Lora<bf16, E>& call, const Step<bf16, E>& step, const Step<bf16, E>& next, const TurnedRows& turned,
                  const RowTiles& split) {
   const Part& part = *step.part;
-  bool apart = false;  // a tile's rows must be equally far from each other, but a pool's pieces end where they do
+  bool apart = kAreCodes<E>;  // a tile's rows must be equally far from each other, but a pool's pieces end where they do
   for (int64_t i = 1; i < step.ranks; ++i) apart |= step.rows[i] != step.rows[0] + i * call.inputs;
   const int64_t a_bytes = call.inputs * int64_t(sizeof(bf16)), pair_bytes = turned.pair_bytes();
   Fetcher ahead(next, (call.inputs + kTileDepth - 1) / kTileDepth);
   const char* x[Count];
   for (int t = 0; t < Count; ++t) x[t] = (const char*)turned.tile(t);
+  alignas(64) bf16 copies[4][kTileHeight][kTileDepth];  // several, as a tile's load waits until it has been written
   clear_tiles<0, Count>();
   for (int64_t k = 0; k < call.inputs; k += kTileDepth) {
     ahead.fetch();
     if (!apart && k + kTileDepth <= call.inputs) {
       load_tile<6>(step.rows[0] + k, a_bytes);
     } else {
-      alignas(64) bf16 rows[kTileHeight][kTileDepth] = {};
-      const int64_t inputs = std::min(kTileDepth, call.inputs - k);
-      for (int64_t i = 0; i < step.ranks; ++i) std::memcpy(rows[i], step.rows[i] + k, size_t(inputs) * sizeof(bf16));
+      auto& rows = copies[k / kTileDepth % 4];
+      const int inputs = int(std::min(kTileDepth, call.inputs - k));
+      if (inputs == kTileDepth)
+        for (int64_t i = 0; i < step.ranks; ++i) store_group(rows[i], load_stored<bf16>(step.rows[i] + k));
+      else
+        for (int64_t i = 0; i < step.ranks; ++i) store_group(rows[i], load_stored_n<bf16>(step.rows[i] + k, inputs));
       load_tile<6>(rows, sizeof rows[0]);
     }
     load_tile<7>(x[0] + k / 2 * pair_bytes, pair_bytes);
@@ -138,6 +144,13 @@ void shrink_tile(Lora<bf16>& call, const Step<bf16>& step, const Step<bf16>& nex
   alignas(64) float sums[Count][kTileHeight][kTileWidth];
   store_tiles<0, Count>(sums);
   const bool last = step.rank + step.ranks == part.rank;
+  F32 scales = splat(1.0f);
+  if constexpr (kAreCodes<E>) {
+    alignas(64) float of_ranks[kTileHeight];
+    store(of_ranks, scales);
+    step.scale(of_ranks);
+    scales = load(of_ranks);
+  }
   for (int64_t t = 0; t < Count; ++t) {
     const float* ranks[kTileHeight];
     F32 rows[kTileHeight];
@@ -145,14 +158,15 @@ void shrink_tile(Lora<bf16>& call, const Step<bf16>& step, const Step<bf16>& nex
     transpose(ranks, 0, rows);
     for (int64_t r = 0; r < split.height; ++r) {
       bf16* inner = call.inner.data() + part.inner + (split.begin(t) + r) * part.inner_stride + step.rank;
-      store(inner, _mm512_maskz_mov_ps(first(int(step.ranks)), rows[r]));
+      store(inner, _mm512_maskz_mul_ps(first(int(step.ranks)), rows[r], scales));
       if (last && step.rank + kTileWidth < part.inner_stride) store(inner + kTileWidth, zero());
     }
   }
 }
 
-inline void shrink_step(Lora<bf16>& call, const Step<bf16>& step, const Step<bf16>& next, Tiles& tiles,
-                        TurnedRows& turned) {
+template <class E>
+void shrink_step(Lora<bf16, E>& call, const Step<bf16, E>& step, const Step<bf16, E>& next, Tiles& tiles,
+                 TurnedRows& turned) {
   const RowTiles split(step.part->rows);
   turned.turn(call, *step.part, split);
   tiles.shape(step.ranks);
@@ -173,8 +187,9 @@ inline void add_span(Span sum, bf16* out, int n) {
 
 // Adds the products of a rank tile to the sums of the part's rows and columns [step.begin, step.end), which lie in
 // `sums`, span by span and tile by tile, from the first rank tile to the last, when they are added to `out`.
-inline void expand_step(const Lora<bf16>& call, const Step<bf16>& step, const Step<bf16>& next, float* sums,
-                        Tiles& tiles) {
+template <class E>
+void expand_step(const Lora<bf16, E>& call, const Step<bf16, E>& step, const Step<bf16, E>& next, float* sums,
+                 Tiles& tiles) {
   const Part& part = *step.part;
   const RowTiles split(part.rows);
   const bf16* inner = call.inner.data() + part.inner + step.rank;
@@ -194,8 +209,8 @@ inline void expand_step(const Lora<bf16>& call, const Step<bf16>& step, const St
     const int n = int(std::min(kSpan, part.outputs - c));
     for (int64_t i = 0; i < step.ranks; i += 2) {
       Pairs odd{_mm512_setzero_si512()};
-      if (i + 1 < step.ranks) odd = load_group_n(step.rows[i + 1] + c, n);
-      const PairSpan both = interleave(load_group_n(step.rows[i] + c, n), odd);
+      if (i + 1 < step.ranks) odd = load_stored_n<bf16>(step.rows[i + 1] + c, n);
+      const PairSpan both = interleave(load_stored_n<bf16>(step.rows[i] + c, n), odd);
       store_group(into[i / 2], both.low);
       store_group(into[i / 2] + kSpan, both.high);
     }

@@ -1,4 +1,7 @@
 // Divides the LoRA part of a call into tiles and assigns them to threads.
+//
+// T is the element of the product, E that of A and Bᵀ as they are stored: T, or codes of 8 bits. Then every rank has
+// one scale, the product of those of its row of A and of its row of Bᵀ; the scales of a piece lie before its A.
 #pragma once
 
 #include <sys/mman.h>
@@ -23,7 +26,7 @@ template <class T>
 constexpr int64_t kAhead = kTileUnit<T> ? 1 : 3;      // tiles between the one at hand and the one that is being fetched
 constexpr int64_t kPartRows = 64;
 constexpr int64_t kSums = 64 * kPartRows;         // floats that hold sums between rank tiles, in the first cache
-constexpr int64_t kFetch = 12;                    // reading an element from memory takes as long as so many rows' sums
+constexpr int64_t kElementFetch = 12;             // reading an element from memory takes as long as so many rows' sums
 
 // What a padded adapter reads for its missing ranks: zeros from a ring larger than any cache. A padding kernel would
 // read them from padded adapter slots, which would not be in the cache either.
@@ -56,6 +59,7 @@ class ZeroRing {
 constexpr int64_t kModules = 7;  // of a layer: LORA_MODULES
 struct Piece {
   int64_t a, bt, rows;  // addresses
+  const float* scale(int64_t row) const { return (const float*)a - rows + row; }  // of codes; not aligned
 };
 struct Segment {
   int64_t start, stop;
@@ -64,7 +68,7 @@ struct Segment {
 };
 struct Adapters {
   const Segment* segments;
-  int64_t count, padded_rank;
+  int64_t count, padded_rank, bits;  // of a stored element; 0: as of the product
 };
 
 // One module of up to kPartRows rows of a segment.
@@ -88,14 +92,27 @@ inline Range units_in(Range line, int64_t before, int64_t cost, int64_t count) {
 }
 
 // One tile: rank rows [rank, rank + ranks) and columns [begin, end), of A or of Bᵀ.
-template <class T>
+template <class T, class E>
 struct Step {
   const Part* part;
   int64_t rank, ranks, begin, end;
-  const T* rows[kExpandGroups<T> * kGroup<T>];  // of either tile; those beyond `ranks` repeat the last
+  const E* rows[kExpandGroups<T> * kGroup<T>];  // of either tile; those beyond `ranks` repeat the last
+  const float* scales[kShrinkRanks<T>];         // of A's tile, if it is of codes
+
+  // Multiplies sums, of a rank each, by the scales.
+  void scale(float* sums) const {
+    for (int64_t i = 0; i < ranks; ++i) {
+      float scale;
+      std::memcpy(&scale, scales[i], sizeof scale);
+      sums[i] *= scale;
+    }
+  }
 };
 
-template <class T>
+template <class E>
+constexpr bool kAreCodes = sizeof(E) == 1;
+
+template <class T, class E>
 struct Lora {
   const T* x;
   int64_t x_stride;
@@ -139,7 +156,7 @@ struct Lora {
     part.rows = stop - start;
     part.pieces = pieces;
     part.rank = std::max(part.real_rank, padded_rank);
-    const int64_t lacking = (part.rank - part.real_rank) * int64_t(sizeof(T));
+    const int64_t lacking = (part.rank - part.real_rank) * int64_t(sizeof(E));
     if (lacking) {
       part.padding_a = ring.take(lacking * inputs);
       part.padding_b = ring.take(lacking * outputs);
@@ -151,7 +168,8 @@ struct Lora {
     part.inner_stride = (part.rank + unit - 1) / unit * unit;
     part.inner = inner_size;
     // The tile unit takes as long for any number of rows and ranks that a tile holds; next to memory it is fast.
-    const int64_t sums = kTileUnit<T> ? (part.rows + kTileHeight - 1) / kTileHeight * kFetch / 4 : part.rows;
+    const int64_t sums = kTileUnit<T> ? (part.rows + kTileHeight - 1) / kTileHeight * kElementFetch / 4 : part.rows;
+    constexpr int64_t kFetch = kElementFetch * int64_t(sizeof(E)) / int64_t(sizeof(T));
     part.shrink_cost = inputs * (part.rank * kFetch / part.rank_tiles + kShrinkRanks<T> * sums);
     part.shrink_before = shrink_total;
     shrink_total += part.shrink_cost * part.rank_tiles;
@@ -163,13 +181,13 @@ struct Lora {
   }
 
   // A row of a padded adapter's missing ranks.
-  const T* padding(const Part& part, bool expand, int64_t rank, int64_t width) const {
+  const E* padding(const Part& part, bool expand, int64_t rank, int64_t width) const {
     const int64_t at = expand ? part.padding_b : part.padding_a;
-    return (const T*)ring.row(at + (rank - part.real_rank) * width * int64_t(sizeof(T)));
+    return (const E*)ring.row(at + (rank - part.real_rank) * width * int64_t(sizeof(E)));
   }
 
-  // Sets step.rows to rows of `width` elements: of Bᵀ (expand) or of A.
-  void find_rows(Step<T>& step, bool expand, int64_t width) const {
+  // Sets step.rows to rows of `width` elements: of Bᵀ (expand) or of A, with their scales.
+  void find_rows(Step<T, E>& step, bool expand, int64_t width) const {
     const Part& part = *step.part;
     const Piece* piece = part.pieces;
     int64_t first = 0;  // of the piece
@@ -179,30 +197,35 @@ struct Lora {
         step.rows[i] = step.rows[i - 1];
       } else if (rank < part.real_rank) {
         while (rank >= first + piece->rows) first += (piece++)->rows;
-        step.rows[i] = (const T*)(expand ? piece->bt : piece->a) + (rank - first) * width;
+        step.rows[i] = (const E*)(expand ? piece->bt : piece->a) + (rank - first) * width;
+        if (kAreCodes<E> && !expand && i < kShrinkRanks<T>) {
+          step.scales[i] = piece->scale(rank - first);
+          _mm_prefetch((const char*)step.scales[i], _MM_HINT_T0);
+        }
       } else {
         step.rows[i] = padding(part, expand, rank, width);
+        if (kAreCodes<E> && !expand && i < kShrinkRanks<T>) step.scales[i] = (const float*)step.rows[i];  // 0 as well
       }
     }
   }
 };
 
 // The rank tiles of A in a thread's share of the shrink.
-template <class T>
+template <class T, class E>
 struct ShrinkWalk {
-  const Lora<T>& call;
+  const Lora<T, E>& call;
   Range line;
   size_t part = 0;
   int64_t tile = -1;
 
-  bool next(Step<T>& step) {
+  bool next(Step<T, E>& step) {
     for (; part < call.parts.size(); ++part, tile = -1) {
       const Part& p = call.parts[part];
       const Range tiles = units_in(line, p.shrink_before, p.shrink_cost, p.rank_tiles);
       tile = std::max(tile + 1, tiles.begin);
       if (tile >= tiles.end) continue;
       const int64_t rank = tile * kShrinkRanks<T>;
-      step = {&p, rank, std::min<int64_t>(kShrinkRanks<T>, p.rank - rank), 0, call.inputs, {}};
+      step = {&p, rank, std::min<int64_t>(kShrinkRanks<T>, p.rank - rank), 0, call.inputs, {}, {}};
       call.find_rows(step, false, call.inputs);
       return true;
     }
@@ -211,14 +234,14 @@ struct ShrinkWalk {
 };
 
 // The rank tiles of Bᵀ in a thread's share of the expand: blocks of columns, from the first rank to the last.
-template <class T>
+template <class T, class E>
 struct ExpandWalk {
-  const Lora<T>& call;
+  const Lora<T, E>& call;
   Range line;
   size_t part = 0;
   int64_t column = -1, rank = 0;
 
-  bool next(Step<T>& step) {
+  bool next(Step<T, E>& step) {
     for (; part < call.parts.size(); ++part, column = -1) {
       const Part& p = call.parts[part];
       const Range spans = units_in(line, p.expand_before, p.expand_cost, p.spans());
@@ -226,7 +249,7 @@ struct ExpandWalk {
       if (column < 0) column = spans.begin * kSpan;
       if (column >= stop) continue;
       const int64_t tile = kExpandGroups<T> * kGroup<T>;
-      step = {&p, rank, std::min(tile, p.rank - rank), column, std::min(column + block, stop), {}};
+      step = {&p, rank, std::min(tile, p.rank - rank), column, std::min(column + block, stop), {}, {}};
       call.find_rows(step, true, p.outputs);
       rank += tile;
       if (rank >= p.rank) {
@@ -240,10 +263,10 @@ struct ExpandWalk {
 };
 
 // Steps of a walk, each with the one that lies kAhead steps further on, whose rows are to be fetched meanwhile.
-template <class T, class Walk>
+template <class T, class E, class Walk>
 class Pipeline {
  public:
-  Pipeline(const Lora<T>& call, Range line) : walk_{call, line} {
+  Pipeline(const Lora<T, E>& call, Range line) : walk_{call, line} {
     for (; made_ < kAhead<T> && walk_.next(steps_[made_]); ++made_) fetch(steps_[made_]);
   }
   template <class F>
@@ -257,14 +280,14 @@ class Pipeline {
 
  private:
   // What no earlier step prefetches.
-  static void fetch(const Step<T>& step) {
+  static void fetch(const Step<T, E>& step) {
     for (int64_t i = 0; i < step.ranks; ++i)
-      for (int64_t k = step.begin; k < step.end; k += kLanes * kGroup<T>)
+      for (int64_t k = step.begin; k < step.end; k += 64 / int64_t(sizeof(E)))
         _mm_prefetch((const char*)(step.rows[i] + k), _MM_HINT_T1);
   }
   static constexpr int64_t kSteps = kAhead<T> + 1;
   Walk walk_;
-  Step<T> steps_[kSteps];
+  Step<T, E> steps_[kSteps];
   int64_t made_ = 0;
 };
 

@@ -20,8 +20,8 @@ namespace {
 constexpr int kShrinkRows = kLanes == 16 ? 6 : 2;  // of x that are multiplied by a tile of A together
 
 // Rows of x times a tile of A; meanwhile the rows of `next` are fetched into the second-level cache.
-template <class T, int Rows>
-void shrink_tile(const T* x, int64_t x_stride, const Step<T>& step, const Step<T>& next, int64_t inputs, T* inner,
+template <class T, int Rows, class E>
+void shrink_tile(const T* x, int64_t x_stride, const Step<T, E>& step, const Step<T, E>& next, int64_t inputs, T* inner,
                  int64_t inner_stride) {
   constexpr int64_t kWide = kLanes * kGroup<T>;
   F32 sums[Rows][kShrinkRanks<T>];
@@ -40,18 +40,23 @@ void shrink_tile(const T* x, int64_t x_stride, const Step<T>& step, const Step<T
   int64_t k = 0;
   for (; k + kWide <= inputs; k += kWide) {
     for (int j = 0; j < kShrinkRanks<T>; ++j) _mm_prefetch((const char*)(next.rows[j] + k), _MM_HINT_T1);
-    add_products(k, [](const T* p) __attribute__((always_inline)) { return load_group(p); });
+    add_products(k, [](const auto* p) __attribute__((always_inline)) { return load_stored<T>(p); });
   }
   if (k < inputs)
-    add_products(k, [&](const T* p) __attribute__((always_inline)) { return load_group_n(p, int(inputs - k)); });
+    add_products(k, [&](const auto* p) __attribute__((always_inline)) { return load_stored_n<T>(p, int(inputs - k)); });
   const __m128 real = _mm_castsi128_ps(_mm_cmpgt_epi32(_mm_set1_epi32(int(step.ranks)), _mm_setr_epi32(0, 1, 2, 3)));
+  alignas(16) float scales[kShrinkRanks<T>] = {1, 1, 1, 1};
+  if constexpr (kAreCodes<E>) step.scale(scales);
 #pragma GCC unroll 8
-  for (int r = 0; r < Rows; ++r)
-    put4(inner + r * inner_stride, _mm_and_ps(real, sum(sums[r][0], sums[r][1], sums[r][2], sums[r][3])));
+  for (int r = 0; r < Rows; ++r) {
+    __m128 all = _mm_and_ps(real, sum(sums[r][0], sums[r][1], sums[r][2], sums[r][3]));
+    if constexpr (kAreCodes<E>) all = _mm_mul_ps(all, _mm_load_ps(scales));
+    put4(inner + r * inner_stride, all);
+  }
 }
 
-template <class T>
-void shrink_step(Lora<T>& call, const Step<T>& step, const Step<T>& next, Tiles&, TurnedRows&) {
+template <class T, class E>
+void shrink_step(Lora<T, E>& call, const Step<T, E>& step, const Step<T, E>& next, Tiles&, TurnedRows&) {
   const Part& part = *step.part;
   const int64_t tiles = (part.rows + kShrinkRows - 1) / kShrinkRows, stride = part.inner_stride;
   for (int64_t i = 0; i < tiles; ++i) {  // spread evenly, as 6 6 5 5 5 5 serve 32 rows better than 6 6 6 6 6 2
@@ -72,30 +77,37 @@ void shrink_step(Lora<T>& call, const Step<T>& step, const Step<T>& next, Tiles&
 }
 
 // A group of rank rows, a span wide.
-inline PairSpan load_groups(const bf16* const* rows, int64_t column) {
-  return interleave(load_group(rows[0] + column), load_group(rows[1] + column));
+template <class T, class E>
+inline auto load_groups(const E* const* rows, int64_t column) {
+  const E* row = rows[0] + column;
+  if constexpr (sizeof(T) == 2)
+    return interleave(load_stored<T>(row), load_stored<T>(rows[1] + column));
+  else
+    return Span{load_stored<T>(row), load_stored<T>(row + kLanes)};
 }
-inline PairSpan load_groups_n(const bf16* const* rows, int64_t column, int n) {
-  return interleave(load_group_n(rows[0] + column, n), load_group_n(rows[1] + column, n));
-}
-inline Span load_groups(const float* const* rows, int64_t column) { return load_span(rows[0] + column); }
-inline Span load_groups_n(const float* const* rows, int64_t column, int n) {
-  return {load_n(rows[0] + column, std::min(n, kLanes)),
-          n > kLanes ? load_n(rows[0] + column + kLanes, n - kLanes) : zero()};
+template <class T, class E>
+inline auto load_groups_n(const E* const* rows, int64_t column, int n) {
+  const E* row = rows[0] + column;
+  if constexpr (sizeof(T) == 2)
+    return interleave(load_stored_n<T>(row, n), load_stored_n<T>(rows[1] + column, n));
+  else
+    return Span{load_stored_n<T>(row, std::min(n, kLanes)),
+                n > kLanes ? load_stored_n<T>(row + kLanes, n - kLanes) : zero()};
 }
 
 // Adds the products of a rank tile to the sums of the part's rows and columns [step.begin, step.end), which lie in
 // `sums` from the first rank tile to the last, when they are added to `out`.
-template <class T, int Groups>
-void expand_tile(const Step<T>& step, const Step<T>& next, const T* inner, float* sums, T* out, int64_t out_stride) {
+template <class T, int Groups, class E>
+void expand_tile(const Step<T, E>& step, const Step<T, E>& next, const T* inner, float* sums, T* out, int64_t out_stride) {
   const int64_t inner_stride = step.part->inner_stride, rows = step.part->rows;
   const bool first = step.rank == 0, last = step.rank + step.ranks == step.part->rank;
   const int64_t ahead = next.begin - step.begin;
   for (int64_t c = step.begin; c < step.end; c += kSpan, sums += rows * kSpan) {
     const int n = int(std::min(kSpan, step.part->outputs - c));
-    decltype(load_groups(step.rows, c)) b[Groups];
+    decltype(load_groups<T>(step.rows, c)) b[Groups];
     for (int g = 0; g < Groups; ++g)
-      b[g] = n == kSpan ? load_groups(step.rows + g * kGroup<T>, c) : load_groups_n(step.rows + g * kGroup<T>, c, n);
+      b[g] = n == kSpan ? load_groups<T>(step.rows + g * kGroup<T>, c)
+                        : load_groups_n<T>(step.rows + g * kGroup<T>, c, n);
     for (int g = 0; g < Groups * kGroup<T>; ++g)
       _mm_prefetch((const char*)(next.rows[g] + c + ahead), _MM_HINT_T1);
     for (int64_t r = 0; r < rows; ++r) {
@@ -121,8 +133,8 @@ void expand_tile(const Step<T>& step, const Step<T>& next, const T* inner, float
   }
 }
 
-template <class T>
-void expand_step(const Lora<T>& call, const Step<T>& step, const Step<T>& next, float* sums, Tiles&) {
+template <class T, class E>
+void expand_step(const Lora<T, E>& call, const Step<T, E>& step, const Step<T, E>& next, float* sums, Tiles&) {
   const Part& part = *step.part;
   const T* inner = call.inner.data() + part.inner + step.rank;
   T* out = call.out + part.start * call.out_stride + part.column;
@@ -135,16 +147,16 @@ void expand_step(const Lora<T>& call, const Step<T>& step, const Step<T>& next, 
 }
 
 // A thread's share of a call, after its share of the product: `out` is whole when all threads have come to the barrier.
-template <class T>
-void add_lora(Lora<T>& call, int64_t thread, int64_t threads) {
+template <class T, class E>
+void add_lora(Lora<T, E>& call, int64_t thread, int64_t threads) {
   alignas(64) float sums[kSums + kSums / 4];  // more where tiles of rows overlap
   Tiles tiles;
   TurnedRows turned;
-  Pipeline<T, ShrinkWalk<T>> shrink(call, part_of(call.shrink_total, thread, threads));
-  shrink.run([&](const Step<T>& step, const Step<T>& next) { shrink_step(call, step, next, tiles, turned); });
-  Pipeline<T, ExpandWalk<T>> expand(call, part_of(call.expand_total, thread, threads));
+  Pipeline<T, E, ShrinkWalk<T, E>> shrink(call, part_of(call.shrink_total, thread, threads));
+  shrink.run([&](const Step<T, E>& step, const Step<T, E>& next) { shrink_step(call, step, next, tiles, turned); });
+  Pipeline<T, E, ExpandWalk<T, E>> expand(call, part_of(call.expand_total, thread, threads));
   if (threads > 1) barrier();
-  expand.run([&](const Step<T>& step, const Step<T>& next) { expand_step(call, step, next, sums, tiles); });
+  expand.run([&](const Step<T, E>& step, const Step<T, E>& next) { expand_step(call, step, next, sums, tiles); });
 }
 
 }  // namespace

@@ -365,6 +365,81 @@ inline void store_pairs(bf16* p, CodePairs x) {
 }
 #endif
 
+// Signed codes of 8 bits, exactly: kLanes of them as floats, or 2 * kLanes as bfloat16. Of the forms with n, those beyond
+// the first n are read as 0.
+#if defined(__AVX512F__)
+inline F32 to_floats(__m128i codes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes)); }
+inline F32 load_codes(const int8_t* p) { return to_floats(_mm_loadu_si128((const __m128i*)p)); }
+inline F32 load_codes_n(const int8_t* p, int n) { return to_floats(_mm_maskz_loadu_epi8(first(n), p)); }
+inline Pairs to_pairs(__m128i low, __m128i high) {
+#if defined(__AVX512BF16__)
+  return {(__m512i)_mm512_cvtne2ps_pbh(to_floats(high), to_floats(low))};
+#else  // the other half of each float is 0
+  const __m512i upper_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,
+                                                31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return {_mm512_permutex2var_epi16(_mm512_castps_si512(to_floats(low)), upper_halves,
+                                    _mm512_castps_si512(to_floats(high)))};
+#endif
+}
+inline Pairs load_code_pairs(const int8_t* p) {
+  return to_pairs(_mm_loadu_si128((const __m128i*)p), _mm_loadu_si128((const __m128i*)(p + 16)));
+}
+inline Pairs load_code_pairs_n(const int8_t* p, int n) {
+  const __m256i codes = _mm256_maskz_loadu_epi8(__mmask32((uint64_t(1) << n) - 1), p);
+  return to_pairs(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+}
+#else
+inline F32 to_floats(__m128i codes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes)); }  // the lower 8
+inline F32 load_codes(const int8_t* p) { return to_floats(_mm_loadl_epi64((const __m128i*)p)); }
+inline Pairs to_pairs(__m128i codes) {
+  const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(to_floats(codes)), 16);
+  const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(to_floats(_mm_srli_si128(codes, 8))), 16);
+  return {_mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8)};
+}
+inline Pairs load_code_pairs(const int8_t* p) { return to_pairs(_mm_loadu_si128((const __m128i*)p)); }
+inline __m128i first_codes(const int8_t* p, int n) {
+  alignas(16) int8_t codes[16] = {};
+  std::memcpy(codes, p, size_t(n));
+  return _mm_load_si128((const __m128i*)codes);
+}
+inline F32 load_codes_n(const int8_t* p, int n) { return to_floats(first_codes(p, n)); }
+inline Pairs load_code_pairs_n(const int8_t* p, int n) { return to_pairs(first_codes(p, n)); }
+#endif
+
+#if defined(__AVX512F__)
+inline void store_codes(int8_t* p, F32 x, int n) {  // the nearest whole numbers of the first n
+  _mm512_mask_cvtsepi32_storeu_epi8(p, first(n), _mm512_cvtps_epi32(x));
+}
+#else
+inline void store_codes(int8_t* p, F32 x, int n) {
+  const __m256i wide = _mm256_cvtps_epi32(x);
+  const __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  alignas(16) int8_t codes[16];
+  _mm_store_si128((__m128i*)codes, _mm_packs_epi16(halves, halves));
+  std::memcpy(p, codes, size_t(n));
+}
+#endif
+
+// k-groups of T from what is stored: T, or codes.
+template <class T, class E>
+inline auto load_stored(const E* p) {
+  if constexpr (sizeof(E) == sizeof(T))
+    return load_group(p);
+  else if constexpr (sizeof(T) == 2)
+    return load_code_pairs(p);
+  else
+    return load_codes(p);
+}
+template <class T, class E>
+inline auto load_stored_n(const E* p, int n) {
+  if constexpr (sizeof(E) == sizeof(T))
+    return load_group_n(p, n);
+  else if constexpr (sizeof(T) == 2)
+    return load_code_pairs_n(p, n);
+  else
+    return load_codes_n(p, n);
+}
+
 // 2^x to about 1 ulp of float for x <= 127; 0 below -125.5, exactly 1 at 0. (A minimax polynomial of degree 5.)
 inline F32 exp2(F32 x) {
   x = max(splat(-160.0f), x);  // in this order of operands a NaN passes

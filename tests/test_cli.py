@@ -282,6 +282,24 @@ def test_triton_without_a_gpu_is_refused_before_anything_starts(monkeypatch: pyt
     assert done.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--lora-dtype", "float16"], "error: unknown --lora-dtype 'float16'; choose one of: auto, int8"),
+        (["--kv-cache-dtype", "fp8"], "error: unknown --kv-cache-dtype 'fp8'; choose one of: auto, int8"),
+        (["--lora-dtype", "int8", "--kernels", "triton"], "error: --lora-dtype: int8 needs the CPU kernels"),
+        (["--kv-cache-dtype", "int8", "--kernels", "triton"], "error: --kv-cache-dtype: int8 needs the CPU kernels"),
+    ],
+)
+def test_forms_of_adapters_and_kv_that_cannot_be_had_are_refused(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], said: str
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    done = runner.invoke(app, ["serve", *flags])
+    assert said in done.output
+    assert done.exit_code == 2
+
+
 def test_an_adapter_folder_with_a_similar_name_is_suggested(tmp_path: Path) -> None:
     (tmp_path / "adapters" / "pirate").mkdir(parents=True)
     for wrong in ("adapters/pirat", "adapter/pirate"):
@@ -355,8 +373,8 @@ def test_a_flag_without_meaning_here_is_taken_off_with_a_note() -> None:
 
 def test_nothing_is_said_of_a_flag_that_asks_for_what_happens_anyway() -> None:
     arguments = [
-        "--lora-dtype",
-        "auto",
+        "--lora-eviction-policy",
+        "lru",
         "--scheduling-policy=fcfs",
         "--enable-chunked-prefill",
     ]

@@ -35,7 +35,9 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 KERNELS = ("auto", "native", "triton", "reference")
 MODEL_IMPLS = ("auto", "lorikeet", "transformers")
-"""Values of ``engine.device``, ``engine.kernels``, and of ``model.dtype``, ``load_format`` and ``model_impl``."""
+MEMORY_DTYPES = ("auto", "int8")
+"""Values of ``engine.device``, ``kernels``, ``lora_dtype`` and ``kv_cache_dtype``, and of ``model.dtype``,
+``load_format`` and ``model_impl``."""
 
 
 class ExecutorKind(StrEnum):
@@ -136,6 +138,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         link_bytes_per_s: declared bandwidth between host and device, in each direction. Copies of the CPU backend,
             which are faster than any real link, are slowed down to it; 0 does not limit them.
         block_size: tokens of KV in a block.
+        lora_dtype: how adapters are kept in memory: ``auto`` (in the model's dtype) or ``int8`` (A and B in 8 bits with
+            a scale for each rank row: half the bytes of 16 bits on every tier, and on CPUs only).
+        kv_cache_dtype: how KV is kept: ``auto`` (in the model's dtype) or ``int8`` (in 8 bits with a scale for each
+            token and head; on CPUs, with Lorikeet's own decoder).
         max_num_seqs: most sequences in a step. Those that a batching mode lets wait keep their blocks beside them.
         max_num_batched_tokens: most tokens in one step; longer prompts are prefilled in chunks.
         num_scheduler_steps: most identical decode steps in one plan. On a GPU tokens are returned after each step, and
@@ -181,6 +187,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     touch_memory: bool = False
     link_bytes_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     block_size: Positive = 16
+    lora_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     max_num_seqs: Positive = 64
     max_num_batched_tokens: Positive = 512
     num_scheduler_steps: Positive = 8

@@ -64,6 +64,7 @@ class Case:
             self.q.data_ptr(),
             self.q.stride(0),
             self.kv.data_ptr(),
+            self.kv.element_size(),
             self.kv.stride(0),
             out.data_ptr(),
             out.stride(0),

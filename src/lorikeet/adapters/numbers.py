@@ -43,6 +43,14 @@ def from_float32(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
         return values.astype(KEPT_AS[dtype], copy=False)
 
 
+def to_codes(values: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Return the nearest codes of 8 bits, from -127 to 127, and the scale of each row; a row of zeros has scale 0."""
+    scales = np.abs(values).max(axis=1, initial=0.0) / np.float32(127)
+    # A scale that is nearly denormal has no inverse in fp32.
+    inverses = np.divide(1.0, scales, where=scales > 1e-37, out=np.zeros_like(scales))
+    return np.rint(values * inverses[:, None]).astype(np.int8), scales
+
+
 def fits(value: float, dtype: str) -> bool:
     """Return whether a number is finite in ``dtype``."""
     with np.errstate(over="ignore"):

@@ -25,7 +25,7 @@ class ModuleWeights(NamedTuple):
     Attributes:
         layer, module: the module; layers of a pipeline stage are counted from its first.
         a: A, ``[rank, in_features]``.
-        bt: Bᵀ multiplied by LoRA's scaling, ``[rank, out_features]``.
+        bt: Bᵀ multiplied by LoRA's scaling, ``[rank, out_features]``. Both are fp32 where they will be kept as codes.
     """
 
     layer: int
@@ -79,8 +79,9 @@ def load_weights(
                         f"{where}: has {(a.shape[1], b.shape[0])} features, "
                         f"the rank's share of the model {(shape.in_features, shape.out_features)}"
                     )
-                a = _convert(a, DTYPES[each.a.dtype], 1.0, dtype, where)
-                b = _convert(b, DTYPES[each.b.dtype], each.scaling, dtype, where)
+                kept = "float32" if geometry.has_codes(module) else dtype
+                a = _convert(a, DTYPES[each.a.dtype], 1.0, kept, where)
+                b = _convert(b, DTYPES[each.b.dtype], each.scaling, kept, where)
                 yield ModuleWeights(layer, module, a, b.T)
     except OSError as error:
         raise AdapterError(f"adapter {ref.name!r}: {file}: {error}") from error

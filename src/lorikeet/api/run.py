@@ -48,7 +48,7 @@ from lorikeet.core.logs import configure_logs
 from lorikeet.core.machine import cpu_model, gpu_models
 from lorikeet.core.messages import LOADING_WEIGHTS, EngineReady, Progress
 from lorikeet.core.process_tuning import frozen_gc, return_large_blocks
-from lorikeet.memory.least import check_blocks
+from lorikeet.memory.least import check_blocks, kept_geometry
 from lorikeet.memory.packing import pack
 from lorikeet.models.config import (
     ARCHITECTURES,
@@ -284,7 +284,7 @@ def _check_memory(settings: Settings, config: ModelConfig) -> None:
     if engine.memory_bytes:
         dtype = config.dtype if settings.model.dtype == "auto" else settings.model.dtype
         stage = config.stage(0, engine.pipeline_parallel)
-        geometry = stage.geometry(4 if dtype == "float32" else 2, engine.tensor_parallel)
+        geometry = kept_geometry(engine, stage.geometry(4 if dtype == "float32" else 2, engine.tensor_parallel))
         check_blocks(settings, geometry, longest_tokens, engine.memory_bytes // geometry.block_bytes(engine.block_size))
 
 

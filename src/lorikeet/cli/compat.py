@@ -52,7 +52,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--max-loras-per-batch": ForeignFlag(_POOL),
     "--max-cpu-loras": ForeignFlag(_HOST),
     "--max-loaded-loras": ForeignFlag(_HOST),
-    "--lora-dtype": ForeignFlag("adapters are computed in the model's dtype", same=("auto",)),
     "--fully-sharded-loras": ForeignFlag("adapters are always sharded alongside the model", value=False),
     "--specialize-active-lora": ForeignFlag("work is always the sum of the ranks in the batch", value=False),
     "--lora-target-modules": ForeignFlag("every module that an adapter changes is served", same=("all", "all-linear")),
@@ -84,7 +83,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
         "the log has a line for each request, unless --log-level warning", value=False
     ),
     "--disable-log-stats": ForeignFlag("figures are at /metrics", value=False),
-    "--kv-cache-dtype": ForeignFlag("KV has the model's dtype", same=("auto",)),
     "--enable-auto-tool-choice": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--enable-prompt-tokens-details": ForeignFlag(_ALWAYS, value=False, same=("",)),
     "--enable-server-load-tracking": ForeignFlag(_ALWAYS, value=False, same=("",)),

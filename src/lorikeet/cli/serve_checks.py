@@ -13,6 +13,7 @@ from lorikeet.config import (
     DTYPES,
     KERNELS,
     LOAD_FORMATS,
+    MEMORY_DTYPES,
     MODEL_IMPLS,
     ConfigError,
     EngineSettings,
@@ -41,6 +42,7 @@ def check_settings(settings: Settings) -> None:
     _check_device(settings)
     _check_template(settings.model.chat_template)
     _check_folders(settings.adapters.preload)
+    _check_memory_dtypes(settings)
     _check_merging(settings)
     _check_cores(settings)
     _check_rank_address(settings)
@@ -104,6 +106,8 @@ def _check_names(settings: Settings) -> None:
         ("quantization", ALIASES.get(model.quantization, model.quantization), QUANTIZATIONS),
         ("device", engine.device, DEVICES),
         ("kernels", engine.kernels, KERNELS),
+        ("lora_dtype", engine.lora_dtype, MEMORY_DTYPES),
+        ("kv_cache_dtype", engine.kv_cache_dtype, MEMORY_DTYPES),
     ):
         if name not in known:
             raise ConfigError(unknown_name(kind, name, known))
@@ -126,6 +130,21 @@ def _check_device(settings: Settings) -> None:
         raise ConfigError("kernels: triton runs on a GPU: add --device cuda, or leave --kernels out")
     if engine.kernels == "native" and engine.device == "cuda":
         raise ConfigError("kernels: native runs on a CPU: add --device cpu, or leave --kernels out")
+
+
+def _check_memory_dtypes(settings: Settings) -> None:
+    """Check that what is to be kept in 8 bits can be read there."""
+    engine = settings.engine
+    for name, dtype in (("lora_dtype", engine.lora_dtype), ("kv_cache_dtype", engine.kv_cache_dtype)):
+        if dtype != "int8":
+            continue
+        if engine.device != "cpu" or engine.kernels == "triton":
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"{name}: int8 needs the CPU kernels: use --device cpu without --kernels triton, or leave --{flag} out"
+            )
+        if engine.executor is not ExecutorKind.TORCH:
+            raise ConfigError(f"{name}: int8 is not modelled: leave it out with the paced executor")
 
 
 def _torch_version() -> str:

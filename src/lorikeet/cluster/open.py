@@ -42,6 +42,7 @@ from lorikeet.core.machine import gpu_models
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.prior import prior_costs, prior_memory_bytes
 from lorikeet.costs.profile import CostProfile
+from lorikeet.memory.least import kept_geometry
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import Preset, resolve_preset
 
@@ -76,7 +77,7 @@ def cluster_options(settings: Settings) -> ClusterOptions:
     costs, memory_bytes, token_bytes = GENERIC, engine.memory_bytes, 0
     if not engine.profile:
         config = read_model_config(Path(settings.model.model))
-        geometry = config.geometry(dtype_bytes=2)
+        geometry = kept_geometry(engine, config.geometry(dtype_bytes=2))
         replicas = max(settings.cluster.replicas, settings.cluster.max_replicas)
         cores = engine.threads or max(1, (os.cpu_count() or 1) // replicas)
         gpus, ranks = gpu_models(), engine.ranks

@@ -239,8 +239,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
 
 def row_bytes(geometry: ModelGeometry, ranks: int = 1) -> dict[str, int]:
     """Return the bytes of one rank row of each module that host workers compute for so many ranks."""
-    shapes = {module: geometry.modules[module] for module in assisted_modules(ranks)}
-    return {name: (shape.in_features + shape.out_features) * geometry.dtype_bytes for name, shape in shapes.items()}
+    return {module: geometry.row_elements(module) * geometry.dtype_bytes for module in assisted_modules(ranks)}
 
 
 def qkv_share(geometry: ModelGeometry) -> float:

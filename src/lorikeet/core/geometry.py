@@ -25,6 +25,13 @@ It is packed like a module of the last layer, behind all others, whose rank is t
 by presets that merge adapters; a score head reads hidden states, and works there too."""
 
 
+SCALE_BYTES = 4
+"""Of the scale of a rank row of codes, in fp32."""
+
+KV_SCALE_BYTES = 2
+"""Of the scale of a key or value of codes, in bfloat16, which follows them."""
+
+
 class ModuleShape(msgspec.Struct, frozen=True, array_like=True):
     """Input and output features of one linear module."""
 
@@ -150,7 +157,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         head_dim: elements of one head.
         modules: shape of each linear module of a layer that an adapter may change, in packing order; those of the own
             decoder are :data:`LORA_MODULES`.
-        dtype_bytes: bytes of one element of KV and adapter weights.
+        dtype_bytes: bytes of one element of KV and adapter weights, in which the sizes of blocks are counted.
         kv_layers: what each layer keeps of a token, if that is not the same for all: then neither ``kv_heads`` nor
             ``head_dim`` counts, and there may be fewer of them than layers. Empty: ``kv_heads`` and ``head_dim``.
         module_layers: the layers that have a module, for modules that not all layers have.
@@ -159,6 +166,9 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         hidden_size: elements of a hidden state; 0 if it is not known, and adapters then have no score heads.
         first_layer, stages: of a pipeline stage, which has ``layers`` of the layers: the first of them in the whole
             model, and the number of stages.
+        lora_bits: 8 if A and B of adapters are kept as codes of 8 bits with a scale for each rank row, 0 if they are of
+            the dtype.
+        kv_bits: 8 if keys and values are kept as codes of 8 bits with a scale for each token and head, likewise.
     """
 
     layers: int
@@ -173,10 +183,23 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
     hidden_size: int = 0
     first_layer: int = 0
     stages: int = 1
+    lora_bits: int = 0
+    kv_bits: int = 0
 
     def shape_of(self, module: str) -> ModuleShape:
         """Return the shape of a module, or of :data:`SCORE`."""
         return ModuleShape(self.hidden_size, 0) if module == SCORE else self.modules[module]
+
+    def row_elements(self, module: str) -> int:
+        """Return the elements of a block that one rank row of A and of Bᵀ takes."""
+        shape = self.shape_of(module)
+        if not self.has_codes(module):
+            return shape.in_features + shape.out_features
+        return -(-(shape.in_features + shape.out_features + SCALE_BYTES) // self.dtype_bytes)
+
+    def has_codes(self, module: str) -> bool:
+        """Return whether A and B of a module are kept as codes of 8 bits; a score head is not."""
+        return self.lora_bits == 8 and module != SCORE
 
     @property
     def module_slots(self) -> int:
@@ -193,8 +216,8 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def sizes(self) -> "ModelGeometry":
-        """The geometry as models are compared by it: without what is told by the rest."""
-        return msgspec.structs.replace(self, replaceable=None, hidden_size=0)
+        """The geometry as models are compared by it: without what is told by the rest, and how numbers are kept."""
+        return msgspec.structs.replace(self, replaceable=None, hidden_size=0, lora_bits=0, kv_bits=0)
 
     def has_module(self, layer: int, module: str) -> bool:
         """Return whether a layer has a module."""
@@ -219,8 +242,19 @@ class ModelGeometry(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.kv_layers or (KvShape(self.kv_heads, self.head_dim, self.head_dim),) * self.layers
 
     def kv_elements_per_token(self) -> int:
-        """Elements of the keys and values of one token over all layers."""
-        return sum(shape.elements for shape in self.kv_shapes())
+        """Return how many elements the keys and values of one token take over all layers.
+
+        Raises:
+            ValueError: they are codes, and do not fill whole elements.
+        """
+        if not self.kv_bits:
+            return sum(shape.elements for shape in self.kv_shapes())
+        elements, rest = divmod(
+            sum(shape.elements + 2 * shape.heads * KV_SCALE_BYTES for shape in self.kv_shapes()), self.dtype_bytes
+        )
+        if rest:
+            raise ValueError(f"keys and values in 8 bits do not fill whole elements of {self.dtype_bytes} bytes")
+        return elements
 
     def block_elements(self, block_size: int) -> int:
         """Elements of a block that holds ``block_size`` tokens of KV over all layers."""

@@ -173,17 +173,15 @@ class CostModel:
 def adapter_elements(
     ranks: Mapping[str, tuple[int, ...]], geometry: ModelGeometry, extras: Sequence[AdapterExtra] = ()
 ) -> int:
-    """Return the number of elements of an adapter.
+    """Return the number of elements of blocks that an adapter takes.
 
     Args:
         ranks: the rank of each layer by module.
         geometry: sizes of the model.
         extras: what it has beside A and B.
     """
-    shapes = {module: geometry.shape_of(module) for module in ranks}
-    return sum(
-        sum(by_layer) * (shapes[module].in_features + shapes[module].out_features) for module, by_layer in ranks.items()
-    ) + sum(extra.columns * sum(extra.rows) for extra in extras)
+    low_rank = sum(sum(by_layer) * geometry.row_elements(module) for module, by_layer in ranks.items())
+    return low_rank + sum(extra.columns * sum(extra.rows) for extra in extras)
 
 
 def lora_s(costs: LoraCosts, work: LoraWork) -> float:

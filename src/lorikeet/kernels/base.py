@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lorikeet.core.geometry import LORA_MODULES
+from lorikeet.core.geometry import KV_SCALE_BYTES, LORA_MODULES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.extras import ExtraWeights
 from lorikeet.kernels.quantized import QuantizedWeight
@@ -227,9 +227,12 @@ class LoraWeights:
             then module as in the geometry; here as in ``LORA_MODULES``.
         index: int64 ``[layers * slots + 1]``, the first piece of each (layer, module); slots as of ``LoraTargets``.
         score: rows of the score head, ``[labels, hidden]`` together; empty if the adapter has none.
+        bits: 8 if A and Bᵀ are codes, with the scales of a piece before its A (``memory.packing.write_pieces``); 0 if
+            they are of the dtype. ``pieces`` are of the dtype in any case.
     """
 
     score: tuple[Tensor, ...] = ()
+    bits = 0
 
     def __init__(self, pieces: LoraPieces, layers: int) -> None:
         rows: list[tuple[int, int, int]] = []
@@ -250,12 +253,19 @@ class LoraWeights:
 
     @classmethod
     def from_table(
-        cls, rank: int, modules: frozenset[str], table: Tensor, index: Tensor, make_pieces: Callable[[], LoraPieces]
+        cls,
+        rank: int,
+        modules: frozenset[str],
+        table: Tensor,
+        index: Tensor,
+        make_pieces: Callable[[], LoraPieces],
+        *,
+        bits: int = 0,
     ) -> "LoraWeights":
         """Make it from addresses. Views of hundreds of pieces take milliseconds; native kernels do not need them."""
         made = cls.__new__(cls)
         made.rank, made.modules, made.table, made.index = rank, modules, table, index
-        made._make_pieces, made._on_device, made.extras = make_pieces, None, None
+        made._make_pieces, made._on_device, made.extras, made.bits = make_pieces, None, None, bits
         return made
 
     @cached_property
@@ -401,9 +411,13 @@ class LoraBatch:
 
     @cached_property
     def numbers(self) -> Tensor:
-        """Int64 ``[3]``: address of :attr:`table`, number of segments, and the rank to pad to, 0 for none."""
+        """Int64 ``[4]``: address of :attr:`table`, number of segments, the rank to pad to, 0 for none, and the bits.
+
+        All adapters of a batch are kept in the same form.
+        """
         padded_rank = self.largest_rank if self.form is KernelForm.PADDED else 0
-        return torch.tensor([self.table.data_ptr(), len(self.segments), padded_rank], dtype=torch.int64)
+        bits = self.segments[0].weights.bits if self.segments else 0
+        return torch.tensor([self.table.data_ptr(), len(self.segments), padded_rank, bits], dtype=torch.int64)
 
     @classmethod
     def from_table(
@@ -626,6 +640,8 @@ class Kernels(Protocol):
     """Number of threads of each call. The owner may change it between calls."""
     fits_graphs: bool
     """Whether calls can be captured in a CUDA graph: no call waits for the device, except LoRA by einsum."""
+    reads_codes: bool
+    """Whether adapters may be kept as codes (``LoraWeights.bits``), and keys and values (:func:`kv_view`)."""
 
     def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
         """Return a context in which each thread is pinned to one of ``cores``, which are as many as threads."""
@@ -687,7 +703,8 @@ class Kernels(Protocol):
         Args:
             qkv: ``[T, (heads + 2 * kv_heads) * head_dim]``, changed; its keys are undefined afterwards.
             rotation: how queries and keys are rotated.
-            kv: this layer's view of the arena, ``[blocks, 2, block_size, kv_heads, head_dim]``, changed.
+            kv: this layer's view of the arena, ``[blocks, 2, block_size, kv_heads, head_dim]``, changed; or of codes,
+                see :func:`kv_view`.
             batch: the step.
             norms: RMS norms of queries and keys before the rotation, or None.
         """
@@ -717,9 +734,19 @@ class Kernels(Protocol):
         ...
 
 
-def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int) -> Tensor:
-    """View ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_size, kv_heads, head_dim]``, without a copy."""
+def kv_head_dim(kv: Tensor) -> int:
+    """Return the elements of a head of a layer's keys and values, as viewed by :func:`kv_view`."""
+    return kv.shape[-1] - (KV_SCALE_BYTES if kv.dtype == torch.int8 else 0)
+
+
+def kv_view(arena: Tensor, layers: int, block_size: int, kv_heads: int, head_dim: int, *, bits: int = 0) -> Tensor:
+    """View ``arena [blocks, elements]`` as ``[layers, blocks, 2, block_size, kv_heads, head_dim]``, without a copy.
+
+    With 8 ``bits`` it is a view of int8 ``[…, head_dim + 2]``: the codes of a head, and their scale in bfloat16.
+    """
     blocks = arena.shape[0]
+    if bits:
+        arena, head_dim = arena.view(torch.int8), head_dim + KV_SCALE_BYTES
     return arena.view(blocks, layers, 2, block_size, kv_heads, head_dim).transpose(0, 1)
 
 

@@ -26,6 +26,7 @@ from lorikeet.kernels.base import (
     Rotation,
     SamplingTensors,
     Weight,
+    kv_head_dim,
 )
 from lorikeet.kernels.huge_pages import Slabs
 from lorikeet.kernels.quantized import QuantizedWeight
@@ -44,13 +45,13 @@ _SIGNATURES = {
     "lorikeet_linear_gated": (_ADDRESS, _INT, *(_ADDRESS,) * 3, _INT, _INT),
     "lorikeet_add_norm": (_ADDRESS,) * 4 + (_INT, _INT, _FLOAT, _FLOAT, _INT, _INT),
     "lorikeet_rotary_store": (_ADDRESS, *(_INT,) * 4, *(_ADDRESS,) * 4, _FLOAT, _FLOAT, *(_INT,) * 3, _ADDRESS)
-    + (_INT,) * 2
+    + (_INT,) * 3
     + (_ADDRESS,) * 2
     + (_INT,) * 3,
     "lorikeet_adjust": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, _INT),
     "lorikeet_silu_mul": (_ADDRESS,) * 2 + (_INT,) * 4,
     "lorikeet_gelu_mul": (_ADDRESS,) * 2 + (_INT,) * 4,
-    "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6)
+    "lorikeet_attention": (_ADDRESS, _INT, _ADDRESS, _INT, _INT, _ADDRESS, _INT, *(_ADDRESS,) * 3, *(_INT,) * 6)
     + (_FLOAT, _INT) * 2
     + (_INT,),
     "lorikeet_layers": (_ADDRESS, _ADDRESS, *(_FLOAT,) * 4, _INT),
@@ -280,10 +281,10 @@ class NativeLayers:
         normed, qkv, mixed, delta, gate_up, gated = [x.new_empty(rows, width) for width in self._widths]
         assert all(tensor.is_contiguous() for tensor in (x, cos, sin, kv[0, 0]))
         assert len(kv) == len(self._weights)
-        assert kv.dtype == x.dtype
+        assert kv.dtype in (x.dtype, torch.int8)
         step = _int64(
             rows, samples, batch.sample_rows.data_ptr(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            kv.data_ptr(), kv.stride(0), kv.stride(1), kv.shape[3],
+            kv.data_ptr(), kv.itemsize, kv.stride(0), kv.stride(1), kv.shape[3],
             batch.slot_blocks.data_ptr(), batch.slot_offsets.data_ptr(), batch.row_starts.data_ptr(),
             batch.contexts.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.shape[1], len(batch.contexts),
             _numbers(batch.lora), _numbers(batch.sample_lora),
@@ -355,6 +356,7 @@ class NativeKernels:
     """
 
     fits_graphs = False
+    reads_codes = True
 
     def __init__(self, instruction_set: str, library: ctypes.CDLL) -> None:
         self.name = f"native ({instruction_set})"
@@ -512,7 +514,7 @@ class NativeKernels:
 
     def rotary_store(self, qkv: Tensor, rotation: Rotation, kv: Tensor, batch: Batch, norms: HeadNorms | None) -> None:
         """In one pass over memory."""
-        _, _, block_size, kv_heads, head_dim = kv.shape
+        (_, _, block_size, kv_heads, _), head_dim = kv.shape, kv_head_dim(kv)
         cos, sin, (dims, are_neighbours) = rotation
         rows, columns = qkv.shape
         self._library.lorikeet_rotary_store(
@@ -531,6 +533,7 @@ class NativeKernels:
             dims,
             are_neighbours,
             kv.data_ptr(),
+            kv.itemsize,
             kv.stride(0),
             block_size,
             batch.slot_blocks.data_ptr(),
@@ -544,7 +547,7 @@ class NativeKernels:
         self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
     ) -> Tensor:
         """Decodes and prefills in one call."""
-        _, _, block_size, kv_heads, head_dim = kv.shape
+        (_, _, block_size, kv_heads, _), head_dim = kv.shape, kv_head_dim(kv)
         rows, columns = qkv.shape
         heads = columns // head_dim - 2 * kv_heads
         out = qkv.new_empty((rows, heads * head_dim))
@@ -552,6 +555,7 @@ class NativeKernels:
             qkv.data_ptr(),
             columns,
             kv.data_ptr(),
+            kv.itemsize,
             kv.stride(0),
             out.data_ptr(),
             heads * head_dim,

@@ -5,6 +5,7 @@ It also has LoRA by einsum, as dLoRA computes it, which all backends use.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorikeet.core.geometry import KV_SCALE_BYTES
 from lorikeet.core.plan import KernelForm
 from lorikeet.kernels.base import (
     SLOW_HALVES,
@@ -27,6 +29,7 @@ from lorikeet.kernels.base import (
     SamplingTensors,
     Weight,
     choose,
+    kv_head_dim,
 )
 from lorikeet.kernels.extras import row_norms, scale_and_shift
 from lorikeet.kernels.quantized import QuantizedWeight
@@ -60,6 +63,9 @@ def add_lora_einsum(out: Tensor, x: Tensor, delta: LoraDelta) -> None:
         out[:, column : column + outputs] += inner.flatten(1) @ bt.flatten(0, 1)
 
 
+_LEAST_SCALE = 1e-37
+"""Of keys and values in 8 bits; smaller ones, whose inverse would not be finite, are 0."""
+
 GROUP_RANKS = 512
 """Most ranks of a group of segments. Each row is multiplied with all of them, so this bounds the wasted work."""
 
@@ -72,6 +78,7 @@ class ReferenceKernels:
     """
 
     fits_graphs = False
+    reads_codes = True
 
     def __init__(self, instead_of_faster: str = "") -> None:
         self.name = f"reference ({instead_of_faster})" if instead_of_faster else "reference"
@@ -138,13 +145,18 @@ class ReferenceKernels:
             norm_heads(q, norms.q, norms)
             norm_heads(k, norms.k, norms)
         q[:] = rotated(q, rotation)
-        kv[batch.slot_blocks, 0, batch.slot_offsets] = rotated(k, rotation)
-        kv[batch.slot_blocks, 1, batch.slot_offsets] = v
+        for part, rows in enumerate((rotated(k, rotation), v)):
+            kept = kv_codes(rows) if kv.dtype == torch.int8 else rows
+            kv[batch.slot_blocks, part, batch.slot_offsets] = kept
 
     def attention(
         self, qkv: Tensor, kv: Tensor, batch: Batch, scale: float, window: int | None, softcap: float = 0.0
     ) -> Tensor:
         """Decodes together, prefills one by one."""
+        if kv.dtype == torch.int8:
+            used, tables = batch.block_tables.unique(return_inverse=True)
+            kv, batch = kv_from_codes(kv[used], qkv.dtype), replace(batch, block_tables=tables)
+            batch = batch if batch.host is None else replace(batch, host=batch.host._replace(block_tables=tables))
         if softcap:
             heads = split_heads(qkv, kv)[0]
             return attend_plainly(heads, kv[:, 0], kv[:, 1], batch, scale, window, softcap, None).flatten(1)
@@ -212,9 +224,29 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((found, x[..., dims:]), dim=-1) if dims < x.shape[-1] else found
 
 
+def kv_codes(rows: Tensor) -> Tensor:
+    """Return the codes of keys or values ``[…, head_dim]``, int8 ``[…, head_dim + 2]`` (``base.kv_view``).
+
+    The scale is rounded up, so that no code is above 127; it is NaN where a number is not finite.
+    """
+    wide = rows.float()
+    exact = wide.abs().amax(-1, keepdim=True) / 127 + (wide * 0).sum(-1, keepdim=True)
+    scale = ((exact.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+    scale = torch.where(exact.isnan(), torch.nan, torch.where(exact < _LEAST_SCALE, 0.0, scale))
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    codes = (wide * inverse).nan_to_num(0, 0, 0).round().to(torch.int8)
+    return torch.cat((codes, scale.to(torch.bfloat16).view(torch.int8)), dim=-1)
+
+
+def kv_from_codes(kv: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the keys and values ``[…, head_dim]`` that codes ``[…, head_dim + 2]`` mean."""
+    codes, scale = kv[..., :-KV_SCALE_BYTES], kv[..., -KV_SCALE_BYTES:].contiguous().view(torch.bfloat16)
+    return (codes.float() * scale.float()).to(dtype)
+
+
 def split_heads(qkv: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """View ``qkv`` as q ``[T, heads, head_dim]`` and k, v ``[T, kv_heads, head_dim]``, with sizes from ``kv``."""
-    kv_heads, head_dim = kv.shape[-2:]
+    kv_heads, head_dim = kv.shape[-2], kv_head_dim(kv)
     heads = qkv.unflatten(-1, (-1, head_dim))
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     return q, k, v

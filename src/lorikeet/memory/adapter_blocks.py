@@ -1,6 +1,6 @@
 """Views of packed adapters in arena blocks, as the kernels use them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 
@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from lorikeet.core.adapter import AdapterExtra, AdapterRef, Shape
-from lorikeet.core.geometry import SCORE, ModelGeometry
+from lorikeet.core.geometry import SCALE_BYTES, SCORE, ModelGeometry
 from lorikeet.kernels.base import LoraPieces, LoraWeights
 from lorikeet.kernels.extras import ExtraMatrix, ExtraWeights
 from lorikeet.memory.packing import AdapterPacking, PackedRows, module_of, pack
 
 _MAX_LAYOUTS = 128
 """Cached layouts. Deployments have adapters of few shapes; a layout of all modules on 80 layers takes about 100 KB."""
+
+_A_SCALE = 2.0**-7
+"""Of A when codes are dequantised: its elements are then at most 1."""
 
 
 class AdapterLayout:
@@ -39,6 +42,8 @@ class AdapterLayout:
         places = [(p.layer * slots + numbers[p.module], p.block, p.offset, p.rows) for p in pieces]
         which, self._block, self._offset, self._rows = np.array(places, dtype=np.int64).reshape(-1, 4).T
         inputs = np.array([geometry.modules[p.module].in_features for p in pieces], dtype=np.int64)
+        # A piece has its scales, then A, then Bᵀ: see packing.write_pieces.
+        self._scale_bytes = self._rows * (SCALE_BYTES if geometry.lora_bits else 0)
         self._a_elements = self._rows * inputs
         self._index = torch.from_numpy(np.searchsorted(which, np.arange(geometry.layers * slots + 1)))
         self._rank = int(np.bincount(which, self._rows).max(initial=0))
@@ -58,6 +63,8 @@ class AdapterLayout:
             raise ValueError(f"the adapter takes {self.packing.blocks} blocks, not {len(blocks)}")
 
         def make_pieces() -> LoraPieces:
+            if self.geometry.lora_bits:
+                return _Codes(self.packing, blocks, arena, self.geometry)
             return {
                 module: tuple(_views(piece, blocks, arena, self.geometry) for piece in pieces)
                 for module, pieces in groupby(self.packing.pieces, key=module_of)
@@ -65,9 +72,12 @@ class AdapterLayout:
             }
 
         block = np.asarray(blocks, dtype=np.int64)[self._block]
-        a = arena.data_ptr() + (block * arena.stride(0) + self._offset) * arena.itemsize
-        table = np.stack((a, a + self._a_elements * arena.itemsize, self._rows), axis=1)
-        weights = LoraWeights.from_table(self._rank, self._modules, torch.from_numpy(table), self._index, make_pieces)
+        a = arena.data_ptr() + (block * arena.stride(0) + self._offset) * arena.itemsize + self._scale_bytes
+        bits = self.geometry.lora_bits
+        table = np.stack((a, a + self._a_elements * (bits // 8 or arena.itemsize), self._rows), axis=1)
+        weights = LoraWeights.from_table(
+            self._rank, self._modules, torch.from_numpy(table), self._index, make_pieces, bits=bits
+        )
         weights.score = tuple(_views(piece, blocks, arena, self.geometry)[0] for piece in self._score)
         if self._extras:
             weights.extras = self._extra_weights(blocks, arena)
@@ -108,6 +118,42 @@ class AdapterLayouts:
             ValueError: one rank row is larger than a block.
         """
         return self._layout(ref.shape)
+
+
+class _Codes(Mapping[tuple[int, str], tuple[tuple[Tensor, Tensor], ...]]):
+    """The weights of an adapter that is kept as codes, in the arena's dtype.
+
+    They are made anew each time, since blocks may arrive between two.
+    """
+
+    def __init__(self, packing: AdapterPacking, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> None:
+        self._blocks, self._arena, self._geometry = blocks, arena, geometry
+        self._pieces = {key: tuple(pieces) for key, pieces in groupby(packing.pieces, key=module_of) if key[1] != SCORE}
+
+    def __getitem__(self, key: tuple[int, str]) -> tuple[tuple[Tensor, Tensor], ...]:
+        return tuple(_dequantized(piece, self._blocks, self._arena, self._geometry) for piece in self._pieces[key])
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return iter(self._pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
+def _dequantized(
+    piece: PackedRows, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry
+) -> tuple[Tensor, Tensor]:
+    """Return A and Bᵀ of a piece of codes.
+
+    A is the codes by a power of two, and so exact. It does not depend on the rank of tensor parallelism, as Bᵀ does.
+    """
+    shape = geometry.shape_of(piece.module)
+    sizes = [n * piece.rows for n in (SCALE_BYTES, shape.in_features, shape.out_features)]
+    content = arena[blocks[piece.block]][piece.offset :].view(torch.uint8)
+    scales, a, bt = content[: sum(sizes)].split_with_sizes(sizes)
+    a, bt = (codes.view(torch.int8).view(piece.rows, -1).to(torch.float32) for codes in (a, bt))
+    bt = bt * (scales.clone().view(torch.float32) / _A_SCALE)[:, None]
+    return (a * _A_SCALE).to(arena.dtype), bt.to(arena.dtype)
 
 
 def _views(piece: PackedRows, blocks: Sequence[int], arena: Tensor, geometry: ModelGeometry) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,32 @@
 """The least memory that an engine works with."""
 
-from lorikeet.config import ConfigError, Settings
+import msgspec
+
+from lorikeet.config import MEMORY_DTYPES, ConfigError, EngineSettings, Settings
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.sizes import format_size
+from lorikeet.core.suggestions import unknown_name
 from lorikeet.memory.packing import pack
 
 _SMALLEST_RANK = 8
+
+
+def kept_geometry(engine: EngineSettings, geometry: ModelGeometry) -> ModelGeometry:
+    """Return a geometry with the forms in which an engine keeps adapters and KV.
+
+    Raises:
+        ConfigError: there is no such form, or it does not fit the model.
+    """
+    bits = {"auto": 0, "int8": 8}
+    for name, dtype in (("lora_dtype", engine.lora_dtype), ("kv_cache_dtype", engine.kv_cache_dtype)):
+        if dtype not in bits:
+            raise ConfigError(unknown_name(name, dtype, MEMORY_DTYPES))
+    kept = msgspec.structs.replace(geometry, lora_bits=bits[engine.lora_dtype], kv_bits=bits[engine.kv_cache_dtype])
+    try:
+        kept.kv_elements_per_token()
+    except ValueError as error:
+        raise ConfigError(f"kv_cache_dtype: {error}") from error
+    return kept
 
 
 def adapter_blocks(settings: Settings, geometry: ModelGeometry, rank: int) -> int:

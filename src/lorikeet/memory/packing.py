@@ -10,8 +10,10 @@ from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 from numpy.typing import NDArray
 
+from lorikeet.adapters.numbers import to_codes
 from lorikeet.core.adapter import AdapterExtra, AdapterRef
 from lorikeet.core.geometry import SCORE, ModelGeometry
 from lorikeet.core.plan import Groups
@@ -62,12 +64,14 @@ class AdapterPacking(NamedTuple):
         extras: behind them, in the order of the adapter's extras, then by layer and row.
         blocks: number of blocks the adapter takes; with several pipeline stages, where it takes the most.
         used_elements: elements of the blocks that hold weights; the rest is waste.
+        lora_bits: as of ``ModelGeometry``.
     """
 
     pieces: tuple[PackedRows, ...]
     extras: tuple[PackedExtra, ...]
     blocks: int
     used_elements: int
+    lora_bits: int = 0
 
 
 def pack(
@@ -106,8 +110,7 @@ def _pack_stage(
         for module in (*geometry.modules, SCORE):
             if module not in ranks:
                 continue
-            shape = geometry.shape_of(module)
-            row_elements = shape.in_features + shape.out_features
+            row_elements = geometry.row_elements(module)
             if row_elements > block_elements:
                 raise ValueError(f"a rank row of {module} has {row_elements} elements, a block only {block_elements}")
             rank = ranks[module][geometry.first_layer + layer]
@@ -118,7 +121,8 @@ def _pack_stage(
             raise ValueError(f"{extra.kind} of {extra.module} has {extra.columns} columns, a block {block_elements}")
         for layer, count in enumerate(extra.rows):
             packed += [PackedExtra(number, layer, *run) for run in space.take(count, extra.columns)]
-    return AdapterPacking(tuple(pieces), tuple(packed), space.block + 1 if space.used else 0, space.used)
+    blocks = space.block + 1 if space.used else 0
+    return AdapterPacking(tuple(pieces), tuple(packed), blocks, space.used, geometry.lora_bits)
 
 
 class _Space:
@@ -243,6 +247,9 @@ def write_pieces(
 ) -> Iterator[int]:
     """Copy an adapter into its blocks, one block after the other.
 
+    A piece of a packing with codes consists of the scales of its rank rows, fp32, the codes of A, and those of Bᵀ. The
+    scale of a rank row is the product of those of its row of A and of its row of Bᵀ: only that product is needed.
+
     Args:
         weights: layer, module, A ``[rank, in_features]`` and Bᵀ ``[rank, out_features]``, in packing order, as
             ``adapters.weights.load_weights`` yields them.
@@ -266,16 +273,20 @@ def write_pieces(
         targets = list(pieces)
         if packed != (layer, module) or sum(piece.rows for piece in targets) != a.shape[0]:
             raise ValueError(f"{module} of layer {layer} has rank {a.shape[0]}, which is not what was packed")
+        if has_codes := packing.lora_bits == 8 and module != SCORE:
+            (a, of_a), (bt, of_b) = to_codes(a), to_codes(bt)
+            scales = of_a * of_b
         for piece in targets:
             if piece.block != block:
                 block = piece.block
                 yield block
             rows = slice(piece.first_row, piece.first_row + piece.rows)
-            middle = piece.offset + piece.rows * a.shape[1]
-            end = middle + piece.rows * bt.shape[1]
-            target = arena[blocks[block]]
-            target[piece.offset : middle].reshape(piece.rows, -1)[:] = a[rows]
-            target[middle:end].reshape(piece.rows, -1)[:] = bt[rows]
+            target = arena[blocks[block]][piece.offset :]
+            parts = (scales[rows], a[rows], bt[rows]) if has_codes else (a[rows], bt[rows])
+            for part in parts:
+                kept = target.view(np.uint8)[: part.nbytes].view(part.dtype)
+                kept.reshape(part.shape)[:] = part
+                target = target.view(np.uint8)[part.nbytes :]
     for (layer, module), _ in modules:
         raise ValueError(f"{module} of layer {layer} was packed, but has no weights")
     matrices = groupby(packing.extras, key=lambda piece: (piece.number, piece.layer))

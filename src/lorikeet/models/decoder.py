@@ -122,7 +122,9 @@ class Decoder:
 
     fits_graphs = True
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, group: RankGroup) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, group: RankGroup, kv_bits: int = 0
+    ) -> None:
         """Create a decoder.
 
         Args:
@@ -130,9 +132,11 @@ class Decoder:
             weights: weights of this rank, of one dtype and on one device.
             kernels: kernel backend.
             group: the ranks of the model, for all-reduce and the other stages.
+            kv_bits: as of ``ModelGeometry``.
         """
         geometry = config.geometry(dtype_bytes=weights.embedding.element_size(), tensor_parallel=group.size)
         self._config = config
+        self._kv_bits = kv_bits
         self._weights = weights
         self._kernels = kernels
         self._group = group
@@ -180,14 +184,15 @@ class Decoder:
         It launches kernel by kernel, and without all-reduce, so it needs no other ranks.
         """
         weights = replace(self._weights, layers=self._weights.layers[:layers])
-        cut = Decoder(self._config, weights, self._kernels, NoReduceGroup(self._group))
+        cut = Decoder(self._config, weights, self._kernels, NoReduceGroup(self._group), self._kv_bits)
         cut._in_one_call = None
         return cut
 
     def view_kv(self, arena: Tensor, block_size: int) -> Tensor:
         """View ``arena [blocks, elements]`` as :meth:`hidden` takes it."""
         kv_heads, head_dim = self._shape.kv_heads, self._shape.head_dim
-        return kv_view(arena, len(self._weights.layers), block_size, kv_heads // self._group.size or 1, head_dim)
+        kv_heads, layers = kv_heads // self._group.size or 1, len(self._weights.layers)
+        return kv_view(arena, layers, block_size, kv_heads, head_dim, bits=self._kv_bits)
 
     def forward(self, batch: Batch, kv: Tensor) -> Tensor:
         """Compute one step; return the logits ``[S, vocab]`` of its sample rows. As :meth:`hidden` and :meth:`head`."""

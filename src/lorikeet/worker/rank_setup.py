@@ -18,6 +18,7 @@ from lorikeet.kernels import huge_pages
 from lorikeet.kernels.backends import choose_kernels
 from lorikeet.kernels.base import Batch, Kernels, LoraBatch, LoraWeights, torch_dtype
 from lorikeet.kernels.quantized import GROUP
+from lorikeet.memory.least import kept_geometry
 from lorikeet.models.config import (
     BaseConfig,
     ModelConfig,
@@ -184,13 +185,13 @@ def load_rank(
         )
     kernels = _kernels(settings, dtype, device)
     packed = pack_weights(weights, kernels, keep_plain=merges)
-    geometry = share.geometry(dtype.itemsize, group.size)
+    geometry = kept_geometry(settings.engine, share.geometry(dtype.itemsize, group.size))
     merger = None
     if merges:
         place = _pristine_device(weights, device, preset.merge_by)
         merger = Merger(weights, packed, kernels, geometry, preset.merge_by, place)
-    decoder = Decoder(share, packed, kernels, group)
-    whole = config.geometry(dtype.itemsize)
+    decoder = Decoder(share, packed, kernels, group, geometry.kv_bits)
+    whole = kept_geometry(settings.engine, config.geometry(dtype.itemsize))
     return RankModel(config, decoder, kernels, dtype, device, geometry, merger, weights.stored, whole)
 
 
@@ -206,6 +207,11 @@ def _load_transformers(
     from lorikeet.models.transformers_attention import UnsupportedAttention
     from lorikeet.models.transformers_decoder import TransformersDecoder, load_model
 
+    if settings.engine.kv_cache_dtype == "int8":
+        raise ConfigError(
+            f"kv_cache_dtype: int8 needs Lorikeet's own decoder, and {config.architecture} runs by transformers' "
+            "modules: leave --kv-cache-dtype out"
+        )
     quantized = read_quantization(read_json_section(folder / "config.json"))
     method = GGUF if (folder / GGUF_FILE).is_file() else quantized.method if quantized else ""
     bits = bits_on_load(settings.model.quantization, method, folder)
@@ -220,14 +226,20 @@ def _load_transformers(
     stored = f"dequantised from {names.get(method, method)}" if method else ""
     if bits:
         stored = f"int{bits} in groups of {GROUP}, quantised from {str(dtype).removeprefix('torch.')}"
-    return RankModel(config, decoder, kernels, dtype, device, decoder.geometry, weights=stored)
+    geometry = kept_geometry(settings.engine, decoder.geometry)
+    return RankModel(config, decoder, kernels, dtype, device, geometry, weights=stored)
 
 
 def _kernels(settings: Settings, dtype: torch.dtype, device: torch.device) -> Kernels:
     try:
-        return choose_kernels(settings.engine.kernels, dtype, device)
+        kernels = choose_kernels(settings.engine.kernels, dtype, device)
     except ValueError as error:
         raise ConfigError(f"kernels: {error}") from error
+    for name in ("lora_dtype", "kv_cache_dtype"):
+        if getattr(settings.engine, name) == "int8" and not kernels.reads_codes:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"{name}: int8 needs the CPU kernels, not {kernels.name}: leave --{flag} out")
+    return kernels
 
 
 def rank_device(settings: Settings, rank: int) -> torch.device:

@@ -552,7 +552,7 @@ def build_torch_executor(
         model, arena, engine.block_size, cores, finished, transfers, others, host_lora, graphs, grammars
     )
     sizes = EngineSizes(
-        geometry=config.geometry(model.dtype.itemsize) if isinstance(config, ModelConfig) else model.geometry,
+        geometry=model.whole_geometry or model.geometry,
         local_geometry=model.geometry,
         total_blocks=blocks,
         host_blocks=host_blocks,

@@ -87,6 +87,7 @@ class TritonKernels:
     name = "triton"
     threads = 1
     fits_graphs = True
+    reads_codes = False
 
     def pin_threads(self, cores: Sequence[int]) -> AbstractContextManager[None]:
         """Do nothing."""

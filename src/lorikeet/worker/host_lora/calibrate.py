@@ -20,7 +20,6 @@ from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import BlockId, RequestId
 from lorikeet.core.plan import SequenceStart
 from lorikeet.core.request import SamplingParams
-from lorikeet.kernels.base import kv_view
 from lorikeet.memory.packing import pack
 from lorikeet.models.decoder import Decoder
 from lorikeet.presets import HostLayers, LayerGroups, Preset
@@ -203,7 +202,7 @@ def measure_device(
     most_layers = min(_DEVICE_LAYERS, geometry.layers)
     assert isinstance(model.decoder, Decoder), "only the own decoder has layers that can be timed"
     decoders = {layers: model.decoder.cut(layers) for layers in (1, most_layers)}
-    kv = kv_view(arena, geometry.layers, block_size, geometry.kv_heads, geometry.head_dim)
+    kv = model.decoder.view_kv(arena, block_size)
     times: list[tuple[int, float]] = []
     for tokens in [count for count in DEVICE_TOKENS if count <= most_tokens] or [most_tokens]:
         blocks = -(-tokens // block_size)
