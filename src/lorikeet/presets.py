@@ -45,6 +45,17 @@ class MemorySplit(StrEnum):
     """``adapter_share`` of the blocks is for adapters, the rest for KV."""
 
 
+class PrefillApart(StrEnum):
+    """Whether prompts are computed in steps of their own, while decodes wait."""
+
+    NEVER = "never"
+    """Beside decodes."""
+    ALWAYS = "always"
+    """In steps of their own."""
+    PAYS = "pays"
+    """In steps of their own where first tokens come sooner by more than the running answers lose, by measured costs."""
+
+
 class MergeBy(StrEnum):
     """How the adapter that is merged into the base weights is changed."""
 
@@ -131,7 +142,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         evict_to: share of the device that stays in use when the swapper evicts from a full device.
         admission: which of the waiting requests is tried next.
         max_step_adapters: most adapters in one step; 0 for no limit.
-        prefill_apart: whether prompts are computed in steps of their own, while decodes wait; else beside decodes.
+        prefill_apart: whether prompts are computed in steps of their own, while decodes wait.
         decodes_between_prefills: while sequences run, requests are admitted only after so many decode steps since the
             last prefill.
         preempted_kv: what happens to the KV of a preempted sequence.
@@ -170,7 +181,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evict_to: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.95
     admission: str = "fifo"
     max_step_adapters: Count = 0
-    prefill_apart: bool = False
+    prefill_apart: PrefillApart = PrefillApart.NEVER
     decodes_between_prefills: Count = 0
     preempted_kv: PreemptedKv = PreemptedKv.CHEAPER
     batching_mode: str = "unmerged"
@@ -203,6 +214,7 @@ _AUTO = _but(
     swap_interval_s=0.1,
     admission="bounded-sjf",
     eviction="lru:reuse",
+    prefill_apart=PrefillApart.PAYS,
     step_hold=True,
     cold_start=ColdStart.AUTO,
     routing="seconds",
@@ -214,7 +226,7 @@ _CHAMELEON = Preset(
     eviction="chameleon",
     prefetch="queue",
     admission="chameleon",
-    prefill_apart=True,
+    prefill_apart=PrefillApart.ALWAYS,
     cold_start=ColdStart.BLOCK,
 )
 _DLORA = Preset(
@@ -243,7 +255,7 @@ _NO_CACHE: dict[str, Any] = {"eviction": "lru", "keep_adapters": False}
 _S_LORA = _but(_CACHE_ALONE, **_NO_CACHE)
 # TOPPINGS and its baselines compute prompts in steps of their own: a request that arrives interrupts the decodes
 # (section 2.2).
-_PREFILL_APART = _but(_ON_DEMAND, prefill_apart=True)
+_PREFILL_APART = _but(_ON_DEMAND, prefill_apart=PrefillApart.ALWAYS)
 _TOPPINGS = _but(_PREFILL_APART, cold_start=ColdStart.ASSIST, routing="toppings")
 _LORASERVE = _but(_ON_DEMAND, prefetch="queue", placement="loraserve", routing="table")
 _REPLICATED = _but(_LORASERVE, placement="everywhere", pool_prefetch=True)
@@ -367,7 +379,7 @@ PRESETS: dict[str, Preset] = {
         batching_mode="unmerged",
         kernel_form=KernelForm.UNPADDED,
         admission="s-lora",
-        prefill_apart=True,
+        prefill_apart=PrefillApart.ALWAYS,
         decodes_between_prefills=10,
     ),
     # TOPPINGS as printed: host cores compute LoRA of a prefill on layers whose weights have not arrived, BGMV computes
@@ -396,13 +408,13 @@ PRESETS: dict[str, Preset] = {
     "cached": _but(_PREFILL_APART, keep_adapters=True, prefetch="all", cold_start=ColdStart.WAIT),
     # TOPPINGS' servers, but the host assists only if the first token comes sooner with it than after a whole load, and
     # prompts run beside decodes. Wins where links are fast, prompts long, or cores few.
-    "lorikeet:assist": _but(_TOPPINGS, cold_start=ColdStart.AUTO, prefill_apart=False),
+    "lorikeet:assist": _but(_TOPPINGS, cold_start=ColdStart.AUTO, prefill_apart=PrefillApart.NEVER),
     # The same with a host that waits for a layer which arrives before it would be done.
     "lorikeet:assist-patient": _but(
         _TOPPINGS,
         cold_start=ColdStart.AUTO,
         host_layers=HostLayers.PATIENT,
-        prefill_apart=False,
+        prefill_apart=PrefillApart.NEVER,
     ),
     # LoRAServe as printed: placement of adapters on replicas by rank and demand; then a variant and its baselines.
     "loraserve": _LORASERVE,

@@ -12,6 +12,7 @@ from lorikeet.cluster.routing.plain import RoundRobin
 from lorikeet.cluster.routing.seconds import FewestSeconds
 from lorikeet.core.ids import AdapterDigest, ReplicaId
 from lorikeet.core.messages import EngineStats, RouteStats
+from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
 from tests.support.fleets import ask, fleet_of, run, send, several
 
@@ -68,6 +69,15 @@ def test_other_costs_make_other_choices() -> None:
     send(fleet, "a", ask("between", known_tokens=100, expected_tokens=1))
     router.learn(ReplicaCosts(0.01, 0.0, 1e-3))
     assert router.route(ask("again", known_tokens=160, expected_tokens=1, keys=blocks("x", 9)), fleet, 0.0) == B
+
+
+def test_padded_kernels_send_a_small_rank_where_ranks_are_small() -> None:
+    costs = ReplicaCosts(0.01, 1e-3, 1e-4, 0.0, 1e-5, 1e-6)
+    for form, home in ((KernelForm.UNPADDED, A), (KernelForm.PADDED, B)):
+        fleet = fleet_of(A, B)
+        run(fleet, "a", ask("large", 128))
+        run(fleet, "b", ask("small", 8), ask("other", 8))
+        assert FewestSeconds(costs, form).route(ask("new", 8, known_tokens=200), fleet, 0.0) == home
 
 
 # --- what replicas measure ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lorikeet.core.events import FinishReason, FirstToken
 from lorikeet.core.plan import StepPlan
 from lorikeet.core.request import Request, SamplingParams
-from lorikeet.presets import PRESETS, Preset
+from lorikeet.presets import PRESETS, PrefillApart, Preset
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.policies.s_lora import Reservation
 from lorikeet.scheduling.state import SchedulerLimits
@@ -79,8 +79,8 @@ def kinds(plans: list[StepPlan]) -> str:
     ("options", "steps"),
     [
         ({}, "pdmmddd"),
-        ({"prefill_apart": True}, "pdppdddd"),
-        ({"prefill_apart": True, "decodes_between_prefills": 4}, "pddddppddd"),
+        ({"prefill_apart": PrefillApart.ALWAYS}, "pdppdddd"),
+        ({"prefill_apart": PrefillApart.ALWAYS, "decodes_between_prefills": 4}, "pddddppddd"),
     ],
 )
 def test_prefills_beside_decodes_or_apart_or_after_some_decodes(options: dict[str, int], steps: str) -> None:
@@ -96,7 +96,7 @@ def test_prefills_beside_decodes_or_apart_or_after_some_decodes(options: dict[st
 
 def test_a_prefill_apart_has_the_whole_budget_and_requests_run_at_once_where_none_do() -> None:
     limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64)
-    bench = Bench(preset=Preset(prefill_apart=True, decodes_between_prefills=10), limits=limits)
+    bench = Bench(preset=Preset(prefill_apart=PrefillApart.ALWAYS, decodes_between_prefills=10), limits=limits)
     bench.engine.submit(request("a", [1] * 16, max_tokens=2))
     bench.step()
     assert [step.tokens for step in bench.plans[-1].sequences] == [16]

@@ -290,7 +290,8 @@ def _for_pending_time(preset: Preset, profile: CostProfile | None, options: Clus
 
 
 def _for_seconds(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> RoutingOptions:
-    return RoutingOptions(options.seed, costs=replica_costs(preset, profile, options))
+    costs = replica_costs(preset, profile, options)
+    return RoutingOptions(options.seed, costs=costs, kernel_form=preset.kernel_form)
 
 
 def _for_loraserve(preset: Preset, profile: CostProfile | None, options: ClusterOptions) -> PlacementOptions:

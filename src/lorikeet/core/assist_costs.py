@@ -212,23 +212,24 @@ class AssistCosts(msgspec.Struct, frozen=True):
         """Return the time of the same prefill if it starts after the transfer, transfer included."""
         return self.times(tokens, self.rank(ref), self.handovers(ref)).load_then_prefill_s
 
-    def pays(self, ref: AdapterRef, tokens: int, ratio: float = 1.0, others: int = 0) -> bool:
+    def pays(self, ref: AdapterRef, tokens: int, ratio: float = 1.0, others: float = 0.0, step_s: float = 0.0) -> bool:
         """Whether assistance is possible, and saves the request more time than it costs all others.
 
         While a request waits for its adapter, others run as usual. A step with an assisted prefill takes as long as
-        that prefill, for all sequences in it.
+        that prefill, for all sequences in it, and is one more.
 
         Args:
             ref: the adapter.
             tokens: of the prefill.
             ratio: how much further assisted prefills are off their prediction than those that waited
                 (:class:`AssistRecord`).
-            others: how many other requests a longer step delays.
+            others: by how many seconds requests are delayed if the engine loses one.
+            step_s: what one more step costs beside its tokens: an assisted prefill may have one of its own.
         """
         if not self.can_assist(ref):
             return False
         first_token_s = ratio * self.assisted(ref, tokens).first_token_s
-        longer_s = max(0.0, first_token_s - self.layers * self.device_layer_s(tokens))
+        longer_s = step_s + max(0.0, first_token_s - self.layers * self.device_layer_s(tokens))
         return first_token_s + others * longer_s < self.waiting_s(ref, tokens)
 
     @property
@@ -259,13 +260,13 @@ class AssistRecord:
     assistance there are no assisted prefills; then it slowly returns to 1, so that another is tried now and then.
 
     Attributes:
-        others: how many other requests wait or run now, all of which a longer step delays; set before each admission.
-            Running ones count as much as waiting ones: later requests wait for what a busy engine loses.
+        others, step_s: by how many seconds requests are delayed if the engine loses one, and what one more step costs
+            beside its tokens; set before each admission.
     """
 
     def __init__(self) -> None:
         self._assisted = self._waited = 1.0
-        self.others = 0
+        self.others = self.step_s = 0.0
 
     @property
     def ratio(self) -> float:

@@ -61,6 +61,10 @@ class ReplicaCosts(msgspec.Struct, frozen=True):
         )
 
 
+ANSWER_SHARE = 1 / 16
+"""A running answer that is delayed counts as such a part of a request that waits for its first token. Chosen on the odd
+scenarios of benchmarks/auto and the 40 workloads of tests/simulator/test_host_tier."""
+
 UNLOADED_TIMES = 5.0
 """Where no target is set, a latency counts as met up to this many times that of an unloaded replica."""
 

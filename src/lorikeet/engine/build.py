@@ -132,7 +132,9 @@ def _assist(preset: Preset, sizes: EngineSizes, max_num_batched_tokens: int, rec
 
     def order(ref: AdapterRef, tokens: int) -> LoadOrder:
         tokens = min(tokens, max_num_batched_tokens)
-        if not (costs.pays(ref, tokens, record.ratio, record.others) if is_auto else costs.can_assist(ref)):
+        if not (
+            costs.pays(ref, tokens, record.ratio, record.others, record.step_s) if is_auto else costs.can_assist(ref)
+        ):
             return PACKING_ORDER
         return planned(tuple(ref.ranks.items()), 1 << (tokens - 1).bit_length())  # groups depend on no more
 

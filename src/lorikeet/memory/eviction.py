@@ -347,7 +347,8 @@ class Evictor:
         for share, need in needs:
             if not self._can_free(share, need, now, below):
                 return False
-        freed = [self._free_blocks(share, need, now, below) for share, need in needs if need]
+        kinds = None if below == np.inf else (NodeKind.ADAPTER,)
+        freed = [self._free_blocks(share, need, now, below, kinds) for share, need in needs if need]
         return all(freed)
 
     def lacks_slot(self, adapter: int) -> bool:
@@ -373,6 +374,21 @@ class Evictor:
         blocks = min(blocks, self.unused() + most)
         for share in self._shares:
             self._free_blocks(share, blocks * share.limit // self._tiers.device.total, now, np.inf, even_pinned=False)
+
+    def worthless(self) -> int:
+        """Return the number of device blocks of nodes without worth (see ``EvictionPolicy.worthless_below``)."""
+        tree, end, below = self._tree, self._tree.end, self._eviction.worthless_below
+        if below == -np.inf:
+            return 0
+        idle = tree.on_device[:end] & (tree.moving[:end] == NodeTransfer.NO) & (tree.pins[:end] == 0)
+        return int((idle & (tree.kind[:end] == NodeKind.KV) & (tree.score[:end] < below)).sum())
+
+    def evict_worthless(self, blocks: int, now: float) -> None:
+        """Evict nodes without worth until ``blocks`` device blocks are unused, or none is left."""
+        below = self._eviction.worthless_below
+        if below > -np.inf:
+            for share in self._shares:
+                self._free_blocks(share, blocks, now, below, share.kinds, even_pinned=False)
 
     def rescore(self, nodes: Nodes, now: float) -> None:
         """Score nodes that were used or inserted; not adapters if the policy scores all of them at each eviction."""
@@ -624,9 +640,16 @@ class Evictor:
         return blocks <= have + int(self._tree.device_size(adapters[scores < below]).sum())
 
     def _free_blocks(
-        self, share: _DeviceShare, blocks: int, now: float, below: float, *, even_pinned: bool = True
+        self,
+        share: _DeviceShare,
+        blocks: int,
+        now: float,
+        below: float,
+        kinds: tuple[int, ...] | None = None,
+        *,
+        even_pinned: bool = True,
     ) -> bool:
-        kinds = share.kinds if below == np.inf else (NodeKind.ADAPTER,)
+        kinds = kinds or share.kinds
         while (missing := blocks - self._unused(share)) > 0:
             nodes = self._next_victims(kinds, missing, now)
             if not nodes or self._tree.score[nodes[0]] >= below < np.inf:

@@ -414,7 +414,7 @@ class Memory:
         self.evictor.rescore(np.asarray(nodes), now)
         self.counters.arrived(adapter, path, self.block_size, tokens)
         on_device = int(np.count_nonzero(self.tree.on_device[path]))
-        self._reuse.asked(keys[on_device:])
+        self._reuse.asked(adapter, on_device, keys[on_device:])
 
     def keys_of(
         self,
@@ -550,6 +550,7 @@ class Memory:
             BlockError: it was released before.
         """
         self._return_lease(lease, now)
+        self._reuse.computed(lease.adapter, len(lease.path) - lease.cached_blocks)
         if not self._rules.keep_kv:
             for node in reversed(lease.path):
                 self.evictor.discard(node, now)

@@ -120,10 +120,15 @@ class Swapper:
         self._is_evicting = evicts_early and (is_full or self._is_evicting) and unused < wanted
         if self._is_evicting:
             self._evictor.evict_until_free(wanted, now, _EVICTIONS_PER_TICK)
-        elif self._prefetch.below_watermark_only and total - unused < self._rules.prefetch_below * total:
+        elif self._prefetch.below_watermark_only and self._has_room(total - unused):
             self._prefetch_nodes(round((1 - self._rules.prefetch_below) * total), now)
         self._is_idle = len(self._tiers.transfers) == in_flight and not self._is_evicting
         self._counters.ticked(time.perf_counter() - started_s)
+
+    def _has_room(self, used: int) -> bool:
+        """Whether the swapper prefetches while so many blocks of the device are in use."""
+        below = self._rules.prefetch_below * self._tiers.device.total
+        return used < below or used - self._evictor.worthless() < below
 
     def after_admission(self, now: float) -> None:
         """Read registered adapters into the host tier, and run prefetch policies that use any free memory.
@@ -216,6 +221,9 @@ class Swapper:
                 continue
             size = tree.missing_blocks(node)
             short = size + len(batch) + leave_free - self._tiers.device.free
+            if short > 0 and self._rules.host_kv is HostKv.AHEAD:
+                self._evictor.evict_worthless(size + len(batch) + leave_free, now)
+                short = size + len(batch) + leave_free - self._tiers.device.free
             below = self._prefetch.evicts_below(node) if short > 0 else -math.inf
             if short > 0 and below == -math.inf:
                 break

@@ -66,6 +66,10 @@ class PlanBuilder:
         self.decodes.update(self.tokens)
         self.tokens.clear()
 
+    def keep_prefills(self) -> None:
+        """Leave the decodes out of the step; they are not tried again in it."""
+        self.tokens = {sequence: tokens for sequence, tokens in self.tokens.items() if not sequence.is_decoding}
+
     def run_decodes_without_prefill(self) -> None:
         """Fill a step that has no prefill with the decodes that were set aside."""
         if not (self.tokens or self.assisted):
@@ -179,6 +183,10 @@ def continue_plan(
     )
 
 
+_MOST_LONGER = 0.2
+"""A step without its decodes and the one after it take at most so much longer than both together: tokens of running
+answers come later by that."""
+
 _CACHED_RANKS = 4096
 """Adapters whose largest rank is cached, since it is computed over all layers."""
 
@@ -231,7 +239,7 @@ class BatchSelector:
         self._assist = assist
         self._refs: dict[AdapterDigest, AdapterRef] = {}
         self._choice = ALL_REQUESTS
-        self._last_step_was_assisted = self._assisted_postponed = False
+        self._last_step_was_assisted = self._assisted_postponed = self._last_step_was_apart = False
         self._untried = 0
         self.merged: AdapterDigest | None = None
         self._switches = self._merged_steps = self._assisted_steps = 0
@@ -337,6 +345,49 @@ class BatchSelector:
 
     def _rank(self, digest: AdapterDigest) -> int:
         return self._refs[digest].max_rank
+
+    # --- prefills apart ------------------------------------------------------------------------------
+
+    def leave_decodes_out(self, builder: PlanBuilder, delayed_by_a_second: Callable[[], float]) -> None:
+        """Leave the decodes out of a step if that pays (``PrefillApart.PAYS``); never twice in a row.
+
+        Those that get their first token in the step gain the time of its decodes, and what prompts take longer beside
+        adapters of larger ranks. All others lose what both steps take longer than the one.
+
+        Args:
+            builder: the sequences of the step.
+            delayed_by_a_second: returns by how many seconds all requests are delayed if the engine loses one.
+        """
+        decodes = [sequence for sequence in builder.tokens if sequence.is_decoding]
+        was_apart, self._last_step_was_apart = self._last_step_was_apart, False
+        prefills = {sequence: tokens for sequence, tokens in builder.tokens.items() if not sequence.is_decoding}
+        if was_apart or not decodes or not prefills:
+            return
+        ending = [sequence for sequence, tokens in prefills.items() if tokens == sequence.remaining_tokens]
+        tokens, rows = sum(prefills.values()), Counter[AdapterDigest]()
+        for sequence, count in prefills.items():
+            self._count_rows(rows, sequence, count)
+        decode_rows, none = Counter[AdapterDigest](), Counter[AdapterDigest]()
+        for sequence in decodes:
+            self._count_rows(decode_rows, sequence, 1)
+        together_s = self.meter.step_s(tokens, len(decodes), rows, decode_rows)
+        alone_s = self.meter.step_s(tokens, 0, rows, none)
+        decodes_s = self.meter.step_s(0, len(decodes), none, decode_rows)
+        if not self._mode.follows_requests:
+            self._refs.clear()
+        later_s = alone_s + decodes_s - together_s
+        if later_s > _MOST_LONGER * together_s:
+            return
+        gain_s = len(ending) * (together_s - alone_s)
+        if gain_s > 0 and (later_s <= 0 or gain_s > later_s * delayed_by_a_second()):
+            builder.keep_prefills()
+            self._last_step_was_apart = True
+
+    def _count_rows(self, rows: Counter[AdapterDigest], sequence: Sequence, count: int) -> None:
+        ref = sequence.request.adapter
+        if ref is not None:
+            self._refs.setdefault(ref.digest, ref)
+            rows[ref.digest] += count
 
     # --- assisted prefills ---------------------------------------------------------------------------
 

@@ -29,11 +29,12 @@ from lorikeet.core.ids import AdapterDigest, RequestId
 from lorikeet.core.iteration_costs import IterationCosts
 from lorikeet.core.messages import TokenOutput
 from lorikeet.core.plan import StepPlan, StepResult, Tier, TransferDone
+from lorikeet.core.replica_costs import ANSWER_SHARE
 from lorikeet.core.request import Request
 from lorikeet.memory.blocks import WAITS_FOR, SequenceLease, WaitReason
 from lorikeet.memory.memory import ComputedTokens, Memory
 from lorikeet.memory.tree import NodeKind, NodeTransfer
-from lorikeet.presets import ColdStart, PreemptedKv, Preset
+from lorikeet.presets import ColdStart, PreemptedKv, PrefillApart, Preset
 from lorikeet.scheduling.admission import AdmissionPolicy, AdmissionQueue, RunningRequest
 from lorikeet.scheduling.background import BackgroundLast
 from lorikeet.scheduling.batching.mode import BatchingPolicy, Unmerged
@@ -41,6 +42,7 @@ from lorikeet.scheduling.drafts import Drafter, Drafts
 from lorikeet.scheduling.plan_builder import BatchSelector, PlanBuilder, build_plan, continue_plan
 from lorikeet.scheduling.savings import SavingsEstimator
 from lorikeet.scheduling.state import OutputCollector, SchedulerLimits, SchedulerStats, Sequence, StepTimeEstimator
+from lorikeet.scheduling.step_costs import Utilization
 
 MAX_UNINTERRUPTED_STEPS = 32
 """Most identical decode steps in one plan if no request can arrive meanwhile, or an arrival ends the plan."""
@@ -84,7 +86,7 @@ class Scheduler:
         self._preset = preset
         self._sequences: dict[RequestId, Sequence] = {}
         self._running: list[Sequence] = []
-        self._step_times = StepTimeEstimator()
+        self._step_times, self._utilization = StepTimeEstimator(), Utilization()
         memory.predict_prefill(self._step_times.prefill_s)
         self.selector = BatchSelector(
             batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist, iterations
@@ -213,6 +215,8 @@ class Scheduler:
             self._admit_waiting(builder, now)
             self._preempt_for_waiting(builder, now)
         builder.run_decodes_without_prefill()
+        if self._preset.prefill_apart is PrefillApart.PAYS and not builder.preempted:
+            self.selector.leave_decodes_out(builder, self._delayed_by_a_second)
         self._memory.note_batch(len(self._running), now)
         self._memory.swapper.after_admission(now)
         self.held_until_s = math.inf
@@ -238,17 +242,27 @@ class Scheduler:
         self._steps += not plan.is_empty
         return plan
 
+    def _delayed_by_a_second(self) -> float:
+        """Return by how many seconds all requests together are delayed if the engine loses one (see ``Utilization``).
+
+        Those that have their first token count as ``ANSWER_SHARE``.
+        """
+        answers = sum(sequence.is_decoding for sequence in self._running)
+        waiting = len(self._sequences) - answers
+        fixed_s = self._step_times.step_s(0, 0)
+        return (waiting + ANSWER_SHARE * answers) * self._utilization.delay_of_a_second(fixed_s)
+
     def _holds(self, builder: PlanBuilder, now: float) -> bool:
         """Whether the step waits for the transfers that requests wait for (see ``Preset.step_hold``).
 
         Steps are held for at most half of their length, however many requests come meanwhile.
         """
-        others, step_s = len(builder.tokens), self._memory.iteration_s
-        if not others or not self._preset.step_hold:
+        step_s = self._memory.iteration_s
+        if not builder.tokens or not self._preset.step_hold:
             return False
         awaiting = sum(not sequence.can_run for sequence in self._running)
         hold_s, until_s = self._memory.awaited_s(), self._last_end_s + step_s / 2
-        pays = hold_s * (others + len(self.queue)) <= (step_s - hold_s) * awaiting
+        pays = hold_s * self._delayed_by_a_second() <= (step_s - hold_s) * awaiting
         if not pays or now + hold_s >= until_s:
             return False
         self.held_until_s = until_s
@@ -277,7 +291,7 @@ class Scheduler:
                 can_run = sequence.lease is not None and builder.budget_tokens  # it may have been preempted meanwhile
                 if can_run and (all_grown or self._grow_or_preempt(sequence, builder, now)):
                     builder.add(sequence)
-            if self._preset.prefill_apart and not are_prefills:
+            if self._preset.prefill_apart is PrefillApart.ALWAYS and not are_prefills:
                 builder.set_decodes_aside()
 
     @property
@@ -359,7 +373,9 @@ class Scheduler:
         self.selector.note_tried()
         if builder.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
             return WaitReason.SLOT
-        self._assist_record.others = max(0, len(self.queue) - 1) + len(self._running)
+        if self._preset.cold_start is ColdStart.AUTO:
+            self._assist_record.others = self._delayed_by_a_second()
+            self._assist_record.step_s = self._step_times.step_s(0, 0)
         admit = partial(
             self._memory.try_admit,
             request.adapter,
@@ -440,6 +456,7 @@ class Scheduler:
             self._last_end_s = now
             step_s = (result.duration_s - result.switch_s) / result.steps_run
             self._memory.note_step(step_s)
+            self._utilization.note(now, result.steps_run, result.duration_s)
             prefill = [step.tokens for step in plan.sequences if step.tokens > 1 and step.known_tokens > 1]
             drafted = sum([len(step.draft) for step in plan.sequences]) if self._limits.max_draft_tokens else 0
             self._decode_steps = 0 if prefill else self._decode_steps + result.steps_run

@@ -17,8 +17,34 @@ _DECODES, _PREFILLS, _LORA_DECODES, _LORA_PREFILLS = range(4)
 _WINDOW = 64
 """Latest steps of each kind that count."""
 _RIDGE = 1e-4
+_UTILIZATION_S, _MOST_UTILIZED = 5.0, 0.95
+"""Half-life of what is known of the utilization, and the highest that counts."""
 _FEWEST = 16
 """Steps with prompts, and steps without, before which nothing is known."""
+
+
+class Utilization:
+    """Measures how much of the engine's time the work takes that grows with the requests: all but a step's fixed part.
+
+    A second that is lost delays those that are there, and those that come while the engine catches up: in a queue with
+    exponential gaps that makes 1 / (1 - share) seconds in all.
+    """
+
+    def __init__(self) -> None:
+        self._from_s = self._elapsed_s = self._busy_s = self._steps = 0.0
+
+    def note(self, now: float, steps: int, busy_s: float) -> None:
+        """Add the steps that end now, and how long they took together."""
+        passed_s = max(0.0, now - self._from_s)
+        fade = 0.5 ** (passed_s / _UTILIZATION_S)
+        self._from_s = now
+        self._elapsed_s = self._elapsed_s * fade + passed_s
+        self._busy_s, self._steps = self._busy_s * fade + busy_s, self._steps * fade + steps
+
+    def delay_of_a_second(self, step_s: float) -> float:
+        """Return how many seconds one that is lost delays requests; ``step_s`` is the fixed part of a step."""
+        work_s = max(0.0, self._busy_s - self._steps * step_s)
+        return 1 / (1 - min(work_s / self._elapsed_s, _MOST_UTILIZED)) if self._elapsed_s else 1.0
 
 
 class StepCostMeter:
@@ -77,6 +103,22 @@ class StepCostMeter:
             self._parts = tuple((self._fit.parts() / _SCALE).tolist())
             self._fitted_at = seen
         return ReplicaCosts(*self._parts)
+
+    def step_s(
+        self,
+        prefill_tokens: int,
+        decodes: int,
+        prefill_rows: Counter[AdapterDigest],
+        decode_rows: Counter[AdapterDigest],
+    ) -> float:
+        """Return the expected seconds of a step, with arguments as of :meth:`note`; 0 before enough is known."""
+        costs = self.costs()
+        if costs is None:
+            return 0.0
+        prefill_work, decode_work = self._work(prefill_rows, decode_rows)
+        lora_s = costs.lora_s * bool(prefill_rows or decode_rows)
+        lora_s += costs.lora_prefill_s * prefill_work + costs.lora_decode_s * decode_work
+        return costs.step_s + costs.prefill_token_s * prefill_tokens + costs.decode_s * decodes + lora_s
 
     def _work(self, prefill: Counter[AdapterDigest], decode: Counter[AdapterDigest]) -> tuple[float, float]:
         """Return ranks times rows of prompts and of decodes, as the kernel form counts them."""

@@ -33,7 +33,7 @@ def _toppings(options: RoutingOptions, *, empty_is_free: bool) -> Toppings:
 def _seconds(options: RoutingOptions) -> FewestSeconds:
     if options.costs is None:
         raise ValueError("Routing seconds needs the costs of a replica")
-    return FewestSeconds(options.costs)
+    return FewestSeconds(options.costs, options.kernel_form)
 
 
 ROUTING: dict[str, Callable[[RoutingOptions], Router]] = {

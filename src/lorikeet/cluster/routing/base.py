@@ -131,6 +131,7 @@ class RoutingOptions(msgspec.Struct, frozen=True):
         slo_s: longest decode step; infinity for no limit, 0 for ``UNLOADED_TIMES`` the shortest.
         load_s, load_bytes_per_s: an adapter of b bytes is loaded to the device in ``load_s + b / load_bytes_per_s``.
         costs: of a replica; ``seconds`` needs them.
+        kernel_form: of every replica.
         mean_tokens: prompt and answer of a mean request, by which performance models are fitted again.
     """
 
@@ -141,6 +142,7 @@ class RoutingOptions(msgspec.Struct, frozen=True):
     load_s: float = 0.0
     load_bytes_per_s: float = 25e9
     costs: ReplicaCosts | None = None
+    kernel_form: KernelForm = KernelForm.UNPADDED
     mean_tokens: tuple[int, int] = (512, 128)
 
 

@@ -7,6 +7,7 @@ from lorikeet.cluster.routing.base import Router, least
 from lorikeet.cluster.routing.fleet import Flags, Fleet, Numbers
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
+from lorikeet.core.plan import KernelForm
 from lorikeet.core.replica_costs import ReplicaCosts
 
 COPY_TIMES = 3.0
@@ -24,11 +25,15 @@ class FewestSeconds(Router):
     Any open replica may be chosen, whatever the table names: where requests are sent decides where copies of their
     adapter are, and the pool deletes those that were unused for longest (``pool_share``).
 
+    Padded kernels compute every row with the largest rank there. So a small rank costs more beside large ones, and a
+    large one makes all others slower where it is the first.
+
     Source: the sum over all requests is that of TOPPINGS, Algorithm 1; a prefix, an adapter and their loads are
     counted in the same seconds.
 
     Args:
         costs: of a replica.
+        form: of the kernels there.
         max_prefixes: number of prefixes that are remembered.
 
     Attributes:
@@ -37,8 +42,14 @@ class FewestSeconds(Router):
 
     wants_keys = True
 
-    def __init__(self, costs: ReplicaCosts, max_prefixes: int = MAX_PREFIXES) -> None:
+    def __init__(
+        self,
+        costs: ReplicaCosts,
+        form: KernelForm = KernelForm.UNPADDED,
+        max_prefixes: int = MAX_PREFIXES,
+    ) -> None:
         self._costs = costs
+        self._is_padded = form is KernelForm.PADDED
         self._prefixes = SentPrefixes(max_prefixes)
         self._changes = 0
         self.saved_s = 0.0
@@ -69,10 +80,16 @@ class FewestSeconds(Router):
         sequences, steps = loads.requests, max(1, request.expected_tokens)
         some = np.maximum(sequences, 1.0)
         left = loads.decode_tokens / some
-        added_s = costs.decode_s + costs.lora_decode_s * rank
+        ranks = loads.total_rank
+        largest: Numbers | int = rank
+        rows_rank: Numbers | int = rank  # by which the work of a decode step rises
+        if self._is_padded:
+            ranks, largest = loads.largest_rank * loads.rows, np.maximum(loads.largest_rank, rank)
+            rows_rank = largest * (loads.rows + bool(rank)) - ranks
+        added_s = costs.decode_s + costs.lora_decode_s * rows_rank
         step_s = costs.decode_s * sequences + (costs.step_s + added_s)
         if costs.lora_decode_s:
-            step_s += costs.lora_decode_s * loads.total_rank
+            step_s += costs.lora_decode_s * ranks
         step_s = np.maximum(step_s, step_s * some / loads.max_batch)  # beyond the largest batch they take turns
         before_s, seconds = costs.prefill_token_s * loads.prefill_tokens, steps * step_s
         if request.adapter is not None:
@@ -80,7 +97,7 @@ class FewestSeconds(Router):
             before_s = np.maximum(before_s, load_s)
             seconds += load_s  # what the adapter displaces must be loaded again
         seconds += before_s
-        prefill_s = (costs.prefill_token_s + costs.lora_prefill_s * rank) * self._new_tokens(request, fleet)
+        prefill_s = (costs.prefill_token_s + costs.lora_prefill_s * largest) * self._new_tokens(request, fleet)
         seconds += prefill_s
         seconds += sequences * (np.minimum(left, steps) * added_s + prefill_s)
         free_tokens = loads.free_tokens

@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from lorikeet.core.replica_costs import ANSWER_SHARE
 from lorikeet.memory.tree import DependencyTree, Nodes, NodeTransfer, Scores
 
-_ANSWER_SHARE, _MOST_DELAYED = 1 / 16, 3.0
-"""A running request that a longer step delays counts as such a part of one that waits for its first token; and the most
-that all together, with that one, count. Chosen on the odd scenarios of benchmarks/auto and the 40 workloads of
-tests/simulator/test_host_tier."""
+_MOST_DELAYED = 3.0
+"""Most that all requests count whom a longer step delays, the one that waits for its first token included."""
 LOWEST = float(np.finfo(np.float64).min)
 """Used for a score of minus infinity, which would become NaN when an infinite offset is added."""
 
@@ -63,7 +62,7 @@ class MemoryView:
         """
         prefill_s = self.prefill_s(blocks)
         return prefill_s == 0 or self.load_kv_s(blocks) <= prefill_s * min(
-            1 + _ANSWER_SHARE * self.running, _MOST_DELAYED
+            1 + ANSWER_SHARE * self.running, _MOST_DELAYED
         )
 
 
@@ -83,6 +82,7 @@ class EvictionPolicy:
             together; else the node with the lower index, one at a time.
         proposals: number of lowest-scored nodes that are passed to :meth:`choose`; with 1 the lowest is evicted.
         evictable_below: adapters with a lower score may be evicted for prefetches that queued requests need.
+        worthless_below: nodes with a lower score are evicted for any prefetch, if evicted blocks are free immediately.
         follows_queue: whether it reads ``view.waiting``.
     """
 
@@ -91,6 +91,7 @@ class EvictionPolicy:
     deeper_first = True
     proposals = 1
     evictable_below = -np.inf
+    worthless_below = -np.inf
     follows_queue = False
 
     def __init__(self, view: MemoryView) -> None:

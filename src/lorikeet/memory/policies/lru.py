@@ -21,7 +21,12 @@ class Lru(EvictionPolicy):
 
 
 class LruWithReuse(Lru):
-    """LRU in which KV comes first that will hardly be asked for again, by what was asked for of its adapter's KV."""
+    """LRU in which KV comes first that will hardly be asked for again, by what was asked for of its adapter's KV.
+
+    It makes room for prefetches, too.
+    """
+
+    worthless_below = -_BEFORE_OTHERS_S / 2
 
     def scores(self, nodes: Nodes, now: float) -> Scores:
         """Return the times of last use, less by a constant for KV of which less than ``_LEAST_SHARE`` comes back."""
