@@ -21,6 +21,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 import tracemalloc
@@ -36,6 +37,7 @@ import psutil
 import torch
 
 from benchmarks.harness import (
+    LORIKEET,
     THREADS,
     chat_body,
     default_kernels,
