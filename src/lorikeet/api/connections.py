@@ -125,7 +125,8 @@ class LimitedHttp(HttpToolsProtocol):
         """Parse what has come."""
         if self._refusal is not None or self.transport.is_closing():
             return
-        if self.timeout_keep_alive_task is not None:  # the first byte of the next request
+        # The first byte of the next request, and not the rest of a body whose request is answered already.
+        if self.timeout_keep_alive_task is not None and self._head_bytes >= 0:
             self._await_head()
         in_head = self._head_bytes >= 0
         if in_head:
