@@ -229,7 +229,7 @@ async def test_known_adapters_are_told_to_every_engine_until_they_are_dropped(
     before = await idle_nodes(client)
     client.register_adapters(refs)
     await until(lambda: nodes(client) == before + 3, "the tree has three nodes more")
-    assert await client.drop_adapter(refs[0].digest) == 0, "nothing of it was in memory"
+    await client.drop_adapter(refs[0].digest)  # frees what was prefetched of it, if anything was
     await until(lambda: nodes(client) == before + 2, "the tree has two nodes more")
     kill(client)
     await until(lambda: client.process_id is None, "the engine process has ended")
