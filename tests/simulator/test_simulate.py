@@ -314,7 +314,7 @@ def test_adapters_of_any_modules_are_assisted() -> None:
 @pytest.mark.slow
 def test_the_plot_of_a_search_is_that_of_its_peak(profile: str, tmp_path: Path) -> None:
     flags = ["simulate", "--profile", profile, "--count", "200", "--adapters", "4", "--ranks", "1,2"]
-    flags += ["--prompt-tokens", "1-20", "--output-tokens", "1-30", "--slo", "ttft=1", "--find-peak"]
+    flags += ["--prompt-tokens", "1-20", "--output-tokens", "1-30", "--slo", "ttft=1.1", "--find-peak"]
     report, plot = tmp_path / "report.json", tmp_path / "plot.svg"
     result = CliRunner().invoke(app, [*flags, "--json", str(report), "--plot", str(plot)])
     assert result.exit_code == 0, result.output
@@ -333,7 +333,7 @@ def polylines(plot: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_presets_and_seeds_are_compared_and_the_best_is_marked(profile: str, tmp_path: Path) -> None:
-    flags = ["simulate", "--profile", profile, "--count", "30", "--adapters", "4", "--ranks", "1,2", "--rate", "20"]
+    flags = ["simulate", "--profile", profile, "--count", "200", "--adapters", "4", "--ranks", "1,2", "--rate", "20"]
     flags += ["--slo", "ttft=1,tpot=0.5", "--preset", "lorikeet:plain", "--preset", "elora", "--seeds", "2"]
     report, plot = tmp_path / "report.json", tmp_path / "plot.svg"
     flags += ["--json", str(report), "--plot", str(plot)]
