@@ -175,7 +175,7 @@ class Probe:
         self.calls: list[AttentionCall] = []
         self._stored: list[tuple[Tensor, Tensor]] = []  # kept, so that equal addresses mean the same keys
         self._rotated: tuple[Tensor, Tensor, RotaryPairs] | None = None
-        self._by_kernel: dict[int, Heads] = {}
+        self._by_kernel: dict[int, Heads] = {}  # by number of a call whose queries and keys a kernel would rotate
 
     def rotate(self, original: Callable[..., Heads], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Heads:
         """Rotate, and find out whether a kernel would do the same."""

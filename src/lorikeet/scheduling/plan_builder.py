@@ -66,10 +66,6 @@ class PlanBuilder:
         self.decodes.update(self.tokens)
         self.tokens.clear()
 
-    def keep_prefills(self) -> None:
-        """Leave the decodes out of the step; they are not tried again in it."""
-        self.tokens = {sequence: tokens for sequence, tokens in self.tokens.items() if not sequence.is_decoding}
-
     def run_decodes_without_prefill(self) -> None:
         """Fill a step that has no prefill with the decodes that were set aside."""
         if not (self.tokens or self.assisted):
@@ -364,12 +360,8 @@ class BatchSelector:
         if was_apart or not decodes or not prefills:
             return
         ending = [sequence for sequence, tokens in prefills.items() if tokens == sequence.remaining_tokens]
-        tokens, rows = sum(prefills.values()), Counter[AdapterDigest]()
-        for sequence, count in prefills.items():
-            self._count_rows(rows, sequence, count)
-        decode_rows, none = Counter[AdapterDigest](), Counter[AdapterDigest]()
-        for sequence in decodes:
-            self._count_rows(decode_rows, sequence, 1)
+        tokens, none = sum(prefills.values()), Counter[AdapterDigest]()
+        rows, decode_rows = self._rows(prefills), self._rows(dict.fromkeys(decodes, 1))
         together_s = self.meter.step_s(tokens, len(decodes), rows, decode_rows)
         alone_s = self.meter.step_s(tokens, 0, rows, none)
         decodes_s = self.meter.step_s(0, len(decodes), none, decode_rows)
@@ -380,14 +372,17 @@ class BatchSelector:
             return
         gain_s = len(ending) * (together_s - alone_s)
         if gain_s > 0 and (later_s <= 0 or gain_s > later_s * delayed_by_a_second()):
-            builder.keep_prefills()
+            builder.tokens = prefills  # the decodes are not tried again in this step
             self._last_step_was_apart = True
 
-    def _count_rows(self, rows: Counter[AdapterDigest], sequence: Sequence, count: int) -> None:
-        ref = sequence.request.adapter
-        if ref is not None:
-            self._refs.setdefault(ref.digest, ref)
-            rows[ref.digest] += count
+    def _rows(self, tokens: Mapping[Sequence, int]) -> Counter[AdapterDigest]:
+        """Return the tokens of each adapter."""
+        rows = Counter[AdapterDigest]()
+        for sequence, count in tokens.items():
+            if (ref := sequence.request.adapter) is not None:
+                self._refs.setdefault(ref.digest, ref)
+                rows[ref.digest] += count
+        return rows
 
     # --- assisted prefills ---------------------------------------------------------------------------
 
