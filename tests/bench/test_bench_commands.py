@@ -11,7 +11,7 @@ from lorikeet import SPIN_COUNT
 from lorikeet.bench.backends import OfflineResult
 from lorikeet.bench.machine_limits import Ceilings, LimitMeter, MachineLimits
 from lorikeet.bench.offline import OfflineOptions, PairResult, offline_report
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.models.config import read_model_config
 
 runner = CliRunner(env={"COLUMNS": "200", "GOMP_SPINCOUNT": "300000"})

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner, Result
 
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from tests.api.conftest import TOKENIZER
 from tests.api.test_serve import serving
 from tests.bench.fake_server import FakeServer, running

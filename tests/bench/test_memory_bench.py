@@ -21,7 +21,7 @@ from lorikeet.bench.plots import pool_areas
 from lorikeet.bench.synthetic import adapters_by_name
 from lorikeet.bench.workload import OptionError, WorkloadRequest, write_workload
 from lorikeet.cli.bench_memory import split_presets
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.core.events import RequestTimings
 from lorikeet.costs.profile import write_profile
 from tests.support.profiles import GEOMETRY, round_profile

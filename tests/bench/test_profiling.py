@@ -26,7 +26,7 @@ from lorikeet.bench.profiling.steps import (
     without_adapters,
 )
 from lorikeet.bench.profiling.transfers import random_adapters
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.config import EngineSettings, ModelSettings, Settings
 from lorikeet.core.plan import KernelForm, Tier
 from lorikeet.costs.model import CostModel, SequenceWork, step_work

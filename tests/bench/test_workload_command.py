@@ -6,7 +6,7 @@ from typer.testing import CliRunner, Result
 
 from lorikeet.bench.workload import WorkloadRequest, read_workload
 from lorikeet.bench.workload_summary import summarise_workload
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 
 DATA = Path(__file__).parent / "data"
 AZURE = str(DATA / "azure_conv_2023_excerpt.csv")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.peft_config import CONVERTED_TYPES, REFUSED_TYPES, SERVED_TYPES
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.cli.peft_adapters import convert, low_rank
 from lorikeet.models.config import read_model_config
 from tests.models.checkpoints import make_checkpoint

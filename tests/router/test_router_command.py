@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lorikeet.api.connections import ConnectionLimits
-from lorikeet.cli.main import app
+from lorikeet.cli.app import app
 from lorikeet.router.proxied_request import COMPLETIONS
 from lorikeet.router.run import RouterOptions
 from tests.router.scripted import ScriptedBackend, words
