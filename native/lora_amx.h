@@ -6,24 +6,15 @@
 #pragma once
 
 #include <cstring>
-#include <vector>
 
 #include "lora_plan.h"
-#include "tile_unit.h"
+#include "turned_rows.h"
 
 #if defined(__AMX_BF16__)
 
 namespace lorikeet {
 namespace {
 
-// How a part's rows go through tiles.
-struct RowTiles {
-  explicit RowTiles(int64_t rows)
-      : rows(rows), count((rows + kTileHeight - 1) / kTileHeight), height((rows + count - 1) / count) {}
-  int64_t begin(int64_t tile) const { return std::min(tile * height, rows - height); }
-  int64_t overlap(int64_t tile) const { return tile * height - begin(tile); }  // rows that the tile before had
-  int64_t rows, count, height;
-};
 static_assert(kPartRows <= 4 * kTileHeight);
 
 // Fetches what a step will read into the second-level cache, row by row, spread over `turns` calls.
@@ -45,59 +36,6 @@ class Fetcher {
   static constexpr int64_t kLine = 64 / sizeof(E);
   const Step<bf16, E>& step_;
   int64_t row_ = 0, column_, lines_, lines_a_turn_;
-};
-
-// The rows of a part as right operand: for every tile of rows and pair of inputs, 16 rows' pairs side by
-// side. A single row is used as it is: what follows a pair counts as other rows, whose products are not used. Neighbouring
-// parts have the same rows, so these are kept until other rows are requested.
-class TurnedRows {
- public:
-  // Makes tile() those of a part of the call.
-  template <class E>
-  void turn(const Lora<bf16, E>& call, const Part& part, const RowTiles& split) {
-    if (part.start == start_) return;
-    start_ = part.start;
-    const int64_t steps = (call.inputs + kTileDepth - 1) / kTileDepth;
-    lines_ = steps * kTileHeight;
-    pair_bytes_ = part.rows == 1 ? 4 : 64;
-    if (int64_t(kept_.size()) < split.count * lines_) kept_.resize(size_t(split.count * lines_));
-    if (part.rows == 1) {
-      kept_[size_t(steps - 1)] = {};
-      kept_[size_t(steps)] = {};
-      std::memcpy(kept_[0].pairs, call.x + part.start * call.x_stride, size_t(call.inputs) * sizeof(bf16));
-      return;
-    }
-    for (int64_t t = 0; t < split.count; ++t) {
-      const float* rows[kTileHeight];  // beyond the last it is repeated
-      for (int64_t r = 0; r < kTileHeight; ++r)
-        rows[r] = (const float*)(call.x + (part.start + split.begin(t) + std::min(r, split.height - 1)) * call.x_stride);
-      F32* to = (F32*)kept_[size_t(t * lines_)].pairs;
-      int64_t pair = 0;
-      for (; 2 * pair + kTileDepth <= call.inputs; pair += kLanes) transpose(rows, pair, to + pair);
-      if (const int64_t rest = call.inputs - 2 * pair) {
-        alignas(64) bf16 last[kTileHeight][kTileDepth] = {};
-        for (int64_t r = 0; r < kTileHeight; ++r) {
-          std::memcpy(last[r], (const bf16*)rows[r] + 2 * pair, size_t(rest) * sizeof(bf16));
-          rows[r] = (const float*)last[r];
-        }
-        transpose(rows, 0, to + pair);
-      }
-    }
-  }
-  const bf16* tile(int64_t t) const { return kept_[size_t(t * lines_)].pairs; }
-  int64_t pair_bytes() const { return pair_bytes_; }  // from one pair to the next
-
- private:
-  struct alignas(64) Line {
-    bf16 pairs[kTileDepth];
-  };
-  // A thread keeps the memory: a call in the hot path allocates nothing.
-  static std::vector<Line>& kept() {
-    static thread_local std::vector<Line> lines;
-    return lines;
-  }
-  std::vector<Line>& kept_ = kept();
-  int64_t start_ = -1, lines_ = 0, pair_bytes_ = 0;
 };
 
 // A rank tile of A, where it lies or from codes, times a part's rows in Count tiles; meanwhile the rows of `next` are fetched.
@@ -168,7 +106,7 @@ template <class E>
 void shrink_step(Lora<bf16, E>& call, const Step<bf16, E>& step, const Step<bf16, E>& next, Tiles& tiles,
                  TurnedRows& turned) {
   const RowTiles split(step.part->rows);
-  turned.turn(call, *step.part, split);
+  turned.turn(call.x + step.part->start * call.x_stride, call.x_stride, call.inputs, split);
   tiles.shape(step.ranks);
   switch (split.count) {
     case 1: return shrink_tile<1>(call, step, next, turned, split);

@@ -1,26 +1,19 @@
 // The panels of a packed weight, as the products read them.
 //
-// A plain weight is stored in panels. A quantised one is stored as codes of 4 or 8 bits in the same order, and is unpacked
-// one panel at a time into a buffer of the thread: the product that follows is that of a plain weight, to the same bits.
-// The codes of a panel are pairs of inputs: for every pair those of all columns side by side, a byte (low nibble first) or
-// two each. Scales and offsets lie by panel, then group, then column. See docs/decisions/quantised-weights.md.
+// A plain weight is stored in panels. A quantised one is stored as codes of 4 or 8 bits, and is unpacked one panel at a time
+// into a buffer of the thread: the product that follows is that of a plain weight, to the same bits. The codes of a panel
+// are pairs of inputs: for every pair those of all columns side by side, a byte (low nibble first) or two each. Those for
+// the tile unit are in another order (tile_codes.h). Scales and offsets lie by panel, then group, then column. See
+// docs/decisions/quantised-weights.md.
 #pragma once
 
 #include "buffer.h"
 #include "simd.h"
+#include "tile_codes.h"
 #include "tile_unit.h"
+#include "weight.h"
 
 namespace lorikeet {
-
-// A packed weight, as passed by Python. Of a plain one, everything from `bits` on is 0.
-struct Weight {
-  const void* packed;
-  int64_t inputs, outputs, bytes;  // of an element: 2 for bfloat16, 4 for float
-  int64_t bits, group, zero;
-  const void *scales, *offsets;  // offsets may be null
-  int64_t scale_bytes;           // 2 for float16, 4 for float
-};
-
 namespace {
 
 template <class T>
@@ -41,6 +34,7 @@ class Panels {
   const T* at(int64_t index) const {
     if (are_plain()) return stored(index);
     static thread_local Buffer<T> room;
+    if constexpr (kTileUnit<T>) return turned(index, room);
     T* to = room.of((weight_.inputs + 1) * kPanel<T>);
     weight_.bits == 4 ? unpack<4>(index, to) : unpack<8>(index, to);
     return to;
@@ -48,6 +42,8 @@ class Panels {
 
   // Of a plain weight: where a panel lies.
   const T* stored(int64_t index) const { return (const T*)weight_.packed + index * elements(); }
+
+  const Weight& weight() const { return weight_; }
 
  private:
   static constexpr int kVectorsOfPanel = int(kPanel<T>) / kLanes;
@@ -80,6 +76,27 @@ class Panels {
       }
     }
   }
+
+#if defined(__AMX_BF16__)
+  // From tiles of the left side to a panel.
+  bf16* turned(int64_t index, Buffer<bf16>& room) const {
+    static_assert(kPanel<bf16> == TileCodes::kOutputs);
+    TileCodes codes(weight_);
+    bf16* to = room.of(codes.steps() * kTileDepth * kPanel<bf16>);
+    alignas(64) TileCodes::Tiles tiles;
+    for (int64_t step = 0; step < codes.steps(); ++step, to += kTileDepth * kPanel<bf16>) {
+      codes.unpack(index, step, tiles);
+      for (int64_t half = 0; half < 2; ++half) {
+        const float* rows[kTileHeight];
+        F32 pairs[kTileHeight];
+        for (int64_t i = 0; i < kTileHeight; ++i) rows[i] = (const float*)tiles[half * kTileHeight + i];
+        transpose(rows, 0, pairs);
+        for (int64_t i = 0; i < kTileHeight; ++i) store_group(to + (2 * i + half) * kTileDepth, as_pairs(pairs[i]));
+      }
+    }
+    return room.of(0);
+  }
+#endif
 
   static void write(bf16* to, int64_t pair, int vector, CodePairs x) {
     store_pairs(to + (pair * kPanel<T> + vector * kLanes) * 2, x);

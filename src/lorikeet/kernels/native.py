@@ -309,6 +309,28 @@ def _record(layer: LayerWeights, window: int, rotation: int) -> list[int]:
     ]  # fmt: skip
 
 
+_TILE_COLUMNS, _TILE_HEIGHT, _TILE_DEPTH = 32, 16, 32
+"""Columns of a panel for the tile unit, and rows and inputs of a tile."""
+
+
+def _tile_codes(weight: QuantizedWeight, slabs: Slabs) -> Tensor:
+    """Return codes in the order of ``native/tile_codes.h``: by panel, step, tile, row and input."""
+    outputs, inputs = weight.shape
+    panels, steps = -(-outputs // _TILE_COLUMNS), -(-inputs // _TILE_DEPTH)
+    row_bytes = _TILE_DEPTH * weight.bits // 8
+    kept = slabs.allocate(panels * steps * _TILE_COLUMNS * row_bytes, torch.uint8)
+    for panel, codes in enumerate(kept.view(panels, steps, -1)):
+        levels = weight.rows(slice(panel * _TILE_COLUMNS, (panel + 1) * _TILE_COLUMNS)).levels()
+        whole = F.pad(levels, (0, steps * _TILE_DEPTH - inputs, 0, _TILE_COLUMNS - len(levels)))
+        tiles = whole.unflatten(1, (steps, _TILE_DEPTH)).transpose(0, 1)
+        if weight.bits == 8:
+            codes.copy_(tiles.flatten(1))
+            continue
+        first, second, third, fourth = tiles.unflatten(1, (-1, 4)).unbind(2)  # rows of a word
+        codes.view(steps, -1, _TILE_DEPTH, 2).copy_(torch.stack((first | second << 4, third | fourth << 4), 3))
+    return kept
+
+
 def _int64(*numbers: int) -> "ctypes.Array[ctypes.c_int64]":
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
@@ -401,9 +423,6 @@ class NativeKernels:
     def _pack_quantized(self, weight: QuantizedWeight, item_bytes: int) -> PanelWeight:
         """Pack codes and scales in the order in which :meth:`pack` packs elements."""
         columns = self._library.lorikeet_packed_elements(1, 2, item_bytes) // 2
-        codes = weight.codes
-        if weight.bits == 8:
-            codes = F.pad(codes, (0, codes.shape[1] % 2)).unflatten(1, (-1, 2))
 
         def packed(values: Tensor) -> Tensor:  # [out, n, ...] to [panels, n, columns, ...]
             count = -(-len(values) // columns)
@@ -415,9 +434,13 @@ class NativeKernels:
                 ordered[whole, :rest].copy_(values[-rest:])
             return kept
 
+        if columns == _TILE_COLUMNS:
+            codes = _tile_codes(weight, self._slabs)
+        else:
+            codes = packed(F.pad(weight.codes, (0, weight.inputs % 2)).unflatten(1, (-1, 2)) if weight.bits == 8 else weight.codes)
         offsets = None if weight.offsets is None else packed(weight.offsets)
         quantized = QuantizedPanels(weight.bits, weight.group, weight.zero, packed(weight.scales), offsets)
-        return PanelWeight(packed(codes), weight.shape, item_bytes, quantized)
+        return PanelWeight(codes, weight.shape, item_bytes, quantized)
 
     def repack(self, weight: Tensor, packed: Weight) -> None:
         """Overwrite the panels."""

@@ -1,0 +1,157 @@
+// Unpacks codes of 4 or 8 bits into tiles of bfloat16, for the left side of the tile unit.
+//
+// A tile is 16 outputs of 32 inputs. In 8 bits its rows lie one after the other. In 4 bits four rows share 32 words of 16
+// bits, one row in each nibble, the first lowest: so the 16 numbers that a code may mean in a row are computed once, and one
+// instruction looks 32 of them up. Tiles lie by panel (two of them), then step of inputs; inputs that are no whole step are
+// padded. Scales and offsets lie by panel, then group, then output.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "simd.h"
+#include "tile_unit.h"
+#include "weight.h"
+
+#if defined(__AMX_BF16__)
+
+namespace lorikeet {
+namespace {
+
+class TileCodes {
+ public:
+  static constexpr int64_t kOutputs = 2 * kTileHeight;  // of a panel
+  using Tiles = bf16[kOutputs][kTileDepth];             // the two of a step
+
+  explicit TileCodes(const Weight& weight)
+      : weight_(weight), steps_((weight.inputs + kTileDepth - 1) / kTileDepth),
+        groups_((weight.inputs + weight.group - 1) / weight.group) {}
+
+  int64_t steps() const { return steps_; }
+
+  // Steps of a panel are unpacked in their order, from the first one on.
+  void unpack(int64_t panel, int64_t step, Tiles& to) {
+    if (step % kSteps == 0) read(panel, step);
+    weight_.bits == 4 ? unpack<4>(panel, step, to) : unpack<8>(panel, step, to);
+  }
+
+ private:
+  static constexpr int64_t kHalf = kTileDepth / 2;
+  static constexpr int64_t kAheadBytes = 4096;  // of codes that are prefetched
+  static constexpr int64_t kSteps = 8;  // whose scales are read at once, since just written ones are slow to read again
+  // code * scale + base, by output.
+  struct alignas(64) Numbers {
+    float scales[kOutputs], bases[kOutputs];
+  };
+
+  template <int Bits>
+  void unpack(int64_t panel, int64_t step, Tiles& to) const {
+    constexpr int64_t kBytes = kOutputs * kTileDepth * Bits / 8;
+    const uint8_t* codes = (const uint8_t*)weight_.packed + (panel * steps_ + step) * kBytes;
+    for (int64_t i = 0; i < kBytes; i += 64) _mm_prefetch((const char*)codes + kAheadBytes + i, _MM_HINT_T0);
+    const Numbers* of = numbers_[step % kSteps];
+    if (weight_.group % kHalf)
+      unpack_any<Bits>(codes, panel, step, to);
+    else if (weight_.group % kTileDepth)
+      unpack<Bits, true>(codes, of[0], of[1], to);
+    else
+      unpack<Bits, false>(codes, of[0], of[0], to);
+  }
+
+  int64_t group_of(int64_t input) const { return std::min(input / weight_.group, groups_ - 1); }
+
+  F32 load_scales(const void* values, int64_t at) const {
+    return weight_.scale_bytes == 2 ? load_halves((const uint16_t*)values + at) : load((const float*)values + at);
+  }
+
+  // The numbers of the next steps, and of their halves if these may be of two groups.
+  void read(int64_t panel, int64_t step) {
+    if (weight_.group % kHalf) return;
+    const int64_t halves = weight_.group % kTileDepth ? 2 : 1;
+    for (int64_t s = 0; s < std::min(kSteps, steps_ - step); ++s)
+      for (int64_t half = 0; half < halves; ++half)
+        read(panel, group_of((step + s) * kTileDepth + half * kHalf), numbers_[s][half]);
+  }
+
+  void read(int64_t panel, int64_t group, Numbers& to) const {
+    const int64_t at = (panel * groups_ + group) * kOutputs;
+    _mm_prefetch((const char*)weight_.scales + (at + 2 * kSteps * kOutputs) * weight_.scale_bytes, _MM_HINT_T0);
+    for (int64_t i = 0; i < kOutputs; i += kLanes) {
+      const F32 scales = load_scales(weight_.scales, at + i);
+      store(to.scales + i, scales);
+      store(to.bases + i,
+            weight_.offsets ? load_scales(weight_.offsets, at + i) : mul(scales, splat(float(-weight_.zero))));
+    }
+  }
+
+  // Of one group, or of the halves of a step that are of two.
+  template <int Bits, bool Two>
+  static void unpack(const uint8_t* codes, const Numbers& low, const Numbers& high, Tiles& to) {
+    if (Bits == 8) {
+      for (int64_t row = 0; row < kOutputs; ++row, codes += kTileDepth) {
+        const F32 first = numbers(levels(codes), low, row), second = numbers(levels(codes + kHalf), Two ? high : low, row);
+        store_group(to[row], both(first, second));
+      }
+      return;
+    }
+    const F32 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i nibble = _mm512_set1_epi16(15), next = _mm512_set1_epi16(16);
+    const __m512i last = _mm512_inserti64x4(_mm512_setzero_si512(), _mm512_castsi512_si256(next), 1);
+    auto look_up = [&](int64_t row, const Pairs& table, __m512i codes, __m512i upper) {  // upper: of the table
+      const __m512i places = _mm512_ternarylogic_epi32(codes, nibble, upper, 0xea);      // (codes & nibble) | upper
+      store_group(to[row], {_mm512_permutexvar_epi16(places, table.bits)});
+    };
+    for (int64_t row = 0; row < kOutputs; row += 4, codes += 64) {
+      const __m512i words = _mm512_loadu_si512(codes);
+      const __m512i of[4] = {words, _mm512_srli_epi16(words, 4), _mm512_srli_epi16(words, 8), _mm512_srli_epi16(words, 12)};
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < 4; i += 2) {
+        const F32 one = numbers(all, low, row + i), other = numbers(all, low, row + i + 1);
+        if (Two) {
+          look_up(row + i, both(one, numbers(all, high, row + i)), of[i], last);
+          look_up(row + i + 1, both(other, numbers(all, high, row + i + 1)), of[i + 1], last);
+        } else {
+          const Pairs table = both(one, other);
+          look_up(row + i, table, of[i], _mm512_setzero_si512());
+          look_up(row + i + 1, table, of[i + 1], next);
+        }
+      }
+    }
+  }
+
+  static F32 levels(const uint8_t* codes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+  }
+  static F32 numbers(F32 levels, const Numbers& of, int64_t row) {
+    return fma(levels, splat(of.scales[row]), splat(of.bases[row]));
+  }
+  static Pairs both(F32 low, F32 high) { return {(__m512i)_mm512_cvtne2ps_pbh(high, low)}; }
+
+  // With groups that end within a half of a step.
+  template <int Bits>
+  void unpack_any(const uint8_t* codes, int64_t panel, int64_t step, Tiles& to) const {
+    Numbers of[kTileDepth];
+    for (int64_t k = 0; k < kTileDepth; ++k) read(panel, group_of(step * kTileDepth + k), of[k]);
+    for (int64_t row = 0; row < kOutputs; ++row) {
+      alignas(64) float values[kTileDepth];
+      for (int64_t k = 0; k < kTileDepth; ++k) {
+        uint16_t word = codes[row * kTileDepth + k];
+        if (Bits == 4) {
+          std::memcpy(&word, codes + (row / 4 * kTileDepth + k) * 2, 2);
+          word = word >> row % 4 * 4 & 15;
+        }
+        values[k] = std::fma(float(word), of[k].scales[row], of[k].bases[row]);
+      }
+      store_group(to[row], both(load(values), load(values + kHalf)));
+    }
+  }
+
+  const Weight& weight_;
+  const int64_t steps_, groups_;
+  Numbers numbers_[kSteps][2];
+};
+
+}  // namespace
+}  // namespace lorikeet
+
+#endif

@@ -1,0 +1,81 @@
+// Rows of inputs as the right side of the tile unit, whose rows are pairs of inputs.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "simd.h"
+#include "tile_unit.h"
+
+#if defined(__AMX_BF16__)
+
+namespace lorikeet {
+namespace {
+
+// How rows go through tiles of one height: the last may overlap the one before it.
+struct RowTiles {
+  explicit RowTiles(int64_t rows)
+      : rows(rows), count((rows + kTileHeight - 1) / kTileHeight), height((rows + count - 1) / count) {}
+  int64_t begin(int64_t tile) const { return std::min(tile * height, rows - height); }
+  int64_t overlap(int64_t tile) const { return tile * height - begin(tile); }  // rows that the tile before had
+  int64_t rows, count, height;
+};
+
+// Rows of inputs as right operand: for every tile of rows and pair of inputs, 16 rows' pairs side by side. A single row is
+// used as it is: what follows a pair counts as other rows, whose products are not used. Neighbouring parts of LoRA have the
+// same rows, so these are kept until others are requested; inputs beyond the last are zero.
+class TurnedRows {
+ public:
+  // Makes tile() those of split.rows rows from x on.
+  void turn(const bf16* x, int64_t stride, int64_t inputs, const RowTiles& split) {
+    if (x == x_) return;
+    x_ = x;
+    const int64_t steps = (inputs + kTileDepth - 1) / kTileDepth;
+    lines_ = steps * kTileHeight;
+    pair_bytes_ = split.rows == 1 ? 4 : 64;
+    if (int64_t(kept_.size()) < split.count * lines_) kept_.resize(size_t(split.count * lines_));
+    if (split.rows == 1) {
+      kept_[size_t(steps - 1)] = {};
+      kept_[size_t(steps)] = {};
+      std::memcpy(kept_[0].pairs, x, size_t(inputs) * sizeof(bf16));
+      return;
+    }
+    for (int64_t t = 0; t < split.count; ++t) {
+      const float* rows[kTileHeight];  // beyond the last it is repeated
+      for (int64_t r = 0; r < kTileHeight; ++r)
+        rows[r] = (const float*)(x + (split.begin(t) + std::min(r, split.height - 1)) * stride);
+      F32* to = (F32*)kept_[size_t(t * lines_)].pairs;
+      int64_t pair = 0;
+      for (; 2 * pair + kTileDepth <= inputs; pair += kLanes) transpose(rows, pair, to + pair);
+      if (const int64_t rest = inputs - 2 * pair) {
+        alignas(64) bf16 last[kTileHeight][kTileDepth] = {};
+        for (int64_t r = 0; r < kTileHeight; ++r) {
+          std::memcpy(last[r], (const bf16*)rows[r] + 2 * pair, size_t(rest) * sizeof(bf16));
+          rows[r] = (const float*)last[r];
+        }
+        transpose(rows, 0, to + pair);
+      }
+    }
+  }
+  const bf16* tile(int64_t t) const { return kept_[size_t(t * lines_)].pairs; }
+  int64_t pair_bytes() const { return pair_bytes_; }  // from one pair to the next
+
+ private:
+  struct alignas(64) Line {
+    bf16 pairs[kTileDepth];
+  };
+  // A thread keeps the memory: a call in the hot path allocates nothing.
+  static std::vector<Line>& kept() {
+    static thread_local std::vector<Line> lines;
+    return lines;
+  }
+  std::vector<Line>& kept_ = kept();
+  const bf16* x_ = nullptr;
+  int64_t lines_ = 0, pair_bytes_ = 0;
+};
+
+}  // namespace
+}  // namespace lorikeet
+
+#endif
