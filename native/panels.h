@@ -78,7 +78,7 @@ class Panels {
   }
 
 #if defined(__AMX_BF16__)
-  // From tiles of the left side to a panel.
+  // A panel of a quantised weight, from the tiles of its codes.
   bf16* turned(int64_t index, Buffer<bf16>& room) const {
     static_assert(kPanel<bf16> == TileCodes::kOutputs);
     TileCodes codes(weight_);

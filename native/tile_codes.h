@@ -48,7 +48,6 @@ class TileCodes {
   void unpack(int64_t panel, int64_t step, Tiles& to) const {
     constexpr int64_t kBytes = kOutputs * kTileDepth * Bits / 8;
     const uint8_t* codes = (const uint8_t*)weight_.packed + (panel * steps_ + step) * kBytes;
-    for (int64_t i = 0; i < kBytes; i += 64) _mm_prefetch((const char*)codes + kAheadBytes + i, _MM_HINT_T0);
     const Numbers* of = numbers_[step % kSteps];
     if (weight_.group % kHalf)
       unpack_any<Bits>(codes, panel, step, to);
@@ -89,6 +88,7 @@ class TileCodes {
   static void unpack(const uint8_t* codes, const Numbers& low, const Numbers& high, Tiles& to) {
     if (Bits == 8) {
       for (int64_t row = 0; row < kOutputs; ++row, codes += kTileDepth) {
+        if (row % 2 == 0) _mm_prefetch((const char*)codes + kAheadBytes, _MM_HINT_T0);
         const F32 first = numbers(levels(codes), low, row), second = numbers(levels(codes + kHalf), Two ? high : low, row);
         store_group(to[row], both(first, second));
       }
@@ -102,6 +102,7 @@ class TileCodes {
       store_group(to[row], {_mm512_permutexvar_epi16(places, table.bits)});
     };
     for (int64_t row = 0; row < kOutputs; row += 4, codes += 64) {
+      _mm_prefetch((const char*)codes + kAheadBytes, _MM_HINT_T0);
       const __m512i words = _mm512_loadu_si512(codes);
       const __m512i of[4] = {words, _mm512_srli_epi16(words, 4), _mm512_srli_epi16(words, 8), _mm512_srli_epi16(words, 12)};
 #pragma GCC unroll 4

@@ -309,8 +309,8 @@ def _record(layer: LayerWeights, window: int, rotation: int) -> list[int]:
     ]  # fmt: skip
 
 
-_TILE_COLUMNS, _TILE_HEIGHT, _TILE_DEPTH = 32, 16, 32
-"""Columns of a panel for the tile unit, and rows and inputs of a tile."""
+_TILE_COLUMNS, _TILE_DEPTH = 32, 32
+"""Columns of a panel for the tile unit, and inputs of a tile."""
 
 
 def _tile_codes(weight: QuantizedWeight, slabs: Slabs) -> Tensor:
@@ -318,17 +318,19 @@ def _tile_codes(weight: QuantizedWeight, slabs: Slabs) -> Tensor:
     outputs, inputs = weight.shape
     panels, steps = -(-outputs // _TILE_COLUMNS), -(-inputs // _TILE_DEPTH)
     row_bytes = _TILE_DEPTH * weight.bits // 8
-    kept = slabs.allocate(panels * steps * _TILE_COLUMNS * row_bytes, torch.uint8)
-    for panel, codes in enumerate(kept.view(panels, steps, -1)):
-        levels = weight.rows(slice(panel * _TILE_COLUMNS, (panel + 1) * _TILE_COLUMNS)).levels()
-        whole = F.pad(levels, (0, steps * _TILE_DEPTH - inputs, 0, _TILE_COLUMNS - len(levels)))
-        tiles = whole.unflatten(1, (steps, _TILE_DEPTH)).transpose(0, 1)
+    packed = slabs.allocate(panels * steps * _TILE_COLUMNS * row_bytes, torch.uint8)
+    parts = packed.view(panels, steps, -1).split(_PANELS_AT_ONCE)
+    for codes, first in zip(parts, range(0, outputs, _PANELS_AT_ONCE * _TILE_COLUMNS), strict=True):
+        levels = weight.rows(slice(first, first + len(codes) * _TILE_COLUMNS)).levels()
+        whole = F.pad(levels, (0, steps * _TILE_DEPTH - inputs, 0, len(codes) * _TILE_COLUMNS - len(levels)))
+        tiles = whole.view(len(codes), _TILE_COLUMNS, steps, _TILE_DEPTH).transpose(1, 2)
         if weight.bits == 8:
-            codes.copy_(tiles.flatten(1))
-            continue
-        first, second, third, fourth = tiles.unflatten(1, (-1, 4)).unbind(2)  # rows of a word
-        codes.view(steps, -1, _TILE_DEPTH, 2).copy_(torch.stack((first | second << 4, third | fourth << 4), 3))
-    return kept
+            codes.view(tiles.shape).copy_(tiles)
+        else:
+            words = tiles.unflatten(2, (-1, 4))  # of four rows
+            nibbles = words[:, :, :, ::2] | words[:, :, :, 1::2] << 4
+            codes.view(*nibbles.shape[:3], _TILE_DEPTH, 2).copy_(nibbles.transpose(3, 4))
+    return packed
 
 
 def _int64(*numbers: int) -> "ctypes.Array[ctypes.c_int64]":
@@ -436,8 +438,10 @@ class NativeKernels:
 
         if columns == _TILE_COLUMNS:
             codes = _tile_codes(weight, self._slabs)
+        elif weight.bits == 8:
+            codes = packed(F.pad(weight.codes, (0, weight.inputs % 2)).unflatten(1, (-1, 2)))
         else:
-            codes = packed(F.pad(weight.codes, (0, weight.inputs % 2)).unflatten(1, (-1, 2)) if weight.bits == 8 else weight.codes)
+            codes = packed(weight.codes)
         offsets = None if weight.offsets is None else packed(weight.offsets)
         quantized = QuantizedPanels(weight.bits, weight.group, weight.zero, packed(weight.scales), offsets)
         return PanelWeight(codes, weight.shape, item_bytes, quantized)
