@@ -593,13 +593,13 @@ QUANTISED = ("none", "int8", "int4", "gguf")
 def quantised(rounds: int) -> None:
     """Print tokens per second by number of sequences and by form of the weights, and their ratio to bfloat16."""
     with ExitStack() as stack:
-        sides = {name: stack.enter_context(_timed_replica(name)) for name in QUANTISED}
+        sides = {name: stack.enter_context(timed_replica(name)) for name in QUANTISED}
         for title, rows, shape in (
             ("Decoding one sequence", 1, (1, PROMPT_TOKENS, OUTPUT_TOKENS)),
             (f"Decoding {ROWS} sequences", ROWS, (ROWS, PROMPT_TOKENS, OUTPUT_TOKENS)),
             (f"Prefilling prompts of {PREFILL[1]} tokens", 0, (*PREFILL, 1)),
         ):
-            runs = {name: partial(_tokens_per_s, *side, rows, shape) for name, side in sides.items()}
+            runs = {name: partial(tokens_per_s, *side, rows, shape) for name, side in sides.items()}
             speeds = in_turns(runs, rounds)
             base = speeds[QUANTISED[0]]
             table = [
@@ -614,7 +614,8 @@ def quantised(rounds: int) -> None:
 
 
 @contextmanager
-def _timed_replica(quantization: str) -> Iterator[tuple[Replica, Stopwatch]]:
+def timed_replica(quantization: str) -> Iterator[tuple[Replica, Stopwatch]]:
+    """Yield an engine with the default model in a form of ``--quantization``, and the times of its steps."""
     settings = ModelSettings(quantization=quantization)
     folder = prepare_model(settings, print).path
     watch = Stopwatch(default_kernels())
@@ -624,11 +625,18 @@ def _timed_replica(quantization: str) -> Iterator[tuple[Replica, Stopwatch]]:
         yield built, watch
 
 
-def _tokens_per_s(built: Replica, watch: Stopwatch, rows: int, shape: tuple[int, int, int], turn: int) -> float:
+def tokens_per_s(
+    built: Replica,
+    watch: Stopwatch,
+    rows: int,
+    shape: tuple[int, int, int],
+    turn: int,
+    refs: Sequence[AdapterRef] = (),
+) -> float:
     """Return the rate of the steps that decode ``rows`` sequences; 0: of prompt tokens, from start to end."""
     watch.steps.clear()
     began_s = time.monotonic()
-    run_all(built, make_requests(f"{turn}", *shape, seed=turn))
+    run_all(built, make_requests(f"{turn}-{len(refs)}", *shape, refs, seed=turn))
     if not rows:
         return shape[0] * shape[1] / (time.monotonic() - began_s)
     seconds = [seconds for seconds, _ in watch.decode_steps(rows)]

@@ -5,27 +5,12 @@ It runs in an environment of its own (``benchmarks.router``): ``xllamacpp`` cont
 """
 
 import argparse
-import json
-import re
 import signal
 import tempfile
 from pathlib import Path
 
-import gguf
-import numpy as np
 import xllamacpp
-
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
-KINDS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+from llamacpp_adapters import convert, heads_of
 
 
 def main() -> None:
@@ -38,11 +23,7 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    reader = gguf.GGUFReader(options.model)
-    heads = {
-        "attn_q": int(reader.fields["llama.attention.head_count"].parts[-1][0]),
-        "attn_k": int(reader.fields["llama.attention.head_count_kv"].parts[-1][0]),
-    }
+    heads = heads_of(options.model)
     with tempfile.TemporaryDirectory(prefix="lorikeet-gguf-") as scratch:
         params = xllamacpp.CommonParams()
         params.model.path = options.model
@@ -60,46 +41,6 @@ def main() -> None:
         server = xllamacpp.Server(params)
         print(server.listening_address, flush=True)
         signal.sigwait({signal.SIGTERM, signal.SIGINT})
-
-
-def convert(folder: Path, target: Path, heads: dict[str, int]) -> Path:
-    """Write an adapter of PEFT as GGUF.
-
-    Rows of q and k are in the order in which llama.cpp rotates them.
-    """
-    config = json.loads((folder / "adapter_config.json").read_text())
-    writer = gguf.GGUFWriter(str(target / f"{folder.name}.gguf"), "llama")
-    writer.add_type(gguf.GGUFType.ADAPTER)
-    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, float(config["lora_alpha"]))
-    for name, values in read_safetensors(folder / "adapter_model.safetensors").items():
-        layer, module, side = TENSOR.fullmatch(name).groups()
-        short = NAMES[module]
-        if side == "B" and short in heads:
-            shape = heads[short], 2, values.shape[0] // heads[short] // 2, values.shape[1]
-            values = values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
-        writer.add_tensor(f"blk.{layer}.{short}.weight.lora_{side.lower()}", np.ascontiguousarray(values))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target / f"{folder.name}.gguf"
-
-
-def read_safetensors(file: Path) -> dict[str, np.ndarray]:
-    """Return all tensors as fp32."""
-    content = file.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    found = {}
-    for name, entry in json.loads(content[8:start]).items():
-        if name == "__metadata__":
-            continue
-        first, stop = (start + offset for offset in entry["data_offsets"])
-        values = np.frombuffer(content[first:stop], KINDS[entry["dtype"]]).reshape(entry["shape"])
-        if entry["dtype"] == "BF16":
-            values = (values.astype(np.uint32) << 16).view(np.float32)
-        found[name] = values.astype(np.float32)
-    return found
 
 
 if __name__ == "__main__":

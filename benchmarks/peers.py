@@ -7,21 +7,48 @@ those that docs/performance.md shows.
 Peers: ``peft`` (transformers with PEFT, from the extra ``peers``), ``vllm`` and ``vllm-base`` (vLLM's CPU build with
 and without adapters, from ``python -m benchmarks.vllm_environment``), ``llama.cpp`` (``llama-batched-bench`` on the
 path or by ``--llama-bench``; base model only, in bfloat16). Peers that are not installed are left out and named.
+
+``--quantised`` instead decodes 1, 8 and 32 sequences with weights in bfloat16, in 8 and in 4 bits, with the model's own
+4-bit GGUF file, and with llama.cpp on that file (``llama-cpp-python``, built for this processor by ``python -m
+benchmarks.llamacpp_environment``, or ``--llama-python``): all in turns, beside what the machine allows.
 """
 
 import argparse
 import json
 import shutil
+import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from benchmarks.harness import THREADS, default_model, print_setup, print_table
+from benchmarks.harness import (
+    ROOT,
+    THREADS,
+    default_model,
+    in_turns,
+    make_requests,
+    print_setup,
+    print_table,
+    ratios,
+    run_all,
+    with_interval,
+)
+from benchmarks.kernels import OUTPUT_TOKENS, PROMPT_TOKENS, QUANTISED, timed_replica, tokens_per_s
+from benchmarks.llamacpp_environment import llamacpp_python
+from benchmarks.steps import Stopwatch
+from lorikeet.adapters.store import reference
+from lorikeet.bench.machine_limits import LimitMeter, MachineLimits, model_cost
 from lorikeet.bench.offline import OfflineOptions, run_offline
+from lorikeet.bench.random_adapters import write_random_adapter
 from lorikeet.bench.vllm_backend import DEFAULT_PYTHON
+from lorikeet.core.adapter import AdapterRef
+from lorikeet.engine.build import Replica
+from lorikeet.models.config import ModelConfig, read_model_config
 from lorikeet.models.default import find_gguf
 
 LLAMA_CPP, VLLM = "llama.cpp", ("vllm", "vllm-base")
@@ -65,8 +92,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="timed runs of each side, in turns")
     parser.add_argument("--only", type=int, help="run the comparison of this number, from 1, alone")
     parser.add_argument("--llama-bench", default=shutil.which("llama-batched-bench") or "", help="its program")
+    parser.add_argument("--quantised", action="store_true", help="weights in 8 and 4 bits beside llama.cpp, only")
+    parser.add_argument("--llama-python", help="of an environment with llama-cpp-python and gguf")
+    parser.add_argument("--sequences", default="1,8,32", help="with --quantised: how many are decoded at a time")
     options = parser.parse_args()
     print_setup()
+    if options.quantised:
+        python = Path(options.llama_python) if options.llama_python else llamacpp_python()
+        compare_quantised(python, [int(text) for text in options.sequences.split(",")], options.pairs)
+        return
     wanted = available(options.peers.split(","), options.llama_bench)
     chosen = COMPARISONS if options.only is None else COMPARISONS[options.only - 1 : options.only]
     for work in chosen:
@@ -177,6 +211,109 @@ def write_bf16_gguf(path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+# --- weights in 8 and 4 bits --------------------------------------------------------------------------
+
+BITS = {"none": (16.0, 16.0), "int8": (8.5, 8.5), "int4": (4.5, 8.5)}
+"""Of a weight of a layer and of the output layer, scales included."""
+
+ADAPTER_RANK = 32
+"""Of the adapter on attention that one sequence is decoded with, too."""
+
+
+def compare_quantised(python: Path, sequences: Sequence[int], rounds: int) -> None:
+    """Print tokens per second of decode steps by form of the weights, beside bfloat16, llama.cpp and the limit."""
+    model, meter = default_model(), LimitMeter(rows=sequences)
+    config = read_model_config(model)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-")))
+        engines = {name: stack.enter_context(timed_replica(name)) for name in QUANTISED}
+        geometry = engines["gguf"][0].sizes.geometry
+        folder = write_random_adapter(scratch / "adapter", geometry, ADAPTER_RANK, seed=0)
+        refs = [reference("adapter", folder, geometry)]
+        run_all(engines["gguf"][0], make_requests("load", 1, 4, 1, refs))
+        ask, version = stack.enter_context(_llama_cpp(python, folder))
+        for rows, adapted in [(rows, False) for rows in sequences] + [(1, True)]:
+            shape = rows, PROMPT_TOKENS, OUTPUT_TOKENS
+            sides: dict[str, Callable[[int], float]] = {
+                name: partial(_rate, *engine, shape, refs if adapted else ())
+                for name, engine in engines.items()
+                if name == "gguf" or not adapted
+            }
+            sides[LLAMA_CPP] = partial(ask, *shape, adapted)
+            limits = _Limits(meter)
+            found = in_turns({"limit": limits.measure, **sides}, rounds)
+            table = []
+            for name in sides:
+                speeds = found[name]
+                least = [_least_s(name, config, each, rows) for each in limits.found[-rounds:]]
+                share = statistics.median(speed * s / rows for speed, s in zip(speeds, least, strict=True))
+                row = [name.replace("none", "bfloat16"), f"{statistics.median(speeds):.0f}"]
+                row += ["" if adapted else with_interval(ratios(speeds, found["none"]))]
+                row += [with_interval(ratios(speeds, found[LLAMA_CPP])), f"{share:.0%}"]
+                table.append(row)
+            what = f"{rows} sequence{'s' if rows > 1 else ''}" + (f", adapter of rank {ADAPTER_RANK}" * adapted)
+            headings = ["weights", "tokens/s", "of bfloat16", f"of {LLAMA_CPP}", "of the limit"]
+            print_table(f"Decoding {what} around a context of {PROMPT_TOKENS + OUTPUT_TOKENS // 2}", headings, table)
+    print(f"  {rounds} rounds, {THREADS} threads; llama-cpp-python {version} on the same GGUF file as gguf\n")
+
+
+class _Limits:
+    """The machine's rates, measured as one of the sides of a comparison."""
+
+    def __init__(self, meter: LimitMeter) -> None:
+        self.found: list[MachineLimits] = []
+        self._meter = meter
+
+    def measure(self, turn: int) -> float:
+        """Measure now; the result is kept in ``found``."""
+        self.found.append(self._meter.measure())
+        return self.found[-1].read_gb_s
+
+
+def _rate(
+    built: Replica, watch: Stopwatch, shape: tuple[int, int, int], refs: Sequence[AdapterRef], turn: int
+) -> float:
+    return tokens_per_s(built, watch, shape[0], shape, turn, refs)
+
+
+def _least_s(name: str, config: ModelConfig, limits: MachineLimits, rows: int) -> float:
+    """Return the least seconds of a step: reading the weights or multiplying rows in bfloat16, what takes longer."""
+    cost = model_cost(config, dtype_bytes=2)
+    if name in BITS:
+        layers, head = BITS[name]
+        read_bytes = (cost.layer_parameters * layers + cost.head_parameters * head) / 8
+    else:
+        read_bytes = find_gguf().stat().st_size
+    return max(read_bytes / (limits.read_gb_s * 1e9), 2 * cost.parameters * rows / (limits.gemm_gflops[rows] * 1e9))
+
+
+@contextmanager
+def _llama_cpp(python: Path, adapter: Path) -> Iterator[tuple[Callable[[int, int, int, bool, int], float], str]]:
+    """Yield a function that lets llama.cpp decode, and its version."""
+    command = [str(python), str(ROOT / "benchmarks" / "llamacpp_decode.py"), str(find_gguf())]
+    command += ["--threads", str(THREADS), "--lora", str(adapter)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        asked, answers = process.stdin, process.stdout
+
+        def ask(sequences: int, prompt_tokens: int, steps: int, adapted: bool, turn: int) -> float:
+            work = {"sequences": sequences, "prompt_tokens": prompt_tokens, "steps": steps, "adapter": adapted}
+            print(json.dumps(work), file=asked, flush=True)
+            return float(_answer(process, answers)["tokens_per_s"])
+
+        yield ask, str(_answer(process, answers)["version"])
+        asked.close()
+
+
+def _answer(process: "subprocess.Popen[str]", answers: IO[str]) -> dict[str, Any]:
+    line = answers.readline()
+    if not line:
+        raise RuntimeError(f"llama.cpp ended with code {process.wait()}")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
 
 
 if __name__ == "__main__":
