@@ -56,7 +56,7 @@ void shrink_tile(const T* x, int64_t x_stride, const Step<T, E>& step, const Ste
 }
 
 template <class T, class E>
-void shrink_step(Lora<T, E>& call, const Step<T, E>& step, const Step<T, E>& next, Tiles&, TurnedRows&) {
+void shrink_step(Lora<T, E>& call, const Step<T, E>& step, const Step<T, E>& next, Tiles&, Operands&) {
   const Part& part = *step.part;
   const int64_t tiles = (part.rows + kShrinkRows - 1) / kShrinkRows, stride = part.inner_stride;
   for (int64_t i = 0; i < tiles; ++i) {  // spread evenly, as 6 6 5 5 5 5 serve 32 rows better than 6 6 6 6 6 2
@@ -134,7 +134,7 @@ void expand_tile(const Step<T, E>& step, const Step<T, E>& next, const T* inner,
 }
 
 template <class T, class E>
-void expand_step(const Lora<T, E>& call, const Step<T, E>& step, const Step<T, E>& next, float* sums, Tiles&) {
+void expand_step(const Lora<T, E>& call, const Step<T, E>& step, const Step<T, E>& next, float* sums, Tiles&, Operands&) {
   const Part& part = *step.part;
   const T* inner = call.inner.data() + part.inner + step.rank;
   T* out = call.out + part.start * call.out_stride + part.column;
@@ -149,14 +149,15 @@ void expand_step(const Lora<T, E>& call, const Step<T, E>& step, const Step<T, E
 // A thread's share of a call, after its share of the product: `out` is whole when all threads have come to the barrier.
 template <class T, class E>
 void add_lora(Lora<T, E>& call, int64_t thread, int64_t threads) {
-  alignas(64) float sums[kSums + kSums / 4];  // more where tiles of rows overlap
+  constexpr int64_t kOfRow = kTileUnit<T> && kAreCodes<E> ? 2 : 1;
+  alignas(64) float sums[kOfRow * (kSums + kSums / 4)];  // more where tiles of rows overlap
   Tiles tiles;
-  TurnedRows turned;
+  Operands operands;
   Pipeline<T, E, ShrinkWalk<T, E>> shrink(call, part_of(call.shrink_total, thread, threads));
-  shrink.run([&](const Step<T, E>& step, const Step<T, E>& next) { shrink_step(call, step, next, tiles, turned); });
+  shrink.run([&](const Step<T, E>& step, const Step<T, E>& next) { shrink_step(call, step, next, tiles, operands); });
   Pipeline<T, E, ExpandWalk<T, E>> expand(call, part_of(call.expand_total, thread, threads));
   if (threads > 1) barrier();
-  expand.run([&](const Step<T, E>& step, const Step<T, E>& next) { expand_step(call, step, next, sums, tiles); });
+  expand.run([&](const Step<T, E>& step, const Step<T, E>& next) { expand_step(call, step, next, sums, tiles, operands); });
 }
 
 }  // namespace

@@ -12,14 +12,14 @@
 #if defined(__AMX_BF16__)
 namespace {
 
-// Whether there is a tile unit for bfloat16 that this process may use. Linux requires a request, as every thread's
+// Whether there is a tile unit for bfloat16 and bytes that this process may use. Linux requires a request, as every thread's
 // state grows by the tiles (https://docs.kernel.org/arch/x86/xstate.html).
 bool may_use_tiles() {
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   unsigned eax, ebx, ecx, edx;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-  const bool tiles = edx >> 24 & 1, pairs = edx >> 22 & 1;
-  return tiles && pairs && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  const bool tiles = edx >> 24 & 1, pairs = edx >> 22 & 1, bytes = edx >> 25 & 1;
+  return tiles && pairs && bytes && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
 }  // namespace

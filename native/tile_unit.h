@@ -78,6 +78,12 @@ inline void add_product() {
   asm volatile("tdpbf16ps %%tmm7, %%tmm6, %%tmm%c0" ::"i"(Sum));
 }
 
+// The same in whole numbers: both tiles hold groups of four signed bytes.
+template <int Sum>
+inline void add_whole_product() {
+  asm volatile("tdpbssd %%tmm7, %%tmm6, %%tmm%c0" ::"i"(Sum));
+}
+
 // Tiles First, First + 1 ..., Count of them: sets them to zero, or stores their 16 rows one tile after the other.
 template <int First, int Count>
 inline void clear_tiles() {

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "limbs.h"
 #include "simd.h"
 #include "tile_unit.h"
 
@@ -15,8 +16,8 @@ namespace {
 
 // How rows go through tiles of one height: the last may overlap the one before it.
 struct RowTiles {
-  explicit RowTiles(int64_t rows)
-      : rows(rows), count((rows + kTileHeight - 1) / kTileHeight), height((rows + count - 1) / count) {}
+  explicit RowTiles(int64_t rows, int64_t most = kTileHeight)
+      : rows(rows), count((rows + most - 1) / most), height((rows + count - 1) / count) {}
   int64_t begin(int64_t tile) const { return std::min(tile * height, rows - height); }
   int64_t overlap(int64_t tile) const { return tile * height - begin(tile); }  // rows that the tile before had
   int64_t rows, count, height;
@@ -56,6 +57,21 @@ class TurnedRows {
         }
         transpose(rows, 0, to + pair);
       }
+    }
+  }
+  // Makes tile() those of rows in limbs, whose groups are four bytes: a row is two, one after the other.
+  void turn(const Limbs& limbs) {
+    const RowTiles of_rows(limbs.rows(), kTileHeight / 2);
+    const int64_t steps = limbs.stride() / int64_t(sizeof(Line));
+    lines_ = steps * kTileHeight;
+    pair_bytes_ = 64;
+    if (int64_t(kept_.size()) < of_rows.count * lines_) kept_.resize(size_t(of_rows.count * lines_));
+    for (int64_t t = 0; t < of_rows.count; ++t) {
+      const float* rows[kTileHeight];  // beyond the last it is repeated
+      for (int64_t r = 0; r < kTileHeight; ++r)
+        rows[r] = (const float*)(limbs.row(of_rows.begin(t)) + std::min(r, 2 * of_rows.height - 1) * limbs.stride());
+      F32* to = (F32*)kept_[size_t(t * lines_)].pairs;
+      for (int64_t group = 0; group < lines_; group += kLanes) transpose(rows, group, to + group);
     }
   }
   const bf16* tile(int64_t t) const { return kept_[size_t(t * lines_)].pairs; }
