@@ -6,23 +6,36 @@ It is built here for this processor, which takes minutes; the wheels of the regi
 import os
 import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / ".venvs" / "llama-cpp-python"
 
-PACKAGES = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
-FLAGS = "-DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS=-fno-tree-dse"
-"""Without the second, GCC 12 leaves out most of the tile unit's configuration, which nothing seems to read: the first
-product ends in an illegal instruction."""
+PACKAGE, OTHERS, FLAGS = "llama-cpp-python==0.3.36", ("gguf==0.19.0",), "-DGGML_NATIVE=ON"
+
+PATCHED = "vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp"
+PATCH = ("_tile_loadconfig(&tc);", 'asm volatile("ldtilecfg %0" ::"m"(tc));')
+"""GCC 12 leaves out most of the tile unit's configuration, since its intrinsic says that only eight bytes are read: the
+first product of such a build ends in an illegal instruction."""
 
 
 def llamacpp_python() -> Path:
     """Return the Python of the environment. The first call makes it."""
-    python, stamp, wanted = FOLDER / "bin" / "python", FOLDER / ".packages", repr((PACKAGES, FLAGS))
+    python, stamp, wanted = FOLDER / "bin" / "python", FOLDER / ".steps", repr((PACKAGE, OTHERS, FLAGS, PATCH))
     if not stamp.is_file() or stamp.read_text() != wanted:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(FOLDER)], check=True)
-        command = [str(python), "-m", "pip", "install", "--quiet", "--no-binary", "llama-cpp-python", *PACKAGES]
-        subprocess.run(command, check=True, env={**os.environ, "CMAKE_ARGS": FLAGS})
+        pip = [str(python), "-m", "pip"]
+        with tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch:
+            source = [*pip, "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python", PACKAGE]
+            subprocess.run(source, check=True, cwd=scratch)
+            (archive,) = Path(scratch).glob("llama_cpp_python-*.tar.gz")
+            with tarfile.open(archive) as packed:
+                packed.extractall(scratch, filter="data")
+            file = archive.with_name(archive.name.removesuffix(".tar.gz")) / PATCHED
+            file.write_text(file.read_text().replace(*PATCH))
+            install = [*pip, "install", "--quiet", str(file.parents[6]), *OTHERS]
+            subprocess.run(install, check=True, env={**os.environ, "CMAKE_ARGS": FLAGS})
         stamp.write_text(wanted)
     return python
 

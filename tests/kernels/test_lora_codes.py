@@ -143,6 +143,58 @@ def test_bits_depend_neither_on_threads_nor_on_padding(
     assert torch.equal(case.run(kernels, KernelForm.PADDED), alone)
 
 
+def row_case(rows: int, rank: int = 40, inputs: int = 576) -> Case:
+    """Return a case of one adapter on "down" of ``rows`` rows, in bfloat16."""
+    case = Case.__new__(Case)
+    shapes = {"down": ModuleShape(inputs, 100)}
+    case.targets = [LoraTarget("down", 0, 100)]
+    case.adapters = [coded(shapes, {"down": rank}, 20, torch.bfloat16, 3)]
+    case.segments = [(0, rows, 0)]
+    case.x, case.weight = torch.empty(rows, inputs).bfloat16(), torch.empty(100, inputs).bfloat16()
+    case.redraw(1)
+    return case
+
+
+@SETS
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(instruction_set: str, bad: float) -> None:
+    case, kernels = row_case(20), NativeKernels(instruction_set, load_library(instruction_set))
+    kernels.threads = 2
+    before = case.run(kernels)
+    case.x[5, 70] = bad
+    found = case.run(kernels)
+    others = torch.arange(20) != 5
+    assert not found[5].isfinite().any()
+    assert torch.equal(found[others], before[others])
+
+
+@SETS
+@pytest.mark.parametrize("rows", [1, 9, 64])
+def test_rows_with_a_large_element_are_as_exact_as_others(instruction_set: str, rows: int) -> None:
+    """One that is 100 times the others, as activations have."""
+    kernels = NativeKernels(instruction_set, load_library(instruction_set))
+    kernels.threads = 2
+    case = row_case(rows)
+
+    def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        case.redraw(seed)
+        case.x[:, 17] *= 100
+        return case.run(kernels), case.dense(torch.bfloat16), case.dense(torch.float64)
+
+    check_error("linear_lora", draw)
+
+
+@SETS
+def test_a_row_of_codes_has_the_same_bits_in_any_company(instruction_set: str) -> None:
+    case, kernels = row_case(64), NativeKernels(instruction_set, load_library(instruction_set))
+    kernels.threads = 2
+    together = case.run(kernels)
+    x = case.x
+    for row in (0, 8, 33, 63):
+        case.x, case.segments = x[row : row + 1].clone(), [(0, 1, 0)]
+        assert torch.equal(case.run(kernels)[0], together[row])
+
+
 @BOTH_DTYPES
 @SETTINGS
 @given(st.data())

@@ -63,6 +63,23 @@ def test_a_product_has_the_bits_of_one_with_the_dequantised_weight(
 
 @instruction_sets
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [2, 16, 32, 48, 64])
+def test_few_rows_of_many_inputs_have_the_bits_of_the_dequantised_weight(
+    instruction_set: str, bits: int, group: int
+) -> None:
+    generator = torch.Generator().manual_seed(group)
+    native, outputs, inputs = kernels(instruction_set), 75, 1010
+    levels = torch.randint(0, 2**bits, (outputs, inputs), generator=generator)
+    scales = torch.rand(outputs, -(-inputs // group), generator=generator)
+    weight = quantized_weight(levels, scales.half().float(), -7 * scales, bits=bits, group=group)
+    packed, plain = native.pack(weight, torch.bfloat16), native.pack(weight.dequantized(torch.bfloat16))
+    for rows in (1, 2, 16, 17, 31, 32, 33):
+        x = torch.randn(rows, inputs, generator=generator).bfloat16()
+        assert torch.equal(native.linear(x, packed, None), native.linear(x, plain, None))
+
+
+@instruction_sets
+@pytest.mark.parametrize("bits", [8, 4])
 def test_gated_at_once_has_the_bits_of_one_after_the_other(instruction_set: str, bits: int) -> None:
     torch.manual_seed(bits)
     native, x = kernels(instruction_set), torch.randn(40, 96).bfloat16()
