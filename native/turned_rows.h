@@ -59,13 +59,25 @@ class TurnedRows {
       }
     }
   }
-  // Makes tile() those of rows in limbs, whose groups are four bytes: a row is two, one after the other.
+  // Makes tile() those of rows in limbs, whose groups are four bytes: a row is two, one after the other. Of a single row, too,
+  // what follows its groups counts as others.
   void turn(const Limbs& limbs) {
     const RowTiles of_rows(limbs.rows(), kTileHeight / 2);
     const int64_t steps = limbs.stride() / int64_t(sizeof(Line));
     lines_ = steps * kTileHeight;
-    pair_bytes_ = 64;
+    pair_bytes_ = limbs.rows() == 1 ? 8 : 64;
     if (int64_t(kept_.size()) < of_rows.count * lines_) kept_.resize(size_t(of_rows.count * lines_));
+    if (limbs.rows() == 1) {
+      const __m512i low_half = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      const __m512i high_half = _mm512_add_epi32(low_half, _mm512_set1_epi32(8));
+      const int8_t *high = limbs.row(0), *low = high + limbs.stride();
+      for (int64_t s = 0; s < steps; ++s) {
+        const __m512i a = _mm512_loadu_si512(high + s * 64), b = _mm512_loadu_si512(low + s * 64);
+        _mm512_storeu_si512(kept_[size_t(2 * s)].pairs, _mm512_permutex2var_epi32(a, low_half, b));
+        _mm512_storeu_si512(kept_[size_t(2 * s + 1)].pairs, _mm512_permutex2var_epi32(a, high_half, b));
+      }
+      return;
+    }
     for (int64_t t = 0; t < of_rows.count; ++t) {
       const float* rows[kTileHeight];  // beyond the last it is repeated
       for (int64_t r = 0; r < kTileHeight; ++r)
@@ -74,6 +86,7 @@ class TurnedRows {
       for (int64_t group = 0; group < lines_; group += kLanes) transpose(rows, group, to + group);
     }
   }
+
   const bf16* tile(int64_t t) const { return kept_[size_t(t * lines_)].pairs; }
   int64_t pair_bytes() const { return pair_bytes_; }  // from one pair to the next
 
