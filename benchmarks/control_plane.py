@@ -18,6 +18,7 @@ Parts, each a table:
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -26,8 +27,10 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, contextmanager
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -712,17 +715,63 @@ STREAM_TOKENS = {"the default model": 128, "an engine that computes nothing": 40
 STREAMS = {"the default model": 16, "an engine that computes nothing": 512}
 
 
+IDLE_SERVER = (sys.executable, "-m", "benchmarks.idle_engine", "serve")
+PROBES, PROBE_EVERY_S, PROBED_TOKENS = 500, 0.02, 600
+
+
 def streaming() -> None:
     """Print the processor time of a streamed token, in the API process and in the engine process."""
     rows = [[engine, streams, *_streamed(engine, streams)] for engine, streams in STREAMS.items()]
     headings = ["engine", "streams at once", "API, us a token", "tokens/s of a core", "API, ms a request"]
     headings += ["engine, us a token", "tokens/s"]
     print_table("Streaming over HTTP, processor time", headings, rows)
+    print_table(
+        "First token of an engine that gives it at once", ["streams beside it", "P50, ms", "P99, ms"], _first_tokens()
+    )
+
+
+def _first_tokens() -> list[list[str]]:
+    """Return what the API process and the channel add to the time of the first token, idle and beside streams."""
+    name = default_model().name
+    rows = []
+    with (
+        tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
+        running_server(
+            [str(default_model()), "--store-dir", f"{scratch}/store"], Path(scratch) / "serve.log", command=IDLE_SERVER
+        ) as server,
+        ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes,
+    ):
+        for streams in (0, STREAMS["an engine that computes nothing"]):
+            background = processes.submit(_keep_streaming, server.url, name, streams)
+            taken_s = processes.submit(_time_first_tokens, server.url, name).result()
+            background.result()
+            rows.append([f"{streams}", *(f"{at / MS:.1f}" for at in np.quantile(taken_s, (0.5, 0.99)))])
+    return rows
+
+
+def _keep_streaming(url: str, name: str, streams: int) -> None:
+    asyncio.run(_stream_all(url, [name], streams, PROBED_TOKENS))
+
+
+def _time_first_tokens(url: str, name: str) -> list[float]:
+    """Return the seconds until the first byte of the answer, of one request after the other."""
+    taken_s = []
+    with closing(HTTPConnection(url.removeprefix("http://"), timeout=60)) as http:
+        for number in range(PROBES):
+            time.sleep(PROBE_EVERY_S)
+            body = json.dumps(chat_body(name, f"Tell me about the number {number}.", 1))
+            began_s = time.perf_counter()
+            http.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+            answer = http.getresponse()
+            answer.read1()
+            taken_s.append(time.perf_counter() - began_s)
+            answer.read()
+    return taken_s[PROBES // 5 :]  # without those before all streams have begun
 
 
 def _streamed(title: str, streams: int) -> list[str]:
     is_idle, tokens = title != "the default model", streams * (STREAM_TOKENS[title] - FEW_TOKENS)
-    command = (sys.executable, "-m", "benchmarks.idle_engine", "serve") if is_idle else (LORIKEET, "serve")
+    command = IDLE_SERVER if is_idle else (LORIKEET, "serve")
     adapters = {} if is_idle else sample_adapters()
     flags = [str(default_model()), *([] if is_idle else sample_flags())]
     with (
