@@ -329,7 +329,8 @@ class BatchSelector:
                 if sequence.request.adapter is not None:
                     self._refs.setdefault(sequence.request.adapter.digest, sequence.request.adapter)
             if digest is not None and not is_merged:
-                (decode_rows if is_decode else prefill_rows)[digest] += tokens
+                rows = decode_rows if is_decode else prefill_rows
+                rows[digest] = rows.get(digest, 0) + tokens
         is_assisted = bool(plan.assisted)
         if not is_assisted:
             self.meter.note(result.steps_run, step_s, prefill_tokens, decodes, prefill_rows, decode_rows)
@@ -354,9 +355,14 @@ class BatchSelector:
             builder: the sequences of the step.
             delayed_by_a_second: returns by how many seconds all requests are delayed if the engine loses one.
         """
-        decodes = [sequence for sequence in builder.tokens if sequence.is_decoding]
+        decodes: list[Sequence] = []
+        prefills: dict[Sequence, int] = {}
+        for sequence, tokens in builder.tokens.items():
+            if sequence.is_decoding:
+                decodes.append(sequence)
+            else:
+                prefills[sequence] = tokens
         was_apart, self._last_step_was_apart = self._last_step_was_apart, False
-        prefills = {sequence: tokens for sequence, tokens in builder.tokens.items() if not sequence.is_decoding}
         if was_apart or not decodes or not prefills:
             return
         ending = [sequence for sequence, tokens in prefills.items() if tokens == sequence.remaining_tokens]

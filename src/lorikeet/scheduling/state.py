@@ -35,7 +35,11 @@ def faded(old: Any, new: Any, times: int = 1) -> Any:
 
 def _least_squares(squares: Floats, products: Floats) -> Floats:
     """Solve normal equations without negative coefficients: the most negative one is dropped until none is left."""
-    parts, used = np.zeros(len(products)), list(range(len(products)))
+    parts: Floats = np.linalg.solve(squares, products)
+    if parts.min() >= 0:  # as a rule
+        return parts
+    used = list(range(len(products)))
+    used.remove(int(parts.argmin()))
     while used:
         parts[:] = 0.0
         parts[used] = np.linalg.solve(squares[np.ix_(used, used)], products[used])
