@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import psutil
 import torch
@@ -60,6 +61,7 @@ from benchmarks.harness import (
 from benchmarks.steps import AT_ONCE, Stopwatch
 from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, notation
 from lorikeet.bench.prompts import DEFAULT_IDS
+from lorikeet.bench.replicas import build_modelled
 from lorikeet.bench.synthetic import synthetic_adapters
 from lorikeet.cluster.build import GENERIC
 from lorikeet.cluster.migration.problem import CoMigrationSettings, MovableRequest, ReplicaLoad
@@ -79,6 +81,7 @@ from lorikeet.core.executor import Executor
 from lorikeet.core.ids import AdapterDigest, BlockId, ReplicaId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart, StepPlan, StepResult, Token, TransferDone
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.devices import MODELS
 from lorikeet.engine.build import Replica, memory_rules
 from lorikeet.memory.blocks import SequenceLease, WaitReason
@@ -93,6 +96,7 @@ from lorikeet.scheduling.multilevel.queue import ChameleonQueue
 from lorikeet.scheduling.multilevel.size_classes import RequestSize
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.state import StepTimeEstimator
+from lorikeet.simulator.scenario import Scenario
 from lorikeet.worker.batch import SequenceState
 from lorikeet.worker.grammars import GrammarCompiler, GrammarMasks
 from lorikeet.worker.sampler import Sampler
@@ -231,6 +235,49 @@ def step() -> None:
         )
     ]
     print_table(f"A decode step of {ROWS_OF_STEP}", ["step", "ms", "share"], rows)
+    loop_s = [f"{seconds / MS:.2f}" for seconds in np.quantile(_loop_of_many(), (0.0, 0.5, 0.9))]
+    title = f"The engine's loop around a decode step of {MANY_ROWS} over {MANY_ADAPTERS} adapters, processor time"
+    print_table(title, ["least, ms", "median", "P90"], [loop_s])
+
+
+MANY_ROWS, MANY_ADAPTERS, MANY_TOKENS = 256, 100, 400
+
+
+def _loop_of_many() -> list[float]:
+    """Return the seconds of each turn of an engine on a modelled H100, without those of its executor."""
+    scenario = Scenario(
+        profile="h100-llama-2-7b",
+        adapters=MANY_ADAPTERS,
+        ranks="8-64",
+        arrivals="now",
+        count=MANY_ROWS,
+        output_tokens=f"{MANY_TOKENS}",
+        engine={"max_num_seqs": MANY_ROWS},
+    )
+    profile, workload = load_profile(scenario.profile), scenario.recipe().requests()
+    refs = list(scenario.adapter_refs(profile.geometry, workload).values())
+    made = build_modelled(scenario.settings(), profile)
+    engine, executor, taken_s = made.replica.engine, made.executor, list[float]()
+    for number, request in enumerate(make_requests("", MANY_ROWS, 64, MANY_TOKENS)):
+        engine.submit(msgspec.structs.replace(request, adapter=refs[number % len(refs)]))
+    execute, executing_s = executor.execute, 0.0
+
+    def timed_execute(plan: StepPlan) -> StepResult:
+        nonlocal executing_s
+        began_s = time.thread_time()
+        result = execute(plan)
+        executing_s = time.thread_time() - began_s
+        return result
+
+    with mock.patch.object(executor, "execute", timed_execute):
+        while engine.has_requests:
+            began_s, executing_s = time.thread_time(), 0.0
+            outputs = engine.step()
+            if len(outputs.tokens) == MANY_ROWS:
+                taken_s.append(time.thread_time() - began_s - executing_s)
+            if not engine.is_busy and (due_s := executor.next_transfer_s()) is not None:
+                made.clock.wait_until(due_s)
+    return taken_s
 
 
 def _turns_s(built: Replica, batch: int) -> list[float]:
