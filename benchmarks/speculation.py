@@ -27,9 +27,9 @@ from benchmarks.harness import ROOT, default_model, print_setup, print_table, ru
 from lorikeet.models.default import default_cache_dir
 
 sys.path.insert(0, str(ROOT / "examples"))
-from recipes import Recipe
-from styles import Pair, load_topics
-from train_adapters import save, train
+from recipes import Recipe  # type: ignore[import-not-found]
+from styles import Pair, load_topics  # type: ignore[import-not-found]
+from train_adapters import save, train  # type: ignore[import-not-found]
 
 TOKENS = 64
 TRAINED_FROM = 40
