@@ -54,7 +54,7 @@ from lorikeet.router.connections import BackendResponse, Connections
 
 LLAMA_CPP_PACKAGES = ("xllamacpp==2026.10.11549", "gguf==0.19.0")
 LLAMA_CPP = ROOT / ".venvs" / "llamacpp"
-READY_S, BEGUN_TOKENS = 420.0, 3
+READY_S, BEGUN_TOKENS = 1200.0, 3
 HELPER = (sys.executable, "-m", "benchmarks.router")
 """The command of servers that measurements need."""
 
@@ -97,7 +97,8 @@ def _vllm(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:
     flags = ["--enable-lora", "--max-loras", "4", "--max-cpu-loras", "8", "--max-lora-rank", "64"]
     flags += ["--served-model-name", default_model().name, "--max-model-len", "1024", "--enforce-eager"]
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return [str(python.with_name("vllm")), "serve", str(default_model())], flags, environment
+    # Not the command ``vllm``: it asks for the version of a package ``vllm``, and the CPU build is ``vllm-cpu``.
+    return [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_model())], flags, environment
 
 
 def _llama_cpp(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:

@@ -17,6 +17,7 @@ from lorikeet.bench.in_process import WorkloadRun
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.machine import usable_cores
 from lorikeet.simulator.run import ClusterFigures, Simulated
+from lorikeet.simulator.scenario import ScenarioError
 
 
 class Cells(NamedTuple):
@@ -38,6 +39,9 @@ def cut_into_cells(workload: Sequence[WorkloadRequest], adapters: Sequence[str],
     cell with the fewest adapters. One with more than a cell's
     share of the whole demand gets as many cells as its demand has shares, rounded up; the base model is in all cells.
     Requests with several cells to go to take them in turn, those of a conversation together.
+
+    Raises:
+        ScenarioError: a cell would get no request.
     """
     demand: dict[str | None, int] = {None: 0, **dict.fromkeys(adapters, 0)}
     for request in workload:
@@ -63,6 +67,8 @@ def cut_into_cells(workload: Sequence[WorkloadRequest], adapters: Sequence[str],
             if conversation is not None:
                 of_conversation[name, conversation] = cell
         found.requests[cell].append(index)
+    if not all(found.requests):
+        raise ScenarioError(f"cells {cells}: not every cell would get a request")
     return found
 
 
