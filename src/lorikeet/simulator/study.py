@@ -134,7 +134,7 @@ def _run(
     show: Callable[[int, int], None],
     most_missed: int | None,
 ) -> Simulated:
-    """Run a workload by ``run``, which is called as ``simulate``; ``show`` is called with (requests ended, requests)."""
+    """Run a workload by ``run``, called as ``simulate``; ``show`` is called with (requests ended, requests)."""
     profile, block_size = load_profile(scenario.profile), block_tokens_of(workload)
     simulated = run(
         scenario.settings(),
