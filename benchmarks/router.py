@@ -55,6 +55,8 @@ from lorikeet.router.connections import BackendResponse, Connections
 LLAMA_CPP_PACKAGES = ("xllamacpp==2026.10.11549", "gguf==0.19.0")
 LLAMA_CPP = ROOT / ".venvs" / "llamacpp"
 READY_S, BEGUN_TOKENS = 1200.0, 3
+SLOW_STEP_S = 300
+"""Steps of vLLM's CPU build have taken over a minute on a busy machine, which is no fault here."""
 HELPER = (sys.executable, "-m", "benchmarks.router")
 """The command of servers that measurements need."""
 
@@ -152,6 +154,7 @@ def servers(options: argparse.Namespace) -> None:
             each.start()
         backends = [flag for each in running.values() for flag in ("--backend", each.url)]
         flags = [*backends, *sample_flags(), "--preset", "lorikeet:plain,routing=least-loaded"]
+        flags += ["--backend-timeout", str(SLOW_STEP_S)]
         router = stack.enter_context(
             running_server(flags, scratch / "router.log", command=(LORIKEET, "router"), ready_within_s=READY_S)
         )
