@@ -507,9 +507,9 @@ class Memory:
 
     def try_grow(self, wanted: Iterable[tuple[SequenceLease, int]], now: float) -> bool:
         """Extend leases until each holds this many tokens; False, with nothing leased, if not all can be extended."""
-        lacking = []
+        lacking, size = [], self.block_size
         for lease, tokens in wanted:
-            missing = self.blocks_for(tokens) - len(lease.blocks)
+            missing = -(-tokens // size) - len(lease.blocks)  # asked twice a step for every sequence
             if missing > 0:
                 lacking.append((lease, missing))
         if lacking and not self.evictor.ensure_free(sum(missing for _, missing in lacking), 0, now):
