@@ -35,7 +35,7 @@ def faded(old: Any, new: Any, times: int = 1) -> Any:
 
 def _least_squares(squares: Floats, products: Floats) -> Floats:
     """Solve normal equations without negative coefficients: the most negative one is dropped until none is left."""
-    parts: Floats = np.linalg.solve(squares, products)
+    parts: Floats = np.asarray(np.linalg.solve(squares, products), np.float64)
     if parts.min() >= 0:  # as a rule
         return parts
     used = list(range(len(products)))

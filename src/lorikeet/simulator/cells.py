@@ -17,6 +17,7 @@ from lorikeet.bench.in_process import WorkloadRun
 from lorikeet.bench.workload import WorkloadRequest
 from lorikeet.core.machine import usable_cores
 from lorikeet.simulator.run import ClusterFigures, Simulated
+from lorikeet.simulator.scenario import ScenarioError
 
 
 class Cells(NamedTuple):
@@ -38,6 +39,9 @@ def cut_into_cells(workload: Sequence[WorkloadRequest], adapters: Sequence[str],
     cell with the fewest adapters. One with more than a cell's
     share of the whole demand gets as many cells as its demand has shares, rounded up; the base model is in all cells.
     Requests with several cells to go to take them in turn, those of a conversation together.
+
+    Raises:
+        ScenarioError: a cell would get no request.
     """
     demand: dict[str | None, int] = {None: 0, **dict.fromkeys(adapters, 0)}
     for request in workload:
@@ -47,22 +51,26 @@ def cut_into_cells(workload: Sequence[WorkloadRequest], adapters: Sequence[str],
     homes: dict[str | None, list[int]] = {None: list(range(cells))}
     for name in sorted(adapters, key=lambda name: -demand[name]):
         copies = min(cells, max(1, -int(-demand[name] // share)))
-        by_load = sorted(range(cells), key=lambda cell: (load[cell] if demand[name] else 0.0, len(found.adapters[cell])))
-        homes[name] = by_load[:copies]
-        for cell in homes[name]:
-            load[cell] += demand[name] / copies
-            found.adapters[cell].append(name)
+        # Those without demand go where the fewest are.
+        homes[name] = sorted(
+            range(cells), key=lambda cell: (load[cell] if demand[name] else 0.0, len(found.adapters[cell]))
+        )[:copies]
+        for home in homes[name]:
+            load[home] += demand[name] / copies
+            found.adapters[home].append(name)
     taken = dict.fromkeys(homes, 0)
     of_conversation: dict[tuple[str | None, str], int] = {}
     for index, request in enumerate(workload):
-        name, conversation = request.adapter, request.conversation
-        cell = None if conversation is None else of_conversation.get((name, conversation))
+        adapter, conversation = request.adapter, request.conversation
+        cell = None if conversation is None else of_conversation.get((adapter, conversation))
         if cell is None:
-            cell = homes[name][taken[name] % len(homes[name])]
-            taken[name] += 1
+            cell = homes[adapter][taken[adapter] % len(homes[adapter])]
+            taken[adapter] += 1
             if conversation is not None:
-                of_conversation[name, conversation] = cell
+                of_conversation[adapter, conversation] = cell
         found.requests[cell].append(index)
+    if not all(found.requests):
+        raise ScenarioError(f"cells {cells}: not every cell would get a request")
     return found
 
 
