@@ -18,6 +18,7 @@ Parts, each a table:
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -26,12 +27,15 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, contextmanager
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import psutil
 import torch
@@ -57,6 +61,7 @@ from benchmarks.harness import (
 from benchmarks.steps import AT_ONCE, Stopwatch
 from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, notation
 from lorikeet.bench.prompts import DEFAULT_IDS
+from lorikeet.bench.replicas import build_modelled
 from lorikeet.bench.synthetic import synthetic_adapters
 from lorikeet.cluster.build import GENERIC
 from lorikeet.cluster.migration.problem import CoMigrationSettings, MovableRequest, ReplicaLoad
@@ -76,6 +81,7 @@ from lorikeet.core.executor import Executor
 from lorikeet.core.ids import AdapterDigest, BlockId, ReplicaId, RequestId
 from lorikeet.core.plan import KernelForm, SequenceStart, StepPlan, StepResult, Token, TransferDone
 from lorikeet.core.request import Request, SamplingParams
+from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.devices import MODELS
 from lorikeet.engine.build import Replica, memory_rules
 from lorikeet.memory.blocks import SequenceLease, WaitReason
@@ -90,6 +96,7 @@ from lorikeet.scheduling.multilevel.queue import ChameleonQueue
 from lorikeet.scheduling.multilevel.size_classes import RequestSize
 from lorikeet.scheduling.policies import ADMISSION
 from lorikeet.scheduling.state import StepTimeEstimator
+from lorikeet.simulator.scenario import Scenario
 from lorikeet.worker.batch import SequenceState
 from lorikeet.worker.grammars import GrammarCompiler, GrammarMasks
 from lorikeet.worker.sampler import Sampler
@@ -228,6 +235,49 @@ def step() -> None:
         )
     ]
     print_table(f"A decode step of {ROWS_OF_STEP}", ["step", "ms", "share"], rows)
+    loop_s = [f"{seconds / MS:.2f}" for seconds in np.quantile(_loop_of_many(), (0.0, 0.5, 0.9))]
+    title = f"The engine's loop around a decode step of {MANY_ROWS} over {MANY_ADAPTERS} adapters, processor time"
+    print_table(title, ["least, ms", "median", "P90"], [loop_s])
+
+
+MANY_ROWS, MANY_ADAPTERS, MANY_TOKENS = 256, 100, 400
+
+
+def _loop_of_many() -> list[float]:
+    """Return the seconds of each turn of an engine on a modelled H100, without those of its executor."""
+    scenario = Scenario(
+        profile="h100-llama-2-7b",
+        adapters=MANY_ADAPTERS,
+        ranks="8-64",
+        arrivals="now",
+        count=MANY_ROWS,
+        output_tokens=f"{MANY_TOKENS}",
+        engine={"max_num_seqs": MANY_ROWS},
+    )
+    profile, workload = load_profile(scenario.profile), scenario.recipe().requests()
+    refs = list(scenario.adapter_refs(profile.geometry, workload).values())
+    made = build_modelled(scenario.settings(), profile)
+    engine, executor, taken_s = made.replica.engine, made.executor, list[float]()
+    for number, request in enumerate(make_requests("", MANY_ROWS, 64, MANY_TOKENS)):
+        engine.submit(msgspec.structs.replace(request, adapter=refs[number % len(refs)]))
+    execute, executing_s = executor.execute, 0.0
+
+    def timed_execute(plan: StepPlan) -> StepResult:
+        nonlocal executing_s
+        began_s = time.thread_time()
+        result = execute(plan)
+        executing_s = time.thread_time() - began_s
+        return result
+
+    with mock.patch.object(executor, "execute", timed_execute):
+        while engine.has_requests:
+            began_s, executing_s = time.thread_time(), 0.0
+            outputs = engine.step()
+            if len(outputs.tokens) == MANY_ROWS:
+                taken_s.append(time.thread_time() - began_s - executing_s)
+            if not engine.is_busy and (due_s := executor.next_transfer_s()) is not None:
+                made.clock.wait_until(due_s)
+    return taken_s
 
 
 def _turns_s(built: Replica, batch: int) -> list[float]:
@@ -712,17 +762,63 @@ STREAM_TOKENS = {"the default model": 128, "an engine that computes nothing": 40
 STREAMS = {"the default model": 16, "an engine that computes nothing": 512}
 
 
+IDLE_SERVER = (sys.executable, "-m", "benchmarks.idle_engine", "serve")
+PROBES, PROBE_EVERY_S, PROBED_TOKENS = 500, 0.02, 600
+
+
 def streaming() -> None:
     """Print the processor time of a streamed token, in the API process and in the engine process."""
     rows = [[engine, streams, *_streamed(engine, streams)] for engine, streams in STREAMS.items()]
     headings = ["engine", "streams at once", "API, us a token", "tokens/s of a core", "API, ms a request"]
     headings += ["engine, us a token", "tokens/s"]
     print_table("Streaming over HTTP, processor time", headings, rows)
+    print_table(
+        "First token of an engine that gives it at once", ["streams beside it", "P50, ms", "P99, ms"], _first_tokens()
+    )
+
+
+def _first_tokens() -> list[list[str]]:
+    """Return what the API process and the channel add to the time of the first token, idle and beside streams."""
+    name = default_model().name
+    rows = []
+    with (
+        tempfile.TemporaryDirectory(prefix="lorikeet-") as scratch,
+        running_server(
+            [str(default_model()), "--store-dir", f"{scratch}/store"], Path(scratch) / "serve.log", command=IDLE_SERVER
+        ) as server,
+        ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes,
+    ):
+        for streams in (0, STREAMS["an engine that computes nothing"]):
+            background = processes.submit(_keep_streaming, server.url, name, streams)
+            taken_s = processes.submit(_time_first_tokens, server.url, name).result()
+            background.result()
+            rows.append([f"{streams}", *(f"{at / MS:.1f}" for at in np.quantile(taken_s, (0.5, 0.99)))])
+    return rows
+
+
+def _keep_streaming(url: str, name: str, streams: int) -> None:
+    asyncio.run(_stream_all(url, [name], streams, PROBED_TOKENS))
+
+
+def _time_first_tokens(url: str, name: str) -> list[float]:
+    """Return the seconds until the first byte of the answer, of one request after the other."""
+    taken_s = []
+    with closing(HTTPConnection(url.removeprefix("http://"), timeout=60)) as http:
+        for number in range(PROBES):
+            time.sleep(PROBE_EVERY_S)
+            body = json.dumps(chat_body(name, f"Tell me about the number {number}.", 1))
+            began_s = time.perf_counter()
+            http.request("POST", "/v1/chat/completions", body, {"content-type": "application/json"})
+            answer = http.getresponse()
+            answer.read1()
+            taken_s.append(time.perf_counter() - began_s)
+            answer.read()
+    return taken_s[PROBES // 5 :]  # without those before all streams have begun
 
 
 def _streamed(title: str, streams: int) -> list[str]:
     is_idle, tokens = title != "the default model", streams * (STREAM_TOKENS[title] - FEW_TOKENS)
-    command = (sys.executable, "-m", "benchmarks.idle_engine", "serve") if is_idle else (LORIKEET, "serve")
+    command = IDLE_SERVER if is_idle else (LORIKEET, "serve")
     adapters = {} if is_idle else sample_adapters()
     flags = [str(default_model()), *([] if is_idle else sample_flags())]
     with (

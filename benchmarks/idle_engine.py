@@ -1,7 +1,8 @@
 """``lorikeet serve`` with an engine that computes nothing: ``python -m benchmarks.idle_engine serve …``.
 
-Every 25 ms each running request gets the next token of a text, so the API process alone is at work. Only the engine
-process is replaced; its messages are those of a real one. ``python -m benchmarks.idle_engine ADDRESS`` is that process.
+Every 25 ms each running request gets the next token of a text, so the API process alone is at work. A request for one
+token gets it at once. Only the engine process is replaced; its messages are those of a real one. ``python -m
+benchmarks.idle_engine ADDRESS`` is that process.
 """
 
 import subprocess
@@ -57,11 +58,13 @@ def run_engine(address: str) -> None:
                 case Shutdown():
                     channel.close()
                     return
-        if (now_s := time.monotonic()) < due_s:
-            continue
-        due_s = max(due_s + _STEP_S, now_s)
+        answered = list(running.items())
+        if (now_s := time.monotonic()) >= due_s:
+            due_s = max(due_s + _STEP_S, now_s)
+        else:
+            answered = [each for each in answered if each[1][0].sampling.max_tokens == 1]
         tokens = []
-        for number, (request_id, (request, index)) in enumerate(list(running.items())):
+        for number, (request_id, (request, index)) in enumerate(answered):
             token = Token(said[(number * 37 + index) % len(said)])
             tokens.append(TokenOutput(request_id, request.attempt, index, (token,)))
             running[request_id] = request, index + 1
@@ -70,8 +73,9 @@ def run_engine(address: str) -> None:
             if index + 1 == request.sampling.max_tokens:
                 del running[request_id]
                 events.append(Finished(request_id, now_s, FinishReason.LENGTH))
-        channel.send(StepOutputs(tuple(tokens), tuple(events), ()))
-        events = []
+        if tokens:
+            channel.send(StepOutputs(tuple(tokens), tuple(events), ()))
+            events = []
 
 
 class _IdleProcess(ChildProcess):

@@ -1,11 +1,16 @@
 """Drafts: steps and time of answers with and without them, and whether the answers are the same.
 
 ``python -m benchmarks.speculation [--answers N] [--dtype float32]``. Two servers answer the same chats, one after the
-other and in turns: one drafts, as by default, one does not. What repeats: an adapter that answers in JSON, and edits,
-which repeat a text of the prompt. What does not: chats with the base model. Waste is drafted tokens that did not come.
+other and in turns: one drafts, as by default, one does not. What repeats: an adapter that answers in JSON, and one that
+corrects the spelling of short texts. What does not: chats with the base model. Waste is drafted tokens that did not
+come.
+
+The adapter that corrects is trained once, in some minutes, and kept in the cache; the texts that it is asked about are
+not those it was trained with.
 """
 
 import argparse
+import random
 import re
 import sys
 import tempfile
@@ -16,10 +21,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+from rich.console import Console
 
 from benchmarks.harness import ROOT, default_model, print_setup, print_table, running_server, sample_flags
+from lorikeet.models.default import default_cache_dir
+
+sys.path.insert(0, str(ROOT / "examples"))
+from recipes import Recipe  # type: ignore[import-not-found]
+from styles import Pair, load_topics  # type: ignore[import-not-found]
+from train_adapters import save, train  # type: ignore[import-not-found]
 
 TOKENS = 64
+TRAINED_FROM = 40
+"""First of the topics whose texts the adapter that corrects is trained with; the ones before it are asked about."""
 DRAFTED, KEPT = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
 STEPS = "lorikeet:steps_total"
 
@@ -52,11 +66,11 @@ class Answer(NamedTuple):
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--answers", type=int, default=12)
+    parser.add_argument("--answers", type=int, default=12, help=f"chats of each kind, at most {TRAINED_FROM}")
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     print_setup()
-    flags = [str(default_model()), *sample_flags(), "--dtype", options.dtype]
+    flags = [str(default_model()), *sample_flags(), f"correct={_corrector()}", "--dtype", options.dtype]
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as text, ExitStack() as stack:
 
         def start(name: str, draft_tokens: int) -> httpx.Client:
@@ -88,13 +102,38 @@ def main() -> None:
 
 def works(answers: int) -> list[Work]:
     """Return the chats of each kind."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from styles import load_topics  # type: ignore[import-not-found]
-
     topics, base = load_topics()[:answers], default_model().name
-    edits = [f"Repeat this text word for word, and nothing else:\n\n{each.english} {each.short[0]}." for each in topics]
-    questions = [each.prompt for each in topics]
-    return [Work("json", "json", questions), Work("edits", base, edits), Work("free text", base, questions)]
+    questions, mistaken = [each.prompt for each in topics], [each.prompt for each in _corrections(0, answers)]
+    return [Work("json", "json", questions), Work("edits", "correct", mistaken), Work("free text", base, questions)]
+
+
+def _corrections(begin: int, end: int | None) -> list[Pair]:
+    """Return texts of four sentences with mistakes, and without, about some of the topics."""
+    topics, pairs = load_topics()[begin:end], []
+    for index, topic in enumerate(topics):
+        chance = random.Random(begin + index)
+        text = " ".join(f"{each.prompt} {each.english}" for each in (topic, topics[index - 1]))
+        words = text.split(" ")
+        for at in chance.sample([at for at, word in enumerate(words) if len(word) > 4], 3):
+            words[at] = _mistaken(words[at], chance)
+        pairs.append(Pair(f"Correct the spelling of this text:\n\n{' '.join(words)}", text))
+    return pairs
+
+
+def _mistaken(word: str, chance: random.Random) -> str:
+    """Return a word with two letters after the first one in the wrong order."""
+    at = chance.randrange(1, len(word) - 2)
+    return word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+
+
+def _corrector() -> Path:
+    """Return the folder of the adapter that corrects; train it if there is none yet."""
+    folder = default_cache_dir() / "benchmarks" / "correct"
+    if not (folder / "adapter_config.json").exists():
+        recipe = Recipe(rank=16, alpha=32, modules=("q_proj", "k_proj", "v_proj", "o_proj"), epochs=3)
+        trained = train("correct", recipe, _corrections(TRAINED_FROM, None), default_model(), 0, Console())
+        save(trained, folder)
+    return folder
 
 
 def _answers(work: Work, *servers: httpx.Client) -> Iterator[tuple[Answer, ...]]:

@@ -6,7 +6,7 @@ tokens only; prompts are rendered as the server renders them, with the default s
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -85,8 +85,8 @@ def answer_loss(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return torch.nn.functional.cross_entropy(decoder.lm_head(hidden[counted]), labels[:, 1:][counted])
 
 
-def train(name: str, recipe: Recipe, folder: Path, seed: int, console: Console) -> Any:
-    """Return the trained PEFT model of one adapter."""
+def train(name: str, recipe: Recipe, pairs: Sequence[Pair], folder: Path, seed: int, console: Console) -> Any:
+    """Return the trained PEFT model of one adapter, over the base model in ``folder``."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -100,7 +100,7 @@ def train(name: str, recipe: Recipe, folder: Path, seed: int, console: Console) 
     model = get_peft_model(base, config)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=recipe.learning_rate, weight_decay=0.0)
-    examples = [encode(tokenizer, pair) for pair in build_pairs(name, load_topics())]
+    examples = [encode(tokenizer, pair) for pair in pairs]
     steps = recipe.epochs * -(-len(examples) // BATCH_PAIRS)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
     chance = random.Random(seed)
@@ -148,7 +148,8 @@ def main(
     console = Console()
     folder = model or prepare_default_model(default_cache_dir())
     for name in adapters:
-        save(train(name, RECIPES[name], folder, seed, console), out / name)
+        pairs = build_pairs(name, load_topics())
+        save(train(name, RECIPES[name], pairs, folder, seed, console), out / name)
         console.print(f"{name}: saved in {out / name}")
 
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
 from lorikeet.adapters.errors import AdapterError
-from lorikeet.cli.lora_folder import LowRank, read_lora
 from lorikeet.cli.app import app
+from lorikeet.cli.lora_folder import LowRank, read_lora
 from tests.adapters.builders import HEADS, KV_HEADS, geometry, peft_adapter, tiny_llama
 from tests.models.gguf_files import NAMES
 
@@ -114,8 +114,8 @@ WRITERS: dict[str, Callable[[Path, Modules], Path]] = {
 }
 
 
-def convert(source: Path, target: Path, base: Path) -> str:
-    done = CliRunner().invoke(app, ["adapters", "convert", str(source), str(target), "--base", str(base)])
+def convert(source: Path, target: Path, base: Path, *flags: str) -> str:
+    done = CliRunner().invoke(app, ["adapters", "convert", str(source), str(target), "--base", str(base), *flags])
     if done.exit_code:
         raise AdapterError(done.output)
     return done.output
@@ -150,6 +150,13 @@ def test_doras_of_mlx_keep_their_magnitudes(base: Path, tmp_path: Path) -> None:
     assert found.config["use_dora"]
     assert found.others.keys() == source.others.keys()
     assert all(torch.equal(value, source.others[key]) for key, value in found.others.items())
+
+
+def test_a_rank_for_what_is_rewritten_as_it_is_is_refused(original: Path, base: Path, tmp_path: Path) -> None:
+    folder = write_mlx(tmp_path / "mlx", read_lora(original).modules)
+    with pytest.raises(AdapterError, match=r"--rank: .* is rewritten as it is; for a lower rank"):
+        convert(folder, tmp_path / "out", base, "--rank", "2")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_has_no_place_in_a_lora_is_refused(original: Path, base: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from lorikeet.adapters.checkpoint import DescribeOptions, describe_folder
-from lorikeet.cli.lora_folder import LoraFolder, LowRank, read_lora, write_lora
 from lorikeet.cli.app import app
+from lorikeet.cli.lora_folder import LoraFolder, LowRank, read_lora, write_lora
 from lorikeet.models import default
 from tests.adapters.builders import LAYERS, geometry, peft_adapter, tiny_llama
 

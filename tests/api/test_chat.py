@@ -339,7 +339,6 @@ async def test_a_request_that_takes_too_long_ends_with_504(start: Start) -> None
         ({"best_of": 2}, "best_of"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"stop_regex": "a+"}, "stop_regex"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget"),
         ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"adapter_id": "someone/adapter"}, "adapter_id"),
         ({"adapter_source": "hub"}, "adapter_source"),

@@ -5,9 +5,11 @@ import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.sampling import ModelLimits
+from lorikeet.api.structured_output import GrammarChecks
 from lorikeet.api.text_processor import TextProcessor
 from lorikeet.core.chat_template import ChatTemplate
 from tests.api.conftest import END, TEMPLATE, TOKENIZER, Running, Start
@@ -262,6 +264,38 @@ async def test_a_grammar_leaves_room_for_thoughts(start: Start) -> None:
                 assert reply.status_code == 200, reply.text
                 grammar = server.engine.submitted[-1].sampling.grammar
                 assert (rule in grammar) if rule else "<think>" not in grammar
+
+
+async def test_thoughts_have_a_budget(start: Start) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])  # not special, as Qwen3's
+    begin, end = map(tokenizer.token_to_id, ("<think>", "</think>"))
+    size = tokenizer.get_vocab_size()
+    async with start(max_model_len=LONG) as server:
+        budget = {"thinking_token_budget": 3}
+        refused = await server.http.post(CHAT, json=body(**budget))
+        assert refused.status_code == 400
+        assert "--reasoning-parser" in refused.json()["error"]["message"]
+        set_reasoning(server, "qwen3")
+        refused = await server.http.post(CHAT, json=body(**budget))
+        assert "'</think>', which ends the thoughts of this model, is not one token" in refused.text
+        chats = server.service.chats
+        processor, limits = TextProcessor(tokenizer, ChatTemplate(TEMPLATE, {})), ModelLimits(LONG, size, (END,))
+        chats.base = ChatSettings(processor, limits, reasoning_parser="qwen3")
+        await server.service.grammars.close()
+        server.service.grammars = GrammarChecks(processor, limits)
+        for fields in ({}, {"response_format": AS_JSON}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"}):
+            reply = await server.http.post(CHAT, json=body(**budget, **fields))
+            assert reply.status_code == 200, reply.text
+            grammar = server.engine.submitted[-1].sampling.grammar
+            assert f"any{{0,3}} <[{end}]>" in grammar
+            matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=[END]), grammar, log_level=0)
+            assert matcher.try_consume_tokens([begin, *tokenizer.encode("hmmm").ids]) == 4
+            assert matcher.compute_ff_tokens()[:1] == [end]
+        assert (await server.http.post(CHAT, json=body(thinking_token_budget=-1))).status_code == 200
+        assert not server.engine.submitted[-1].sampling.grammar
+        assert (await server.http.post(CHAT, json=body(thinking_token_budget=0))).status_code == 200
+        assert f"text: <[{end}]>" in server.engine.submitted[-1].sampling.grammar
 
 
 async def test_thoughts_that_the_prompt_opens_need_no_mark(start: Start) -> None:

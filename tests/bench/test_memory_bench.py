@@ -20,8 +20,8 @@ from lorikeet.bench.memory_work import (
 from lorikeet.bench.plots import pool_areas
 from lorikeet.bench.synthetic import adapters_by_name
 from lorikeet.bench.workload import OptionError, WorkloadRequest, write_workload
-from lorikeet.cli.bench_memory import split_presets
 from lorikeet.cli.app import app
+from lorikeet.cli.bench_memory import split_presets
 from lorikeet.core.events import RequestTimings
 from lorikeet.costs.profile import write_profile
 from tests.support.profiles import GEOMETRY, round_profile

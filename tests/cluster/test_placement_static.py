@@ -77,3 +77,13 @@ def test_full_replication_has_everything_everywhere() -> None:
 def test_a_placement_needs_a_replica() -> None:
     with pytest.raises(ValueError, match="needs a replica"):
         FullReplication([])
+
+
+def test_full_replication_shares_one_tuple_with_the_placements_before() -> None:
+    placement = FullReplication(replicas_of(3))
+    first = placement.place(DEMANDS_B[:2], 0.0)
+    second = placement.place(DEMANDS_B, 1.0)
+    assert second.epoch > first.epoch
+    assert len({id(shares) for table in (first, second) for shares in table.shares.values()}) == 1
+    placement.replicas = replicas_of(2)
+    assert {each.share for shares in placement.place(DEMANDS_B, 2.0).shares.values() for each in shares} == {0.5}

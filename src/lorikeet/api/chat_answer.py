@@ -2,11 +2,12 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from lorikeet.api.chat_output import AnswerPart, AnswerReader, ToolUse, tool_use
-from lorikeet.api.chat_settings import ChatSettings
-from lorikeet.api.errors import not_supported
+from lorikeet.api.chat_settings import THOUGHTS_BUDGET, ChatSettings
+from lorikeet.api.errors import bad_request, not_supported
 from lorikeet.api.generation import Generation
 from lorikeet.api.large_bodies import PreparedBody
 from lorikeet.api.protocol import ChatCompletionRequest, GenerationBody
@@ -93,6 +94,9 @@ async def start_chat(
             return prepared.prompts
         return [truncated(await service.encode_chat(body, chat), body, chat.limits)]
 
+    budget = body.thinking_token_budget
+    if budget is not None and (reason := chat.why_unbounded()):
+        raise bad_request(f"{THOUGHTS_BUDGET}: {reason}", THOUGHTS_BUDGET)
     spec = GenerationSpec(
         prompts=1,
         encode=encode,
@@ -102,8 +106,8 @@ async def start_chat(
         prompt_logprobs=body.prompt_logprobs,
         arrival_s=prepared.arrival_s if prepared else None,
         kept_tokens=chat.kept_tokens(use),
-        grammar=chat.grammar(use, grammar_spec(body)),
-        thoughts=chat.thoughts,
+        grammar=chat.grammar(use, grammar_spec(body), has_budget=budget is not None),
+        thoughts=partial(chat.thoughts, most_tokens=budget),
     )
     generation = await service.start(body, target, spec, sender)
     readers = [

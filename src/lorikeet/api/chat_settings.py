@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.api.chat_output import AnswerReader, ToolUse
 from lorikeet.api.errors import bad_request
-from lorikeet.api.grammar_process import GrammarKind, GrammarSpec, Marker, Thoughts
+from lorikeet.api.grammar_process import ANY_TEXT, GrammarKind, GrammarSpec, Marker, Thoughts
 from lorikeet.api.protocol import ChatOptions
 from lorikeet.api.reasoning import REASONING_FORMATS, ReasoningFormat
 from lorikeet.api.sampling import ModelLimits
@@ -14,6 +14,7 @@ from lorikeet.api.structured_output import MAX_GRAMMAR_BYTES
 from lorikeet.api.text_processor import PromptStyle, TextProcessor, tool_format_of
 from lorikeet.api.tool_parsers.base import CallGrammar, ToolFormat
 
+THOUGHTS_BUDGET = "thinking_token_budget"
 _PROMPT_END_TOKENS = 16
 """Tokens of a prompt in which thoughts may be opened; a marker may be several tokens."""
 
@@ -68,21 +69,24 @@ class ChatSettings:
                 "tools",
             )
 
-    def grammar(self, use: ToolUse | None, content: GrammarSpec | None) -> GrammarSpec | None:
-        """Return the grammar of an answer.
+    def grammar(
+        self, use: ToolUse | None, content: GrammarSpec | None, *, has_budget: bool = False
+    ) -> GrammarSpec | None:
+        """Return the grammar of an answer; None if it may be any text.
 
         Args:
             use: which functions it may call.
             content: the grammar that the body asks for; with functions, an answer follows it or calls one. An answer
                 that must call one does not.
+            has_budget: whether its thoughts have one, so that there must be a grammar.
 
         Raises:
             ApiError: 400, ``content`` is no JSON schema and functions may be called, or the functions are too many.
         """
         tool_format = self.tool_format
         is_free = content is None and use is not None and not use.is_forced
-        if use is None or tool_format is None or (is_free and not use.is_strict):
-            return content
+        if use is None or tool_format is None or (is_free and not use.is_strict and not has_budget):
+            return content or (GrammarSpec(GrammarKind.LARK, ANY_TEXT, THOUGHTS_BUDGET) if has_budget else None)
         schema = None
         if content is not None and not use.is_forced:
             if content.kind is not GrammarKind.JSON_SCHEMA:
@@ -102,13 +106,29 @@ class ChatSettings:
             raise bad_request(f"tools: {len(text)} characters; {most}.", "tools")
         return GrammarSpec(GrammarKind.LARK, text, "tools")
 
-    def thoughts(self, prompt: list[int]) -> Thoughts | None:
-        """Return what may come before an answer to a prompt that follows a grammar."""
+    def why_unbounded(self) -> str | None:
+        """Return why thoughts cannot have a budget; None if they can."""
+        if self.reasoning is None:
+            return "what this model thinks is not told apart; name its format with --reasoning-parser."
+        end = self.reasoning.end
+        if self.text_processor.added_token_id(end) is None:
+            return f"{end!r}, which ends the thoughts of this model, is not one token; use max_tokens."
+        return None
+
+    def thoughts(self, prompt: list[int], most_tokens: int | None = None) -> Thoughts | None:
+        """Return what may come before an answer to a prompt that follows a grammar.
+
+        Args:
+            prompt: token ids.
+            most_tokens: budget of the thoughts; None for none. Not where there is a reason against it
+                (:meth:`why_unbounded`).
+        """
         reasoning, prompt_end = self.reasoning, self._prompt_end(prompt)
         if reasoning is None or reasoning.is_closed(prompt_end):
             return None
-        begin, end = (Marker(text, self.text_processor.special_token_id(text)) for text in reasoning.markers)
-        return Thoughts(begin, end, reasoning.is_open(prompt_end))
+        # Qwen3's marks are added tokens that are not special; a grammar must name them as tokens all the same.
+        begin, end = (Marker(text, self.text_processor.added_token_id(text)) for text in reasoning.markers)
+        return Thoughts(begin, end, reasoning.is_open(prompt_end), most_tokens)
 
     def kept_tokens(self, use: ToolUse | None) -> frozenset[int]:
         """Return the special tokens that must stay in the text of an answer, since parsers look for them."""

@@ -52,7 +52,7 @@ class GrammarKind(StrEnum):
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A text that may be a special token; ``token`` is its id then."""
+    """A text that may be a token which was added to the vocabulary; ``token`` is its id then."""
 
     text: str
     token: int | None = None
@@ -64,11 +64,17 @@ class Thoughts(msgspec.Struct, frozen=True):
     Attributes:
         begin, end: what surrounds them.
         are_open: whether they have begun with the prompt, so that the model must end them.
+        most_tokens: after which they must end; None for any number. ``end`` is one token then.
     """
 
     begin: Marker
     end: Marker
     are_open: bool = False
+    most_tokens: int | None = None
+
+
+ANY_TEXT = r"start: /(.|\n)*/"
+"""A grammar of all texts, in llguidance's notation."""
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
@@ -176,9 +182,14 @@ def _notation_of_answer(spec: GrammarSpec) -> str:
 def _behind_thoughts(thoughts: Thoughts, answer: str) -> str:
     """Return a grammar of thoughts and an answer, given the answer's in llguidance's notation."""
     grammars = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
-    begin, end = _symbol(thoughts.begin), thoughts.end
-    # A lazy lexeme ends as soon as it can, so that thoughts do not run on through their end.
-    text = f"text: TEXT <[{end.token}]>" if end.token is not None else f"text[lazy]: TEXT {json.dumps(end.text)}"
+    begin, end, most = _symbol(thoughts.begin), thoughts.end, thoughts.most_tokens
+    if most is not None:
+        before = f"any{{0,{most}}} " if most else ""
+        text = f"text: {before}<[{end.token}]>\nany: <[^{end.token}]>"
+    elif end.token is not None:
+        text = f"text: TEXT <[{end.token}]>"
+    else:  # a lazy lexeme ends as soon as it can, so that thoughts do not run on through their end
+        text = f"text[lazy]: TEXT {json.dumps(end.text)}"
     start = f"{begin}? text SPACE? @answer" if thoughts.are_open else f"({begin} text SPACE?)? @answer"
     lines = ["%llguidance {}", f"start: {start}", text, r"TEXT: /(.|\n)*/", r"SPACE: /\s+/"]
     own = {"lark_grammar": "\n".join(lines)}

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -89,7 +88,17 @@ class RequestCounts:
 
     def plus(self, other: "RequestCounts", sign: int = 1) -> "RequestCounts":
         """Return the sum, or with ``sign`` -1 the difference."""
-        return RequestCounts(**{name: _sum(mine, getattr(other, name), sign) for name, mine in vars(self).items()})
+        total = RequestCounts()
+        total._set_to(self, other, sign)
+        return total
+
+    def _set_to(self, one: "RequestCounts", other: "RequestCounts", sign: int) -> None:
+        theirs = vars(other)
+        counts = {name: mine + sign * theirs[name] for name, mine in vars(one).items() if name != "ttft_buckets"}
+        vars(self).update(counts)
+        self.ttft_buckets = tuple(
+            [mine + sign * of for mine, of in zip(one.ttft_buckets, other.ttft_buckets, strict=True)]
+        )
 
     @property
     def ttft_s(self) -> float:
@@ -113,14 +122,7 @@ class RequestCounts:
 
     def add(self, other: "RequestCounts") -> None:
         """Add ``other`` in place."""
-        vars(self).update(vars(self.plus(other)))
-
-
-def _sum(mine: Any, theirs: Any, sign: int) -> Any:
-    """Return the sum or difference of two counts, or of each of two lists of counts."""
-    if isinstance(mine, tuple):
-        return tuple(_sum(*pair, sign) for pair in zip(mine, theirs, strict=True))
-    return mine + sign * theirs
+        self._set_to(self, other, 1)
 
 
 def ttft_bucket(seconds: float | None) -> tuple[int, ...]:

@@ -390,6 +390,13 @@ class ChatCompletionRequest(GenerationBody, ChatFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=2**20)] | None = None
+
+    @field_validator("thinking_token_budget")
+    @classmethod
+    def _without_budget(cls, value: int | None) -> int | None:
+        """Read -1 as no budget, as vLLM does."""
+        return None if value == -1 else value
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -519,7 +526,7 @@ _FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "add_special_tokens": ((False,), SPECIAL_TOKENS),
     "session_params": ((), "Sessions are not supported."),
     "stop_regex": (([], ""), "Stopping at a regular expression is not supported; use stop."),
-    "thinking_token_budget": ((-1,), "A budget for thoughts is not supported; use max_tokens."),
+    "thinking_token_budget": ((-1,), "A budget for thoughts is for chats."),
     "kv_transfer_params": (({},), "Moving KV by a request is not supported."),
     "ec_transfer_params": (({},), "Moving embeddings by a request is not supported."),
     "custom_logit_processor": (("",), "Logits processors are not supported."),

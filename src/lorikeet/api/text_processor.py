@@ -340,6 +340,7 @@ class TextProcessor:
         self.origin: tuple[Path, str] | None = None
         self._bound = TokenLowerBound(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
+        self._added = added.keys()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._tokens: dict[int, TokenText] = {}
 
@@ -467,6 +468,11 @@ class TextProcessor:
         """Return the id of a special token, None for other text."""
         token_id = self.tokenizer.token_to_id(text)
         return token_id if token_id in self._special else None
+
+    def added_token_id(self, text: str) -> int | None:
+        """Return the id of a token that was added to the vocabulary, special or not; None for other text."""
+        token_id = self.tokenizer.token_to_id(text)
+        return token_id if token_id in self._added else None
 
     def token(self, token_id: int) -> TokenText:
         """Return what a token adds to a text; results are cached."""

@@ -223,7 +223,10 @@ class _Answer:
         if self.first_s is None:  # no gap before the first token
             self.first_s = self.last_s = now
             tokens = tokens[1:]
-        if tokens:
+        if len(tokens) == 1:  # as a rule
+            gaps_s.append(now - self.last_s)
+            self.last_s = now
+        elif tokens:
             gap_s, self.last_s = (now - self.last_s) / len(tokens), now
             gaps_s.extend([gap_s] * len(tokens))
 

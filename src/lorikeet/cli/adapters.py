@@ -10,7 +10,7 @@ from urllib.parse import quote
 import typer
 from rich.table import Table
 
-from lorikeet.cli.console import JsonFile, check_json_file, fail, output, write_json
+from lorikeet.cli.console import JsonFile, check_json_file, fail, given_options, output, write_json
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.sizes import format_size
@@ -114,6 +114,7 @@ def inspect(
 
 @app.command("convert")
 def convert(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Folder or file of the adapter.")],
     target: Annotated[Path, typer.Argument(help="Folder to write, which must not exist.")],
     base: Annotated[
@@ -146,6 +147,12 @@ def convert(
     try:
         form = foreign_adapters.recognise(folder)
         if form is not None:
+            if given := {"rank", "tolerance"}.intersection(given_options(context)):
+                fail(
+                    f"--{min(given)}: {form.name} is rewritten as it is; for a lower rank afterwards: `lorikeet "
+                    "adapters compress FOLDER --into OUT --rank RANK`",
+                    code=2,
+                )
             modules = foreign_adapters.rewrite(form, target, _base_folder(base))
             if write_json(json_file, {"format": form.name, "modules": modules}):
                 print(f"{target}: {form.name} rewritten as PEFT's LoRA on {len(modules)} modules, exactly")

@@ -69,6 +69,9 @@ def simulate(
     max_model_len: Annotated[Whole, typer.Option(min=1, help="Longest sequence; else the profile's.")] = None,
     engine: Engine = None,
     replicas: Annotated[Whole, typer.Option(min=1, help="Engines behind the preset's placement and routing.")] = None,
+    cells: Annotated[
+        Whole, typer.Option(min=1, help="Cut the replicas into cells, each in a process of its own.")
+    ] = None,
     fetch: Annotated[
         Text, typer.Option(help="How adapters come from a replica to another: pipelined or store-and-forward.")
     ] = None,

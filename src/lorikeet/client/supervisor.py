@@ -42,6 +42,8 @@ MAX_FAILED_STARTS = 3
 
 MAX_ADAPTERS_PER_MESSAGE = 500
 """Most adapters in one ``RegisterAdapters``, which bounds the size of a message."""
+REQUESTS_AT_ONCE = 32
+"""Most requests whose tokens are passed on before the event loop has a turn: a new request waits no longer for it."""
 
 DRAIN_TIMEOUT_S = 0.2
 """How long to wait for messages that a dead engine sent before it ended."""
@@ -260,7 +262,10 @@ class EngineSupervisor:
                 if isinstance(message, StepOutputs):
                     if message.stats is not None:
                         self.stats = message.stats
-                    self._listener.on_outputs(self, message)
+                    for number, part in enumerate(message.parts(REQUESTS_AT_ONCE)):
+                        if number:
+                            await asyncio.sleep(0)
+                        self._listener.on_outputs(self, part)
             self.is_connected, self._connection, self.stats = False, None, None
             connection.close()
             if self._closing:

@@ -507,11 +507,10 @@ class Memory:
 
     def try_grow(self, wanted: Iterable[tuple[SequenceLease, int]], now: float) -> bool:
         """Extend leases until each holds this many tokens; False, with nothing leased, if not all can be extended."""
-        lacking = []
+        lacking, size = [], self.block_size
         for lease, tokens in wanted:
-            missing = self.blocks_for(tokens) - len(lease.blocks)
-            if missing > 0:
-                lacking.append((lease, missing))
+            if tokens > size * len(lease.blocks):
+                lacking.append((lease, self.blocks_for(tokens) - len(lease.blocks)))
         if lacking and not self.evictor.ensure_free(sum(missing for _, missing in lacking), 0, now):
             return False
         for lease, missing in lacking:
@@ -519,10 +518,6 @@ class Memory:
             lease.blocks += blocks
             lease.private.update(blocks)
         return True
-
-    def has_uncommitted_blocks(self, lease: SequenceLease, computed_tokens: int) -> bool:
-        """Whether a lease has full blocks that are not in the tree yet; :meth:`commit` inserts them."""
-        return computed_tokens >= (len(lease.path) + 1) * self.block_size
 
     def commit(self, computed: Iterable[ComputedTokens], now: float) -> None:
         """Insert the full blocks of sequences into the tree, where other sequences find them."""

@@ -119,7 +119,7 @@ class MemoryCounters:
                 kv_cached=host.kv * block_bytes,
                 inflight=host.inflight * block_bytes,
             ),
-            host_adapters=int((self._tiers.tree.on_host & (self._tiers.tree.kind == NodeKind.ADAPTER)).sum()),
+            host_adapters=len(self._tiers.tree.adapters_on_host()),
             packing_waste_bytes=waste_bytes,
             invalid_kv_bytes=invalid * block_bytes,
             invalid_kv_share=shares.invalid / shares.unpinned if shares.unpinned else 0.0,

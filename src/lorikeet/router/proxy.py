@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lorikeet.api.anthropic_errors import MESSAGES_PATH, anthropic_error
 from lorikeet.api.errors import ApiError, hide_paths
 from lorikeet.api.large_bodies import SMALL_BODY_BYTES, BodyGate
-from lorikeet.api.streaming import CancelOnDisconnect, EventStream
+from lorikeet.api.streaming import CancelOnDisconnect, DirectBody, EventStream
 from lorikeet.api.threads import off_the_loop
 from lorikeet.bench.answer_stream import error_text
 from lorikeet.core.ids import RequestId
@@ -243,6 +243,7 @@ class ProxyTask:
         self._attempts = self._failures = 0
         self._is_sent = self._has_sent = self._is_closed = False
         self._reply: BackendResponse | None = None
+        self._client: DirectBody | None = None
         self._output_tokens = 0
         parts.stats.begin(request)
 
@@ -273,7 +274,7 @@ class ProxyTask:
             self.outcome = _outcome_of(error.status if isinstance(error, ApiError) else 500)
             raise
         if streams and reply.status == 200:
-            return EventStream(self.events(reply))
+            return EventStream(self.events(reply), write_to=self._write_to)
         if reply.status != 200:
             self.outcome = _outcome_of(reply.status)
         self.close()  # before a client that reads slowly has read it
@@ -417,8 +418,11 @@ class ProxyTask:
 
     # --- streams -------------------------------------------------------------------------------------
 
+    def _write_to(self, client: DirectBody) -> None:
+        self._client = client
+
     async def events(self, reply: BackendResponse) -> AsyncIterator[bytes]:
-        """Yield the client's events, beginning with those of an opened response."""
+        """Yield the client's events, beginning with those of an opened response; or write them to its connection."""
         stream = self._stream
         while True:
             error: Exception | None = None
@@ -442,26 +446,43 @@ class ProxyTask:
                 return
 
     async def _read_events(self, reply: BackendResponse) -> AsyncIterator[bytes]:
-        """Yield the client's events that one backend's response adds.
+        """Yield the client's events that one backend's response adds, or write them directly while the client reads.
 
         Raises:
             StreamCut: it ended before its end mark.
             BackendFailed: the backend reported an error.
             BackendLost, BackendConnectionError: the backend is gone.
         """
-        stream = self._stream
-        while piece := await self._request.run_unless_lost(reply.piece):
+        stream, request, client = self._stream, self._request, self._client
+        request.reads(reply.close)
+        while piece := await self._piece(reply):
             if out := stream.feed(piece):
                 self._has_sent, self._failures = True, 0
                 if isinstance(stream, NamedEventsAnswer) and stream.answer_id:
                     self._keep(stream.answer_id)
-                yield out
-                self._backend_router.on_first_token(self._request)
-                self._parts.stats.first_token(self._request)
+                if client is not None and client.is_open:
+                    client.write(out)
+                else:
+                    yield out
+                if not request.is_started:
+                    self._backend_router.on_first_token(request)
+                    self._parts.stats.first_token(request)
             if stream.failure is not None:
                 raise stream.failure
         if not stream.is_done:
             raise StreamCut("its stream ended before its end mark")
+
+    async def _piece(self, reply: BackendResponse) -> bytes:
+        """Return the next bytes of a response, which is closed if its backend is lost; empty at the end."""
+        try:
+            piece = await reply.piece()
+        except BackendConnectionError:
+            if not self._request.is_lost:
+                raise
+            raise BackendLost from None
+        if self._request.is_lost:
+            raise BackendLost
+        return piece
 
     async def _resume(self, error: Exception) -> BackendResponse:
         """Return another backend's response to the rest of the body.

@@ -47,6 +47,20 @@ class PlanBuilder:
     adapters_without_slot: set[AdapterDigest | None] = field(default_factory=set)
     decodes: dict[Sequence, int] = field(default_factory=dict)
 
+    def add_decodes(self, sequences: Many[Sequence]) -> None:
+        """Add sequences with one remaining token each, for which the budget suffices."""
+        self.tokens.update(dict.fromkeys(sequences, 1))
+        self.budget_tokens -= len(sequences)
+
+    def prefills(self) -> dict[Sequence, int]:
+        """Return those of the tokens that are not of sequences that decode."""
+        return {
+            sequence: tokens
+            for sequence, tokens in self.tokens.items()
+            # As ``Sequence.is_decoding``: called for all sequences in every step.
+            if (known := len(sequence.token_ids)) - sequence.computed_tokens != 1 or known <= sequence.prompt_tokens
+        }
+
     def add(self, sequence: Sequence) -> None:
         """Add a sequence with as many of its remaining tokens as the budget allows."""
         tokens, lease = min(sequence.remaining_tokens, self.budget_tokens), sequence.lease
@@ -126,7 +140,7 @@ def build_plan(
             adapters[sequence.digest] = None
             if sequence in builder.assisted:
                 assisted[sequence.digest] = None
-        steps.append(sequence.step(tokens, drafts.get(sequence.request_id, ())))
+        steps.append(sequence.step(tokens, drafts.get(sequence.request_id, ()) if drafts else ()))
     transfers, urgent = memory.take_transfers()
     return StepPlan(
         step=step,
@@ -319,7 +333,9 @@ class BatchSelector:
         sequences, is_merged = self._sequences, plan.merged is not None
         for step in plan.sequences:
             sequence, tokens = sequences[step.request_id], step.tokens
-            if is_decode := sequence.is_decoding:
+            known = len(sequence.token_ids)
+            is_decode = known - sequence.computed_tokens == 1 and known > sequence.prompt_tokens
+            if is_decode:
                 decodes += tokens
             else:
                 prefills, prefill_tokens = prefills + 1, prefill_tokens + tokens
@@ -329,7 +345,8 @@ class BatchSelector:
                 if sequence.request.adapter is not None:
                     self._refs.setdefault(sequence.request.adapter.digest, sequence.request.adapter)
             if digest is not None and not is_merged:
-                (decode_rows if is_decode else prefill_rows)[digest] += tokens
+                rows = decode_rows if is_decode else prefill_rows
+                rows[digest] = rows.get(digest, 0) + tokens
         is_assisted = bool(plan.assisted)
         if not is_assisted:
             self.meter.note(result.steps_run, step_s, prefill_tokens, decodes, prefill_rows, decode_rows)
@@ -354,11 +371,11 @@ class BatchSelector:
             builder: the sequences of the step.
             delayed_by_a_second: returns by how many seconds all requests are delayed if the engine loses one.
         """
-        decodes = [sequence for sequence in builder.tokens if sequence.is_decoding]
         was_apart, self._last_step_was_apart = self._last_step_was_apart, False
-        prefills = {sequence: tokens for sequence, tokens in builder.tokens.items() if not sequence.is_decoding}
-        if was_apart or not decodes or not prefills:
+        prefills = builder.prefills()
+        if was_apart or not prefills or len(prefills) == len(builder.tokens):
             return
+        decodes = [sequence for sequence in builder.tokens if sequence not in prefills]
         ending = [sequence for sequence, tokens in prefills.items() if tokens == sequence.remaining_tokens]
         tokens, none = sum(prefills.values()), Counter[AdapterDigest]()
         rows, decode_rows = self._rows(prefills), self._rows(dict.fromkeys(decodes, 1))

@@ -282,10 +282,18 @@ class Scheduler:
         return plan
 
     def _continue_running(self, builder: PlanBuilder, now: float) -> None:
-        able = [s for s in self.selector.allowed(self._running) if s.can_run]
+        able = self.selector.allowed(self._running)
+        if self._memory.awaited_transfers:
+            able = [s for s in able if s.can_run]
         all_grown = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
+        prefills = [s for s in able if len(s.token_ids) - s.computed_tokens != 1]
+        if all_grown and not prefills and len(able) <= builder.budget_tokens:
+            builder.add_decodes(able)
+            if self._preset.prefill_apart is PrefillApart.ALWAYS:
+                builder.set_decodes_aside()
+            return
+        decodes = [s for s in able if s.remaining_tokens <= 1]
         prefills = [s for s in able if s.remaining_tokens > 1]
-        decodes = [s for s in able if s.remaining_tokens <= 1] if prefills else able
         for are_prefills, sequences in ((False, decodes), (True, prefills)):
             for sequence in sequences:
                 can_run = sequence.lease is not None and builder.budget_tokens  # it may have been preempted meanwhile
@@ -414,9 +422,10 @@ class Scheduler:
 
         Waiting requests lose nothing by it: blocks become free only when a sequence ends, which ends the plan.
         """
+        if not is_uninterrupted and self._limits.num_scheduler_steps == 1:
+            return 1
         sequences = list(builder.tokens)
-        all_decode = all(s.is_decoding for s in reversed(sequences))  # prefills are last, so this usually ends early
-        if not sequences or builder.preempted or not all_decode:
+        if not sequences or builder.preempted or builder.prefills():
             return 1
         if self._memory.awaited_transfers and not (is_uninterrupted or async_scheduling):
             return 1
@@ -468,26 +477,30 @@ class Scheduler:
                 self._savings.note_merged(plan, merged, result, step_s)
         computed, ended = [], []
         sequences, failed, more = self._sequences, result.failed, result.steps_run - 1
+        accept, has_drafts = self._outputs.accept, bool(self._limits.max_draft_tokens)
+        block_size = self._memory.block_size
         for step, tokens in zip(plan.sequences, result.tokens, strict=True):
             sequence = sequences[step.request_id]
-            assert sequence.lease is not None
+            lease = sequence.lease
+            assert lease is not None
             if failed and step.request_id in failed:  # its KV is not committed
                 self._finish(sequence, now, FinishReason.ERROR, error=failed[step.request_id])
                 continue
-            finish = self._outputs.accept(sequence, tokens, now)
-            if tokens and sequence.cold_start is not None:
+            finish = accept(sequence, tokens, now)
+            if sequence.cold_start is not None and tokens:
                 self._outputs.events += self._savings.cold_ended(sequence, now)
             # A plan of several steps may have run past a stop token; KV beyond that is not counted as computed. Nor is
             # that of drafted tokens that did not come: the next tokens overwrite it.
-            kept = step.kept(tokens) if step.draft else 0
-            if self._limits.max_draft_tokens:
-                self.drafter.note(sequence, len(step.draft), kept, step.start + step.known_tokens)
-            sequence.computed_tokens = min(step.start + step.known_tokens + kept + more, len(sequence.token_ids))
+            end, kept = step.start + step.tokens, 0
+            if has_drafts:
+                end, kept = end - len(step.draft), step.kept(tokens) if step.draft else 0
+                self.drafter.note(sequence, len(step.draft), kept, end)
+            known, end = len(sequence.token_ids), end + kept + more
+            sequence.computed_tokens = end = end if end < known else known
             if sequence.request.pooling is not None and not sequence.remaining_tokens:
                 finish = FinishReason.STOP, None
-            is_new = self._memory.has_uncommitted_blocks(sequence.lease, sequence.computed_tokens)
-            if is_new and sequence.lease.is_ready:
-                computed.append(ComputedTokens(sequence.lease, sequence.token_ids, sequence.computed_tokens))
+            if end >= (len(lease.path) + 1) * block_size and lease.is_ready:  # there are full blocks not in the tree
+                computed.append(ComputedTokens(lease, sequence.token_ids, end))
             if finish is not None:
                 ended.append((sequence, *finish))
         self._memory.commit(computed, now)

@@ -35,7 +35,11 @@ def faded(old: Any, new: Any, times: int = 1) -> Any:
 
 def _least_squares(squares: Floats, products: Floats) -> Floats:
     """Solve normal equations without negative coefficients: the most negative one is dropped until none is left."""
-    parts, used = np.zeros(len(products)), list(range(len(products)))
+    parts: Floats = np.asarray(np.linalg.solve(squares, products), np.float64)
+    if parts.min() >= 0:  # as a rule
+        return parts
+    used = list(range(len(products)))
+    used.remove(int(parts.argmin()))
     while used:
         parts[:] = 0.0
         parts[used] = np.linalg.solve(squares[np.ix_(used, used)], products[used])
@@ -307,10 +311,11 @@ class Sequence:
         new_blocks: tuple[BlockId, ...] = ()
         if known < len(blocks):
             new_blocks, self.sent_blocks = tuple(blocks[known:]), len(blocks)
-        samples = tokens == len(self.token_ids) - self.computed_tokens and self.request.pooling is None
-        return SequenceStep(
-            self.request.request_id, self.computed_tokens, tokens + len(draft), new_blocks, samples, draft
-        )
+        request, computed = self.request, self.computed_tokens
+        samples = tokens == len(self.token_ids) - computed and request.pooling is None
+        if not draft:  # as a rule
+            return SequenceStep(request.request_id, computed, tokens, new_blocks, samples)
+        return SequenceStep(request.request_id, computed, tokens + len(draft), new_blocks, samples, draft)
 
     def export(self) -> Request:
         """Return a request that resumes it, in this or another engine."""
@@ -390,26 +395,26 @@ class OutputCollector:
         """
         if not tokens:
             return None
-        request, token_ids = sequence.request, sequence.token_ids
-        stops, min_tokens = request.sampling.stop_token_ids, request.sampling.min_tokens
-        index = made = len(token_ids) - sequence.prompt_tokens
-        most = sequence.max_total_tokens - sequence.prompt_tokens
+        request, token_ids, prompt_tokens = sequence.request, sequence.token_ids, sequence.prompt_tokens
+        sampling, most = request.sampling, sequence.max_total_tokens
+        stops, known = sampling.stop_token_ids, len(token_ids)
+        index = known - prompt_tokens
         finish: tuple[FinishReason, int | None] | None = None
         for token in tokens:
             token_id = token.token_id
             token_ids.append(token_id)
-            made += 1
-            if stops and token_id in stops and made > min_tokens:
+            known += 1
+            if token_id in stops and known - prompt_tokens > sampling.min_tokens:
                 finish = FinishReason.STOP, token_id
                 break
-            if made >= most:
+            if known >= most:
                 finish = FinishReason.LENGTH, None
                 break
-        sent = len(request.output_token_ids)  # above ``index`` only while it restarts
-        if index <= sent < made:
+        made, sent = known - prompt_tokens, len(request.output_token_ids)
+        if index <= sent < made:  # ``sent`` is above ``index`` only while it restarts
             self.events.append(FirstToken(request.request_id, now))
         if made > sent:
-            begin = max(index, sent)
-            new = tokens if begin == index and made - index == len(tokens) else tokens[begin - index : made - index]
+            begin = index if index > sent else sent
+            new = tokens if made - begin == len(tokens) else tokens[begin - index : made - index]
             self._tokens.append(TokenOutput(request.request_id, request.attempt, begin, new))
         return finish

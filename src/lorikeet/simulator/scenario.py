@@ -42,6 +42,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         profile: name or file of the cost profile.
         preset: the system, a preset's name.
         replicas: number of engines, all alike; with several, the preset's placement and routing apply.
+        cells: of equal size, into which the replicas are cut; each has its own router and orchestrator, and is
+            simulated in a process of its own.
         fetch: how adapters are copied between replicas: ``pipelined`` or ``store-and-forward``.
         provisioned: at the start adapters are where the first placement puts them; otherwise each is read from its
             source files for its first request.
@@ -66,6 +68,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     profile: str
     preset: str = "auto"
     replicas: Positive = 1
+    cells: Positive = 1
     fetch: FetchForm = FetchForm.PIPELINED
     provisioned: bool = True
     trace: str = ""
@@ -186,6 +189,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in ("fetch", "provisioned"):
             if name in given and self.replicas == 1:
                 raise ScenarioError(f"{name}: has no effect with one replica")
+        if self.replicas % self.cells:
+            raise ScenarioError(f"cells: {self.replicas} replicas cannot be cut into {self.cells} equal cells")
         if self.arrivals == "now" and self.rate:
             raise ScenarioError(f"rate {self.rate!r}: arrivals 'now' have no rate")
 

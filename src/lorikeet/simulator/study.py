@@ -1,7 +1,7 @@
 """Simulates a scenario once, or at different rates until its peak is found."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,12 +14,14 @@ from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.prompts import DEFAULT_IDS, Prompts
 from lorikeet.bench.recipe import DEFAULT_COUNT
 from lorikeet.bench.workload import WorkloadRequest, block_tokens_of
+from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.assist_costs import assisted_modules
 from lorikeet.core.extras import install_command
 from lorikeet.core.messages import EngineStats
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
 from lorikeet.presets import ColdStart, resolve_preset
+from lorikeet.simulator.cells import cut_into_cells, simulate_cells
 from lorikeet.simulator.run import Simulated, simulate
 from lorikeet.simulator.scenario import Scenario, ScenarioError
 
@@ -95,24 +97,57 @@ def run_scenario(
             each message says which).
     """
     profile = load_profile(scenario.profile)
+    if scenario.cells > 1:
+        simulated = simulate_cells(partial(_run_cell, scenario, rate, most_missed), scenario.cells, show)
+    else:
+        workload = _workload(scenario, rate)
+        adapters = scenario.adapter_refs(profile.geometry, workload)
+        run = simulate if scenario.replicas == 1 else _cluster(scenario, show)
+        simulated = _run(scenario, run, workload, adapters, partial(show, stage), most_missed)
+    return ScenarioResult(scenario, profile, rate, simulated, simulated.run.figures(scenario.limits()))
+
+
+def _workload(scenario: Scenario, rate: float | None) -> list[WorkloadRequest]:
     workload = scenario.recipe(rate).requests()
     if not workload:
         raise ScenarioError("the workload holds no request")
-    block_size = block_tokens_of(workload)
-    run: Callable[..., Simulated] = simulate if scenario.replicas == 1 else _cluster(scenario, show)
+    return workload
+
+
+def _run_cell(scenario: Scenario, rate: float | None, most_missed: int | None, cell: int) -> Simulated:
+    """Run one cell of a scenario, as a process of its own does."""
+    workload = _workload(scenario, rate)
+    adapters = scenario.adapter_refs(load_profile(scenario.profile).geometry, workload)
+    cells = cut_into_cells(workload, list(adapters), scenario.cells)
+    workload = [workload[index] for index in cells.requests[cell]]
+    adapters = {name: adapters[name] for name in cells.adapters[cell]}
+    part = msgspec.structs.replace(scenario, replicas=scenario.replicas // scenario.cells, cells=1)
+    run = _cluster(part, lambda stage, done, total: None)
+    return _run(part, run, workload, adapters, lambda done, total: None, most_missed)
+
+
+def _run(
+    scenario: Scenario,
+    run: Callable[..., Simulated],
+    workload: Sequence[WorkloadRequest],
+    adapters: Mapping[str, AdapterRef],
+    show: Callable[[int, int], None],
+    most_missed: int | None,
+) -> Simulated:
+    """Run a workload by ``run``, called as ``simulate``; ``show`` is called with (requests ended, requests)."""
+    profile, block_size = load_profile(scenario.profile), block_tokens_of(workload)
     simulated = run(
         scenario.settings(),
         profile,
         workload,
-        scenario.adapter_refs(profile.geometry, workload),
+        adapters,
         Prompts(scenario.seed, 0, DEFAULT_IDS, block_size),
         predictor=make_predictor(scenario.predictor, workload, scenario.seed),
-        on_finished=lambda done: show(stage, done, len(workload)),
+        on_finished=lambda done: show(done, len(workload)),
         budget=None if most_missed is None else MissBudget(scenario.limits(), most_missed),
     )
     notes = _notes(scenario, workload, block_size, profile.tensor_parallel)
-    simulated = simulated._replace(notes=(*simulated.notes, *notes))
-    return ScenarioResult(scenario, profile, rate, simulated, simulated.run.figures(scenario.limits()))
+    return simulated._replace(notes=(*simulated.notes, *notes))
 
 
 def _notes(scenario: Scenario, workload: Sequence[WorkloadRequest], block_size: int, ranks: int) -> list[str]:

@@ -252,8 +252,11 @@ class _Lanes:
 
     def _next(self) -> _Lane | None:
         """Return the lane whose leg ends first. Ties go to a copy, so that a read that ends now does not preempt it."""
-        busy = [lane for lane in self._lanes.values() if lane.running is not None]
-        return min(busy, key=lambda lane: lane.end_s, default=None)
+        first: _Lane | None = None
+        for lane in self._lanes.values():
+            if lane.running is not None and (first is None or lane.end_s < first.end_s):
+                first = lane
+        return first
 
     def _copy(self) -> "_Lanes":
         copied = _Lanes()

@@ -84,6 +84,8 @@ class SeededTokens:
         """Return ``count`` tokens from ``position`` on."""
         cycle, stops = self._cycle, start.sampling.stop_token_ids
         first = (start.sampling.seed * 1_000_003 + 12_345 + position) % len(cycle)
+        if count == 1 and not stops:  # as a rule
+            return (cycle[first],)
         chosen = cycle[first : first + count]
         while len(chosen) < count:
             chosen += cycle[: count - len(chosen)]

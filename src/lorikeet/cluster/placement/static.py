@@ -111,8 +111,11 @@ class FullReplication(Placement):
     """
 
     reads_demand = False
+    _everywhere: tuple[ReplicaShare, ...] = ()
 
     def place(self, demands: Sequence[AdapterDemand], now: float) -> RoutingTable:
         """Return a table with every adapter on every replica."""
-        everywhere = tuple(ReplicaShare(replica, 1 / len(self.replicas)) for replica in self.replicas)
-        return self._replaced({demand.adapter: everywhere for demand in demands})
+        if tuple(replica for replica, _ in self._everywhere) != tuple(self.replicas):
+            self._everywhere = tuple(ReplicaShare(replica, 1 / len(self.replicas)) for replica in self.replicas)
+        # One tuple for all adapters and placements: equal ones would be compared replica by replica for each adapter.
+        return self._replaced(dict.fromkeys((demand.adapter for demand in demands), self._everywhere))

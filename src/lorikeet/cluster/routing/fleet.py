@@ -425,15 +425,24 @@ class Fleet:
 
     def generated(self, replica_id: ReplicaId, request_id: RequestId, tokens: int = 1) -> None:
         """Record that a request has generated tokens."""
-        if (entry := self._find(replica_id, request_id)) is None:
-            return
-        if not (entry.is_running and entry.is_prefilled):
-            self._set(entry, entry.is_running, True, entry.output_tokens + tokens)
-            return
-        index, before = entry.replica.index, entry.remaining_tokens
-        entry.output_tokens += tokens
-        self.loads.held_tokens[index] += tokens
-        self.loads.decode_tokens[index] += entry.remaining_tokens - before
+        self.generated_together(replica_id, [(request_id, tokens)])
+
+    def generated_together(self, replica_id: ReplicaId, counts: Iterable[tuple[RequestId, int]]) -> None:
+        """Record how many tokens some requests of a replica have generated."""
+        index, held, decode = -1, 0, 0
+        for request_id, tokens in counts:
+            if (entry := self._find(replica_id, request_id)) is None:
+                continue
+            if not (entry.is_running and entry.is_prefilled):
+                self._set(entry, entry.is_running, True, entry.output_tokens + tokens)
+                continue
+            left = entry.request.expected_tokens - entry.output_tokens
+            entry.output_tokens += tokens
+            index, held = entry.replica.index, held + tokens
+            decode -= min(tokens, left) if left > 0 else 0
+        if held:
+            self.loads.held_tokens[index] += held
+            self.loads.decode_tokens[index] += decode
 
     def ended(self, replica_id: ReplicaId, request_id: RequestId, now: float, *, is_complete: bool = True) -> None:
         """Record that a request left a replica.
@@ -585,8 +594,7 @@ def replica_gauges(replica: ReplicaId, epoch: int, stats: EngineStats, block_siz
 
 def apply_outputs(fleet: Fleet, replica: ReplicaId, outputs: StepOutputs) -> None:
     """Apply the events that an engine reported after a step, except its gauges."""
-    for output in outputs.tokens:
-        fleet.generated(replica, output.request_id, len(output.tokens))
+    fleet.generated_together(replica, [(output.request_id, len(output.tokens)) for output in outputs.tokens])
     for event in outputs.events:
         match event:
             case Admitted():
