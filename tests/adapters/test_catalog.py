@@ -336,6 +336,35 @@ def test_a_store_used_by_two_servers_keeps_what_either_needs(open_catalog: Open,
     assert not versions(settings)
 
 
+def test_a_server_follows_what_another_adds_replaces_and_removes(open_catalog: Open, settings: AdapterSettings) -> None:
+    first, second = open_catalog(), open_catalog()
+    first.register("x", "formal")
+    first.register("served", "json", persistent=False)
+    assert second.follow()[0][:3] == ("x", first.get("x"), None)
+    assert second.follow() == [], "each change once"
+    assert first.follow() == [], "its own are known"
+
+    second.register("served", "formal")
+    replaced = second.register("x", "pirate", replace=True)
+    (change,) = first.follow()
+    assert change[:3] == ("x", replaced.record, replaced.replaced), "what was named at the start stays"
+    assert len(list(load_weights(change.record.ref, geometry(), "float32"))) == 6
+
+    second.remove("x")
+    assert [each[:3] for each in first.follow()] == [("x", None, replaced.record)]
+    assert "x" not in first
+
+    second.register("gone", "json")
+    shutil.rmtree(Path(settings.store_dir) / "versions" / second.get("gone").digest)
+    (change,) = first.follow()
+    assert "files are missing" in change.why_not
+    with pytest.raises(AdapterNotServed, match="files are missing"):
+        first.get("gone")
+    for number in range(120):
+        second.alias(f"many-{number}", "served")
+    assert len(first.follow()) == 120, "however many there were"
+
+
 def test_two_servers_cannot_both_add_one_name(open_catalog: Open) -> None:
     first, second = open_catalog(), open_catalog()
     first.register("x", "formal")

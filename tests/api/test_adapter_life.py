@@ -11,6 +11,7 @@ import pytest
 
 from lorikeet.adapters import sources as adapter_sources
 from lorikeet.api.adapter_loader import AdapterLoader
+from lorikeet.api.adapters import follow_registry
 from lorikeet.api.errors import ApiError, model_not_found
 from lorikeet.config import AdapterDirMode, AdapterSettings
 from lorikeet.core.request import Request
@@ -67,6 +68,35 @@ async def test_every_adapter_of_a_folder_is_served_and_none_is_opened_before_its
         assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "model")
     async with start(adapters=SERVED) as server:
         assert len(server.service.catalog) == 0, "what the folder has is not registered for good"
+
+
+@pytest.mark.slow
+async def test_what_one_server_loads_another_with_its_registry_serves(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.api.adapters.FOLLOW_S", 0.01)
+    async with start() as first, start() as second:
+        following = [asyncio.create_task(follow_registry(each.service)) for each in (first, second)]
+
+        async def is_known() -> bool:
+            return (await second.http.post(CHAT, json=body(model="x"))).status_code == 200
+
+        async def versions() -> list[str]:
+            models = [(await each.http.get("/v1/adapters/x")).json() for each in (first, second)]
+            return [each.get("digest", "") for each in models]
+
+        content = {"lora_name": "x", "lora_path": str(first.sources / "formal")}
+        assert (await first.http.post("/v1/load_lora_adapter", json=content)).status_code == 200
+        await until(is_known, "the other server has seen it")
+        before = second.engine.submitted[-1].digest
+        content |= {"lora_path": str(first.sources / "json"), "load_inplace": True}
+        assert (await second.http.post("/v1/load_lora_adapter", json=content)).status_code == 200
+        await until(lambda: first.engine.dropped == [before], "the other server has dropped the old version")
+        assert len(set(await versions())) == 1
+        assert (await first.http.delete("/v1/adapters/x")).status_code == 200
+        await until(lambda: "x" not in second.service.catalog, "the other server has forgotten it")
+        for task in following:
+            task.cancel()
 
 
 class Sources:

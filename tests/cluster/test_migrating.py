@@ -16,7 +16,7 @@ import pytest_asyncio
 import structlog
 
 from lorikeet.client.client import RequestHandle
-from lorikeet.cluster.build import MigrationCosts, build_migration
+from lorikeet.cluster.build import MigrationCosts, build_migration, build_move_times
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.co_migration import CoMigrationController
 from lorikeet.cluster.migration.problem import CoMigrationSettings, MoveTimes, ReviewOutcome
@@ -224,7 +224,8 @@ async def test_move_costs_come_from_the_profile_which_comigration_needs() -> Non
     published = load_profile("a100-80-llama-2-7b")
 
     def costs(preset: str, profile: CostProfile | None = published, **engine: Any) -> MigrationCosts | None:
-        return build_migration(EngineSettings(preset=preset, **engine), profile, lambda: 20e9)
+        settings = EngineSettings(preset=preset, **engine)
+        return build_migration(settings, build_move_times(settings, profile, lambda: 20e9))
 
     dlora, toppings = costs("dlora", host_memory_bytes=0), costs("toppings:dlora")
     assert dlora is not None

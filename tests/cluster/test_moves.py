@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest_asyncio
 from lorikeet.client.client import RequestHandle
 from lorikeet.cluster.controller.client import ClusterClient
 from lorikeet.cluster.controller.request_moves import KvBandwidth
+from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement.orchestrator import Orchestrator
 from lorikeet.cluster.placement.service import LocalPlacementService
 from lorikeet.cluster.placement.static import FullReplication
@@ -53,7 +55,8 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRef
 async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterClient]:
     service = LocalPlacementService(Orchestrator(FullReplication(REPLICAS), 0.0))
     settings = replicas_of(live_settings(model, num_scheduler_steps=1, host_memory_bytes=8 * 2**20), 2)
-    async with started(local_client(settings, tmp_path_factory.mktemp("pool"), service, LeastLoaded())) as client:
+    pool_dir, times = tmp_path_factory.mktemp("pool"), MoveTimes(lambda tokens: tokens / 100, inf, 1.0, lambda: 1e9)
+    async with started(local_client(settings, pool_dir, service, LeastLoaded(), times=times)) as client:
         yield client
 
 
@@ -151,6 +154,28 @@ async def test_a_target_that_dies_meanwhile_is_not_waited_for(
     os.kill(pids[0], signal.SIGCONT)  # type: ignore[arg-type]
     await checked(handle, model)
     await until(lambda: all(view.alive for view in client.views.values()), "every replica is up")
+
+
+async def test_what_runs_at_a_replica_that_is_removed_goes_on_elsewhere_with_its_kv(
+    client: ClusterClient, adapter: AdapterRef, model: Path
+) -> None:
+    """The last test of the cluster that these share."""
+    handles = [await begun(client, name, adapter) for name in ("a", "ab", "abc", "abcd")]
+    leaving = handles[0].replica
+    assert leaving is not None
+    stays = other(handles[0])
+    there = [handle for handle in handles if handle.replica == leaving]
+    before, hits = client.describe(), hit_tokens(client, stays)
+    await client.remove_replica(leaving)
+    assert {handle.replica for handle in handles if handle.replica} == {stays}
+    after = client.describe()
+    assert after.moves - before.moves == after.moves_with_kv - before.moves_with_kv == len(there) > 0
+    for handle in handles:
+        await checked(handle, model)
+        assert handle.deaths == 0
+    await until(
+        lambda: hit_tokens(client, stays) - hits > 0.9 * PROMPT_TOKENS * len(there), "none of it was recomputed"
+    )
 
 
 async def test_speed_begins_as_a_guess_and_is_learned() -> None:

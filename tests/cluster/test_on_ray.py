@@ -121,6 +121,12 @@ async def hosts(ray_info: RayInfo, tmp_path_factory: pytest.TempPathFactory) -> 
         host.close()
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every replica taken for the only one on its machine."""
+    monkeypatch.setattr(RayHost, "node_id", property(id))
+
+
 # --- starting ------------------------------------------------------------------------------------
 
 
@@ -327,8 +333,8 @@ async def test_adapters_travel_between_replicas(hosts: dict[ReplicaId, RayHost],
     assert held == [None, second.folder, third.folder]
 
 
-async def test_adapters_travel_from_memory_to_memory_or_through_the_object_store(
-    hosts: dict[ReplicaId, RayHost], tmp_path: Path
+async def test_adapters_are_shared_or_travel_from_memory_to_memory_or_through_the_object_store(
+    hosts: dict[ReplicaId, RayHost], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     folder = write_adapter(tmp_path / "large", r=4)
     text = (folder / "adapter_config.json").read_text()
@@ -341,11 +347,22 @@ async def test_adapters_travel_from_memory_to_memory_or_through_the_object_store
         for name in ("adapter_config.json", WEIGHTS):
             assert (Path(copied.folder) / name).read_bytes() == (folder / name).read_bytes()
 
+    async def forget() -> None:
+        for replica in (R0, R1):
+            await transport.delete(large, replica)
+
+    transport = transport_of(hosts)
+    await travel(transport)
+    assert transport.traffic == Traffic(peer_bytes=large.weight_bytes, disk_bytes=large.weight_bytes)
+    folders = [(await transport.held(replica))[large.digest] for replica in (R0, R1)]
+    first, second = (Path(folder, WEIGHTS).stat().st_ino for folder in folders)
+    assert first == second, "on one machine they share the file"
+    await forget()
+    request.getfixturevalue("apart")
     transport = transport_of(hosts)
     await travel(transport)
     assert transport.traffic == Traffic(peer_bytes=2 * large.weight_bytes, disk_bytes=2 * large.weight_bytes)
-    for replica in (R0, R1):
-        await transport.delete(large, replica)
+    await forget()
     nowhere = PeerAddress("127.0.0.1", 9)
     behind_a_wall = transport_of(hosts)
     behind_a_wall._peers.address = nowhere
@@ -354,6 +371,7 @@ async def test_adapters_travel_from_memory_to_memory_or_through_the_object_store
     assert behind_a_wall.traffic == Traffic(peer_bytes=0, disk_bytes=2 * large.weight_bytes)
 
 
+@pytest.mark.usefixtures("apart")
 async def test_what_cannot_be_read_or_is_damaged_is_an_error(
     hosts: dict[ReplicaId, RayHost], adapter: AdapterRef
 ) -> None:
@@ -375,6 +393,7 @@ async def test_what_cannot_be_read_or_is_damaged_is_an_error(
         await transport.provide(adapter, R2)
 
 
+@pytest.mark.usefixtures("apart")
 async def test_a_source_that_dies_while_it_is_copied_from_is_told_of(
     hosts: dict[ReplicaId, RayHost], adapter: AdapterRef
 ) -> None:

@@ -39,6 +39,7 @@ from lorikeet.client.client import DEATHS_PER_REQUEST, EngineClient, RequestHand
 from lorikeet.client.supervisor import MAX_FAILED_STARTS, EngineError
 from lorikeet.cluster.adapters.transport import DestinationLost, Traffic, TransportError
 from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement.orchestrator import AdapterInfo, DemandReport, Orchestrator
 from lorikeet.cluster.placement.static import FullReplication
 from lorikeet.cluster.routing.base import Router
@@ -626,9 +627,12 @@ class World:
         router = self._plan.choice(_ROUTERS)()
         transport = SimulatedTransport(self)
         prefetch = self._plan.random() < 0.3
-        return ClusterClient(
-            settings, lambda name: SimulatedHost(self, name), transport, placement, router, 3.0, prefetch
-        )
+        speed = self._plan.choice(
+            (None, lambda: 2000.0, lambda: math.inf)
+        )  # KV stays, or moves if it is long, or always
+        times = MoveTimes(lambda tokens: tokens**2 / 20_000, math.inf, 1.0, speed)
+        hosts = partial(SimulatedHost, self)
+        return ClusterClient(settings, hosts, transport, placement, router, 3.0, prefetch=prefetch, times=times)
 
     # --- what is planned ---
 

@@ -10,6 +10,7 @@ from lorikeet.client.local_host import LocalHost
 from lorikeet.client.supervisor import EngineHost
 from lorikeet.cluster.adapters.transport import LocalTransport
 from lorikeet.cluster.controller.client import ClusterClient
+from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.open import open_cluster
 from lorikeet.cluster.placement.service import PlacementService
 from lorikeet.cluster.routing.base import Router
@@ -45,6 +46,7 @@ def local_client(
     service: PlacementService,
     router: Router,
     hosts: Callable[[ReplicaId], EngineHost] = lambda replica: LocalHost(),
+    times: MoveTimes | None = None,
 ) -> ClusterClient:
     """Return a client that starts its replicas here, with short periods."""
-    return ClusterClient(settings, hosts, LocalTransport(pool_dir), service, router, period_s=0.05)
+    return ClusterClient(settings, hosts, LocalTransport(pool_dir), service, router, period_s=0.05, times=times)

@@ -60,6 +60,17 @@ def count_changes(connection: Connection) -> int:
     return int(connection.scalar(select(func.count()).select_from(_AUDIT)) or 0)
 
 
+def newest_change(connection: Connection) -> int:
+    """Return the largest number of an entry; 0 if there is none."""
+    return int(connection.scalar(select(func.max(_AUDIT.c.number))) or 0)
+
+
+def changed_subjects(connection: Connection, after: int) -> dict[int, str]:
+    """Return the subjects of all entries with larger numbers, by number."""
+    query = select(_AUDIT.c.number, _AUDIT.c.subject).where(_AUDIT.c.number > after)
+    return dict(connection.execute(query).all())
+
+
 def read_changes(connection: Connection, subject: str, before: int, limit: int) -> list[AuditEntry]:
     """Return entries, the latest first.
 

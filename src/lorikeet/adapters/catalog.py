@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from lorikeet.adapters.chat import NO_OVERRIDES, AdapterChat, ChatOverrides, as_text
 from lorikeet.adapters.checkpoint import ServedBase
@@ -56,6 +57,26 @@ def _store_dir(settings: AdapterSettings) -> Path:
     return Path(settings.store_dir).expanduser() if settings.store_dir else default_store_dir()
 
 
+_LATE_CHANGES = 100
+"""A change may become visible after so many that have larger numbers: its transaction ended after theirs."""
+
+
+class FollowedChange(NamedTuple):
+    """What another server has done to a name.
+
+    Attributes:
+        name: which.
+        record: what the name means now; None if it is gone.
+        old: what it meant here before; None if it is new.
+        why_not: why it cannot be served here; empty if it can.
+    """
+
+    name: str
+    record: AdapterRecord | None
+    old: AdapterRecord | None
+    why_not: str = ""
+
+
 class StoredAdapters:
     """What the registry names, for all base models. A server reads it before it knows the sizes of its own.
 
@@ -64,7 +85,7 @@ class StoredAdapters:
 
     Attributes:
         registry: open, of no base model yet.
-        changes: the registry's when it was read.
+        changes, newest: the registry's when it was read.
         records: by base model and name.
 
     Raises:
@@ -78,7 +99,8 @@ class StoredAdapters:
 
     def read(self) -> None:
         """Read it again."""
-        self.changes = self.registry.changes()  # first, so that no later change is missed
+        # First, so that no later change is missed.
+        self.changes, self.newest = self.registry.changes(), self.registry.newest()
         self.records = {
             base: {row.name: AdapterRecord(row, f"{self._versions}/{row.digest}") for row in rows}
             for base, rows in self.registry.load().items()
@@ -146,6 +168,7 @@ class AdapterCatalog:
         self._uses: Counter[str] = Counter()  # by digest
         self._not_served: dict[str, str] = {}  # by digest, why
         self._cleaner = ThreadPoolExecutor(1, thread_name_prefix="adapter-cleaner")
+        self._newest, self._followed = stored.newest, set[int]()  # numbers of changes; under ``_changes``
         self.notes = (
             self._load(stored) if settings.enabled else ("adapters are disabled: the base model is served alone",)
         )
@@ -235,6 +258,23 @@ class AdapterCatalog:
             self._drop_if_unused(record.digest)
             return record
 
+    def follow(self) -> list[FollowedChange]:
+        """Take over what other servers have changed in the registry since the last call, or since it was read.
+
+        What the command line named here stays as it is. Files of a new version must be in the store: servers share it.
+
+        Raises:
+            AdapterStoreError: the registry cannot be read, or the catalog is closed.
+        """
+        with self._changes:
+            self._check_open()
+            changed = self._registry.changed(self._newest - _LATE_CHANGES)
+            names = {changed[number] for number in changed.keys() - self._followed}
+            rows = self._registry.named(names) if names else {}
+            self._newest, self._followed = max(changed, default=self._newest), set(changed)
+            followed = (self._follow(name, rows.get(name)) for name in sorted(names - self._reserved))
+            return [change for change in followed if change is not None]
+
     def get(self, name: str) -> AdapterRecord | None:
         """Return the adapter called ``name``, None if there is none.
 
@@ -323,6 +363,7 @@ class AdapterCatalog:
     def _load(self, stored: StoredAdapters) -> tuple[str, ...]:
         if self._registry.changes() != stored.changes:  # another server has registered or removed some
             stored.read()
+            self._newest = stored.newest
         records = stored.records
         present = self._collect({record.row.digest for of_base in records.values() for record in of_base.values()})
         self._records = records.pop(self._registry.base, {})
@@ -345,6 +386,40 @@ class AdapterCatalog:
         if others := sorted(name for of_base in records.values() for name in of_base):
             notes.append(f"{_some(others)} registered for another base model: not served")
         return tuple(notes)
+
+    def _follow(self, name: str, row: RegistryRow | None) -> FollowedChange | None:
+        """Let a name mean what the registry says; None if it does already. Call with ``_changes`` held."""
+        old = self._records.get(name)
+        if (row is None and old is None) or (old is not None and not (old.persistent and _differs(old.row, row))):
+            return None
+        record = None if row is None else AdapterRecord(row, str(self._store.folder(AdapterDigest(row.digest))))
+        why_not = "" if record is None else self._why_not(record)
+        with self._state:
+            if record is None:
+                del self._records[name]
+            else:
+                self._records[name] = record
+                self._names[record.digest] += 1
+                self._not_served.pop(record.digest, None)
+                if why_not:
+                    self._not_served[record.digest] = why_not
+            if old is not None:
+                self._names[old.digest] -= 1
+        if old is not None:
+            self._drop_if_unused(old.digest)
+        return FollowedChange(name, record, old, why_not)
+
+    def _why_not(self, record: AdapterRecord) -> str:
+        """Return why a stored version cannot be served; empty if it can."""
+        if not Path(record.folder).is_dir():
+            return f"its files are missing from {record.folder}"
+        if self._store.overflows(record.digest):
+            return f"its weights are too large for {self.dtype}"
+        try:
+            self._accept(record.ref)
+        except AdapterError as error:
+            return str(error)
+        return ""
 
     def _collect(self, named: Set[str]) -> set[AdapterDigest]:
         """Delete versions without a name (from trusted sources, or left by a crash); return the remaining ones."""
@@ -446,6 +521,10 @@ class AdapterCatalog:
                     self._store.remove(digest)
         except Exception:  # the next start deletes it
             _LOG.exception("adapter %s: it is no longer used, but cannot be deleted", digest)
+
+
+def _differs(old: RegistryRow, new: RegistryRow | None) -> bool:
+    return new is None or (old.digest, old.chat, old.owner) != (new.digest, new.chat, new.owner)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import hashlib
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -38,7 +38,7 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from lorikeet.adapters.audit import AUDIT, count_changes, note_change
+from lorikeet.adapters.audit import AUDIT, changed_subjects, count_changes, newest_change, note_change
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterQuotaExceeded, AdapterStoreError
 from lorikeet.adapters.sources import shown_source
@@ -51,6 +51,7 @@ from lorikeet.core.sizes import format_size
 
 _DATABASES = ("sqlite", "postgresql")
 """Both support ``ON CONFLICT``; other databases are not supported."""
+_NAMES_AT_ONCE = 1000
 _CREATE_TABLES_LOCK = 0x6C6F72696B656574
 """Key of PostgreSQL's advisory lock: "lorikeet" in ASCII."""
 
@@ -186,6 +187,27 @@ def _is_of_name(table: Table) -> ColumnElement[bool]:
     return (table.c.base == NAMES.c.base) & (table.c.name == NAMES.c.name)
 
 
+_ALL_ROWS = (
+    select(
+        NAMES.c.base,
+        NAMES.c.name,
+        NAMES.c.digest,
+        NAMES.c.source,
+        NAMES.c.created_at,
+        VERSIONS.c.ranks,
+        VERSIONS.c.max_rank,
+        VERSIONS.c.weight_bytes,
+        func.coalesce(_CHATS.c.chat, ""),
+        func.coalesce(_OWNERS.c.key_id, ""),
+    )
+    .select_from(NAMES)
+    .join(VERSIONS, VERSIONS.c.digest == NAMES.c.digest)
+    .outerjoin(_CHATS, _is_of_name(_CHATS))
+    .outerjoin(_OWNERS, _is_of_name(_OWNERS))
+)
+"""A ``RegistryRow`` for each name of each base model, after the identity of the base."""
+
+
 class Author(NamedTuple):
     """Who changes adapters.
 
@@ -254,29 +276,24 @@ class Registry:
         Raises:
             AdapterStoreError: the database cannot be read.
         """
-        query = (
-            select(
-                NAMES.c.base,
-                NAMES.c.name,
-                NAMES.c.digest,
-                NAMES.c.source,
-                NAMES.c.created_at,
-                VERSIONS.c.ranks,
-                VERSIONS.c.max_rank,
-                VERSIONS.c.weight_bytes,
-                func.coalesce(_CHATS.c.chat, ""),
-                func.coalesce(_OWNERS.c.key_id, ""),
-            )
-            .select_from(NAMES)
-            .join(VERSIONS, VERSIONS.c.digest == NAMES.c.digest)
-            .outerjoin(_CHATS, _is_of_name(_CHATS))
-            .outerjoin(_OWNERS, _is_of_name(_OWNERS))
-            .order_by(NAMES.c.created_at, NAMES.c.name)
-        )
         rows: dict[str, list[RegistryRow]] = {}
         with self._reading() as connection:
-            for base, *row in connection.execute(query):
+            for base, *row in connection.execute(_ALL_ROWS.order_by(NAMES.c.created_at, NAMES.c.name)):
                 rows.setdefault(base, []).append(RegistryRow(*row))
+        return rows
+
+    def named(self, names: Iterable[str]) -> dict[str, RegistryRow]:
+        """Return the rows that these names of this base model have.
+
+        Raises:
+            AdapterStoreError: the database cannot be read.
+        """
+        rows, wanted = dict[str, RegistryRow](), sorted(names)
+        with self._reading() as connection:
+            for at in range(0, len(wanted), _NAMES_AT_ONCE):
+                some = wanted[at : at + _NAMES_AT_ONCE]
+                query = _ALL_ROWS.where(NAMES.c.base == self.base, NAMES.c.name.in_(some))
+                rows |= {name: RegistryRow(name, *row) for _, name, *row in connection.execute(query)}
         return rows
 
     def changes(self) -> int:
@@ -287,6 +304,24 @@ class Registry:
         """
         with self._reading() as connection:
             return count_changes(connection)
+
+    def newest(self) -> int:
+        """Return the number of the latest change; 0 if there was none.
+
+        Raises:
+            AdapterStoreError: the database cannot be read.
+        """
+        with self._reading() as connection:
+            return newest_change(connection)
+
+    def changed(self, after: int) -> dict[int, str]:
+        """Return what any server has changed after a numbered change: names, and ids of keys, by number.
+
+        Raises:
+            AdapterStoreError: the database cannot be read.
+        """
+        with self._reading() as connection:
+            return changed_subjects(connection, after)
 
     def add(self, row: RegistryRow, replace: bool, author: Author = NOBODY) -> None:
         """Insert a row; with ``replace`` it replaces the present row of the name. The audit log has it.

@@ -9,7 +9,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from lorikeet.adapters.catalog import AdapterRecord, Author, RegisteredAdapter
+from lorikeet.adapters.catalog import AdapterRecord, Author, FollowedChange, RegisteredAdapter
 from lorikeet.adapters.chat import NO_OVERRIDES, ChatOverrides, GenerationDefaults
 from lorikeet.adapters.errors import (
     AdapterBusy,
@@ -284,6 +284,48 @@ async def unload_adapter(service: Service, name: str, access: Access) -> int | N
         return await asyncio.wait_for(asyncio.shield(freeing), DRAIN_S)
     except TimeoutError:
         return None
+
+
+FOLLOW_S = 2.0
+"""Seconds between two looks at what other servers have changed in the registry."""
+
+
+async def follow_registry(service: Service) -> None:
+    """Serve for ever what other servers with the same registry add, replace and remove."""
+    is_lost = False
+    while True:
+        await asyncio.sleep(FOLLOW_S)
+        try:
+            followed = await in_daemon_thread(service.catalog.follow)
+        except AdapterStoreError as error:
+            if not is_lost:
+                log.warning("adapters of other servers are not seen", reason=str(error))
+            is_lost = True
+            continue
+        is_lost = False
+        for change in followed:
+            _follow(service, change)
+
+
+def _follow(service: Service, change: FollowedChange) -> None:
+    """Tell the engines what another server has done to a name."""
+    name, record, old, why_not = change
+    if record is None:
+        log.info("adapter unloaded by another server", adapter=name)
+        if name in service.loader.pinned:
+            set_pinned(service, name, False)
+    elif why_not:
+        log.warning("adapter of another server cannot be served", adapter=name, reason=why_not)
+    else:
+        service.loader.forget(name)
+        log.info("adapter loaded by another server", adapter=name, digest=record.digest)
+        service.client.register_adapters([record.ref])
+        if name in service.loader.pinned:
+            _send_pins(service)
+    if old is not None:
+        freeing = _in_background(service, _drop_version(service, old))
+        if record is None:
+            freeing.add_done_callback(lambda _: _forget_counts(service, name))
 
 
 def _forget_counts(service: Service, name: str) -> None:

@@ -35,7 +35,7 @@ async def add_replica(service: ServiceDep) -> dict[str, Any]:
 async def remove_replica(
     replica: str, service: ServiceDep, drain_s: Annotated[float, Query(ge=0)] = 0.0
 ) -> dict[str, Any]:
-    """Remove a replica; requests that have not ended after ``drain_s`` seconds go on at others."""
+    """Remove a replica; its requests go on at others, after up to ``drain_s`` seconds where their KV cannot move."""
     try:
         await service.client.remove_replica(ReplicaId(replica), drain_s)
     except KeyError:

@@ -21,6 +21,7 @@ from lorikeet.adapters.catalog import AdapterCatalog, StoredAdapters, registry_u
 from lorikeet.adapters.checkpoint import ServedBase
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.api.adapter_chat import AdapterChats
+from lorikeet.api.adapters import follow_registry
 from lorikeet.api.app import create_app, create_service
 from lorikeet.api.chat_settings import ChatSettings
 from lorikeet.api.connections import ConnectionLimits, limited_http, raise_file_limit
@@ -163,6 +164,8 @@ async def _serve(settings: Settings, host: LocalHost) -> None:
         stack.push_async_callback(service.grammars.close)
         stack.push_async_callback(service.batches.close)
         await service.batches.resume()
+        if settings.adapters.enabled:
+            stack.callback(asyncio.create_task(follow_registry(service)).cancel)
         for note in (*catalog.notes, lengths_note):
             log.info(note)
         needs_key = bool(settings.server.api_keys) or tenants is not None

@@ -12,7 +12,8 @@ def roll(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     drain: Annotated[
-        float, typer.Option(min=0, help="Seconds that requests may go on at a replica; then they go on at others.")
+        float,
+        typer.Option(min=0, help="Seconds that requests may go on at a replica if their KV cannot move to another."),
     ] = 60.0,
 ) -> None:
     """Replace all replicas of a running server, one by one; no stream ends.

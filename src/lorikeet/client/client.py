@@ -105,6 +105,11 @@ class RequestHandle:
         """Pass an output on."""
         self._listener(output)
 
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of the prompt and of the answer so far."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
+
     def next_attempt(self) -> Request:
         """Begin the next attempt: return the request with all tokens that have arrived, to be sent to an engine."""
         self.attempt += 1
@@ -138,9 +143,9 @@ class Streams:
         """Whether a request is in flight."""
         return request_id in self._handles
 
-    def any_at(self, replica: ReplicaId) -> bool:
-        """Whether any request is at a replica."""
-        return any(handle.replica == replica for handle in self._handles.values())
+    def at(self, replica: ReplicaId) -> list[RequestHandle]:
+        """Return the requests at a replica, oldest first."""
+        return [handle for handle in self._handles.values() if handle.replica == replica]
 
     def open(self, request: Request, abort: Callable[[RequestHandle, bool], None]) -> RequestHandle:
         """Begin a stream.
@@ -319,11 +324,12 @@ class Engines(Protocol):
         ...
 
     async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
-        """Drain and stop a replica. It gets no new requests; unfinished ones move to other replicas.
+        """Empty and stop a replica. It gets no new requests; those that it has move to others, with their KV if it can.
 
         Args:
             replica_id: which.
-            drain_s: how long its requests may go on there before they move, in seconds.
+            drain_s: how long requests whose KV cannot move may go on there before they are recomputed elsewhere, in
+                seconds.
 
         Raises:
             KeyError: there is no such replica.

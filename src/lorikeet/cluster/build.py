@@ -133,7 +133,7 @@ def build_placement(
     return make(replicas, PlacementOptions(options.seed) if needed is None else needed(preset, profile, options))
 
 
-def build_migration(
+def build_move_times(
     settings: EngineSettings,
     profile: CostProfile | None,
     kv_bytes_per_s: Callable[[], float],
@@ -141,8 +141,8 @@ def build_migration(
     *,
     costs: Callable[[], ReplicaCosts] = lambda: GENERIC,
     kv_token_bytes: int = GENERIC_TOKEN_BYTES,
-) -> MigrationCosts | None:
-    """Return the costs that co-migration needs; None if the preset has no co-migration.
+) -> MoveTimes:
+    """Return how long requests take to move between replicas.
 
     KV is sent through the host tiers, and only where one rank holds all of it.
 
@@ -155,15 +155,25 @@ def build_migration(
         kv_token_bytes: KV of one token, where there is no profile.
     """
     _, preset = resolve_preset(settings.preset)
-    if not preset.comigration:
-        return None
     prefill_s = _prefill_s(preset, profile) if profile is not None else lambda tokens: costs().unloaded_ttft_s(tokens)
     token_bytes = kv_token_bytes if profile is None else profile.geometry.block_bytes(1)
     link_bytes_per_s = (copies or CopyCosts()).network_bytes_per_s
-    reserves = _FOR_PLACEMENT.get(preset.placement) is _for_burst_tolerance
     is_one_rank = settings.ranks == 1 and (profile is None or profile.tensor_parallel == 1)
     can_export_kv = preset.host_kv is not HostKv.NONE and settings.host_memory_bytes != 0 and is_one_rank
-    times = MoveTimes(prefill_s, link_bytes_per_s, token_bytes, kv_bytes_per_s if can_export_kv else None)
+    return MoveTimes(prefill_s, link_bytes_per_s, token_bytes, kv_bytes_per_s if can_export_kv else None)
+
+
+def build_migration(settings: EngineSettings, times: MoveTimes) -> MigrationCosts | None:
+    """Return the costs that co-migration needs; None if the preset has no co-migration.
+
+    Args:
+        settings: of all replicas.
+        times: of moves; see :func:`build_move_times`.
+    """
+    _, preset = resolve_preset(settings.preset)
+    if not preset.comigration:
+        return None
+    reserves = _FOR_PLACEMENT.get(preset.placement) is _for_burst_tolerance
     problem = preset.comigration_problem
     is_full, is_literal = problem is MigrationProblem.FULL, problem is MigrationProblem.PRINTED_FACTOR
     review = CoMigrationSettings(full=is_full, literal=is_literal)

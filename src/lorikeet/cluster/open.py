@@ -19,6 +19,7 @@ from lorikeet.cluster.build import (
     GENERIC,
     ClusterOptions,
     build_migration,
+    build_move_times,
     build_placement,
     build_points,
     build_router,
@@ -127,13 +128,14 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
     router = build_router(preset, profile, options)
     kv_bandwidth = KvBandwidth()
     learned = LearnedCosts(replica_costs(preset, profile, options))
-    migration = build_migration(
+    times = build_move_times(
         settings.engine,
         profile,
         lambda: kv_bandwidth.bytes_per_s,
         costs=lambda: learned.costs,
         kv_token_bytes=round(options.kv_token_bytes),
     )
+    migration = build_migration(settings.engine, times)
     replicas = tuple(ReplicaId(f"replica-{number}") for number in range(cluster.replicas))
     make = _MakeOrchestrator(preset, replicas, profile, options, bool(cluster.max_replicas))
     orchestrator = make(time.monotonic())  # reports wrong settings before anything is started
@@ -144,6 +146,7 @@ def open_cluster(settings: Settings, stack: AsyncExitStack, host: LocalHost | No
         period_s=preset.placement_period_s,
         prefetch=preset.pool_prefetch,
         kv_bandwidth=kv_bandwidth,
+        times=times,
         held_share=preset.pool_share,
         learned=learned,
     )

@@ -27,6 +27,7 @@ from lorikeet.cluster.build import (
     MigrationCosts,
     build_cluster_policies,
     build_migration,
+    build_move_times,
     loads_that_fit,
     needs_operating_points,
     replica_costs,
@@ -137,7 +138,8 @@ def simulate_cluster(
     options = _options(settings, profile, workload, adapters, choice, replicas[0], show)
     router, placement = build_cluster_policies(preset, [replica.id for replica in replicas], profile, options)
     copies = CopyCosts(choice.fetch, link.bandwidth.value / profile.tensor_parallel, ranks=profile.tensor_parallel)
-    migration = build_migration(settings.engine, profile, lambda: copies.kv_bytes_per_s, copies)
+    times = build_move_times(settings.engine, profile, lambda: copies.kv_bytes_per_s, copies)
+    migration = build_migration(settings.engine, times)
     setup = ClusterSetup(
         router,
         placement,

@@ -21,7 +21,7 @@ from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.manifest import MANIFEST_FILE, Manifest, write_manifest
 from lorikeet.adapters.reader import describe
 from lorikeet.cluster.adapters.peer import Arriving
-from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.ids import AdapterDigest, ReplicaId
 
 Files = dict[str, NDArray[np.uint8]]
 """Contents of an adapter's two files, by name. Arrays travel through shared memory without a copy."""
@@ -310,19 +310,27 @@ class PoolFolder:
             except FileNotFoundError:
                 return
 
+    def beside(self, replica: ReplicaId, digest: AdapterDigest) -> Path | None:
+        """Return the folder of a version of another replica in the same pool; None if it has none that is intact."""
+        place = self._root.parent / replica / digest
+        return place if _problem_of(place) is None else None
+
     def _problem(self, digest: AdapterDigest) -> str | None:
-        """Return what is wrong with a version judging by the metadata of its files; None if nothing."""
-        place = self.folder(digest)
-        try:
-            manifest = msgspec.json.decode((place / MANIFEST_FILE).read_bytes(), type=Manifest)
-            weights = (place / WEIGHTS_FILE).stat()
-        except FileNotFoundError as error:
-            return f"there is no {error.filename}"
-        except (OSError, msgspec.DecodeError) as error:
-            return f"{place} cannot be read: {error}"
-        if (weights.st_size, weights.st_mtime_ns) != (manifest.weight_bytes, manifest.weight_mtime_ns):
-            return f"{place / WEIGHTS_FILE} was changed after it was stored"
-        return None
+        return _problem_of(self.folder(digest))
+
+
+def _problem_of(place: Path) -> str | None:
+    """Return what is wrong with a version judging by the metadata of its files; None if nothing."""
+    try:
+        manifest = msgspec.json.decode((place / MANIFEST_FILE).read_bytes(), type=Manifest)
+        weights = (place / WEIGHTS_FILE).stat()
+    except FileNotFoundError as error:
+        return f"there is no {error.filename}"
+    except (OSError, msgspec.DecodeError) as error:
+        return f"{place} cannot be read: {error}"
+    if (weights.st_size, weights.st_mtime_ns) != (manifest.weight_bytes, manifest.weight_mtime_ns):
+        return f"{place / WEIGHTS_FILE} was changed after it was stored"
+    return None
 
 
 def _checked(folder: Path, digest: AdapterDigest) -> AdapterDescription:

@@ -124,6 +124,10 @@ class AdapterPool:
         """Size of all copies."""
         return self._held_bytes
 
+    def is_source(self, replica: ReplicaId) -> bool:
+        """Return whether a copy is being made from a replica."""
+        return self._outbound[replica] > 0
+
     def begin(self, request: RequestId, adapter: AdapterDigest, replica: ReplicaId) -> PoolActions:
         """Count a request that is routed to a replica. It is ready immediately if the adapter is there.
 

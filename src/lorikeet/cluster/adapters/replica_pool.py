@@ -129,6 +129,18 @@ class ReplicaPool:
         beside = self._memory if is_in_memory(source) else self._disk
         return (beside or self._disk).link(digest, source)
 
+    def share(self, digest: AdapterDigest, replica: ReplicaId) -> Path | None:
+        """Share the copy of another replica in the same pool, and return the folder; None if it is not to be seen here.
+
+        Raises:
+            PoolFolderUnwritableError: there is no room.
+        """
+        if (place := self._found(digest)) is not None:
+            return place
+        found = (folder.beside(replica, digest) for folder in self._folders)
+        source = next((place for place in found if place is not None), None)
+        return None if source is None else self.link(digest, source)
+
     def fetch(self, digest: AdapterDigest, peer: PeerAddress, key: bytes) -> Path:
         """Receive an adapter from a peer, and return its folder. A copy that is here already is kept.
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from itertools import count
+from math import inf
 from typing import Any
 
 import msgspec
@@ -24,7 +25,8 @@ from lorikeet.cluster.controller.adapter_files import AdapterCopier, AdapterFile
 from lorikeet.cluster.controller.dispatcher import Actions, Dispatcher
 from lorikeet.cluster.controller.learned_costs import LearnedCosts
 from lorikeet.cluster.controller.replica import LiveReplica
-from lorikeet.cluster.controller.request_moves import KvBandwidth, RequestMoves
+from lorikeet.cluster.controller.request_moves import HandOver, KvBandwidth, RequestMoves
+from lorikeet.cluster.migration.problem import MoveTimes
 from lorikeet.cluster.placement.orchestrator import AdapterInfo
 from lorikeet.cluster.placement.service import PlacementClient, PlacementService
 from lorikeet.cluster.routing.base import Router
@@ -47,6 +49,9 @@ _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 
 log = structlog.get_logger("lorikeet")
 
+HAND_OVER_S = 10.0
+"""Most seconds for which a replica that is removed hands its requests over with their KV, however short its drain."""
+
 REPLACE_S, _MAX_REPLACE_S = 10.0, 300.0
 """Seconds until another replica is started in place of one that was given up: at first, and at most."""
 
@@ -63,6 +68,7 @@ class ClusterClient:
         period_s: time between two placements.
         prefetch: replicas fetch the adapters of a new placement immediately.
         kv_bandwidth: learns how fast KV is transferred.
+        times: of moves; None if KV cannot move.
         held_share: see ``Dispatcher``.
         learned: learns what steps and loads cost; None if no policy needs it.
 
@@ -82,6 +88,7 @@ class ClusterClient:
         period_s: float,
         prefetch: bool = False,
         kv_bandwidth: KvBandwidth | None = None,
+        times: MoveTimes | None = None,
         held_share: float = 1.0,
         learned: LearnedCosts | None = None,
     ) -> None:
@@ -99,6 +106,8 @@ class ClusterClient:
         self._files = AdapterFiles(transport, self._dispatcher, self._replicas, self._apply)
         self._joining = ReplicaJoiner(self._dispatcher, self._files, settings.engine, self._apply)
         self._moves = RequestMoves(self._streams, self._replicas, self._redispatch, kv_bandwidth or KvBandwidth())
+        times = times or MoveTimes(lambda _: 0.0, inf, 1.0, None)
+        self._hand_over = HandOver(self._streams, self._moves, self._dispatcher.fleet, times)
         self._failure: EngineError | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
         self._background: list[Callable[[], Coroutine[Any, Any, None]]] = [self._placement.run]
@@ -269,7 +278,7 @@ class ClusterClient:
         return replica_id
 
     async def remove_replica(self, replica_id: ReplicaId, drain_s: float = 0.0) -> None:
-        """Drain a replica for up to ``drain_s`` seconds and stop it; its requests continue elsewhere."""
+        """Empty a replica and stop it; its requests continue elsewhere. See ``Engines``."""
         replica = self._replicas[replica_id]
         if not self._has_others(replica):
             raise EngineError(f"replica {replica_id} is the only one and cannot be removed")
@@ -277,18 +286,23 @@ class ClusterClient:
             raise EngineError(f"replica {replica_id} is still being started")
         replica.is_leaving = True
         log.info("replica drains", replica=replica_id, drain_s=drain_s)
-        until_s = time.monotonic() + drain_s
+        began_s = time.monotonic()
         if replica.is_joined:
             self._dispatcher.drain(replica_id)
             self._tasks.run(self._place())  # other replicas can fetch its adapters while it drains
-        while time.monotonic() < until_s and self._has_others(replica) and self._streams.any_at(replica_id):
+        while self._has_others(replica):
+            is_handing_over = self._hand_over.advance(replica_id) or self._dispatcher.pool.is_source(replica_id)
+            limit_s = max(drain_s, HAND_OVER_S) if is_handing_over else drain_s
+            is_empty = not (is_handing_over or self._streams.at(replica_id))
+            if is_empty or time.monotonic() >= began_s + limit_s:
+                break
             await asyncio.sleep(_DRAIN_CHECK_S)
         if replica_id in self._replicas and not self._has_others(replica):
             self._tasks.run(self._joining.keep(replica))
             self._tasks.run(self._place())
             raise EngineError(f"replica {replica_id} is kept: all other replicas have been lost")
         self._replicas.pop(replica_id, None)  # it may have died meanwhile
-        drained = not self._streams.any_at(replica_id)
+        drained = not self._streams.at(replica_id)
         self._leave(replica)
         await self._files.end(replica, discard=True)
         log.info("replica removed", replica=replica_id, drained=drained, replicas=len(self._replicas))
@@ -411,7 +425,7 @@ class ClusterClient:
         """
         return self._moves.begin(request_id, target, with_kv=with_kv)
 
-    def _redispatch(self, handle: RequestHandle, target: ReplicaId) -> None:
+    def _redispatch(self, handle: RequestHandle, target: ReplicaId | None) -> None:
         self._apply(self._dispatcher.move(self._routing_request(handle), target, time.monotonic()))
 
     def _arrive(self, handle: RequestHandle) -> Actions:

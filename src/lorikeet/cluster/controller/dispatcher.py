@@ -269,12 +269,12 @@ class Dispatcher:
         self._try_waiting(collected, now)
         return collected.actions()
 
-    def move(self, request: RoutingRequest, target: ReplicaId, now: float) -> Actions:
+    def move(self, request: RoutingRequest, target: ReplicaId | None, now: float) -> Actions:
         """Move a request to another replica. The caller has taken it back from its old replica.
 
         Args:
             request: the request, with the tokens that it has generated.
-            target: destination; if it has left, the request is routed again.
+            target: destination; if it has left, or is None, the request is routed again.
             now: current time, seconds.
 
         Raises:
@@ -286,7 +286,7 @@ class Dispatcher:
         collected = ActionsBuilder()
         self._leave_pool(known, collected)
         known.request = request
-        if target in self.fleet:
+        if target is not None and target in self.fleet:
             self.fleet.dispatched(request, target)
             self._begin(known, target, collected)
         else:

@@ -1,4 +1,4 @@
-"""Moves requests from one replica to another, with their KV where that is faster."""
+"""Moves requests from one replica to another, or all from one that is removed, with their KV where that is faster."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from lorikeet.client.client import RequestHandle, Streams
 from lorikeet.cluster.controller.replica import LiveReplica
+from lorikeet.cluster.migration.problem import MoveTimes
+from lorikeet.cluster.routing.fleet import Fleet
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.messages import Abort, ExportedKv, ExportRequest, ImportKv, Submit
 from lorikeet.core.request import Request
@@ -38,8 +40,50 @@ class KvBandwidth:
 
 
 class _PendingExport(NamedTuple):
-    target: ReplicaId
+    target: ReplicaId | None
     begun_s: float
+
+
+_CARRIED_BYTES = 2**30
+"""Most KV that is under way at a time while a replica is emptied: it passes through this process."""
+
+
+class HandOver:
+    """Moves the requests of a replica that is being removed to others, with their KV where that is faster.
+
+    Where KV cannot move at all, requests stay: their replica finishes more of them than it would recompute.
+
+    Args:
+        streams: of all requests.
+        moves: moves them.
+        fleet: state of the replicas.
+        times: of moves.
+    """
+
+    def __init__(self, streams: Streams, moves: "RequestMoves", fleet: Fleet, times: MoveTimes) -> None:
+        self._streams = streams
+        self._moves = moves
+        self._fleet = fleet
+        self._times = times
+
+    def advance(self, replica: ReplicaId) -> bool:
+        """Begin as many moves as may be under way now; return whether KV of this replica is."""
+        if not (self._times.can_move_kv and self._fleet.open_index):
+            return False
+        carried_bytes = sum(map(self._kv_bytes, self._moves.carried))
+        for handle in self._streams.at(replica):
+            request_id, tokens = handle.request.request_id, handle.known_tokens
+            entry = self._fleet.entry(request_id)
+            has_kv = entry is not None and entry.admitted_s is not None
+            with_kv = has_kv and self._times.transfers_kv(tokens)
+            if with_kv and carried_bytes and carried_bytes + self._kv_bytes(request_id) > _CARRIED_BYTES:
+                break
+            if self._moves.begin(request_id, None, with_kv=with_kv) and with_kv:
+                carried_bytes += self._kv_bytes(request_id)
+        return any(self._streams[request_id].replica == replica for request_id in self._moves.exporting)
+
+    def _kv_bytes(self, request_id: RequestId) -> float:
+        return self._times.kv_token_bytes * self._streams[request_id].known_tokens
 
 
 class RequestMoves:
@@ -51,7 +95,7 @@ class RequestMoves:
     Args:
         streams: of all requests.
         replicas: by their ids.
-        redispatch: sends a request that has no replica to a replica, or elsewhere if that has left.
+        redispatch: sends a request that has no replica to a replica, or elsewhere if that has left or is None.
         bandwidth: learns from the transfers.
 
     Attributes:
@@ -63,7 +107,7 @@ class RequestMoves:
         self,
         streams: Streams,
         replicas: Mapping[ReplicaId, LiveReplica],
-        redispatch: Callable[[RequestHandle, ReplicaId], None],
+        redispatch: Callable[[RequestHandle, ReplicaId | None], None],
         bandwidth: KvBandwidth,
     ) -> None:
         self.count = self.with_kv = 0
@@ -73,20 +117,30 @@ class RequestMoves:
         self._bandwidth = bandwidth
         self._exporting: dict[RequestId, _PendingExport] = {}
         self._exported: dict[RequestId, ExportedKv] = {}
+        self._exported_s = 0.0
 
     @property
     def exporting(self) -> Set[RequestId]:
         """Requests whose replica has been told to export them."""
         return self._exporting.keys()
 
-    def begin(self, request_id: RequestId, target: ReplicaId, *, with_kv: bool) -> bool:
-        """Begin to move a request; False if it cannot be moved now. See ``ClusterClient.move``."""
-        if request_id not in self._streams or target not in self._replicas or not self._replicas[target].is_joined:
+    @property
+    def carried(self) -> Set[RequestId]:
+        """Requests whose KV is being exported, or is held here until they are sent on."""
+        return self._exporting.keys() | self._exported.keys()
+
+    def begin(self, request_id: RequestId, target: ReplicaId | None, *, with_kv: bool) -> bool:
+        """Begin to move a request; False if it cannot be moved now. See ``ClusterClient.move``.
+
+        Without a target the router chooses one when the request has left its replica.
+        """
+        if request_id not in self._streams:
+            return False
+        if target is not None and (target not in self._replicas or not self._replicas[target].is_joined):
             return False
         handle = self._streams[request_id]
-        if handle.replica in (None, target) or request_id in self._exporting:
+        if handle.replica is None or handle.replica == target or request_id in self._exporting:
             return False
-        assert handle.replica is not None
         source = self._replicas[handle.replica].supervisor
         if with_kv:
             self._exporting[request_id] = _PendingExport(target, time.monotonic())
@@ -103,7 +157,9 @@ class RequestMoves:
             return  # the request has ended meanwhile
         if exported.blocks:
             self._exported[exported.request_id] = exported
-            self._bandwidth.add(sum(map(len, exported.blocks)), time.monotonic() - pending.begun_s)
+            now = time.monotonic()  # of exports at the same time, each counts from the end of the one before it
+            self._bandwidth.add(sum(map(len, exported.blocks)), now - max(pending.begun_s, self._exported_s))
+            self._exported_s = now
             self.with_kv += 1
         self._continue_at(self._streams[exported.request_id], pending.target)
 
@@ -118,7 +174,7 @@ class RequestMoves:
         self._exporting.pop(request_id, None)
         self._exported.pop(request_id, None)
 
-    def _continue_at(self, handle: RequestHandle, target: ReplicaId) -> None:
+    def _continue_at(self, handle: RequestHandle, target: ReplicaId | None) -> None:
         self.count += 1
         handle.replica = None
         self._redispatch(handle, target)

@@ -47,6 +47,11 @@ class MoveTimes(NamedTuple):
     kv_token_bytes: float
     kv_bytes_per_s: Callable[[], float] | None
 
+    @property
+    def can_move_kv(self) -> bool:
+        """Whether KV can be moved at all."""
+        return self.kv_bytes_per_s is not None
+
     def recomputed_s(self, known_tokens: int) -> float:
         """Return the time of a move that recomputes the KV."""
         return recompute_s(known_tokens, self.prefill_s, self.link_bytes_per_s)

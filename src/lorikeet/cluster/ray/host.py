@@ -98,7 +98,12 @@ class RayHost:
         self._peer_key = peer_key
         self._peer: PeerAddress | None = None
         self._actor: Any = None
-        self._node_ip = ""
+        self._node_ip = self._node_id = ""
+
+    @property
+    def node_id(self) -> str:
+        """Ray's node where its engine ran last; empty before the first start."""
+        return self._node_id
 
     @property
     def address(self) -> str:
@@ -159,7 +164,7 @@ class RayHost:
                 f"replica {self._replica}: no machine of the Ray cluster had {self._resources.cpus:g} CPUs and "
                 f"{self._resources.gpus:g} GPUs free within {START_TIMEOUT_S:g} s; the cluster has {_cluster_totals()}"
             ) from error
-        self._node_ip, self._peer = place.node_ip, place.peer
+        self._node_ip, self._node_id, self._peer = place.node_ip, place.node_id, place.peer
         return RayProcess(self._actor, pid, place.node_ip)
 
     def _new_actor(self) -> Any:

@@ -156,6 +156,14 @@ class ReplicaActor:
         """
         return str(await asyncio.to_thread(self._pool.fetch, digest, peer, self._peer_key))
 
+    async def share(self, digest: AdapterDigest, replica: ReplicaId) -> str:
+        """Share the copy of another replica on this machine, and return its folder here; empty if none is to be seen.
+
+        Raises:
+            PoolFolderError: it cannot be written, or has gone meanwhile.
+        """
+        return str(await asyncio.to_thread(self._pool.share, digest, replica) or "")
+
     async def read(self, digest: AdapterDigest) -> tuple[int, Files]:
         """Return the size of an adapter in bytes, and its files, as two values: the caller need not fetch the second.
 

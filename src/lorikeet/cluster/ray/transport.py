@@ -1,4 +1,4 @@
-"""Copies adapters between replicas of a Ray cluster: over TCP from memory to memory, or through the object store."""
+"""Copies adapters between replicas of a Ray cluster: as links, over TCP from memory to memory, or as Ray's objects."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -38,8 +38,8 @@ class _Shared:
 class RayTransport:
     """A :class:`~lorikeet.cluster.adapters.transport.Transport` between the actors of replicas.
 
-    A destination fetches an adapter itself, from the actor that has it or from this process. Where it cannot connect
-    to that (a firewall between the machines, for example), Ray carries the files.
+    Replicas on one node share files. Otherwise a destination fetches an adapter itself, from the actor that has it or
+    from this process. Where it cannot connect to that (because of a firewall, for example), Ray carries the files.
 
     Args:
         hosts: of all replicas; read at every call. Released replicas are removed from it.
@@ -62,6 +62,10 @@ class RayTransport:
         """Copy an adapter from actor to actor. The files do not pass through this process."""
         what = f"adapter {adapter.name!r} from {source} to {destination}"
         source_actor, destination_actor = self._actor(what, source), self._destination(what, destination)
+        if self._hosts[source].node_id == self._hosts[destination].node_id:
+            folder = await self._called(what, lambda: destination_actor.share.remote(adapter.digest, source))
+            if folder:
+                return msgspec.structs.replace(adapter, folder=folder)
         peer = self._hosts[source].peer
         if peer is not None and (placed := await self._fetch(what, adapter, peer, source, destination)) is not None:
             return placed
