@@ -269,9 +269,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _show(workload: str, rate: float, seconds: float, found: dict[str, Results]) -> None:
     """Print a workload's tables."""
-    rounds = len(found[AUTO].figures)
+    count = len(found[AUTO].figures)
+    rounds = "1 round" if count == 1 else f"{count} rounds"
     about = (
-        f"{workload}: {rounds} rounds of {seconds:g} s at {rate:.1f} requests/s; geometric means over the rounds\n"
+        f"{workload}: {rounds} of {seconds:g} s at {rate:.1f} requests/s; geometric means over the rounds\n"
         f"  SmolLM2, ranks {', '.join(map(str, RANKS))}; device {DEVICE_BYTES / 2**20:g} MiB, host "
         f"{HOST_BYTES / 2**20:g} MiB, link {LINK_BYTES_PER_S / 1e9:g} GB/s, {KERNEL_FORM} kernels"
     )
