@@ -374,7 +374,8 @@ class Scheduler:
         if builder.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
             return WaitReason.SLOT
         if self._preset.cold_start is ColdStart.AUTO:
-            self._assist_record.others = self._delayed_by_a_second()
+            # Its own second is in the comparison already; those that come while it is computed lose theirs.
+            self._assist_record.others = max(0.0, self._delayed_by_a_second() - 1.0)
             self._assist_record.step_s = self._step_times.step_s(0, 0)
         admit = partial(
             self._memory.try_admit,
