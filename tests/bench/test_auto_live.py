@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.auto import AUTO, Results
-from benchmarks.auto_live import FIGURES, RIVALS, WORKLOADS, compare, conversations, reaches
+from benchmarks.auto import AUTO, FIGURES, Results
+from benchmarks.auto_live import RIVALS, WORKLOADS, compare, conversations, reaches
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)
@@ -33,9 +33,6 @@ def test_auto_is_compared_with_the_best_system_and_with_the_least_of_each_figure
     best, figures = compare(found)
     assert best == "dlora"
     assert [each.over_best.value for each in figures] == pytest.approx([1.2, 0.5, 1.0])
-    assert [(each.least, each.over_least.value) for each in figures] == [
-        ("dlora", pytest.approx(1.2)),
-        ("chameleon", pytest.approx(1.0)),
-        ("dlora", pytest.approx(1.0)),
-    ]
+    assert [each.least for each in figures] == ["dlora", "chameleon", "dlora"]
+    assert [each.over_least.value for each in figures] == pytest.approx([1.2, 1.0, 1.0])
     assert [reaches(each.over_best) for each in figures] == [False, True, True]
