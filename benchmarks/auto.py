@@ -309,7 +309,11 @@ def serve(*given: Any) -> Figures:
     """Return the figures of a run: operating points if it needs any, then number of the scenario, preset and seed."""
     *points, number, preset, seed = given
     scenario = SCENARIOS[number]
-    run = _serve(scenario, points, preset, scenario.rate, seed)
+    return figures_of(_serve(scenario, points, preset, scenario.rate, seed), scenario.slo)
+
+
+def figures_of(run: WorkloadRun, slo: Slo) -> Figures:
+    """Return the figures of a run; ``slo`` for the share of the requests that meet it."""
     ttft_s = np.array([each.ttft_s for each in run.exchanges])
     per_token_s = [each.e2e_s / each.output_tokens for each in run.exchanges]
     gaps_s = np.asarray(run.gaps_s)
@@ -318,7 +322,7 @@ def serve(*given: Any) -> Figures:
         "ttft_p99_s": float(np.percentile(ttft_s, 99)),
         "e2e_per_token_s": fmean(per_token_s),
         "gap_p99_s": float(np.percentile(gaps_s, 99)),
-        "attained": slo_attainment(run.exchanges, scenario.slo) or 0.0,
+        "attained": slo_attainment(run.exchanges, slo) or 0.0,
     }
 
 

@@ -67,7 +67,7 @@ def modelled() -> None:
             for share in (1, 4):
                 host = msgspec.structs.replace(known.host_lora, cores=known.host_lora.cores // share)
                 profile = msgspec.structs.replace(known, host_lora=host)
-                ttft = {name: _modelled_ttft_s(profile, preset, modules, tokens) for name, preset in PRESETS.items()}
+                ttft = {name: modelled_ttft_s(profile, preset, modules, tokens) for name, preset in PRESETS.items()}
                 against = [f"{ttft[name] / ttft['all cached']:.2f}" for name in ("assist", "wait")]
                 setting = f"{label}; {tokens} tokens; {host.cores} cores"
                 rows.append([setting, *(f"{1e3 * each:.1f}" for each in ttft.values()), *against])
@@ -75,16 +75,19 @@ def modelled() -> None:
     print_table(title, ["modules; prompt; host cores", *PRESETS, "assist ÷ cached", "wait ÷ cached"], rows)
 
 
-def _modelled_ttft_s(profile: CostProfile, preset: str, modules: Sequence[str], tokens: int) -> float:
+def modelled_ttft_s(
+    profile: CostProfile, preset: str, modules: Sequence[str], tokens: int, count: int = REQUESTS
+) -> float:
+    """Return the mean TTFT of so many requests, each the only one for its adapter, which is in the host tier."""
     engine = Engine(
         profile=profile,
-        adapters=REQUESTS,
+        adapters=count,
         ranks=(RANK,),
         modules=tuple(modules),
         link_bytes_per_s=LINK_BYTES_PER_S,
         settle=True,
     )
-    names = tuple(adapter_names(REQUESTS))
+    names = tuple(adapter_names(count))
     requests = [WorkloadRequest(number / RATE, name, tokens, 16) for number, name in enumerate(names)]
     figures = run_engine(preset, engine, work_of(requests, names, 0), _ttft)
     return float(statistics.fmean(figures["own_ttft_s"]))

@@ -83,6 +83,20 @@ async def test_the_log_has_the_decisions_and_why_reads_them(start: Start, tmp_pa
     assert "no request matches" in only.output
 
 
+def test_what_is_not_known_is_not_shown_as_nothing_saved(tmp_path: Path) -> None:
+    """Before a load from the host was seen, nobody knows what a hit saves."""
+    hit = {"mechanism": "adapter_cache", "saved_s": 0.0, "why": "its adapter (10 blocks) was on the device"}
+    known = {"input_tokens": 9, "output_tokens": 2, "ttft_s": 1.0, "queue_s": 0.9}
+    lines = [{**known, "adapter": "json", "saved_s": {"adapter_cache": 0.0}, "decisions": [hit]}, known]
+    path = tmp_path / "requests.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = CliRunner().invoke(app, ["why", str(path)], env={"COLUMNS": "200"}).output
+    assert "2 requests of 1 adapter and the base model" in said
+    assert "adapter_cache: its adapter" in said
+    assert "queue: requests before it" in said
+    assert "0.000 │       1" not in said
+
+
 @pytest.mark.parametrize("content", ['{"input_tokens": "x"}\n', "not json\n"])
 def test_a_line_that_is_no_request_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "requests.jsonl"

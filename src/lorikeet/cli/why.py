@@ -1,7 +1,7 @@
 """``lorikeet why``: reads a request log, and says what requests waited for and what each mechanism saved them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -61,8 +61,8 @@ class LoggedRequest(msgspec.Struct, frozen=True):
         """Return the largest part of its TTFT, in words."""
         parts = self.parts()
         part = max(parts, key=lambda each: parts[each])
-        if part == "queue" and self.waited_for:
-            return f"queue: {self.waited_for}"
+        if part == "queue":
+            return f"queue: {self.waited_for or 'requests before it'}"
         return {"adapter": "its adapter's transfer", "KV": "its KV's transfer"}.get(part, part)
 
 
@@ -101,7 +101,7 @@ def why(
     if not write_json(json_file, figures):
         return
     console = output()
-    console.print(f"{len(found)} requests of {len(by_adapter)} adapters")
+    console.print(f"{len(found)} requests of {_named(by_adapter)}")
     console.print(_parts_table(found))
     console.print(_saved_table(found))
     if top and not request:
@@ -149,6 +149,15 @@ def _saved(requests: Sequence[LoggedRequest]) -> dict[str, dict[str, float]]:
     }
 
 
+def _named(by_adapter: Collection[str]) -> str:
+    """Return how many adapters there are, and whether the base model is among them, in words."""
+    count = len(by_adapter) - (BASE in by_adapter)
+    adapters = "1 adapter" if count == 1 else f"{count} adapters"
+    if BASE not in by_adapter:
+        return adapters
+    return f"{adapters} and the base model" if count else "the base model"
+
+
 def _slowest(by_adapter: dict[str, list[LoggedRequest]], top: int) -> list[tuple[str, list[LoggedRequest]]]:
     return sorted(by_adapter.items(), key=lambda item: -_parts(item[1])["mean"])[:top]
 
@@ -177,7 +186,8 @@ def _parts_table(requests: Sequence[LoggedRequest]) -> Table:
 def _saved_table(requests: Sequence[LoggedRequest]) -> Table:
     table = Table("mechanism", *_columns("saved, s", "lost, s", "requests"))
     for mechanism, each in _saved(requests).items():
-        table.add_row(escape(mechanism), f"{each['saved']:.3f}", f"{each['lost']:.3f}", str(round(each["requests"])))
+        shown = (f"{each[part]:.3f}" if each[part] else "–" for part in ("saved", "lost"))
+        table.add_row(escape(mechanism), *shown, str(round(each["requests"])))
     return table
 
 
@@ -191,10 +201,21 @@ def _adapters_table(adapters: Sequence[tuple[str, list[LoggedRequest]]]) -> Tabl
     return table
 
 
+def _said(made: LoggedDecision) -> str:
+    """Return a decision in words, with what it saved if that is known."""
+    saved = f" {1e3 * made.saved_s:+.1f} ms" if made.saved_s else ""
+    return f"{made.mechanism}{saved}: {made.why}"
+
+
 def _requests_table(requests: Sequence[LoggedRequest]) -> Table:
     table = Table("slowest requests", "adapter", *_columns("TTFT, ms"), "waited most for", "decisions")
     for each in requests:
-        said = "\n".join(f"{made.mechanism} {1e3 * made.saved_s:+.1f} ms: {made.why}" for made in each.decisions)
-        cells = (each.request_id, each.name, _ms(each.ttft_s), each.waited_most_for(), said)
+        cells = (
+            each.request_id,
+            each.name,
+            _ms(each.ttft_s),
+            each.waited_most_for(),
+            "\n".join(map(_said, each.decisions)),
+        )
         table.add_row(*map(escape, cells))
     return table

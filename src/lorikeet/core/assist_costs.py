@@ -118,7 +118,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
     Attributes:
         layers: layers of the model.
         row_bytes: bytes of one rank row of each module that host workers compute (:func:`row_bytes`).
-        device_layer: (tokens, seconds) of a layer in a prefill on the device, ascending.
+        device_layer: (tokens, seconds) of a layer in a prefill on the device without adapters, ascending.
         qkv_share: share of that time in which the device computes q, k and v of the base model while the host works.
             0 where host workers share the cores that compute the base model: then nothing is hidden.
         host_fixed_s: sending rows to a worker and its result back, per layer and product that the adapter changes.
@@ -131,6 +131,8 @@ class AssistCosts(msgspec.Struct, frozen=True):
         one_group: the preset's ``layer_groups``: whether an adapter is loaded in one group.
         is_static: the preset's ``host_layers``: whether all groups but the one that is loaded last are waited for.
         waits: whether a layer waits for its weights if they arrive sooner than the host would finish.
+        device_token_rank_s: what an adapter adds to a layer on the device, per token and rank; 0 where it was not
+            measured.
     """
 
     layers: int
@@ -147,6 +149,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
     one_group: bool = False
     is_static: bool = False
     waits: bool = False
+    device_token_rank_s: float = 0.0
 
     def can_assist(self, ref: AdapterRef) -> bool:
         """Whether host workers compute all that the adapter changes."""
@@ -165,7 +168,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
         return sum(not changed.isdisjoint(modules) for modules in PRODUCTS.values())
 
     def device_layer_s(self, tokens: int) -> float:
-        """Return the time of a layer in a prefill of so many tokens on the device."""
+        """Return the time of a layer in a prefill of so many tokens on the device, without what an adapter adds."""
         return interpolate(self.device_layer, tokens)
 
     def host_layer_s(self, tokens: int, rank: float, handovers: int = 1) -> float:
@@ -184,7 +187,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
         return LayerTimes(
             self.layers,
             self.host_layer_s(tokens, rank, handovers),
-            self.device_layer_s(tokens),
+            self.device_layer_s(tokens) + self.device_token_rank_s * rank * tokens,
             rank * self._rank_bytes / self.load_bandwidth,
             self.load_fixed_s,
         )
@@ -208,6 +211,10 @@ class AssistCosts(msgspec.Struct, frozen=True):
             else prefill_pipeline.dynamic(times, groups, waits=self.waits)
         )
 
+    def cached_s(self, ref: AdapterRef, tokens: int) -> float:
+        """Return the time of a prefill whose adapter is on the device."""
+        return self.times(tokens, self.rank(ref), self.handovers(ref)).cached_s
+
     def waiting_s(self, ref: AdapterRef, tokens: int) -> float:
         """Return the time of the same prefill if it starts after the transfer, transfer included."""
         return self.times(tokens, self.rank(ref), self.handovers(ref)).load_then_prefill_s
@@ -229,7 +236,7 @@ class AssistCosts(msgspec.Struct, frozen=True):
         if not self.can_assist(ref):
             return False
         first_token_s = ratio * self.assisted(ref, tokens).first_token_s
-        longer_s = step_s + max(0.0, first_token_s - self.layers * self.device_layer_s(tokens))
+        longer_s = step_s + max(0.0, first_token_s - self.cached_s(ref, tokens))
         return first_token_s + others * longer_s < self.waiting_s(ref, tokens)
 
     @property

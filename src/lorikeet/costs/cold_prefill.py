@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from lorikeet.core.adapter import AdapterRef
-from lorikeet.core.assist_costs import AssistCosts, row_bytes, slice_rows
-from lorikeet.core.ids import AdapterDigest
+from lorikeet.core.assist_costs import UNIT_MODULES, AssistCosts, row_bytes, slice_rows
+from lorikeet.core.ids import AdapterDigest, AdapterName
 from lorikeet.core.plan import Groups
 from lorikeet.costs.model import CostModel, SequenceWork, step_work
 from lorikeet.costs.transfers import LinkDirection, TransferModel
@@ -22,6 +22,9 @@ _SOON_S = 1e-9
 
 _PREFILLS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Token counts of the prefills whose times the planner knows."""
+
+_RANK = 64
+"""Of the adapter whose part of a prefill on the device the planner takes as that of any, in proportion to its rank."""
 
 
 class ColdAdapter(NamedTuple):
@@ -45,7 +48,7 @@ class ColdAdapter(NamedTuple):
 def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None:
     """Return the costs that the planner of assisted prefills uses for a modelled replica; None without host cores.
 
-    The device time of a layer is without LoRA, which depends on the other sequences of the step.
+    What an adapter adds on the device is that of a step of its own.
 
     Raises:
         ProfileError: the profile has ``host_lora``, but no link from the host.
@@ -70,11 +73,24 @@ def assist_costs(transfers: TransferModel, preset: Preset) -> AssistCosts | None
         one_group=preset.layer_groups is LayerGroups.ONE,
         is_static=preset.host_layers is HostLayers.STATIC,
         waits=preset.host_layers is HostLayers.PATIENT,
+        device_token_rank_s=_lora_s(model) / profile.geometry.layers,
     )
 
 
-def _prefill_s(model: CostModel, tokens: int) -> float:
-    return model.step_s(step_work([SequenceWork(0, tokens, True, None, 0.0)], model.form))
+def _prefill_s(model: CostModel, tokens: int, rank: float = 0.0) -> float:
+    return model.step_s(step_work([SequenceWork(0, tokens, True, "adapter" if rank else None, rank)], model.form))
+
+
+def _lora_s(model: CostModel) -> float:
+    """Return what an adapter adds to a prefill, per token and rank over ``UNIT_MODULES``; 0 if that is not known."""
+    profile, tokens = model.profile, _PREFILLS[-1]
+    if model.form not in profile.lora:
+        return 0.0
+    one = AdapterRef(
+        AdapterName(""), AdapterDigest(""), "", dict.fromkeys(UNIT_MODULES, (1,) * profile.geometry.layers), 0
+    )
+    longer_s = _prefill_s(model, tokens, _RANK * model.adapter_rank(one)) - _prefill_s(model, tokens)
+    return longer_s / (tokens * _RANK)
 
 
 def host_layer_s(adapters: Sequence[ColdAdapter], costs: AssistCosts) -> float:

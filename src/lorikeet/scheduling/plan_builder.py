@@ -430,6 +430,5 @@ class BatchSelector:
         for sequence, tokens in builder.assisted.items():
             ref = sequence.request.adapter
             assert ref is not None
-            device_s = assist.layers * assist.device_layer_s(tokens)
-            delay_s += assist.assisted(ref, tokens).first_token_s - device_s
+            delay_s += assist.assisted(ref, tokens).first_token_s - assist.cached_s(ref, tokens)
         return delay_s

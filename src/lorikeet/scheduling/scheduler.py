@@ -242,13 +242,14 @@ class Scheduler:
         self._steps += not plan.is_empty
         return plan
 
-    def _delayed_by_a_second(self) -> float:
+    def _delayed_by_a_second(self, besides: int = 0) -> float:
         """Return by how many seconds all requests together are delayed if the engine loses one (see ``Utilization``).
 
-        Those that have their first token count as ``ANSWER_SHARE``.
+        Those that have their first token count as ``ANSWER_SHARE``. ``besides`` of those that wait do not count: what
+        they lose themselves is in the comparison already.
         """
         answers = sum(sequence.is_decoding for sequence in self._running)
-        waiting = len(self._sequences) - answers
+        waiting = len(self._sequences) - answers - besides
         fixed_s = self._step_times.step_s(0, 0)
         return (waiting + ANSWER_SHARE * answers) * self._utilization.delay_of_a_second(fixed_s)
 
@@ -382,7 +383,7 @@ class Scheduler:
         if builder.lacks_slot(request.digest, self._running, self._preset.max_step_adapters):
             return WaitReason.SLOT
         if self._preset.cold_start is ColdStart.AUTO:
-            self._assist_record.others = self._delayed_by_a_second()
+            self._assist_record.others = self._delayed_by_a_second(besides=1)
             self._assist_record.step_s = self._step_times.step_s(0, 0)
         admit = partial(
             self._memory.try_admit,

@@ -209,8 +209,8 @@ class HostLoraLeader:
         if self._layers is HostLayers.DYNAMIC:
             return True
         costs = self._costs
-        host_s = costs.host_layer_s(tokens, costs.rank(arrival.ref), costs.handovers(arrival.ref))
-        spare_s = host_s - costs.device_layer_s(tokens)
+        times = costs.times(tokens, costs.rank(arrival.ref), costs.handovers(arrival.ref))
+        spare_s = times.host_s - times.device_s
         is_near = spare_s > 0 and arrival.due_s(layer) - time.monotonic() < spare_s
         return not (is_near and self._wait_for(arrival, layer, spare_s))
 

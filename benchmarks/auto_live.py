@@ -1,0 +1,301 @@
+"""The default preset beside five systems, live: ``python -m benchmarks.auto_live``.
+
+SmolLM2 computes on this machine, behind a declared link, with 100 adapters of mixed ranks of which the device holds
+few. There are two workloads: conversations that return, and single shots whose popular adapters change. In each round,
+which has a seed of its own, every system gets the same requests; the order rotates from round to round. An engine is
+built anew for each run, in this process, with its adapters in the host tier; a turn waits for the answer before it. The
+rate is found once for a workload: a share of what ``lorikeet:plain`` answers when all requests come at once.
+
+Five rounds take about half an hour on an idle machine. No round begins that would end after ``--minutes``, and an
+interrupt (Ctrl-C) ends the program, too; the tables have the complete rounds.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.auto import AUTO, FIGURES, Results, figures_of, ratio
+from benchmarks.harness import THREADS, default_model, print_setup, print_table
+from benchmarks.papers.measure import Answer
+from benchmarks.papers.runs import Figures
+from lorikeet.bench.adapter_choice import choose_adapters
+from lorikeet.bench.arrivals import Rates, arrivals_until
+from lorikeet.bench.function_trace import Call
+from lorikeet.bench.in_process import WorkloadRun, run_workload
+from lorikeet.bench.memory_bench import MemoryRig, MemorySetting, live_rig, settle, warm_replica
+from lorikeet.bench.memory_work import MemoryWork, WorkOptions
+from lorikeet.bench.predictors import make_predictor
+from lorikeet.bench.recipe import Recipe
+from lorikeet.bench.shapes import Dialogues, LengthRange
+from lorikeet.bench.synthetic import adapter_names, spread
+from lorikeet.bench.workload import MADE_BLOCK_TOKENS, Range, WorkloadRequest, block_tokens_of
+from lorikeet.core.request import Slo
+
+RIVALS = ("elora", "chameleon", "dlora", "toppings", "lorikeet:plain")
+CALIBRATED = "lorikeet:plain"
+"""The system whose throughput sets the rate of all."""
+SYSTEMS = (AUTO, *RIVALS)
+BOUND = 1.05
+"""On each figure over the best single system's, for the end of the interval that is nearest to it."""
+
+ADAPTERS, RANKS = 100, (8, 16, 32, 64)
+DEVICE_BYTES, HOST_BYTES, LINK_BYTES_PER_S = 192 * 2**20, 2**30, 0.15e9
+"""The adapters take 0.7 GB; a load of rank 32 takes 49 ms, one of rank 64 98 ms, the KV of 100 tokens 15 ms."""
+KERNEL_FORM = "unpadded"
+"""Of the LoRA kernels of every system: they are compared by what they decide."""
+_MODEL_LEN = 2048
+"""Longer than any dialogue; a sequence of that length fits beside its adapter."""
+SECONDS, ROUNDS, LOAD, MINUTES = 20.0, 5, 0.6, 45.0
+"""Of arrivals in a run; rounds; the rate as a share of what is answered when all requests come at once; of all runs."""
+QUICK_SECONDS = 4.0
+
+
+# --- the workloads -----------------------------------------------------------------------------------
+
+_DIALOGUES = Dialogues(
+    scene_blocks=1,
+    turns=4.0,
+    least_turns=2,
+    utterance=LengthRange(48, 0.8, 192),
+    answer=LengthRange(24, 0.7, 96),
+    pause_s=4.0,
+)
+"""As the shape ``conversations``, with pauses that let most dialogues go on within a run."""
+_BEFORE_S = 40.0
+"""Dialogues begin so long before a run, whose first second then has as many later turns as its last."""
+_SHIFT_REQUESTS = 6.0
+"""Requests from one shift of the popularity by one adapter to the next."""
+
+NAMES = tuple(adapter_names(ADAPTERS))
+
+
+def conversations(rate: float, seconds: float, seed: int) -> list[WorkloadRequest]:
+    """Return turns of dialogues that arrive in a window; what was said before it is in their prompts."""
+    of_arrivals, of_adapters, of_lengths = np.random.default_rng(seed).spawn(3)
+    until_s = _BEFORE_S + seconds
+    times_s = arrivals_until("poisson", until_s, Rates.constant(rate / _DIALOGUES.turns), of_arrivals)
+    places = choose_adapters("zipf:1", range(ADAPTERS), times_s, of_adapters)
+    calls = [Call(at_s, place) for at_s, place in zip(times_s, places, strict=True)]
+    turns = _DIALOGUES.requests(calls, NAMES, MADE_BLOCK_TOKENS, of_lengths)
+    return [
+        msgspec.structs.replace(turn, arrival_s=turn.arrival_s - _BEFORE_S)
+        for turn in turns
+        if _BEFORE_S <= turn.arrival_s < until_s
+    ]
+
+
+def moving_skew(rate: float, seconds: float, seed: int) -> list[WorkloadRequest]:
+    """Return single shots; which adapters are popular moves on with the requests."""
+    return Recipe(
+        rates=Rates.constant(rate),
+        duration_s=seconds,
+        adapters=NAMES,
+        ranks=tuple(spread(RANKS, ADAPTERS)),
+        adapter_choice=f"drifting:1:{_SHIFT_REQUESTS / rate}",
+        prompt_tokens=Range(32, 320),
+        output_tokens=Range(8, 48),
+        seed=seed,
+    ).requests()
+
+
+WORKLOADS: dict[str, Callable[[float, float, int], list[WorkloadRequest]]] = {
+    "conversations over 100 adapters": conversations,
+    "a moving skew over 100 adapters": moving_skew,
+}
+_CALIBRATION_RATE, _CALIBRATION_SEED = 12.0, 0
+
+
+# --- runs --------------------------------------------------------------------------------------------
+
+
+class Bench(NamedTuple):
+    """What the runs share: the adapters' files and the model."""
+
+    rig: MemoryRig
+    setting: MemorySetting
+
+    def run(self, preset: str, requests: Sequence[WorkloadRequest], seed: int) -> WorkloadRun:
+        """Run a system on a new engine.
+
+        Raises:
+            RuntimeError: a request got no whole answer.
+        """
+        work = MemoryWork(list(requests), NAMES, block_tokens_of(requests), seed)
+        settings = self.setting.settings(f"{preset},kernel_form={KERNEL_FORM}")
+        with warm_replica(self.rig, settings, work) as ((engine, *_), clock, coalesced):
+            settle(engine)
+            prompts = work.prompts_of(self.rig.vocabulary)
+            predictor = make_predictor("history", requests, seed)
+            run = run_workload(
+                engine, clock, requests, self.rig.adapters, prompts, coalesced=coalesced, predictor=predictor
+            )
+        gc.collect()  # the arenas of the engine before the next one's
+        if failed := [each for each in run.exchanges if each.error is not None]:
+            raise RuntimeError(f"{preset}: {len(failed)} requests failed, the first with {failed[0].error}")
+        return run
+
+
+def make_bench(folder: Path) -> Bench:
+    """Write the adapters below a folder, and return what runs need."""
+    model, options = default_model(), WorkOptions(source="", adapters=ADAPTERS, ranks=RANKS)
+    rig = live_rig(model, "bfloat16", MemoryWork([], NAMES, MADE_BLOCK_TOKENS, 0), options, folder)
+    setting = MemorySetting(
+        memory_bytes=DEVICE_BYTES,
+        host_memory_bytes=HOST_BYTES,
+        link_bytes_per_s=LINK_BYTES_PER_S,
+        model=str(model),
+        dtype="bfloat16",
+        max_model_len=_MODEL_LEN,
+        threads=THREADS,
+    )
+    return Bench(rig, setting)
+
+
+def capacity(bench: Bench, workload: str, seconds: float) -> float:
+    """Return the requests per second that are answered when all come at once; turns wait for those before them."""
+    made = WORKLOADS[workload](_CALIBRATION_RATE, seconds, _CALIBRATION_SEED)
+    requests = [msgspec.structs.replace(each, arrival_s=0.0) for each in made]
+    run = bench.run(CALIBRATED, requests, _CALIBRATION_SEED)
+    return len(requests) / max(each.ended_s for each in run.exchanges)
+
+
+# --- the comparison ----------------------------------------------------------------------------------
+
+
+class Compared(NamedTuple):
+    """A figure of ``auto`` over that of the best single system, and over the least that any rival reaches in it."""
+
+    name: str
+    over_best: Answer
+    least: str
+    over_least: Answer
+
+
+def compare(found: dict[str, Results]) -> tuple[str, list[Compared]]:
+    """Return the best rival by the geometric mean of the figures, and ``auto`` beside it in each of them."""
+    best = min(RIVALS, key=lambda name: found[name].mean("score"))
+    figures = []
+    for figure in FIGURES:
+        least = min(RIVALS, key=lambda name, figure=figure: found[name].mean(figure))  # type: ignore[misc]
+        ours = found[AUTO].of(figure)
+        figures.append(
+            Compared(figure, ratio(ours, found[best].of(figure)), least, ratio(ours, found[least].of(figure)))
+        )
+    return best, figures
+
+
+def reaches(answer: Answer) -> bool:
+    """Return whether the interval of a ratio, or the ratio itself if it has none, reaches the bound."""
+    return (answer.value if answer.low is None else answer.low) <= BOUND
+
+
+# --- the program -------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, run the rounds, and print the tables."""
+    given = _parser().parse_args(arguments)
+    seconds = QUICK_SECONDS if given.quick else given.seconds
+    rounds = 1 if given.quick else given.rounds
+    print_setup()
+    began_s, load_before = time.monotonic(), os.getloadavg()
+    found: dict[str, dict[str, list[Figures]]] = {name: {each: [] for each in SYSTEMS} for name in WORKLOADS}
+    with tempfile.TemporaryDirectory(prefix="lorikeet-auto-") as folder:
+        bench = make_bench(Path(folder))
+        rates = {}
+        for workload in WORKLOADS:
+            most = capacity(bench, workload, seconds)
+            rates[workload] = given.load * most
+            _progress(began_s, f"{workload}: {most:.1f} requests/s at once; from here {rates[workload]:.1f}")
+        rounds_from_s = time.monotonic() - began_s
+        try:
+            for number in range(rounds):
+                passed_s = time.monotonic() - began_s
+                if number and passed_s + (passed_s - rounds_from_s) / number > 60 * given.minutes:
+                    _progress(began_s, f"round {number + 1} would end after {given.minutes:g} minutes")
+                    break
+                for workload, of_systems in _round(bench, number, rates, seconds, began_s).items():
+                    for system, figures in of_systems.items():
+                        found[workload][system].append(figures)
+        except KeyboardInterrupt:
+            _progress(began_s, "interrupted")
+    for workload, made in found.items():
+        if made[AUTO]:
+            _show(workload, rates[workload], seconds, {name: Results(each, np.nan) for name, each in made.items()})
+    loads = " and ".join(f"{each[0]:.1f}" for each in (load_before, os.getloadavg()))
+    print(f"{(time.monotonic() - began_s) / 60:.1f} minutes; load average before and after: {loads}")
+
+
+def _round(
+    bench: Bench, number: int, rates: dict[str, float], seconds: float, began_s: float
+) -> dict[str, dict[str, Figures]]:
+    """Run all systems once in each workload, from another one on in each round."""
+    seed, first = number + 1, number % len(SYSTEMS)
+    made: dict[str, dict[str, Figures]] = {}
+    for workload, rate in rates.items():
+        requests = WORKLOADS[workload](rate, seconds, seed)
+        made[workload] = {}
+        for system in (*SYSTEMS[first:], *SYSTEMS[:first]):
+            run = bench.run(system, requests, seed)
+            figures = made[workload][system] = figures_of(run, Slo())
+            words = ", ".join(f"{1e3 * figures[name]:.0f}" for name in FIGURES)
+            took_s = max(each.ended_s for each in run.exchanges)
+            _progress(began_s, f"round {seed}, {workload}, {system}: {len(requests)} in {took_s:.0f} s: {words} ms")
+    return made
+
+
+def _progress(began_s: float, line: str) -> None:
+    print(f"{time.monotonic() - began_s:6.0f} s  {line}", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.auto_live", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of all systems in both workloads (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of arrivals in a run (%(default)g)")
+    parser.add_argument("--load", type=float, default=LOAD, help="share of the requests/s at once (%(default)g)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="for all runs together (%(default)g)")
+    parser.add_argument("--quick", action="store_true", help="one round of short runs, in two minutes, for a try")
+    return parser
+
+
+def _show(workload: str, rate: float, seconds: float, found: dict[str, Results]) -> None:
+    """Print a workload's tables."""
+    count = len(found[AUTO].figures)
+    rounds = "1 round" if count == 1 else f"{count} rounds"
+    about = (
+        f"{workload}: {rounds} of {seconds:g} s at {rate:.1f} requests/s; geometric means over the rounds\n"
+        f"  SmolLM2, ranks {', '.join(map(str, RANKS))}; device {DEVICE_BYTES / 2**20:g} MiB, host "
+        f"{HOST_BYTES / 2**20:g} MiB, link {LINK_BYTES_PER_S / 1e9:g} GB/s, {KERNEL_FORM} kernels"
+    )
+    headings = ["", "TTFT, ms", "P99, ms", "E2E/token, ms", "score", "auto / it", "95 %"]
+    rows = []
+    for name, results in sorted(found.items(), key=lambda item: item[1].mean("score")):
+        values = [f"{1e3 * results.mean(each):,.1f}" for each in (*FIGURES, "score")]
+        rows.append([name, *values, *_words(ratio(found[AUTO].of("score"), results.of("score")))])
+    print_table(about, headings, rows)
+    best, figures = compare(found)
+    headings = ["", f"auto / {best}", "95 %", f"reaches {BOUND:g}", "least", "auto / it", "95 %", f"reaches {BOUND:g}"]
+    rows = []
+    for each in figures:
+        judged = [(*_words(answer), "yes" if reaches(answer) else "NO") for answer in (each.over_best, each.over_least)]
+        rows.append([each.name, *judged[0], each.least, *judged[1]])
+    print_table("auto over the best single system, and over the least of any rival in each figure", headings, rows)
+
+
+def _words(answer: Answer) -> tuple[str, str]:
+    """Return a ratio and its interval."""
+    interval = "" if answer.low is None or answer.high is None else f"{answer.low:.2f} to {answer.high:.2f}"
+    return f"{answer.value:.2f}", interval
+
+
+if __name__ == "__main__":
+    main()
