@@ -71,6 +71,7 @@ EXAMPLES: dict[str, Any] = {
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "none",
     "parallel_tool_calls": False,
+    "thinking_token_budget": -1,
     "include_reasoning": False,
     "service_tier": "flex",
     "user": "x",
