@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.harness import (
+    THREADS,
     default_model,
     in_turns,
     make_requests,
@@ -101,7 +102,10 @@ LIVE_LINK, LIVE_RANK, LIVE_ADAPTERS, PROMPT_TOKENS, ROUNDS = 0.1e9, 32, 8, 64, 5
 
 
 def live() -> None:
-    """Print the same of SmolLM2 on this machine. Rounds are interleaved; ratios are those of a round."""
+    """Print the same of SmolLM2 on this machine. Rounds are interleaved; ratios are those of a round.
+
+    Steps leave one core to the host worker.
+    """
     rows = []
     for label, modules in MODULES.items():
         with ExitStack() as stack:
@@ -132,7 +136,13 @@ def _adapters(modules: Sequence[str]) -> Iterator[list[AdapterRef]]:
 @contextmanager
 def _engine(preset: str, refs: Sequence[AdapterRef]) -> Iterator[Replica]:
     """An engine whose host tier holds the adapters; on the device there is room for few, unless all are cached."""
-    with replica(default_model(), preset=preset, link_bytes_per_s=LIVE_LINK, host_memory_bytes=2**30) as built:
+    with replica(
+        default_model(),
+        preset=preset,
+        threads=THREADS - 1,
+        link_bytes_per_s=LIVE_LINK,
+        host_memory_bytes=2**30,
+    ) as built:
         built.engine.register_adapters(tuple(refs))
         _settle(built)
         yield built

@@ -28,6 +28,7 @@ from lorikeet.engine.build import assemble
 from lorikeet.memory.packing import block_runs, pack
 from lorikeet.models.config import read_model_config
 from lorikeet.presets import HostLayers, resolve_preset
+from lorikeet.worker.host_lora import start
 from lorikeet.worker.host_lora.assisted_step import HostLoraLeader
 from lorikeet.worker.host_lora.pool import DevicePool
 from lorikeet.worker.host_lora.start import wanted_workers
@@ -441,6 +442,16 @@ def test_one_device_has_workers_and_several_have_none() -> None:
     for device, ranks, workers in (("cpu", 1, 3), ("cpu", 2, 3), ("cuda", 1, 3), ("cuda", 2, 0)):
         engine = EngineSettings(device=device, tensor_parallel=ranks, host_memory_bytes=2**20, host_lora_workers=3)
         assert wanted_workers(engine, preset) == workers
+
+
+def test_by_default_a_cpu_assists_only_with_cores_that_no_step_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "usable_cores", lambda: {0, 1, 2, 3})
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    default = resolve_preset("auto")[1]
+    for link_bytes_per_s, threads, workers in ((1e9, 3, 1), (1e9, 4, 0), (1e9, 0, 0), (0, 3, 0)):
+        engine = EngineSettings(threads=threads, link_bytes_per_s=link_bytes_per_s, host_memory_bytes=2**20)
+        assert wanted_workers(engine, default) == workers
+        assert wanted_workers(engine, resolve_preset("toppings")[1]) == 1
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

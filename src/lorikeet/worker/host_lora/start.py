@@ -28,15 +28,23 @@ def wanted_workers(settings: EngineSettings, preset: Preset) -> int:
 
     It is 0 with several GPUs, which would have to synchronise on every layer, with pipeline stages or ranks on other
     machines, and on CPUs whose stores may become visible in another order (the ring relies on it). Then requests wait
-    for their adapters. Where ``AUTO`` could never pay it is 0, too: on a CPU whose copies no declared link slows down,
-    a whole adapter is copied within memory in the time that the host takes for one or two layers.
+    for their adapters. Where ``AUTO`` does not pay it is 0, too: on a CPU whose copies no declared link slows down, a
+    whole adapter is copied within memory in the time that the host takes for one or two layers; and on a CPU whose
+    cores all compute steps, a worker takes from these what it gives.
     """
-    may_pay = settings.device != "cpu" or settings.link_bytes_per_s > 0
-    is_assisted = preset.cold_start is ColdStart.ASSIST or (preset.cold_start is ColdStart.AUTO and may_pay)
+    is_assisted = preset.cold_start is ColdStart.ASSIST or (preset.cold_start is ColdStart.AUTO and _may_pay(settings))
     shares_memory = settings.device == "cpu" and settings.pipeline_parallel == 1 and not settings.rank_address
     is_one = settings.ranks == 1 or shares_memory
     fits = is_one and platform.machine() in _ORDERED_CPUS and settings.host_memory_bytes != 0
     return settings.host_lora_workers if is_assisted and fits else 0
+
+
+def _may_pay(settings: EngineSettings) -> bool:
+    """Whether assistance may save more than it costs."""
+    if settings.device != "cpu":
+        return True
+    threads = requested_threads(settings.threads) * settings.tensor_parallel
+    return settings.link_bytes_per_s > 0 and None not in worker_cores(1, threads, usable_cores())
 
 
 def worker_cores(workers: int, threads: int, cores: set[int]) -> list[int | None]:
