@@ -149,8 +149,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             is 1.
         multi_step_limit_s: time in seconds after which a plan of several steps ends; on a GPU only if requests wait.
         draft_tokens: most tokens of a sequence that a step verifies beside its newest one, guessed from its prompt and
-            its adapter's latest answers; 0 for none. Answers do not depend on it. On a GPU, and with several ranks,
-            there are none.
+            its adapter's latest answers; 0 for none. Answers in float32 do not depend on it; in 16 bits sums may
+            differ, as between any two batches. On a GPU, and with several ranks, there are none.
         tensor_parallel: number of ranks that each have some of every layer.
         pipeline_parallel: number of stages that each have some of the layers, one after the other; each has
             ``tensor_parallel`` ranks. It makes room for larger models, not speed: one stage computes at a time.

@@ -93,7 +93,7 @@ def test_what_is_not_known_is_not_shown_as_nothing_saved(tmp_path: Path) -> None
     said = CliRunner().invoke(app, ["why", str(path)], env={"COLUMNS": "200"}).output
     assert "2 requests of 1 adapter and the base model" in said
     assert "adapter_cache: its adapter" in said
-    assert "queue: requests before it" in said
+    assert "queue: a step or requests before it" in said
     assert "0.000 │       1" not in said
 
 

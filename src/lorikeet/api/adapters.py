@@ -3,6 +3,7 @@
 import asyncio
 import bisect
 from collections.abc import Callable, Coroutine, Sequence, Set
+from contextlib import suppress
 from typing import Annotated, Any
 
 import msgspec
@@ -184,6 +185,8 @@ async def _register(
     try:
         loaded = await in_daemon_thread(register)
     except AdapterExists:
+        with suppress(AdapterStoreError):  # another server may have just added it
+            await _follow_once(service)
         raise invalid_input(
             f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
             f"set '{replaced_by}' to True."
@@ -296,15 +299,23 @@ async def follow_registry(service: Service) -> None:
     while True:
         await asyncio.sleep(FOLLOW_S)
         try:
-            followed = await in_daemon_thread(service.catalog.follow)
+            await _follow_once(service)
         except AdapterStoreError as error:
             if not is_lost:
                 log.warning("adapters of other servers are not seen", reason=str(error))
             is_lost = True
-            continue
-        is_lost = False
-        for change in followed:
-            _follow(service, change)
+        else:
+            is_lost = False
+
+
+async def _follow_once(service: Service) -> None:
+    """Serve what other servers have changed.
+
+    Raises:
+        AdapterStoreError: the registry cannot be read.
+    """
+    for change in await in_daemon_thread(service.catalog.follow):
+        _follow(service, change)
 
 
 def _follow(service: Service, change: FollowedChange) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lorikeet.cli.console import fail, output
+from lorikeet.cli.console import output
 from lorikeet.cli.http_client import DEFAULT_URL, ApiKey, ServerClient, Url
 
 
@@ -23,8 +23,6 @@ def roll(
     """
     server = ServerClient(url, api_key)
     before = [replica["id"] for replica in server.get("/v1/cluster")["replicas"]]
-    if len(before) < 2:
-        fail("the server has one replica; one with --replicas can be rolled")
     for replica in before:
         successor = server.post("/v1/cluster/replicas", {})["id"]
         server.delete(f"/v1/cluster/replicas/{replica}?drain_s={drain:g}")

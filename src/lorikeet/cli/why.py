@@ -62,7 +62,7 @@ class LoggedRequest(msgspec.Struct, frozen=True):
         parts = self.parts()
         part = max(parts, key=lambda each: parts[each])
         if part == "queue":
-            return f"queue: {self.waited_for or 'requests before it'}"
+            return f"queue: {self.waited_for or 'a step or requests before it'}"
         return {"adapter": "its adapter's transfer", "KV": "its KV's transfer"}.get(part, part)
 
 

@@ -249,6 +249,9 @@ def assemble(
     ]
     if sizes.weights:
         notes.append(f"weights: {sizes.weights}")
+    dtypes = {"adapters": settings.engine.lora_dtype, "KV": settings.engine.kv_cache_dtype}
+    if small := [what for what, dtype in dtypes.items() if dtype == "int8"]:
+        notes.append(f"kept in 8 bits: {', '.join(small)}")
     if preset.cold_start is ColdStart.ASSIST and sizes.assist is None:
         notes.append(
             "cold prefills are not assisted, so requests wait for their adapters: assistance needs host memory, host "
