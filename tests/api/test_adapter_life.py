@@ -99,6 +99,18 @@ async def test_what_one_server_loads_another_with_its_registry_serves(
             task.cancel()
 
 
+@pytest.mark.slow
+async def test_what_is_said_to_be_loaded_is_served(start: Start) -> None:
+    """Nobody follows the registry meanwhile: the server reads it before it says so."""
+    async with start() as first, start() as second:
+        content = {"lora_name": "x", "lora_path": str(first.sources / "formal")}
+        assert (await first.http.post("/v1/load_lora_adapter", json=content)).status_code == 200
+        again = await second.http.post("/v1/load_lora_adapter", json=content)
+        assert again.status_code == 400
+        assert "already been loaded" in again.text
+        assert (await second.http.post(CHAT, json=body(model="x"))).status_code == 200
+
+
 class Sources:
     """Loads what it has, and counts."""
 
