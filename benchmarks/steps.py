@@ -24,9 +24,9 @@ from lorikeet.kernels.base import Kernels, Layers, LayersShape, LayerWeights, Sa
 
 # --- by kernel ---------------------------------------------------------------------------------------
 
-KERNELS = ("linear", "add_norm", "rotary_store", "attention", "silu_mul", "gelu_mul", "choose")
+KERNELS = ("linear", "logits", "add_norm", "rotary_store", "attention", "silu_mul", "gelu_mul", "choose")
 """All of a step, one by one."""
-AT_ONCE = ("layers", "add_norm", "linear", "choose")
+AT_ONCE = ("layers", "add_norm", "linear", "logits", "choose")
 """All of a step whose layers are one call."""
 
 
