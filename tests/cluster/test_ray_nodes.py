@@ -98,10 +98,10 @@ async def test_no_stream_notices_that_a_node_an_orchestrator_and_a_controller_ar
         before = await cluster_of(killed)
         begun, ended = await streams_of(router, asked, stack)
         await until(lambda: len(begun) > STREAMS // 3, "a third has begun")
+        killed.process.kill()  # first: the others take time, in which its streams might end
         raylet_of(lost_node).kill()  # what it started ends with it
         for orchestrator in orchestrators(nodes):
             orchestrator.kill()
-        killed.process.kill()
         exchanging = asyncio.create_task(asyncio.to_thread(exchange, nodes, lost_node))
         said = await ended
         await exchanging
