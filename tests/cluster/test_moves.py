@@ -159,8 +159,8 @@ async def test_a_target_that_dies_meanwhile_is_not_waited_for(
 async def test_what_runs_at_a_replica_that_is_removed_goes_on_elsewhere_with_its_kv(
     client: ClusterClient, adapter: AdapterRef, model: Path
 ) -> None:
-    """The last test of the cluster that these share. One request runs at each replica."""
-    handles = [await begun(client, name, adapter) for name in ("a", "ab")]
+    """The last test of the cluster that these share. Its requests begin together, so that none has ended by then."""
+    handles = await asyncio.gather(*(begun(client, name, adapter) for name in ("a", "ab", "abc", "abcd")))
     leaving = handles[0].replica
     assert leaving is not None
     stays = other(handles[0])

@@ -66,6 +66,8 @@ def test_conversations_that_return_find_their_kv_on_the_host() -> None:
         "count": 500,
         "engine": {"memory_bytes": 6 * 10**9},
     }
-    without, default = ttfts(fields, 0), ttfts(fields, None)
+    without, default = (
+        np.concatenate([ttfts({**fields, "seed": seed}, host_bytes) for seed in range(3)]) for host_bytes in (0, None)
+    )
     assert default.mean() <= 0.82 * without.mean()
-    assert np.percentile(default, 99) <= 0.85 * np.percentile(without, 99)
+    assert np.percentile(default, 99) <= 0.8 * np.percentile(without, 99)
