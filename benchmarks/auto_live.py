@@ -35,7 +35,7 @@ from lorikeet.bench.memory_bench import MemoryRig, MemorySetting, live_rig, sett
 from lorikeet.bench.memory_work import MemoryWork, WorkOptions
 from lorikeet.bench.predictors import make_predictor
 from lorikeet.bench.recipe import Recipe
-from lorikeet.bench.shapes import Dialogues, LengthRange
+from lorikeet.bench.shapes import SHAPES, Dialogues, LengthRange
 from lorikeet.bench.synthetic import adapter_names, spread
 from lorikeet.bench.workload import MADE_BLOCK_TOKENS, Range, WorkloadRequest, block_tokens_of
 from lorikeet.core.request import Slo
@@ -61,15 +61,17 @@ QUICK_SECONDS = 4.0
 
 # --- the workloads -----------------------------------------------------------------------------------
 
-_DIALOGUES = Dialogues(
-    scene_blocks=1,
+_CONVERSATIONS = SHAPES["conversations"]
+assert isinstance(_CONVERSATIONS, Dialogues)
+_DIALOGUES = msgspec.structs.replace(
+    _CONVERSATIONS,
     turns=4.0,
     least_turns=2,
     utterance=LengthRange(48, 0.8, 192),
     answer=LengthRange(24, 0.7, 96),
     pause_s=4.0,
 )
-"""As the shape ``conversations``, with pauses that let most dialogues go on within a run."""
+"""Shorter than the shape ``conversations``, with pauses that let most dialogues go on within a run."""
 _BEFORE_S = 40.0
 """Dialogues begin so long before a run, whose first second then has as many later turns as its last."""
 _SHIFT_REQUESTS = 6.0

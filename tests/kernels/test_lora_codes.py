@@ -109,6 +109,13 @@ class Case:
         return out
 
 
+def native(instruction_set: str, threads: int = 2) -> NativeKernels:
+    """Return the kernels for an instruction set."""
+    kernels = NativeKernels(instruction_set, load_library(instruction_set))
+    kernels.threads = threads
+    return kernels
+
+
 @SETS
 @BOTH_DTYPES
 @SETTINGS
@@ -117,8 +124,7 @@ def test_native_error_is_at_most_twice_that_of_torch_in_the_same_dtype(
     instruction_set: str, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     case = Case(data.draw, dtype)
-    kernels = NativeKernels(instruction_set, load_library(instruction_set))
-    kernels.threads = 2
+    kernels = native(instruction_set)
 
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
         case.redraw(seed)
@@ -135,8 +141,7 @@ def test_bits_depend_neither_on_threads_nor_on_padding(
     instruction_set: str, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     case = Case(data.draw, dtype)
-    kernels = NativeKernels(instruction_set, load_library(instruction_set))
-    kernels.threads = 1
+    kernels = native(instruction_set, threads=1)
     alone = case.run(kernels)
     kernels.threads = 3
     assert torch.equal(case.run(kernels), alone)
@@ -158,8 +163,7 @@ def row_case(rows: int, rank: int = 40, inputs: int = 576) -> Case:
 @SETS
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(instruction_set: str, bad: float) -> None:
-    case, kernels = row_case(20), NativeKernels(instruction_set, load_library(instruction_set))
-    kernels.threads = 2
+    case, kernels = row_case(20), native(instruction_set)
     before = case.run(kernels)
     case.x[5, 70] = bad
     found = case.run(kernels)
@@ -172,8 +176,7 @@ def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(instruction_set: 
 @pytest.mark.parametrize("rows", [1, 9, 64])
 def test_rows_with_a_large_element_are_as_exact_as_others(instruction_set: str, rows: int) -> None:
     """One that is 100 times the others, as activations have."""
-    kernels = NativeKernels(instruction_set, load_library(instruction_set))
-    kernels.threads = 2
+    kernels = native(instruction_set)
     case = row_case(rows)
 
     def draw(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,8 +189,7 @@ def test_rows_with_a_large_element_are_as_exact_as_others(instruction_set: str, 
 
 @SETS
 def test_a_row_of_codes_has_the_same_bits_in_any_company(instruction_set: str) -> None:
-    case, kernels = row_case(64), NativeKernels(instruction_set, load_library(instruction_set))
-    kernels.threads = 2
+    case, kernels = row_case(64), native(instruction_set)
     together = case.run(kernels)
     x = case.x
     for row in (0, 8, 33, 63):

@@ -354,7 +354,8 @@ class Backend:
     def _not_loaded(self, status: int, adapter: RoutedAdapter, why: str) -> BackendRefused:
         self.refusals += 1
         self.failed("load", f"adapter {adapter.name!r}: {why}")
-        return BackendRefused(status, f"{self.replica} cannot load adapter {adapter.name!r}: {why}")
+        named = f"adapter {adapter.name!r}: "  # Lorikeet's own errors begin so
+        return BackendRefused(status, f"{self.replica} cannot load {named}{why.removeprefix(named)}")
 
     async def _load(self, adapter: RoutedAdapter) -> Reply:
         self.loads += 1
