@@ -495,7 +495,7 @@ def _show(number: int, there: dict[str, Results]) -> None:
         values = [f"{1e3 * results.mean(each):,.0f}" for each in FIGURES]
         beside = ratio(there[AUTO].of("score"), results.of("score")) if AUTO in there else None
         values += [f"{1e3 * results.mean(each):,.0f}" for each in ("score", "gap_p99_s")]
-        rows.append([name, *values, f"{results.capacity:.1f}", *_words(beside)])
+        rows.append([name, *values, f"{results.capacity:.1f}", *ratio_and_interval(beside)])
     print_table(about, headings, rows)
 
 
@@ -504,7 +504,7 @@ def _show_summary(system: str, judged: Sequence[tuple[int, Judged]]) -> None:
     rows = []
     for number, each in judged:
         worst, name = each.worst
-        ratios = [*_words(each.score), *_words(worst), name, *_words(each.gap)]
+        ratios = [*ratio_and_interval(each.score), *ratio_and_interval(worst), name, *ratio_and_interval(each.gap)]
         rows.append([number, each.best, *ratios, f"{each.capacity:.2f}"])
     print_table(f"{system}, over the best rival of each scenario", headings, rows)
     if judged:
@@ -512,11 +512,12 @@ def _show_summary(system: str, judged: Sequence[tuple[int, Judged]]) -> None:
         print(f"geometric mean of the scores: {mean:.3f}\n")
 
 
-def _words(answer: Answer | None) -> tuple[str, str]:
-    """Return a ratio and its interval."""
-    if answer is None or answer.low is None or answer.high is None:
+def ratio_and_interval(answer: Answer | None) -> tuple[str, str]:
+    """Return a ratio and its interval in words; empty for what there is not."""
+    if answer is None:
         return "", ""
-    return f"{answer.value:.2f}", f"{answer.low:.2f} to {answer.high:.2f}"
+    interval = "" if answer.low is None or answer.high is None else f"{answer.low:.2f} to {answer.high:.2f}"
+    return f"{answer.value:.2f}", interval
 
 
 if __name__ == "__main__":

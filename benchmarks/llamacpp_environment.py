@@ -32,9 +32,11 @@ def llamacpp_python() -> Path:
             (archive,) = Path(scratch).glob("llama_cpp_python-*.tar.gz")
             with tarfile.open(archive) as packed:
                 packed.extractall(scratch, filter="data")
-            file = archive.with_name(archive.name.removesuffix(".tar.gz")) / PATCHED
-            file.write_text(file.read_text().replace(*PATCH))
-            install = [*pip, "install", "--quiet", str(file.parents[6]), *OTHERS]
+            root = archive.with_name(archive.name.removesuffix(".tar.gz"))
+            text = (root / PATCHED).read_text()
+            assert PATCH[0] in text, f"{PATCHED} has changed"
+            (root / PATCHED).write_text(text.replace(*PATCH))
+            install = [*pip, "install", "--quiet", str(root), *OTHERS]
             subprocess.run(install, check=True, env={**os.environ, "CMAKE_ARGS": FLAGS})
         stamp.write_text(wanted)
     return python

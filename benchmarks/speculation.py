@@ -69,6 +69,8 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=12, help=f"chats of each kind, at most {TRAINED_FROM}")
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
+    if not 2 <= options.answers <= TRAINED_FROM:
+        parser.error(f"--answers: 2 to {TRAINED_FROM}")
     print_setup()
     flags = [str(default_model()), *sample_flags(), f"correct={_corrector()}", "--dtype", options.dtype]
     with tempfile.TemporaryDirectory(prefix="lorikeet-") as text, ExitStack() as stack:

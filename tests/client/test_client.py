@@ -20,6 +20,7 @@ from lorikeet.config import EngineSettings, Settings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.events import AdapterEvicted, AdapterLoaded, FinishReason
 from lorikeet.core.ids import AdapterDigest
+from lorikeet.memory.packing import pack
 from tests.support.live import (
     TIE,
     engine_process,
@@ -229,7 +230,11 @@ async def test_known_adapters_are_told_to_every_engine_until_they_are_dropped(
     before = await idle_nodes(client)
     client.register_adapters(refs)
     await until(lambda: nodes(client) == before + 3, "the tree has three nodes more")
-    await client.drop_adapter(refs[0].digest)  # frees what was prefetched of it, if anything was
+    freed_bytes = await client.drop_adapter(refs[0].digest)
+    info = client.engine_info
+    blocks = pack(refs[0].ranks, info.geometry, info.block_bytes // info.geometry.dtype_bytes).blocks
+    on_both_tiers = 2 * blocks * info.block_bytes
+    assert freed_bytes in (0, on_both_tiers // 2, on_both_tiers), "nothing of it but what was prefetched"
     await until(lambda: nodes(client) == before + 2, "the tree has two nodes more")
     kill(client)
     await until(lambda: client.process_id is None, "the engine process has ended")

@@ -86,6 +86,7 @@ async def test_no_stream_notices_that_a_node_an_orchestrator_and_a_controller_ar
         assert copies["fetches"] > ADAPTERS // 2, "the second access is to a peer's memory"
 
         # The controller that is not killed is to lose a replica with its node.
+        assert sum(node["Alive"] for node in ray.nodes()) == 3
         lost_node = nodes.list_all_nodes()[-1]
         on_node = {child.pid for child in raylet_of(lost_node).children(recursive=True)}
         keeps, killed = (first, second) if on_node & await engines_of(first) else (second, first)
@@ -98,9 +99,11 @@ async def test_no_stream_notices_that_a_node_an_orchestrator_and_a_controller_ar
         before = await cluster_of(killed)
         begun, ended = await streams_of(router, asked, stack)
         await until(lambda: len(begun) > STREAMS // 3, "a third has begun")
+        found = orchestrators(nodes)
+        assert len(found) == 2, "each controller has one"
         killed.process.kill()  # first: the others take time, in which its streams might end
         raylet_of(lost_node).kill()  # what it started ends with it
-        for orchestrator in orchestrators(nodes):
+        for orchestrator in found:
             orchestrator.kill()
         exchanging = asyncio.create_task(asyncio.to_thread(exchange, nodes, lost_node))
         said = await ended
@@ -176,6 +179,9 @@ async def streams_of(
     async def stream(number: int, body: dict[str, Any]) -> str:
         chunks = await events(http, COMPLETIONS, body, Lines(number))
         assert not [chunk for chunk in chunks if "error" in chunk]
+        assert [each["finish_reason"] for chunk in chunks for each in chunk["choices"] if each["finish_reason"]] == [
+            "length"
+        ]
         return text_of(chunks)
 
     return begun, asyncio.gather(*(stream(number, body) for number, body in enumerate(asked)))
@@ -225,5 +231,5 @@ def raylet_of(node: Any) -> psutil.Process:
 
 def orchestrators(nodes: Cluster) -> list[psutil.Process]:
     """Return the processes of the orchestrators, of whichever controller."""
-    found = raylet_of(nodes.head_node).children(recursive=True)
+    found = [child for node in nodes.list_all_nodes() for child in raylet_of(node).children(recursive=True)]
     return [each for each in found if "Orchestrator" in " ".join(each.cmdline())]

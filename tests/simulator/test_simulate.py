@@ -94,6 +94,7 @@ def test_of_many_replicas_least_median_and_most_are_shown(profile: str) -> None:
     assert [name in result.output for name in ("least", "median", "most", "replica-0")] == [True, True, True, False]
 
 
+@pytest.mark.slow
 def test_simulate_writes_the_same_bytes_per_seed(profile: str, tmp_path: Path) -> None:
     flags = ["simulate", "--profile", profile, "--count", "40", "--adapters", "3", "--rate", "20", "--ranks", "1,2"]
     written = []

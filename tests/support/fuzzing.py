@@ -106,7 +106,9 @@ def watched(cases: int) -> Iterator[Fuzzing]:
 
 def _peak_bytes(pid: int) -> int:
     with open(f"/proc/{pid}/status") as status:
-        peak = next((line for line in status if line.startswith("VmHWM:")), "VmHWM: 0 kB")  # one that has just ended
+        peak = next((line for line in status if line.startswith("VmHWM:")), "")
+    if not peak:
+        raise ProcessLookupError(f"process {pid} has just ended")
     return int(peak.split()[1]) * 1024
 
 
