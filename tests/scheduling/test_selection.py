@@ -238,6 +238,16 @@ def test_a_cold_prefill_under_way_counts_as_running() -> None:
     bench.run()
 
 
+def test_the_last_token_of_a_cold_prefill_is_assisted_too() -> None:
+    bench = cold_bench(limits=SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64))
+    bench.engine.submit(request("cold", list(range(17)), adapter=adapter("a", 30)))
+    bench.step()
+    bench.step()
+    assert [[step.tokens for step in plan.sequences] for plan in bench.plans] == [[16], [1]]
+    assert [plan.assisted for plan in bench.plans] == [("digest-a",)] * 2
+    bench.run()
+
+
 def test_decodes_go_on_while_a_sequence_is_ahead_of_its_adapter() -> None:
     bench = cold_bench()
     bench.engine.submit(request("warm", [1, 2], max_tokens=12))

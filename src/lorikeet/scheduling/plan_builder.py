@@ -48,7 +48,7 @@ class PlanBuilder:
     decodes: dict[Sequence, int] = field(default_factory=dict)
 
     def add_decodes(self, sequences: Many[Sequence]) -> None:
-        """Add sequences with one remaining token each, for which the budget suffices."""
+        """Add sequences with one remaining token each, none of them cold. The budget suffices."""
         self.tokens.update(dict.fromkeys(sequences, 1))
         self.budget_tokens -= len(sequences)
 

@@ -288,7 +288,8 @@ class Scheduler:
             able = [s for s in able if s.can_run]
         all_grown = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
         prefills = [s for s in able if len(s.token_ids) - s.computed_tokens != 1]
-        if all_grown and not prefills and len(able) <= builder.budget_tokens:
+        has_cold = self._memory.awaited_transfers and any(s.is_cold for s in able)  # they are assisted, not decoded
+        if all_grown and not prefills and not has_cold and len(able) <= builder.budget_tokens:
             builder.add_decodes(able)
             if self._preset.prefill_apart is PrefillApart.ALWAYS:
                 builder.set_decodes_aside()
