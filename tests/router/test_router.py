@@ -215,6 +215,16 @@ async def test_a_request_between_two_backends_keeps_an_adapter_that_is_gone(star
         await until(lambda: routing.all_calls == ["+late", "-late"], "the adapter is loaded and unloaded")
 
 
+@pytest.mark.parametrize("is_lost_first", [False, True])
+async def test_a_response_is_closed_when_its_backend_is_lost_before_or_while_it_is_read(is_lost_first: bool) -> None:
+    request, closed = ProxiedRequest(RequestId("request"), RequestBody(COMPLETIONS, b"{}"), None, prompt_tokens=1), []
+    request.begin()
+    steps = [request.mark_lost, lambda: request.close_if_lost(lambda: closed.append(1))]
+    for step in steps if is_lost_first else reversed(steps):
+        step()
+    assert closed == [1]
+
+
 async def test_an_adapter_in_use_is_unloaded_when_its_last_request_has_ended(start: Start) -> None:
     async with start(count=1) as routing:
         (backend,) = routing.backends

@@ -302,9 +302,14 @@ class ProxiedRequest:
             if self._scope is not None:
                 self._scope.reschedule(0.0)
 
-    def reads(self, close: Callable[[], None]) -> None:
-        """It reads a response of its backend, which ``close`` ends if that is lost: a time limit a piece costs more."""
+    def close_if_lost(self, close: Callable[[], None]) -> None:
+        """Call ``close``, which ends the response that is being read, when its backend is lost.
+
+        It is cheaper than a time limit around each piece.
+        """
         self._close = close
+        if self.is_lost:  # since the response began
+            close()
 
     async def run_unless_lost(self, work: Callable[[], Awaitable[_T]]) -> _T:
         """Run ``work``, which waits for the backend, and return its result.

@@ -454,7 +454,7 @@ class ProxyTask:
             BackendLost, BackendConnectionError: the backend is gone.
         """
         stream, request, client = self._stream, self._request, self._client
-        request.reads(reply.close)
+        request.close_if_lost(reply.close)
         while piece := await self._piece(reply):
             if out := stream.feed(piece):
                 self._has_sent, self._failures = True, 0
