@@ -290,6 +290,7 @@ async def test_thoughts_have_a_budget(start: Start) -> None:
             grammar = server.engine.submitted[-1].sampling.grammar
             assert f"any{{0,3}} <[{end}]>" in grammar
             matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=[END]), grammar, log_level=0)
+            assert matcher.deep_copy().try_consume_tokens([begin, END]) == 1, "an answer cannot end in thoughts"
             assert matcher.try_consume_tokens([begin, *tokenizer.encode("hmmm").ids]) == 4
             assert matcher.compute_ff_tokens()[:1] == [end]
         assert (await server.http.post(CHAT, json=body(thinking_token_budget=-1))).status_code == 200

@@ -128,7 +128,7 @@ class ChatSettings:
             return None
         # Qwen3's marks are added tokens that are not special; a grammar must name them as tokens all the same.
         begin, end = (Marker(text, self.text_processor.added_token_id(text)) for text in reasoning.markers)
-        return Thoughts(begin, end, reasoning.is_open(prompt_end), most_tokens)
+        return Thoughts(begin, end, reasoning.is_open(prompt_end), most_tokens, self.limits.eos_token_ids)
 
     def kept_tokens(self, use: ToolUse | None) -> frozenset[int]:
         """Return the special tokens that must stay in the text of an answer, since parsers look for them."""

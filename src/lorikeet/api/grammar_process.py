@@ -65,12 +65,14 @@ class Thoughts(msgspec.Struct, frozen=True):
         begin, end: what surrounds them.
         are_open: whether they have begun with the prompt, so that the model must end them.
         most_tokens: after which they must end; None for any number. ``end`` is one token then.
+        stops: tokens that end an answer. Thoughts with a budget have none.
     """
 
     begin: Marker
     end: Marker
     are_open: bool = False
     most_tokens: int | None = None
+    stops: tuple[int, ...] = ()
 
 
 ANY_TEXT = r"start: /(.|\n)*/"
@@ -185,7 +187,8 @@ def _behind_thoughts(thoughts: Thoughts, answer: str) -> str:
     begin, end, most = _symbol(thoughts.begin), thoughts.end, thoughts.most_tokens
     if most is not None:
         before = f"any{{0,{most}}} " if most else ""
-        text = f"text: {before}<[{end.token}]>\nany: <[^{end.token}]>"
+        others = ",".join(map(str, (end.token, *thoughts.stops)))
+        text = f"text: {before}<[{end.token}]>\nany: <[^{others}]>"
     elif end.token is not None:
         text = f"text: TEXT <[{end.token}]>"
     else:  # a lazy lexeme ends as soon as it can, so that thoughts do not run on through their end
