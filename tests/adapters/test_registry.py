@@ -50,10 +50,10 @@ def test_a_name_is_added_once_and_replaced_on_demand(url: str) -> None:
     with pytest.raises(AdapterExists, match="'a'"):
         registry.add(row("a", "2"), replace=False)
     assert registry.load() == {"base": [row("a", "1")]}
-    added = registry.changes()
+    added = registry.newest()
     registry.add(row("a", "2", 7.0), replace=True)
     assert registry.load() == {"base": [row("a", "2", 7.0)]}
-    assert registry.changes() > added
+    assert registry.newest() > added
     registry.remove("a")
     registry.remove("a")
     assert registry.load() == {}

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,9 @@ async def test_what_one_server_loads_another_with_its_registry_serves(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lorikeet.api.adapters.FOLLOW_S", 0.01)
-    async with start() as first, start() as second:
-        following = [asyncio.create_task(follow_registry(each.service)) for each in (first, second)]
+    async with start() as first, start() as second, AsyncExitStack() as stack:
+        for each in (first, second):
+            stack.callback(asyncio.create_task(follow_registry(each.service)).cancel)
 
         async def is_known() -> bool:
             return (await second.http.post(CHAT, json=body(model="x"))).status_code == 200
@@ -95,8 +97,6 @@ async def test_what_one_server_loads_another_with_its_registry_serves(
         assert len(set(await versions())) == 1
         assert (await first.http.delete("/v1/adapters/x")).status_code == 200
         await until(lambda: "x" not in second.service.catalog, "the other server has forgotten it")
-        for task in following:
-            task.cancel()
 
 
 @pytest.mark.slow
@@ -109,6 +109,8 @@ async def test_what_is_said_to_be_loaded_is_served(start: Start) -> None:
         assert again.status_code == 400
         assert "already been loaded" in again.text
         assert (await second.http.post(CHAT, json=body(model="x"))).status_code == 200
+        assert (await first.http.delete("/v1/adapters/x")).status_code == 200
+        assert (await second.http.post("/v1/load_lora_adapter", json=content)).status_code == 200, "it is gone"
 
 
 class Sources:

@@ -55,11 +55,6 @@ def note_change(
     connection.execute(insert(_AUDIT).values(unix_s=now(), actor=actor, action=action, subject=subject, detail=text))
 
 
-def count_changes(connection: Connection) -> int:
-    """Return how many entries there are; numbers alone do not show one whose transaction ends after a later one's."""
-    return int(connection.scalar(select(func.count()).select_from(_AUDIT)) or 0)
-
-
 def newest_change(connection: Connection) -> int:
     """Return the largest number of an entry; 0 if there is none."""
     return int(connection.scalar(select(func.max(_AUDIT.c.number))) or 0)

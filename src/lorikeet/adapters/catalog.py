@@ -85,7 +85,7 @@ class StoredAdapters:
 
     Attributes:
         registry: open, of no base model yet.
-        changes, newest: the registry's when it was read.
+        newest: number of the registry's latest change when it was read.
         records: by base model and name.
 
     Raises:
@@ -100,7 +100,7 @@ class StoredAdapters:
     def read(self) -> None:
         """Read it again."""
         # First, so that no later change is missed.
-        self.changes, self.newest = self.registry.changes(), self.registry.newest()
+        self.newest = self.registry.newest()
         self.records = {
             base: {row.name: AdapterRecord(row, f"{self._versions}/{row.digest}") for row in rows}
             for base, rows in self.registry.load().items()
@@ -271,8 +271,8 @@ class AdapterCatalog:
             changed = self._registry.changed(self._newest - _LATE_CHANGES)
             names = {changed[number] for number in changed.keys() - self._followed}
             rows = self._registry.named(names) if names else {}
+            followed = [self._follow(name, rows.get(name)) for name in sorted(names - self._reserved)]
             self._newest, self._followed = max(changed, default=self._newest), set(changed)
-            followed = (self._follow(name, rows.get(name)) for name in sorted(names - self._reserved))
             return [change for change in followed if change is not None]
 
     def get(self, name: str) -> AdapterRecord | None:
@@ -361,7 +361,7 @@ class AdapterCatalog:
             raise AdapterStoreError("the adapter store is closed, since the server is stopping")
 
     def _load(self, stored: StoredAdapters) -> tuple[str, ...]:
-        if self._registry.changes() != stored.changes:  # another server has registered or removed some
+        if self._registry.newest() != stored.newest:  # another server has registered or removed some
             stored.read()
             self._newest = stored.newest
         records = stored.records

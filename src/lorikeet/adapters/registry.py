@@ -38,7 +38,7 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from lorikeet.adapters.audit import AUDIT, changed_subjects, count_changes, newest_change, note_change
+from lorikeet.adapters.audit import AUDIT, changed_subjects, newest_change, note_change
 from lorikeet.adapters.chat import AdapterChat
 from lorikeet.adapters.errors import AdapterError, AdapterExists, AdapterQuotaExceeded, AdapterStoreError
 from lorikeet.adapters.sources import shown_source
@@ -295,15 +295,6 @@ class Registry:
                 query = _ALL_ROWS.where(NAMES.c.base == self.base, NAMES.c.name.in_(some))
                 rows |= {name: RegistryRow(name, *row) for _, name, *row in connection.execute(query)}
         return rows
-
-    def changes(self) -> int:
-        """Return how often any server has changed any row.
-
-        Raises:
-            AdapterStoreError: the database cannot be read.
-        """
-        with self._reading() as connection:
-            return count_changes(connection)
 
     def newest(self) -> int:
         """Return the number of the latest change; 0 if there was none.

@@ -182,11 +182,11 @@ async def _register(
     service: Service, name: str, source: str, register: Callable[[], RegisteredAdapter], replaced_by: str
 ) -> RegisteredAdapter:
     """Register a name, tell the engines, and drop the version that it replaces."""
+    with suppress(AdapterStoreError):  # what another server has just added or removed counts
+        await _follow_once(service)
     try:
         loaded = await in_daemon_thread(register)
     except AdapterExists:
-        with suppress(AdapterStoreError):  # another server may have just added it
-            await _follow_once(service)
         raise invalid_input(
             f"The lora adapter '{name}' has already been loaded. If you want to load the LoRA adapter in place, "
             f"set '{replaced_by}' to True."
@@ -206,13 +206,28 @@ async def _register(
     for warning in warnings:
         log.warning("adapter warning", adapter=name, warning=warning)
     log.info("adapter loaded", adapter=name, digest=record.digest, source=record.source)
+    _serve(service, record, old)
+    return loaded
+
+
+def _serve(service: Service, record: AdapterRecord, old: AdapterRecord | None) -> None:
+    """Tell the engines of a name's version, and drop the one that it replaces."""
     if service.catalog.has(record.digest):  # else it was removed meanwhile
         service.client.register_adapters([record.ref])
-    if old is not None and name in service.loader.pinned:
+    if old is None:
+        return
+    if record.name in service.loader.pinned:
         _send_pins(service)
-    if old is not None:
-        _in_background(service, _drop_version(service, old))
-    return loaded
+    _in_background(service, _drop_version(service, old))
+
+
+def _stop_serving(service: Service, record: AdapterRecord) -> "asyncio.Task[int]":
+    """Unpin a name that was removed, drop its version in the background, and forget its counts."""
+    if record.name in service.loader.pinned:
+        set_pinned(service, record.name, False)
+    freeing = _in_background(service, _drop_version(service, record))
+    freeing.add_done_callback(lambda _: _forget_counts(service, record.name))
+    return freeing
 
 
 _PINNED_SHARE = 0.5
@@ -279,10 +294,7 @@ async def unload_adapter(service: Service, name: str, access: Access) -> int | N
     except AdapterStoreError as error:
         raise _store_error(name, error) from error
     log.info("adapter unloaded", adapter=name, digest=record.digest)
-    if name in service.loader.pinned:
-        set_pinned(service, name, False)
-    freeing = _in_background(service, _drop_version(service, record))
-    freeing.add_done_callback(lambda _: _forget_counts(service, name))
+    freeing = _stop_serving(service, record)
     try:
         return await asyncio.wait_for(asyncio.shield(freeing), DRAIN_S)
     except TimeoutError:
@@ -304,6 +316,8 @@ async def follow_registry(service: Service) -> None:
             if not is_lost:
                 log.warning("adapters of other servers are not seen", reason=str(error))
             is_lost = True
+        except Exception:
+            log.exception("adapters of other servers are not followed")
         else:
             is_lost = False
 
@@ -322,21 +336,17 @@ def _follow(service: Service, change: FollowedChange) -> None:
     """Tell the engines what another server has done to a name."""
     name, record, old, why_not = change
     if record is None:
+        assert old is not None, "a name that is gone was there"
         log.info("adapter unloaded by another server", adapter=name)
-        if name in service.loader.pinned:
-            set_pinned(service, name, False)
+        _stop_serving(service, old)
     elif why_not:
         log.warning("adapter of another server cannot be served", adapter=name, reason=why_not)
+        if old is not None:
+            _in_background(service, _drop_version(service, old))
     else:
         service.loader.forget(name)
         log.info("adapter loaded by another server", adapter=name, digest=record.digest)
-        service.client.register_adapters([record.ref])
-        if name in service.loader.pinned:
-            _send_pins(service)
-    if old is not None:
-        freeing = _in_background(service, _drop_version(service, old))
-        if record is None:
-            freeing.add_done_callback(lambda _: _forget_counts(service, name))
+        _serve(service, record, old)
 
 
 def _forget_counts(service: Service, name: str) -> None:
