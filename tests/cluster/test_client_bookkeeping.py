@@ -31,6 +31,7 @@ from tests.adapters.builders import geometry, write_adapter
 from tests.support.fake_engines import FakeHost
 from tests.support.links import LinkedHost, notice_quickly
 from tests.support.live import greedy, prompt
+from tests.support.live_clusters import KV_STAYS
 from tests.support.outputs import outputs_of
 from tests.support.waiting import until
 
@@ -98,6 +99,7 @@ class Cluster:
             RoundRobin(),
             period_s=3600.0,
             prefetch=prefetch,
+            times=KV_STAYS,
         )
 
     def host(self, replica: ReplicaId) -> FakeHost:

@@ -42,6 +42,7 @@ from tests.support.live import (
     prompt,
     run,
 )
+from tests.support.live_clusters import KV_STAYS
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -83,7 +84,9 @@ async def cluster(
     )
     transport, service = LocalTransport(pool_dir), Gone(Orchestrator(placement, 0.0))
     router = router or RoundRobin()
-    client = ClusterClient(settings, lambda replica: LocalHost(), transport, service, router, period_s=0.05)
+    client = ClusterClient(
+        settings, lambda replica: LocalHost(), transport, service, router, period_s=0.05, times=KV_STAYS
+    )
     try:
         await client.start(lambda progress: None)
         yield client

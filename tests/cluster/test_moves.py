@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
 
@@ -51,12 +52,18 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterRef
     return make_adapter(tmp_path_factory.mktemp("adapters") / "a", model, seed=1)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterClient]:
+@asynccontextmanager
+async def two_replicas(model: Path, pool_dir: Path) -> AsyncIterator[ClusterClient]:
     service = LocalPlacementService(Orchestrator(FullReplication(REPLICAS), 0.0))
     settings = replicas_of(live_settings(model, num_scheduler_steps=1, host_memory_bytes=8 * 2**20), 2)
-    pool_dir, times = tmp_path_factory.mktemp("pool"), MoveTimes(lambda tokens: tokens / 100, inf, 1.0, lambda: 1e9)
+    times = MoveTimes(lambda tokens: tokens / 100, inf, 1.0, lambda: 1e9)
     async with started(local_client(settings, pool_dir, service, LeastLoaded(), times=times)) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ClusterClient]:
+    async with two_replicas(model, tmp_path_factory.mktemp("pool")) as client:
         yield client
 
 
@@ -157,25 +164,26 @@ async def test_a_target_that_dies_meanwhile_is_not_waited_for(
 
 
 async def test_what_runs_at_a_replica_that_is_removed_goes_on_elsewhere_with_its_kv(
-    client: ClusterClient, adapter: AdapterRef, model: Path
+    adapter: AdapterRef, model: Path, tmp_path: Path
 ) -> None:
-    """The last test of the cluster that these share. Its requests begin together, so that none has ended by then."""
-    handles = await asyncio.gather(*(begun(client, name, adapter) for name in ("a", "ab", "abc", "abcd")))
-    leaving = handles[0].replica
-    assert leaving is not None
-    stays = other(handles[0])
-    there = [handle for handle in handles if handle.replica == leaving]
-    before, hits = client.describe(), hit_tokens(client, stays)
-    await client.remove_replica(leaving)
-    assert {handle.replica for handle in handles if handle.replica} == {stays}
-    after = client.describe()
-    assert after.moves - before.moves == after.moves_with_kv - before.moves_with_kv == len(there) > 0
-    for handle in handles:
-        await checked(handle, model)
-        assert handle.deaths == 0
-    await until(
-        lambda: hit_tokens(client, stays) - hits > 0.9 * PROMPT_TOKENS * len(there), "none of it was recomputed"
-    )
+    async with two_replicas(model, tmp_path) as client:
+        # They begin together, so that none has ended when the replica is removed.
+        handles = await asyncio.gather(*(begun(client, name, adapter) for name in ("a", "ab", "abc", "abcd")))
+        leaving = handles[0].replica
+        assert leaving is not None
+        stays = other(handles[0])
+        there = [handle for handle in handles if handle.replica == leaving]
+        before, hits = client.describe(), hit_tokens(client, stays)
+        await client.remove_replica(leaving)
+        assert {handle.replica for handle in handles if handle.replica} == {stays}
+        after = client.describe()
+        assert after.moves - before.moves == after.moves_with_kv - before.moves_with_kv == len(there) > 0
+        for handle in handles:
+            await checked(handle, model)
+            assert handle.deaths == 0
+        await until(
+            lambda: hit_tokens(client, stays) - hits > 0.9 * PROMPT_TOKENS * len(there), "none of it was recomputed"
+        )
 
 
 async def test_speed_begins_as_a_guess_and_is_learned() -> None:

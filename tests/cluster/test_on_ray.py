@@ -357,6 +357,11 @@ async def test_adapters_are_shared_or_travel_from_memory_to_memory_or_through_th
     folders = [(await transport.held(replica))[large.digest] for replica in (R0, R1)]
     first, second = (Path(folder, WEIGHTS).stat().st_ino for folder in folders)
     assert first == second, "on one machine they share the file"
+    await transport.delete(large, R1)
+    with Path(folders[0], WEIGHTS).open("ab") as weights:
+        weights.write(b"x")
+    with pytest.raises(TransportError, match=r"'large' from r0 to r1: .*was changed after it was stored"):
+        await transport.copy(large, R0, R1)
     await forget()
     request.getfixturevalue("apart")
     transport = transport_of(hosts)

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,10 @@ from lorikeet.core.ids import ReplicaId
 def replicas_of(settings: Settings, count: int) -> Settings:
     """Return the same for a cluster of so many replicas."""
     return msgspec.structs.replace(settings, cluster=ClusterSettings(replicas=count))
+
+
+KV_STAYS = MoveTimes(lambda tokens: 0.0, inf, 1.0, None)
+"""Of moves that take no KV along."""
 
 
 @asynccontextmanager
@@ -46,7 +51,7 @@ def local_client(
     service: PlacementService,
     router: Router,
     hosts: Callable[[ReplicaId], EngineHost] = lambda replica: LocalHost(),
-    times: MoveTimes | None = None,
+    times: MoveTimes = KV_STAYS,
 ) -> ClusterClient:
     """Return a client that starts its replicas here, with short periods."""
     return ClusterClient(settings, hosts, LocalTransport(pool_dir), service, router, period_s=0.05, times=times)

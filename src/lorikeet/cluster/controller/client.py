@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from itertools import count
-from math import inf
 from typing import Any
 
 import msgspec
@@ -50,7 +49,7 @@ _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
 log = structlog.get_logger("lorikeet")
 
 HAND_OVER_S = 10.0
-"""Most seconds for which a replica that is removed hands its requests over with their KV, however short its drain."""
+"""Most seconds for which a replica that is removed moves KV, or is copied adapters from, however short its drain."""
 
 REPLACE_S, _MAX_REPLACE_S = 10.0, 300.0
 """Seconds until another replica is started in place of one that was given up: at first, and at most."""
@@ -66,9 +65,9 @@ class ClusterClient:
         placement: decides which replicas serve an adapter.
         router: chooses the replica of a request.
         period_s: time between two placements.
+        times: of moves.
         prefetch: replicas fetch the adapters of a new placement immediately.
         kv_bandwidth: learns how fast KV is transferred.
-        times: of moves; None if KV cannot move.
         held_share: see ``Dispatcher``.
         learned: learns what steps and loads cost; None if no policy needs it.
 
@@ -86,9 +85,9 @@ class ClusterClient:
         placement: PlacementService,
         router: Router,
         period_s: float,
+        times: MoveTimes,
         prefetch: bool = False,
         kv_bandwidth: KvBandwidth | None = None,
-        times: MoveTimes | None = None,
         held_share: float = 1.0,
         learned: LearnedCosts | None = None,
     ) -> None:
@@ -106,7 +105,6 @@ class ClusterClient:
         self._files = AdapterFiles(transport, self._dispatcher, self._replicas, self._apply)
         self._joining = ReplicaJoiner(self._dispatcher, self._files, settings.engine, self._apply)
         self._moves = RequestMoves(self._streams, self._replicas, self._redispatch, kv_bandwidth or KvBandwidth())
-        times = times or MoveTimes(lambda _: 0.0, inf, 1.0, None)
         self._hand_over = HandOver(self._streams, self._moves, self._dispatcher.fleet, times)
         self._failure: EngineError | None = None
         self._on_adapter_event: list[Callable[[AdapterEvent], None]] = []
@@ -291,9 +289,9 @@ class ClusterClient:
             self._dispatcher.drain(replica_id)
             self._tasks.run(self._place())  # other replicas can fetch its adapters while it drains
         while self._has_others(replica):
-            is_handing_over = self._hand_over.advance(replica_id) or self._dispatcher.pool.is_source(replica_id)
-            limit_s = max(drain_s, HAND_OVER_S) if is_handing_over else drain_s
-            is_empty = not (is_handing_over or self._streams.at(replica_id))
+            is_needed = self._hand_over.advance(replica_id) or self._dispatcher.pool.is_source(replica_id)
+            limit_s = max(drain_s, HAND_OVER_S) if is_needed else drain_s
+            is_empty = not (is_needed or self._streams.at(replica_id))
             if is_empty or time.monotonic() >= began_s + limit_s:
                 break
             await asyncio.sleep(_DRAIN_CHECK_S)

@@ -67,20 +67,22 @@ class HandOver:
         self._times = times
 
     def advance(self, replica: ReplicaId) -> bool:
-        """Begin as many moves as may be under way now; return whether KV of this replica is."""
+        """Begin as many moves as may be under way now; return whether KV of this replica moves, or waits to."""
         if not (self._times.can_move_kv and self._fleet.open_index):
             return False
-        carried_bytes = sum(map(self._kv_bytes, self._moves.carried))
+        carried_bytes, must_wait = sum(map(self._kv_bytes, self._moves.carried)), False
         for handle in self._streams.at(replica):
             request_id, tokens = handle.request.request_id, handle.known_tokens
+            if request_id in self._moves.exporting:
+                continue
             entry = self._fleet.entry(request_id)
             has_kv = entry is not None and entry.admitted_s is not None
             with_kv = has_kv and self._times.transfers_kv(tokens)
             if with_kv and carried_bytes and carried_bytes + self._kv_bytes(request_id) > _CARRIED_BYTES:
-                break
-            if self._moves.begin(request_id, None, with_kv=with_kv) and with_kv:
+                must_wait = True
+            elif self._moves.begin(request_id, None, with_kv=with_kv) and with_kv:
                 carried_bytes += self._kv_bytes(request_id)
-        return any(self._streams[request_id].replica == replica for request_id in self._moves.exporting)
+        return must_wait or any(self._streams[request_id].replica == replica for request_id in self._moves.exporting)
 
     def _kv_bytes(self, request_id: RequestId) -> float:
         return self._times.kv_token_bytes * self._streams[request_id].known_tokens
@@ -117,7 +119,7 @@ class RequestMoves:
         self._bandwidth = bandwidth
         self._exporting: dict[RequestId, _PendingExport] = {}
         self._exported: dict[RequestId, ExportedKv] = {}
-        self._exported_s = 0.0
+        self._exported_s: dict[ReplicaId | None, float] = {}
 
     @property
     def exporting(self) -> Set[RequestId]:
@@ -157,9 +159,11 @@ class RequestMoves:
             return  # the request has ended meanwhile
         if exported.blocks:
             self._exported[exported.request_id] = exported
-            now = time.monotonic()  # of exports at the same time, each counts from the end of the one before it
-            self._bandwidth.add(sum(map(len, exported.blocks)), now - max(pending.begun_s, self._exported_s))
-            self._exported_s = now
+            # A replica exports one request after the other: each counts from the end of the one before it.
+            source, now = self._streams[exported.request_id].replica, time.monotonic()
+            begun_s = max(pending.begun_s, self._exported_s.get(source, 0.0))
+            self._bandwidth.add(sum(map(len, exported.blocks)), now - begun_s)
+            self._exported_s[source] = now
             self.with_kv += 1
         self._continue_at(self._streams[exported.request_id], pending.target)
 
