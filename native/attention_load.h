@@ -1,7 +1,7 @@
 // Loads queries, keys and values into the layouts of the attention products.
 //
-// T is the element of queries, keys, values and outputs, S that of keys and values as they are stored; K that of the product of queries and packed keys: bf16 where
-// its dot() is one instruction, else float.
+// T: element of queries, keys, values and outputs. S: element of keys and values as they are stored. K: element in
+// which queries and packed keys are multiplied, bf16 where its dot() is one instruction, else float.
 #pragma once
 
 #include <type_traits>

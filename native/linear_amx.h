@@ -19,7 +19,7 @@
 #include "linear_tiles.h"
 #include "parallel.h"
 #include "tile_unit.h"
-#include "turned_rows.h"
+#include "transposed_rows.h"
 
 #if defined(__AMX_BF16__)
 
@@ -53,7 +53,7 @@ inline void add_step(const bf16* x, const bf16* y, int64_t x_bytes, const bf16* 
 // The same with the two left tiles of a step of a weight, and rows' pairs of inputs on the right. Sums are tiles 0 and 1 (the
 // first tile of rows), 2 and 3.
 template <bool Two>
-inline void add_turned_step(const bf16* first, const bf16* second, int64_t pair_bytes, const TileCodes::Tiles& weights) {
+inline void add_transposed_step(const bf16* first, const bf16* second, int64_t pair_bytes, const TileCodes::Tiles& weights) {
   load_tile<7>(first, pair_bytes);
   load_tile<6>(weights[0], sizeof weights[0]);
   add_product<0>();
@@ -142,21 +142,21 @@ class Writer {
     start(to, rows);
   }
 
-  // The same of turned sums, of split.rows rows.
+  // The same of transposed sums, of split.rows rows.
   template <bool Two>
-  void take_turned(const Place<O>& to, const RowTiles& split) {
+  void take_transposed(const Place<O>& to, const RowTiles& split) {
     write(waiting_);
-    alignas(64) float turned[Two ? 4 : 2][kTileHeight][kTileWidth];
-    store_tiles<0, Two ? 4 : 2>(turned);
+    alignas(64) float transposed[Two ? 4 : 2][kTileHeight][kTileWidth];
+    store_tiles<0, Two ? 4 : 2>(transposed);
     for (int64_t tile = 0; tile < (Two ? 4 : 2); ++tile) {
       float* at = sums_[split.begin(tile / 2)] + tile % 2 * kTileWidth;
       if (split.rows == 1) {
-        for (int64_t c = 0; c < kTileWidth; ++c) at[c] = turned[tile][c][0];
+        for (int64_t c = 0; c < kTileWidth; ++c) at[c] = transposed[tile][c][0];
         continue;
       }
       const float* columns[kTileWidth];
       F32 rows[kTileHeight];
-      for (int64_t c = 0; c < kTileWidth; ++c) columns[c] = turned[tile][c];
+      for (int64_t c = 0; c < kTileWidth; ++c) columns[c] = transposed[tile][c];
       transpose(columns, 0, rows);
       for (int64_t r = 0; r < split.height; ++r) store(at + r * kWidth, rows[r]);
     }
@@ -188,8 +188,8 @@ class TileProduct {
   TileProduct(const Product<bf16, O>& p, int64_t rows)
       : p_(p), rows_(rows), blocks_((rows + kBlockRows - 1) / kBlockRows),
         most_((rows + blocks_ - 1) / blocks_), height_(most_ > kTileHeight ? (most_ + 1) / 2 : most_) {
-    is_turned_ = blocks_ == 1 && !p.panels.are_plain();
-    tiles_.shape(is_turned_ ? kTileHeight : height_);
+    is_transposed_ = blocks_ == 1 && !p.panels.are_plain();
+    tiles_.shape(is_transposed_ ? kTileHeight : height_);
   }
 
   // Calls f(panel, blocks, their run) for the thread's part of so many panels and all blocks of rows. Rows are processed in
@@ -214,7 +214,7 @@ class TileProduct {
   // A panel of some blocks of a run, whose first row goes to the place. Meanwhile their part of the next panel is fetched;
   // of a quantised weight the hardware does that, since codes are read from front to back.
   void multiply(int64_t panel, int64_t next, Range blocks, Range run, Place<O> to) {
-    if (is_turned_) return most_ > kTileHeight ? multiply_turned<true>(panel, to) : multiply_turned<false>(panel, to);
+    if (is_transposed_) return most_ > kTileHeight ? multiply_transposed<true>(panel, to) : multiply_transposed<false>(panel, to);
     const bool plain = p_.panels.are_plain();
     const int64_t count = run.end - run.begin;
     const int64_t lines = !plain || count < kFewestToFetch ? 0 : (kStepLines + count - 1) / count;
@@ -251,23 +251,23 @@ class TileProduct {
 
   // A panel of a quantised weight and all rows, at most a block: a step is unpacked while the unit multiplies the one before.
   template <bool Two>
-  void multiply_turned(int64_t panel, const Place<O>& to) {
+  void multiply_transposed(int64_t panel, const Place<O>& to) {
     const RowTiles split(rows_);
-    turned_.turn(p_.x, p_.x_stride, p_.inputs, split);
+    transposed_.load(p_.x, p_.x_stride, p_.inputs, split);
     TileCodes codes(p_.panels.weight());
     alignas(64) static thread_local TileCodes::Tiles unpacked[kUnpacked];
-    const int64_t pair_bytes = turned_.pair_bytes(), step_bytes = kTileDepth / 2 * pair_bytes;
-    const char *first = (const char*)turned_.tile(0), *second = Two ? (const char*)turned_.tile(1) : first;
+    const int64_t pair_bytes = transposed_.pair_bytes(), step_bytes = kTileDepth / 2 * pair_bytes;
+    const char *first = (const char*)transposed_.tile(0), *second = Two ? (const char*)transposed_.tile(1) : first;
     const int64_t steps = codes.steps(), written = (writer_.waiting() + steps - 1) / steps;
     clear_tiles<0, Two ? 4 : 2>();
     codes.unpack(panel, 0, unpacked[0]);
     for (int64_t s = 0; s < steps; ++s, first += step_bytes, second += step_bytes) {
       if (s + 1 < steps) codes.unpack(panel, s + 1, unpacked[(s + 1) % kUnpacked]);
-      add_turned_step<Two>((const bf16*)first, (const bf16*)second, pair_bytes, unpacked[s % kUnpacked]);
+      add_transposed_step<Two>((const bf16*)first, (const bf16*)second, pair_bytes, unpacked[s % kUnpacked]);
       tiles_.keep_storing(s);
       writer_.write(written);
     }
-    writer_.template take_turned<Two>(to, split);
+    writer_.template take_transposed<Two>(to, split);
   }
 
   static constexpr int64_t kUnpacked = 4;  // steps, as a tile's load waits until what it reads has been written
@@ -275,9 +275,9 @@ class TileProduct {
   const Product<bf16, O>& p_;
   const int64_t rows_, blocks_;
   const int64_t most_, height_;  // rows of the largest block, and of a tile
-  bool is_turned_ = false;       // with the weight on the left
+  bool is_transposed_ = false;       // with the weight on the left
   Tiles tiles_;
-  TurnedRows turned_;
+  TransposedRows transposed_;
   Writer<O> writer_;
 };
 

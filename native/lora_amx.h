@@ -11,7 +11,7 @@
 
 #include "limbs.h"
 #include "lora_plan.h"
-#include "turned_rows.h"
+#include "transposed_rows.h"
 
 #if defined(__AMX_BF16__)
 
@@ -43,7 +43,7 @@ class Fetcher {
 
 // What a thread makes of rows and keeps from step to step of a call.
 struct Operands {
-  TurnedRows turned;
+  TransposedRows transposed;
   Limbs limbs;  // of the rows of x, then of inner rows
 };
 
@@ -59,13 +59,13 @@ bool lie_apart(const Step<bf16, E>& step, int64_t inputs) {
 // A rank tile of A times a part's rows in Count tiles; meanwhile the rows of `next` are fetched.
 template <int Count>
 void shrink_tile(Lora<bf16, bf16>& call, const Step<bf16, bf16>& step, const Step<bf16, bf16>& next,
-                 const TurnedRows& turned, const RowTiles& split) {
+                 const TransposedRows& transposed, const RowTiles& split) {
   const Part& part = *step.part;
   const bool apart = lie_apart(step, call.inputs);
-  const int64_t a_bytes = call.inputs * int64_t(sizeof(bf16)), pair_bytes = turned.pair_bytes();
+  const int64_t a_bytes = call.inputs * int64_t(sizeof(bf16)), pair_bytes = transposed.pair_bytes();
   Fetcher ahead(next, (call.inputs + kTileDepth - 1) / kTileDepth);
   const char* x[Count];
-  for (int t = 0; t < Count; ++t) x[t] = (const char*)turned.tile(t);
+  for (int t = 0; t < Count; ++t) x[t] = (const char*)transposed.tile(t);
   alignas(64) bf16 copies[4][kTileHeight][kTileDepth];  // several, as a tile's load waits until it has been written
   clear_tiles<0, Count>();
   for (int64_t k = 0; k < call.inputs; k += kTileDepth) {
@@ -114,15 +114,15 @@ void shrink_tile(Lora<bf16, bf16>& call, const Step<bf16, bf16>& step, const Ste
 
 inline void shrink_step(Lora<bf16, bf16>& call, const Step<bf16, bf16>& step, const Step<bf16, bf16>& next,
                         Tiles& tiles, Operands& operands) {
-  TurnedRows& turned = operands.turned;
+  TransposedRows& transposed = operands.transposed;
   const RowTiles split(step.part->rows);
-  turned.turn(call.x + step.part->start * call.x_stride, call.x_stride, call.inputs, split);
+  transposed.load(call.x + step.part->start * call.x_stride, call.x_stride, call.inputs, split);
   tiles.shape(step.ranks);
   switch (split.count) {
-    case 1: return shrink_tile<1>(call, step, next, turned, split);
-    case 2: return shrink_tile<2>(call, step, next, turned, split);
-    case 3: return shrink_tile<3>(call, step, next, turned, split);
-    case 4: return shrink_tile<4>(call, step, next, turned, split);
+    case 1: return shrink_tile<1>(call, step, next, transposed, split);
+    case 2: return shrink_tile<2>(call, step, next, transposed, split);
+    case 3: return shrink_tile<3>(call, step, next, transposed, split);
+    case 4: return shrink_tile<4>(call, step, next, transposed, split);
   }
 }
 
@@ -199,9 +199,9 @@ void shrink_codes(Lora<bf16, int8_t>& call, const Step<bf16, int8_t>& step, cons
                   const RowTiles& split, int64_t first_tile, Fetcher<int8_t>* ahead) {
   const Part& part = *step.part;
   const bool apart = lie_apart(step, call.inputs);
-  const int64_t group_bytes = operands.turned.pair_bytes();
+  const int64_t group_bytes = operands.transposed.pair_bytes();
   const char* x[Count];
-  for (int t = 0; t < Count; ++t) x[t] = (const char*)operands.turned.tile(first_tile + t);
+  for (int t = 0; t < Count; ++t) x[t] = (const char*)operands.transposed.tile(first_tile + t);
   alignas(64) int8_t copies[4][kTileHeight][kCodesDepth];  // several, as a tile's load waits until it has been written
   clear_tiles<0, Count>();
   for (int64_t k = 0; k < call.inputs; k += kCodesDepth) {
@@ -256,7 +256,7 @@ inline void shrink_step(Lora<bf16, int8_t>& call, const Step<bf16, int8_t>& step
   const RowTiles split(part.rows, kLimbRows);
   Limbs& limbs = operands.limbs;
   if (limbs.take(call.x + part.start * call.x_stride, call.x_stride, part.rows, call.inputs))
-    operands.turned.turn(limbs);
+    operands.transposed.load(limbs);
   tiles.shape(step.ranks);
   Fetcher ahead(next, (call.inputs + kCodesDepth - 1) / kCodesDepth);
   for (int64_t tile = 0; tile < split.count; tile += 4) {

@@ -34,7 +34,7 @@ class Panels {
   const T* at(int64_t index) const {
     if (are_plain()) return stored(index);
     static thread_local Buffer<T> room;
-    if constexpr (kTileUnit<T>) return turned(index, room);
+    if constexpr (kTileUnit<T>) return transposed(index, room);
     T* to = room.of((weight_.inputs + 1) * kPanel<T>);
     weight_.bits == 4 ? unpack<4>(index, to) : unpack<8>(index, to);
     return to;
@@ -79,7 +79,7 @@ class Panels {
 
 #if defined(__AMX_BF16__)
   // A panel of a quantised weight, from the tiles of its codes.
-  bf16* turned(int64_t index, Buffer<bf16>& room) const {
+  bf16* transposed(int64_t index, Buffer<bf16>& room) const {
     static_assert(kPanel<bf16> == TileCodes::kOutputs);
     TileCodes codes(weight_);
     bf16* to = room.of(codes.steps() * kTileDepth * kPanel<bf16>);

@@ -26,10 +26,10 @@ struct RowTiles {
 // Rows of inputs as right operand: for every tile of rows and pair of inputs, 16 rows' pairs side by side. A single row is
 // used as it is: what follows a pair counts as other rows, whose products are not used. Neighbouring parts of LoRA have the
 // same rows, so these are kept until others are requested; inputs beyond the last are zero.
-class TurnedRows {
+class TransposedRows {
  public:
   // Makes tile() those of split.rows rows from x on.
-  void turn(const bf16* x, int64_t stride, int64_t inputs, const RowTiles& split) {
+  void load(const bf16* x, int64_t stride, int64_t inputs, const RowTiles& split) {
     if (x == x_) return;
     x_ = x;
     const int64_t steps = (inputs + kTileDepth - 1) / kTileDepth;
@@ -61,7 +61,7 @@ class TurnedRows {
   }
   // Makes tile() those of rows in limbs, whose groups are four bytes: a row is two, one after the other. Of a single row, too,
   // what follows its groups counts as others.
-  void turn(const Limbs& limbs) {
+  void load(const Limbs& limbs) {
     const RowTiles of_rows(limbs.rows(), kTileHeight / 2);
     const int64_t steps = limbs.stride() / int64_t(sizeof(Line));
     lines_ = steps * kTileHeight;
