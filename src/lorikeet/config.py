@@ -35,9 +35,9 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 KERNELS = ("auto", "native", "triton", "reference")
 MODEL_IMPLS = ("auto", "lorikeet", "transformers")
-MEMORY_DTYPES = ("auto", "int8")
-"""Values of ``engine.device``, ``kernels``, ``lora_dtype`` and ``kv_cache_dtype``, and of ``model.dtype``,
-``load_format`` and ``model_impl``."""
+"""Values of ``engine.device`` and ``kernels``, and of ``model.dtype``, ``load_format`` and ``model_impl``."""
+MEMORY_BITS = {"auto": 0, "int8": 8}
+"""Values of ``engine.lora_dtype`` and ``kv_cache_dtype``: bits of an element; 0 for those of the model's dtype."""
 
 
 class ExecutorKind(StrEnum):

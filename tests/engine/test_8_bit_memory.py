@@ -11,6 +11,7 @@ from lorikeet.adapters.numbers import to_codes
 from lorikeet.adapters.store import reference
 from lorikeet.config import ConfigError
 from lorikeet.core.adapter import AdapterRef
+from lorikeet.core.events import AdapterEvicted
 from lorikeet.core.executor import EngineSizes
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import RequestId
@@ -32,9 +33,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def answers(models: Models, tokens: int, **engine: object) -> tuple[Answers, EngineSizes]:
     """Return the tokens and logprobs by adapter and prompt, asked twice; and the sizes of the engine."""
+    found, sizes, _ = answers_and_evictions(models, tokens, **engine)
+    return found, sizes
+
+
+def answers_and_evictions(models: Models, tokens: int, **engine: object) -> tuple[Answers, EngineSizes, int]:
+    """Return the same, and how often an adapter was evicted."""
     replica = build_replica(tight_settings(models.folder, **engine))
     refs = {"base": None, **models.adapters}
     found: Answers = {}
+    evictions = 0
     try:
         for turn in range(2):  # the second one finds KV of the first
             sampling = SamplingParams(max_tokens=tokens, temperature=0.0, logprobs=1)
@@ -43,10 +51,12 @@ def answers(models: Models, tokens: int, **engine: object) -> tuple[Answers, Eng
                 for name, ref in refs.items()
                 for prompt in range(3)
             ]
-            for output in (each for step in answer(replica.engine, asked) for each in step.tokens):
-                known = found.setdefault(output.request_id, [])
-                known += [(token.token_id, token.logprob or 0.0) for token in output.tokens]
-        return found, replica.sizes
+            for step in answer(replica.engine, asked):
+                evictions += sum(isinstance(event, AdapterEvicted) for event in step.adapter_events)
+                for output in step.tokens:
+                    known = found.setdefault(output.request_id, [])
+                    known += [(token.token_id, token.logprob or 0.0) for token in output.tokens]
+        return found, replica.sizes, evictions
     finally:
         replica.engine.close()
 
@@ -79,10 +89,10 @@ def test_kv_changes_log_probabilities_by_little(models: Models, kernels: str) ->
     assert after.total_blocks > 2.8 * before.total_blocks
 
 
-def test_they_are_the_same_when_memory_is_scarce(models: Models) -> None:
+def test_answers_in_8_bits_are_the_same_when_memory_is_scarce(models: Models) -> None:
     form = {"lora_dtype": "int8", "kv_cache_dtype": "int8"}
     ample, _ = answers(models, 12, preset="lorikeet:plain", memory_bytes=AMPLE, **form)
-    scarce, _ = answers(
+    scarce, _, evictions = answers_and_evictions(
         models,
         12,
         preset="lorikeet:plain,cold_start=assist",
@@ -91,6 +101,7 @@ def test_they_are_the_same_when_memory_is_scarce(models: Models) -> None:
         link_bytes_per_s=2e6,
         **form,
     )
+    assert evictions, "memory is scarce"
     assert {name: [token for token, _ in each] for name, each in scarce.items()} == {
         name: [token for token, _ in each] for name, each in ample.items()
     }

@@ -13,7 +13,7 @@ from lorikeet.config import (
     DTYPES,
     KERNELS,
     LOAD_FORMATS,
-    MEMORY_DTYPES,
+    MEMORY_BITS,
     MODEL_IMPLS,
     ConfigError,
     EngineSettings,
@@ -106,8 +106,8 @@ def _check_names(settings: Settings) -> None:
         ("quantization", ALIASES.get(model.quantization, model.quantization), QUANTIZATIONS),
         ("device", engine.device, DEVICES),
         ("kernels", engine.kernels, KERNELS),
-        ("lora_dtype", engine.lora_dtype, MEMORY_DTYPES),
-        ("kv_cache_dtype", engine.kv_cache_dtype, MEMORY_DTYPES),
+        ("lora_dtype", engine.lora_dtype, tuple(MEMORY_BITS)),
+        ("kv_cache_dtype", engine.kv_cache_dtype, tuple(MEMORY_BITS)),
     ):
         if name not in known:
             raise ConfigError(unknown_name(kind, name, known))

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from lorikeet.config import MEMORY_DTYPES, ConfigError, EngineSettings, Settings
+from lorikeet.config import MEMORY_BITS, ConfigError, EngineSettings, Settings
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.sizes import format_size
 from lorikeet.core.suggestions import unknown_name
@@ -17,10 +17,10 @@ def kept_geometry(engine: EngineSettings, geometry: ModelGeometry) -> ModelGeome
     Raises:
         ConfigError: there is no such form, or it does not fit the model.
     """
-    bits = {"auto": 0, "int8": 8}
+    bits = MEMORY_BITS
     for name, dtype in (("lora_dtype", engine.lora_dtype), ("kv_cache_dtype", engine.kv_cache_dtype)):
         if dtype not in bits:
-            raise ConfigError(unknown_name(name, dtype, MEMORY_DTYPES))
+            raise ConfigError(unknown_name(name, dtype, tuple(bits)))
     kept = msgspec.structs.replace(geometry, lora_bits=bits[engine.lora_dtype], kv_bits=bits[engine.kv_cache_dtype])
     try:
         kept.kv_elements_per_token()

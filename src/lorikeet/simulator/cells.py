@@ -35,9 +35,9 @@ class Cells(NamedTuple):
 def cut_into_cells(workload: Sequence[WorkloadRequest], adapters: Sequence[str], cells: int) -> Cells:
     """Give every adapter a cell by its demand, the tokens of its requests, and every request a cell of its adapter.
 
-    Adapters are placed by decreasing demand, each in the cell with the least demand so far, those without any in the
-    cell with the fewest adapters. One with more than a cell's
-    share of the whole demand gets as many cells as its demand has shares, rounded up; the base model is in all cells.
+    Adapters are placed by decreasing demand, each in the cell with the least demand so far. Those without demand go to
+    the cell with the fewest adapters. An adapter with more than a cell's share of all demand gets as many cells as its
+    demand has shares, rounded up. The base model is in all cells.
     Requests with several cells to go to take them in turn, those of a conversation together.
 
     Raises:
@@ -51,7 +51,6 @@ def cut_into_cells(workload: Sequence[WorkloadRequest], adapters: Sequence[str],
     homes: dict[str | None, list[int]] = {None: list(range(cells))}
     for name in sorted(adapters, key=lambda name: -demand[name]):
         copies = min(cells, max(1, -int(-demand[name] // share)))
-        # Those without demand go where the fewest are.
         homes[name] = sorted(
             range(cells), key=lambda cell: (load[cell] if demand[name] else 0.0, len(found.adapters[cell]))
         )[:copies]

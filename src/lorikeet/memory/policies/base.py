@@ -16,7 +16,7 @@ from lorikeet.core.replica_costs import ANSWER_SHARE
 from lorikeet.memory.tree import DependencyTree, Nodes, NodeTransfer, Scores
 
 _MOST_DELAYED = 3.0
-"""Most that all requests count whom a longer step delays, the one that waits for its first token included."""
+"""Most that all requests which a longer step delays count together, the one that waits for its first token included."""
 LOWEST = float(np.finfo(np.float64).min)
 """Used for a score of minus infinity, which would become NaN when an infinite offset is added."""
 
@@ -40,7 +40,7 @@ class MemoryView:
         load_kv_s: returns the predicted seconds until so many blocks of KV are copied from the host; 0 where not known.
         prefill_s: returns the predicted seconds by which so many blocks of KV lengthen a step if they are computed; 0
             where not known.
-        kv_reuse: returns the share of each adapter's evicted KV that is asked for again, given their nodes.
+        kv_reuse: returns the share of each adapter's KV that is expected to be asked for again, given their nodes.
     """
 
     tree: DependencyTree
