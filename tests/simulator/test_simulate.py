@@ -382,6 +382,8 @@ def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
     file.write_text('profile = "x"\nadaptors = 3\n')
     with pytest.raises(ScenarioError, match="adaptors"):
         make_scenario(file, {})
+    with pytest.raises(ScenarioError, match="give --profile NAME"):
+        make_scenario(None, {})
 
 
 def test_the_command_ends_with_code_2_and_the_reason(tmp_path: Path) -> None:
