@@ -637,7 +637,7 @@ class Evictor:
             return blocks <= self.available(share.kinds[0])
         adapters = self._device_queues.candidates(NodeKind.ADAPTER)
         scores = self._scores(adapters, now)
-        return blocks <= have + int(self._tree.device_size(adapters[scores < below]).sum())
+        return blocks <= have + sum(map(self._tree.device_size, adapters[scores < below].tolist()))
 
     def _free_blocks(
         self,

@@ -122,8 +122,8 @@ class Tiers:
         turned = index[before == (0 if change > 0 else 1)]
         moving, there = tree.moving[turned], tree.on_device[turned] | (tree.kept[turned] > 0)
         still = turned[there & (moving != NodeTransfer.OUT) & (moving != NodeTransfer.COPY)]
-        others = still[tree.kind[still] != NodeKind.KV]
-        kv, adapter = (len(still) - len(others)) * change, sum(tree.device_size(others).tolist()) * change
+        others = still[tree.kind[still] != NodeKind.KV].tolist()  # the adapter, as a rule, or nothing
+        kv, adapter = (len(still) - len(others)) * change, sum(map(tree.device_size, others)) * change
         self._kv += kv
         self._adapter += adapter
         self.cached_blocks[NodeKind.KV] -= kv
@@ -429,7 +429,7 @@ class Tiers:
     def _count(self, node: int, sign: int) -> None:
         """Add (``sign`` 1) or subtract (-1) a node on the device in the accounts."""
         tree = self.tree
-        kind, blocks = int(tree.kind[node]), int(tree.size[node] if tree.on_device[node] else tree.kept[node]) * sign
+        kind, blocks = int(tree.kind[node]), tree.device_size(node) * sign
         self.used_blocks[kind] += blocks
         if not tree.pins[node]:
             self.cached_blocks[kind] += blocks

@@ -177,10 +177,9 @@ class DependencyTree:
         """Return the adapters whose weights are in the host tier."""
         return np.flatnonzero(self.on_host[: self._end] & (self.kind[: self._end] == NodeKind.ADAPTER)).tolist()
 
-    def device_size(self, nodes: Nodes) -> npt.NDArray[np.int32]:
-        """Return the device blocks that nodes have now; nodes in flight are not counted."""
-        blocks: npt.NDArray[np.int32] = np.where(self.on_device[nodes], self.size[nodes], self.kept[nodes])
-        return blocks
+    def device_size(self, node: int) -> int:
+        """Return the device blocks that a node has now; those in flight are not counted."""
+        return int(self.size[node] if self.on_device[node] else self.kept[node])
 
     def missing_blocks(self, adapter: int) -> int:
         """Return the device blocks that an adapter needs beside those that it has kept."""

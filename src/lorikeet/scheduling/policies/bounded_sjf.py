@@ -87,7 +87,7 @@ class BoundedShortestFirst(AdmissionQueue):
             self._elapsed_until_s = now
         place = bisect_right(self._waiting, request.arrival_s, key=_arrival)
         self._waiting.insert(place, request)
-        self._times = np.insert(self._times, place, times, axis=0)
+        self._times = np.concatenate((self._times[:place], (times,), self._times[place:]))
         self._fresh_until_s = -np.inf
 
     def remove(self, request: Request, now: float) -> None:
@@ -139,7 +139,7 @@ class BoundedShortestFirst(AdmissionQueue):
         """Remove the request at a place of the queue; return by how much it was delayed, and what it waited before."""
         del self._waiting[place]
         delayed_s, _, waited_s, queued_s = self._times[place].tolist()
-        self._times = np.delete(self._times, place, axis=0)
+        self._times = np.concatenate((self._times[:place], self._times[place + 1 :]))
         self._fresh_until_s = -np.inf
         return delayed_s, waited_s - queued_s
 
