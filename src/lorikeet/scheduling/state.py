@@ -362,14 +362,14 @@ class SchedulerStats(NamedTuple):
             admitted: sequences that hold blocks.
             requests: number of all requests.
         """
-        running = sum(s.can_run for s in admitted)
-        leases = [(s, s.lease) for s in admitted if s.lease is not None]
+        others = [(s, s.lease) for s in admitted if s.lease is not None and not s.lease.is_ready]
+        running = len(admitted) - len(others) + sum(s.is_cold for s, _ in others)
         return cls(
             running=running,
             waiting=requests - running,
-            waiting_for_adapter=sum(bool(lease.adapter_transfers) and not s.is_cold for s, lease in leases),
-            waiting_for_kv=sum(bool(lease.kv_transfers) and not lease.adapter_transfers for _, lease in leases),
-            ahead_of_adapter=sum(s.waits_to_decode for s in admitted),
+            waiting_for_adapter=sum(bool(lease.adapter_transfers) and not s.is_cold for s, lease in others),
+            waiting_for_kv=sum(bool(lease.kv_transfers) and not lease.adapter_transfers for _, lease in others),
+            ahead_of_adapter=sum(s.waits_to_decode for s, _ in others),
         )
 
 

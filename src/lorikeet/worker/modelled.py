@@ -155,13 +155,10 @@ class ModelledExecutor:
         failed: dict[RequestId, str] = {}
         choose, starts, steps = self._choice.tokens, self._starts, times.steps
         for step in plan.sequences:
-            request_id, tokens = step.request_id, ()
-            if step.samples:
-                chosen = choose(starts[request_id], step.start + step.tokens, steps)
-                if isinstance(chosen, str):
-                    failed[request_id] = chosen
-                else:
-                    tokens = chosen
+            request_id = step.request_id
+            tokens = choose(starts[request_id], step.start + step.tokens, steps) if step.samples else ()
+            if isinstance(tokens, str):
+                failed[request_id], tokens = tokens, ()
             given.append(tokens)
         return StepResult(plan.step, tuple(given), steps, times.seconds, failed, times.switch_s, times.next_runs)
 
