@@ -431,20 +431,25 @@ class Fleet:
 
     def generated_together(self, replica_id: ReplicaId, counts: Iterable[tuple[RequestId, int]]) -> None:
         """Record how many tokens some requests of a replica have generated."""
-        index, held, decode = -1, 0, 0
+        replica = self._by_id.get(replica_id)
+        if replica is None:
+            return
+        entries, held, decode = self._entries, 0, 0
         for request_id, tokens in counts:
-            if (entry := self._find(replica_id, request_id)) is None:
+            entry = entries.get(request_id)
+            if entry is None or entry.replica is not replica:
                 continue
             if not (entry.is_running and entry.is_prefilled):
                 self._set(entry, entry.is_running, True, entry.output_tokens + tokens)
                 continue
             left = entry.request.expected_tokens - entry.output_tokens
             entry.output_tokens += tokens
-            index, held = entry.replica.index, held + tokens
-            decode -= min(tokens, left) if left > 0 else 0
+            held += tokens
+            if left > 0:
+                decode -= tokens if tokens < left else left
         if held:
-            self.loads.held_tokens[index] += held
-            self.loads.decode_tokens[index] += decode
+            self.loads.held_tokens[replica.index] += held
+            self.loads.decode_tokens[replica.index] += decode
 
     def ended(self, replica_id: ReplicaId, request_id: RequestId, now: float, *, is_complete: bool = True) -> None:
         """Record that a request left a replica.
