@@ -488,7 +488,8 @@ class Memory:
             return WaitReason.SLOT
         path = tree.match(keys[: (tokens - 1) // self.block_size])
         away = [node for node in path if not tree.on_device[node] and tree.moving[node] != NodeTransfer.IN]
-        if away and self._rules.host_kv is HostKv.AHEAD and not self._view.loading_kv_pays(len(away)):
+        may_compute = away and self._rules.host_kv is HostKv.AHEAD
+        if may_compute and not self._view.loading_kv_pays(len(away), self.blocks_for(tokens), is_waiting=True):
             del path[path.index(away[0]) :]
             away = []
         private = self.blocks_for(tokens) - len(path)
@@ -599,9 +600,15 @@ class Memory:
         """Pass the policies the duration of the last step, in seconds."""
         self._view.iteration_s = step_s
 
-    def predict_prefill(self, prefill_s: Callable[[int], float]) -> None:
-        """Set the function that predicts by how many seconds so many prompt tokens lengthen a step."""
+    def predict(self, prefill_s: Callable[[int], float], delayed_by_a_second: Callable[[int], float]) -> None:
+        """Set what policies ask about steps.
+
+        Args:
+            prefill_s: predicts by how many seconds so many prompt tokens lengthen a step.
+            delayed_by_a_second: see ``MemoryView``.
+        """
         self._view.prefill_s = lambda blocks: prefill_s(blocks * self.block_size)
+        self._view.delayed_by_a_second = delayed_by_a_second
 
     # --- internals -----------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class Scheduler:
         self._sequences: dict[RequestId, Sequence] = {}
         self._running: list[Sequence] = []
         self._step_times, self._utilization = StepTimeEstimator(), Utilization()
-        memory.predict_prefill(self._step_times.prefill_s)
+        memory.predict(self._step_times.prefill_s, self._delayed_by_a_second)
         self.selector = BatchSelector(
             batching, limits, preset.kernel_form, memory, self._sequences, self._step_times, assist, iterations
         )

@@ -12,11 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.core.replica_costs import ANSWER_SHARE
 from lorikeet.memory.tree import DependencyTree, Nodes, NodeTransfer, Scores
 
-_MOST_DELAYED = 3.0
-"""Most that all requests which a longer step delays count together, the one that waits for its first token included."""
 LOWEST = float(np.finfo(np.float64).min)
 """Used for a score of minus infinity, which would become NaN when an infinite offset is added."""
 
@@ -40,6 +37,8 @@ class MemoryView:
         load_kv_s: returns the predicted seconds until so many blocks of KV are copied from the host; 0 where not known.
         prefill_s: returns the predicted seconds by which so many blocks of KV lengthen a step if they are computed; 0
             where not known.
+        delayed_by_a_second: returns by how many seconds all requests together are delayed if the engine loses one,
+            without so many of those that wait for their first token.
         kv_reuse: returns the share of each adapter's KV that is expected to be asked for again, given their nodes.
     """
 
@@ -53,17 +52,26 @@ class MemoryView:
     iteration_s: float = 0.0
     load_kv_s: Callable[[int], float] = lambda blocks: 0.0
     prefill_s: Callable[[int], float] = lambda blocks: 0.0
+    delayed_by_a_second: Callable[[int], float] = lambda besides: 0.0
     kv_reuse: Callable[[Nodes], Scores] = lambda tops: np.ones(len(tops))
 
-    def loading_kv_pays(self, blocks: int) -> bool:
+    def loading_kv_pays(self, blocks: int, needed: int = 0, *, is_waiting: bool = False) -> bool:
         """Whether loading so many blocks of KV from the host costs less than computing them, as far as is known.
 
-        For a load one request waits, while a longer step delays all running ones, too.
+        For a load one request waits, and keeps its blocks meanwhile, for which queued ones wait. A longer step delays
+        all requests.
+
+        Args:
+            blocks: to load or to compute.
+            needed: all blocks that the request needs on the device.
+            is_waiting: whether that request waits now, and so is one of those that a longer step delays.
         """
         prefill_s = self.prefill_s(blocks)
-        return prefill_s == 0 or self.load_kv_s(blocks) <= prefill_s * min(
-            1 + ANSWER_SHARE * self.running, _MOST_DELAYED
-        )
+        if not prefill_s:
+            return True
+        kept_share = max(blocks, needed) / self.device_blocks
+        load_s = self.load_kv_s(blocks) * (1 + self.queued * kept_share)
+        return load_s <= prefill_s * (1 + self.delayed_by_a_second(int(is_waiting)))
 
 
 class EvictionPolicy:

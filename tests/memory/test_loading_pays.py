@@ -1,0 +1,39 @@
+"""Whether KV on the host is loaded or computed again."""
+
+import pytest
+
+from lorikeet.memory.policies.base import MemoryView
+from lorikeet.memory.tree import DependencyTree
+
+
+def view(*, load_s: float, prefill_s: float, queued: int = 0, delayed_s: float = 0.0) -> MemoryView:
+    """A device of 100 blocks; the seconds are those of one block."""
+    made = MemoryView(DependencyTree(), device_blocks=100, queued=queued)
+    made.load_kv_s = lambda blocks: load_s * blocks
+    made.prefill_s = lambda blocks: prefill_s * blocks
+    made.delayed_by_a_second = lambda besides: max(0.0, delayed_s - besides)
+    return made
+
+
+@pytest.mark.parametrize(("load_s", "pays"), [(0.9, True), (1.1, False)])
+def test_alone_the_faster_is_chosen(load_s: float, pays: bool) -> None:
+    assert view(load_s=load_s, prefill_s=1.0).loading_kv_pays(10, 20) is pays
+
+
+def test_a_longer_step_counts_for_everyone_whom_it_delays() -> None:
+    assert not view(load_s=3.0, prefill_s=1.0).loading_kv_pays(10, 20)
+    assert view(load_s=3.0, prefill_s=1.0, delayed_s=2.5).loading_kv_pays(10, 20)
+
+
+def test_the_request_itself_is_none_of_those_whom_it_delays() -> None:
+    assert not view(load_s=3.0, prefill_s=1.0, delayed_s=2.5).loading_kv_pays(10, 20, is_waiting=True)
+
+
+def test_queued_requests_wait_for_the_blocks_that_a_load_keeps() -> None:
+    busy = view(load_s=3.0, prefill_s=1.0, queued=4, delayed_s=4.0)
+    assert busy.loading_kv_pays(10, 10), "1.4 times 3 s beside 5 s"
+    assert not busy.loading_kv_pays(10, 50), "3 times 3 s beside 5 s"
+
+
+def test_without_known_step_times_kv_is_loaded() -> None:
+    assert view(load_s=9.0, prefill_s=0.0).loading_kv_pays(10, 20)
