@@ -146,14 +146,15 @@ class Writer {
   template <bool Two>
   void take_transposed(const Place<O>& to, const RowTiles& split) {
     write(waiting_);
+    if (split.rows == 1) {  // a column
+      _tile_stored(0, sums_[0], sizeof(float));
+      _tile_stored(1, sums_[0] + kTileWidth, sizeof(float));
+      return start(to, 1);
+    }
     alignas(64) float transposed[Two ? 4 : 2][kTileHeight][kTileWidth];
     store_tiles<0, Two ? 4 : 2>(transposed);
     for (int64_t tile = 0; tile < (Two ? 4 : 2); ++tile) {
       float* at = sums_[split.begin(tile / 2)] + tile % 2 * kTileWidth;
-      if (split.rows == 1) {
-        for (int64_t c = 0; c < kTileWidth; ++c) at[c] = transposed[tile][c][0];
-        continue;
-      }
       const float* columns[kTileWidth];
       F32 rows[kTileHeight];
       for (int64_t c = 0; c < kTileWidth; ++c) columns[c] = transposed[tile][c];
@@ -189,7 +190,7 @@ class TileProduct {
       : p_(p), rows_(rows), blocks_((rows + kBlockRows - 1) / kBlockRows),
         most_((rows + blocks_ - 1) / blocks_), height_(most_ > kTileHeight ? (most_ + 1) / 2 : most_) {
     is_transposed_ = blocks_ == 1 && !p.panels.are_plain();
-    tiles_.shape(is_transposed_ ? kTileHeight : height_);
+    is_transposed_ ? tiles_.shape(kTileHeight, rows == 1 ? 1 : kTileWidth) : tiles_.shape(height_);
   }
 
   // Calls f(panel, blocks, their run) for the thread's part of so many panels and all blocks of rows. Rows are processed in
@@ -249,7 +250,8 @@ class TileProduct {
     writer_.template take<Two>(to, rows.end - rows.begin, height_);
   }
 
-  // A panel of a quantised weight and all rows, at most a block: a step is unpacked while the unit multiplies the one before.
+  // A panel of a quantised weight and all rows, at most a block: a step is unpacked while the unit multiplies the one before;
+  // with one row two steps, as the unit is slow to begin.
   template <bool Two>
   void multiply_transposed(int64_t panel, const Place<O>& to) {
     const RowTiles split(rows_);
@@ -259,12 +261,16 @@ class TileProduct {
     const int64_t pair_bytes = transposed_.pair_bytes(), step_bytes = kTileDepth / 2 * pair_bytes;
     const char *first = (const char*)transposed_.tile(0), *second = Two ? (const char*)transposed_.tile(1) : first;
     const int64_t steps = codes.steps(), written = (writer_.waiting() + steps - 1) / steps;
+    const int64_t together = rows_ == 1 ? 2 : 1;
+    auto unpack = [&](int64_t begin) {
+      for (int64_t s = begin; s < std::min(begin + together, steps); ++s) codes.unpack(panel, s, unpacked[s % kUnpacked]);
+    };
     clear_tiles<0, Two ? 4 : 2>();
-    codes.unpack(panel, 0, unpacked[0]);
+    unpack(0);
     for (int64_t s = 0; s < steps; ++s, first += step_bytes, second += step_bytes) {
-      if (s + 1 < steps) codes.unpack(panel, s + 1, unpacked[(s + 1) % kUnpacked]);
+      if ((s & (together - 1)) == 0) unpack(s + together);
       add_transposed_step<Two>((const bf16*)first, (const bf16*)second, pair_bytes, unpacked[s % kUnpacked]);
-      tiles_.keep_storing(s);
+      if (rows_ > 1) tiles_.keep_storing(s);
       writer_.write(written);
     }
     writer_.template take_transposed<Two>(to, split);

@@ -2,8 +2,9 @@
 //
 // A tile is 16 outputs of 32 inputs. In 8 bits its rows lie one after the other. In 4 bits four rows share 32 words of 16
 // bits, one row in each nibble, the first lowest: so the 16 numbers that a code may mean in a row are computed once, and one
-// instruction looks 32 of them up. Tiles lie by panel (two of them), then step of inputs; inputs that are no whole step are
-// padded. Scales and offsets lie by panel, then group, then output.
+// instruction looks 32 of them up (as bytes, since one that looks up words takes twice as long). Tiles lie by panel (two of
+// them), then step of inputs; inputs that are no whole step are padded. Scales and offsets lie by panel, then group, then
+// output.
 #pragma once
 
 #include <algorithm>
@@ -95,26 +96,28 @@ class TileCodes {
       return;
     }
     const F32 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i nibble = _mm512_set1_epi16(15), next = _mm512_set1_epi16(16);
-    const __m512i last = _mm512_inserti64x4(_mm512_setzero_si512(), _mm512_castsi512_si256(next), 1);
-    auto look_up = [&](int64_t row, const Pairs& table, __m512i codes, __m512i upper) {  // upper: of the table
-      const __m512i places = _mm512_ternarylogic_epi32(codes, nibble, upper, 0xea);      // (codes & nibble) | upper
-      store_group(to[row], {_mm512_permutexvar_epi16(places, table.bits)});
-    };
+    const __m512i code = _mm512_set1_epi16(0x1e1e), lower = _mm512_set1_epi16(0x0100), upper = _mm512_set1_epi16(0x2120);
+    const __m512i last = _mm512_inserti64x4(lower, _mm512_castsi512_si256(upper), 1);
+    // For each of four rows, where the bytes of a code begin: one bit below it, as its number has two bytes.
+    const __m512i begins[4] = {_mm512_set1_epi64(0x2f2f1f1f0f0f3f3f), _mm512_set1_epi64(0x3333232313130303),
+                               _mm512_set1_epi64(0x3737272717170707), _mm512_set1_epi64(0x3b3b2b2b1b1b0b0b)};
     for (int64_t row = 0; row < kOutputs; row += 4, codes += 64) {
       _mm_prefetch((const char*)codes + kAheadBytes, _MM_HINT_T0);
       const __m512i words = _mm512_loadu_si512(codes);
-      const __m512i of[4] = {words, _mm512_srli_epi16(words, 4), _mm512_srli_epi16(words, 8), _mm512_srli_epi16(words, 12)};
+      auto look_up = [&](int64_t i, const Pairs& table, __m512i part) {  // part: of the table
+        const __m512i places = _mm512_ternarylogic_epi32(_mm512_multishift_epi64_epi8(begins[i], words), code, part, 0xea);
+        store_group(to[row + i], {_mm512_permutexvar_epi8(places, table.bits)});
+      };
 #pragma GCC unroll 4
       for (int64_t i = 0; i < 4; i += 2) {
         const F32 one = numbers(all, low, row + i), other = numbers(all, low, row + i + 1);
         if (Two) {
-          look_up(row + i, both(one, numbers(all, high, row + i)), of[i], last);
-          look_up(row + i + 1, both(other, numbers(all, high, row + i + 1)), of[i + 1], last);
+          look_up(i, both(one, numbers(all, high, row + i)), last);
+          look_up(i + 1, both(other, numbers(all, high, row + i + 1)), last);
         } else {
           const Pairs table = both(one, other);
-          look_up(row + i, table, of[i], _mm512_setzero_si512());
-          look_up(row + i + 1, table, of[i + 1], next);
+          look_up(i, table, lower);
+          look_up(i + 1, table, upper);
         }
       }
     }
