@@ -2,7 +2,8 @@
 
 On the CPU, with the default model in bfloat16. Parts, each a table:
 
-* ``steps``: a decode step of 32 sequences and a prefill, kernel by kernel, and decoding beside the machine's limit.
+* ``steps``: a decode step of 32 sequences and a prefill, kernel by kernel, and decoding beside the machine's limit; a
+  decode step of one sequence with the model's own GGUF file, beside reading it once.
 * ``adapters``: what adapters add to a decode step, beside the machine's minimum: the longer of reading each adapter
   once and multiplying its rows. Each step runs twice in a row, with the adapters and without.
 * ``int8-adapters``: what adapters kept in 8 bits add to a decode step, beside what they add in 16 bits, in turns, and
@@ -57,7 +58,7 @@ from benchmarks.harness import (
     sample_adapters,
     with_interval,
 )
-from benchmarks.steps import KERNELS, LONGEST_TOKENS, Stopwatch, measure_loads, twins
+from benchmarks.steps import AT_ONCE, KERNELS, LONGEST_TOKENS, Stopwatch, measure_loads, twins
 from lorikeet.adapters.store import reference
 from lorikeet.api.model_folder import prepare_model
 from lorikeet.bench.machine_limits import (
@@ -95,6 +96,7 @@ from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import AdapterPacking, pack
 from lorikeet.models.config import read_model_config
+from lorikeet.models.default import find_gguf
 
 ROWS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 160, 64
 """Of the decode: around a context of 192."""
@@ -144,17 +146,30 @@ def steps(rounds: int) -> None:
     shares = ratios(speeds, limits)
     rows = [[f"{statistics.median(speeds):.0f}", f"{statistics.median(limits):.0f}", with_interval(shares, ".0%")]]
     print_table(f"Decoding {ROWS} sequences", ["tokens/s", "limit", "share of the limit"], rows)
+    single = kernel_times(1, 1, PROMPT_TOKENS, OUTPUT_TOKENS, "gguf", AT_ONCE)
+    single["reading the file once"] = find_gguf().stat().st_size / (LimitMeter(rows=()).measure().read_gb_s * 1e9)
+    rows = [[name, f"{1e6 * seconds:.0f}"] for name, seconds in single.items() if seconds]
+    print_table("A decode step of one sequence, GGUF", ["part", "us"], rows)
 
 
-def kernel_times(rows: int, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, float]:
+def kernel_times(
+    rows: int,
+    requests: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    quantization: str = "none",
+    timed: Sequence[str] = KERNELS,
+) -> dict[str, float]:
     """Return the median seconds by kernel of a step that samples ``rows`` tokens."""
-    watch = Stopwatch(default_kernels(), timed=KERNELS)
-    with kernels_as(watch), replica(default_model(), threads=THREADS, touch_memory=True) as built:
+    watch = Stopwatch(default_kernels(), timed=timed)
+    folder = prepare_model(ModelSettings(quantization=quantization), print).path
+    by = replica(folder, quantization=quantization, threads=THREADS, touch_memory=True)
+    with kernels_as(watch), by as built:
         for turn in range(2):  # the first one warms up
             watch.steps.clear()
             run_all(built, make_requests(f"{turn}", requests, prompt_tokens, output_tokens, seed=turn))
         taken = watch.decode_steps(rows)
-    found = {name: statistics.median(times.in_kernels_s.get(name, 0.0) for _, times in taken) for name in KERNELS}
+    found = {name: statistics.median(times.in_kernels_s.get(name, 0.0) for _, times in taken) for name in timed}
     found["outside of kernels"] = statistics.median(s - sum(times.in_kernels_s.values()) for s, times in taken)
     found["whole step"] = statistics.median(seconds for seconds, _ in taken)
     return found
