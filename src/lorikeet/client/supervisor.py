@@ -294,11 +294,13 @@ class EngineSupervisor:
             )
 
     def _add_to_backlog(self, outputs: StepOutputs) -> None:
-        """Pass outputs on in parts, between which the event loop has a turn."""
+        """Pass outputs on in parts, between which the event loop has a turn; one with events, such as ends, now."""
         is_behind = bool(self._backlog)
         self._backlog.add(outputs)
         if not is_behind:
             self._pass_on_in_turns()
+        elif outputs.events:
+            self._pass_on()
 
     def _pass_on_in_turns(self) -> None:
         try:
