@@ -1,6 +1,6 @@
 """Time llama.cpp's decode steps: ``python llamacpp_decode.py MODEL.gguf --threads N [--lora FOLDER]``.
 
-It runs in an environment of its own (``benchmarks.llamacpp_environment``), for ``benchmarks.peers``. Each line of its
+It runs in an environment of its own (``benchmarks.environments``), for ``benchmarks.peers``. Each line of its
 input is JSON: ``sequences``, ``prompt_tokens``, ``steps`` and ``adapter`` (whether the adapter is applied). Its answer
 is a line of JSON with ``tokens_per_s`` of the steps after the prompts. Tokens are given, not sampled, as in llama.cpp's
 own benchmark; a step computes the logits of all sequences.

@@ -5,12 +5,12 @@ measured in the same minutes. ``lorikeet bench offline`` runs one such compariso
 those that docs/performance.md shows.
 
 Peers: ``peft`` (transformers with PEFT, from the extra ``peers``), ``vllm`` and ``vllm-base`` (vLLM's CPU build with
-and without adapters, from ``python -m benchmarks.vllm_environment``), ``llama.cpp`` (``llama-batched-bench`` on the
+and without adapters, from ``python -m benchmarks.environments vllm``), ``llama.cpp`` (``llama-batched-bench`` on the
 path or by ``--llama-bench``; base model only, in bfloat16). Peers that are not installed are left out and named.
 
 ``--quantised`` instead decodes 1, 8 and 32 sequences with weights in bfloat16, in 8 and in 4 bits, with the model's own
 4-bit GGUF file, and with llama.cpp on that file (``llama-cpp-python``, built for this processor by ``python -m
-benchmarks.llamacpp_environment``, or ``--llama-python``): all in turns, beside what the machine allows.
+benchmarks.environments llama-cpp-python``, or ``--llama-python``): all in turns, beside what the machine allows.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from benchmarks.environments import llama_cpp_python
 from benchmarks.harness import (
     ROOT,
     THREADS,
@@ -39,7 +40,6 @@ from benchmarks.harness import (
     with_interval,
 )
 from benchmarks.kernels import OUTPUT_TOKENS, PROMPT_TOKENS, QUANTISED, timed_replica, tokens_per_s
-from benchmarks.llamacpp_environment import llamacpp_python
 from benchmarks.steps import Stopwatch
 from lorikeet.adapters.store import reference
 from lorikeet.bench.machine_limits import LimitMeter, MachineLimits, model_cost
@@ -98,7 +98,7 @@ def main() -> None:
     options = parser.parse_args()
     print_setup()
     if options.quantised:
-        python = Path(options.llama_python) if options.llama_python else llamacpp_python()
+        python = Path(options.llama_python) if options.llama_python else llama_cpp_python()
         compare_quantised(python, [int(text) for text in options.sequences.split(",")], options.pairs)
         return
     wanted = available(options.peers.split(","), options.llama_bench)
@@ -118,7 +118,7 @@ def available(peers: Sequence[str], llama_bench: str) -> list[str]:
     reasons = {LLAMA_CPP: "" if llama_bench else "llama-batched-bench is not on the path"}
     reasons["peft"] = "" if find_spec("peft") else "PEFT is not installed (extra `peers`)"
     for name in VLLM:
-        reasons[name] = "" if DEFAULT_PYTHON.is_file() else "python -m benchmarks.vllm_environment has not been run"
+        reasons[name] = "" if DEFAULT_PYTHON.is_file() else "python -m benchmarks.environments vllm has not been run"
     for name in peers:
         if reasons[name]:
             print(f"left out: {name}, {reasons[name]}")

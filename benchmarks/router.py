@@ -15,7 +15,6 @@ import asyncio
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from benchmarks.environments import environment, pip_install, vllm_python
 from benchmarks.harness import (
     LORIKEET,
     ROOT,
@@ -48,12 +48,10 @@ from benchmarks.harness import (
     sample_flags,
     with_interval,
 )
-from benchmarks.vllm_environment import vllm_python
 from lorikeet.models.default import find_gguf
 from lorikeet.router.connections import BackendResponse, Connections
 
 LLAMA_CPP_PACKAGES = ("xllamacpp==2026.10.11549", "gguf==0.19.0")
-LLAMA_CPP = ROOT / ".venvs" / "llamacpp"
 READY_S, BEGUN_TOKENS = 1200.0, 3
 SLOW_STEP_S = 300
 """Steps of vLLM's CPU build have taken over a minute on a busy machine, which is no fault here."""
@@ -108,10 +106,7 @@ def _vllm(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:
 
 
 def _llama_cpp(scratch: Path) -> tuple[list[str], list[str], dict[str, str]]:
-    python = LLAMA_CPP / "bin" / "python"
-    if not python.is_file():
-        subprocess.run([sys.executable, "-m", "venv", str(LLAMA_CPP)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *LLAMA_CPP_PACKAGES], check=True)
+    python = environment("llamacpp", LLAMA_CPP_PACKAGES, lambda python: pip_install(python, *LLAMA_CPP_PACKAGES))
     adapters = [flag for folder in sample_adapters().values() for flag in ("--lora", str(folder))]
     return (
         [str(python), str(ROOT / "benchmarks" / "llamacpp_server.py"), str(find_gguf())],

@@ -10,6 +10,7 @@ not those it was trained with.
 """
 
 import argparse
+import hashlib
 import random
 import re
 import sys
@@ -129,12 +130,13 @@ def _mistaken(word: str, chance: random.Random) -> str:
 
 
 def _corrector() -> Path:
-    """Return the folder of the adapter that corrects; train it if there is none yet."""
-    folder = default_cache_dir() / "benchmarks" / "correct"
+    """Return the folder of the adapter that corrects; train it if there is none yet by this recipe and these texts."""
+    recipe = Recipe(rank=16, alpha=32, modules=("q_proj", "k_proj", "v_proj", "o_proj"), epochs=3)
+    pairs = _corrections(TRAINED_FROM, None)
+    digest = hashlib.sha256(repr((recipe, pairs)).encode()).hexdigest()[:12]
+    folder = default_cache_dir() / "benchmarks" / f"correct-{digest}"
     if not (folder / "adapter_config.json").exists():
-        recipe = Recipe(rank=16, alpha=32, modules=("q_proj", "k_proj", "v_proj", "o_proj"), epochs=3)
-        trained = train("correct", recipe, _corrections(TRAINED_FROM, None), default_model(), 0, Console())
-        save(trained, folder)
+        save(train("correct", recipe, pairs, default_model(), 0, Console()), folder)
     return folder
 
 

@@ -25,6 +25,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.environments import environment, pip_install
 from benchmarks.harness import LORIKEET, ROOT, default_model, print_setup, print_table
 from benchmarks.vllm_reasons import ANSWERS, DIFFERENCES, FILES, NOT_OURS
 
@@ -96,13 +97,13 @@ def print_reasons(outcome: str, results: Sequence[Result]) -> None:
 
 def prepare() -> Path:
     """Return the Python of the tests' environment, which the first call makes (some 200 MB)."""
-    python, stamp, wanted = FOLDER / "bin" / "python", FOLDER / ".packages", repr((VLLM, PACKAGES))
-    if not stamp.is_file() or stamp.read_text() != wanted:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(FOLDER)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+
+    def fill(python: Path) -> None:
+        pip_install(python, *PACKAGES)
         with tempfile.TemporaryDirectory() as scratch:
             _unpack_tests(python, Path(scratch))
-        stamp.write_text(wanted)
+
+    python = environment("vllm-tests", (VLLM, PACKAGES), fill)
     shutil.copy(ROOT / "benchmarks" / "vllm_shim.py", FOLDER / "tests" / "conftest.py")
     return python
 

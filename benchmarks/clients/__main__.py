@@ -9,12 +9,12 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.environments import environment, pip_install
 from benchmarks.harness import ROOT, default_model, print_setup, print_table, running_server, sample_adapters
 from lorikeet.models.default import NAME
 
@@ -83,20 +83,22 @@ def report(clients: Sequence[str], url: str) -> None:
 
 def prepare(client: str) -> None:
     """Install a client into an environment of its own, unless it is there."""
-    folder, packages = FOLDER / client, PYTHON.get(client) or NODE[client]
+
+    def fill(python: Path) -> None:
+        if client in WITH_TORCH:
+            asked = subprocess.run([str(python), "-c", _SITE], capture_output=True, text=True, check=True)
+            Path(asked.stdout.strip(), "lorikeet.pth").write_text(sysconfig.get_path("purelib"))
+        pip_install(python, *PYTHON[client])
+
+    if client in PYTHON:
+        environment(f"clients/{client}", PYTHON[client], fill)
+        return
+    folder, packages = FOLDER / client, NODE[client]
     stamp = folder / ".packages"
     if stamp.is_file() and stamp.read_text() == repr(packages):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    if client in PYTHON:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        python = str(folder / "bin" / "python")
-        if client in WITH_TORCH:
-            asked = subprocess.run([python, "-c", _SITE], capture_output=True, text=True, check=True)
-            Path(asked.stdout.strip(), "lorikeet.pth").write_text(sysconfig.get_path("purelib"))
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
-    else:
-        subprocess.run(["npm", "install", "--silent", "--no-fund", "--no-audit", *packages], cwd=folder, check=True)
+    subprocess.run(["npm", "install", "--silent", "--no-fund", "--no-audit", *packages], cwd=folder, check=True)
     stamp.write_text(repr(packages))
 
 

@@ -363,7 +363,7 @@ class Watch(MemoryWatch):
         self._seen_s = now
         tree = self._from.tree
         nodes = np.flatnonzero(tree.kind[: tree.end] >= NodeKind.ADAPTER)
-        blocks = np.bincount(tree.top[nodes], tree.device_size(nodes))
+        blocks = np.bincount(tree.top[nodes], list(map(tree.device_size, nodes.tolist())))
         self.largest_branch = max(self.largest_branch, float(blocks.max(initial=0.0)) / self._from.total_blocks)
         policy = self._from._eviction
         if isinstance(policy, Elora):

@@ -206,7 +206,7 @@ def check(fuzz: Fuzzing, store: AdapterStore, folder: Path, file: str, content: 
 
 
 def test_configs(fuzz: Fuzzing, store: AdapterStore, folder: Path) -> None:
-    @fuzz.settings(few=300)
+    @fuzz.settings(few=150)
     @given(configs())
     def run(config: bytes) -> None:
         check(fuzz, store, folder, CONFIG, config)
@@ -221,7 +221,7 @@ def test_weights_files(
     assert HIDDEN == 16  # so that the file is small
     whole = (folder / WEIGHTS).read_bytes()
 
-    @fuzz.settings(few=300)
+    @fuzz.settings(few=150)
     @given(kind(whole))
     def run(content: bytes) -> None:
         check(fuzz, store, folder, WEIGHTS, content)

@@ -64,7 +64,7 @@ async def test_requests_by_the_schema(start: Start, fuzz: Fuzzing) -> None:
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
         ]
 
-        @fuzz.settings(few=200)
+        @fuzz.settings(few=120)
         @given(st.one_of(cases))
         def send(case: Any) -> None:
             sent = case.as_transport_kwargs(base_url=str(http.base_url))
@@ -236,7 +236,7 @@ async def test_bodies(start: Start, fuzz: Fuzzing) -> None:
     def run(http: httpx.Client, schema: dict[str, Any]) -> None:
         assert OWN_FIELDS.keys() <= schema["paths"].keys()
 
-        @fuzz.settings(few=300)
+        @fuzz.settings(few=150)
         @given(bodies(), st.sampled_from(types[:1] * 9 + types))
         def send(body: tuple[str, bytes], content_type: str) -> None:
             path, content = body
@@ -310,7 +310,7 @@ async def test_bytes_that_may_be_requests(start: Start, fuzz: Fuzzing) -> None:
     def run(http: httpx.Client, schema: dict[str, Any]) -> None:
         address = urlsplit(str(http.base_url))
 
-        @fuzz.settings(few=300)
+        @fuzz.settings(few=150)
         @given(messages())
         def send(data: bytes) -> None:
             with fuzz.case(repr(data)), socket.create_connection((address.hostname, address.port), ANSWER_S) as client:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.fault_simulation import describe, run_schedules, simulate
 
-SCHEDULES, ALL_SCHEDULES = 150, 5_000
+SCHEDULES, ALL_SCHEDULES = 80, 5_000
 KINDS = {"kill", "stop", "lose", "repeat", "delay", "stall", "drop", "replace", "move", "fill_disk", "resize"}
 
 

@@ -151,8 +151,13 @@ def test_an_adapter_is_warm_where_it_is_and_where_a_request_brings_it() -> None:
     send(fleet, "a", ask("x", 8, "adapter"))
     fleet.loaded(B, digest)
     assert fleet.is_warm(digest).tolist() == [True, True, False]
+    assert fleet.loads.adapters.tolist() == [1, 1, 0]
+    fleet.loaded(A, digest)
+    assert fleet.loads.adapters.tolist() == [1, 1, 0], "needed and resident is once"
+    fleet.evicted(A, digest)
     fleet.ended(A, RequestId("x"), 1.0)
     assert fleet.is_warm(digest).tolist() == [False, True, False]
+    assert fleet.loads.adapters.tolist() == [0, 1, 0]
     fleet.evicted(B, digest)
     assert not fleet.is_warm(digest).any()
     fleet.gauges(ReplicaGauges(A, 0, 1, requests=0, resident=frozenset({digest})))

@@ -195,9 +195,9 @@ def test_adapter_affinity_takes_the_least_loaded_holder_or_else_replica() -> Non
         fleet.loaded(ReplicaId(holder), AdapterDigest("x"))
     send(fleet, "a", ask("1"))
     assert router.route(ask("2", 8, "x"), fleet, 0.0) == "b"
+    assert router.route(ask("2", 8, "y"), fleet, 0.0) == "c", "it has fewer adapters than b"
+    send(fleet, "c", ask("3"))
     assert router.route(ask("2", 8, "y"), fleet, 0.0) == "b"
-    send(fleet, "b", ask("3"))
-    assert router.route(ask("2", 8, "y"), fleet, 0.0) == "c"
 
 
 def keys(*tokens: int, adapter: str | None = None) -> tuple[bytes, ...]:

@@ -536,10 +536,10 @@ def test_a_row_with_one_token_has_that_one(programs: int, temperature: float) ->
 def test_equal_logits_at_a_boundary_stay_together(dtype: torch.dtype) -> None:
     """All that are kept are drawn sooner or later, and no other: of six tokens, three are equal."""
     filters = [(1, 1.0, 1), (2, 1.0, 4), (4, 1.0, 4), (5, 1.0, 5), (0, 0.35, 4), (4, 0.2, 1), (0, 0.0, 1)]
-    order, draws = [3, 2, 4, 0, 5, 1], 12
+    order, draws = [3, 2, 4, 0, 5, 1], 7
     logits = torch.tensor([1.0, -0.5, 1.0, 1.25, 1.0, 0.75], dtype=dtype).repeat(draws * len(filters), 1)
     top_k, top_p, kept = zip(*filters, strict=True)
-    asked = parameters(len(logits), 3.0, top_k * draws, top_p * draws, seed=3)
+    asked = parameters(len(logits), 3.0, top_k * draws, top_p * draws, seed=19)
     found = TRITON.choose(logits, asked)
     assert torch.equal(found, choose(logits, asked))
     assert [set(found[row :: len(filters)].tolist()) for row in range(len(filters))] == [set(order[:n]) for n in kept]

@@ -111,6 +111,7 @@ def forward_steps(
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("instruction_set", supported_instruction_sets())
 @pytest.mark.parametrize("variant", sorted(VARIANTS))

@@ -120,6 +120,18 @@ async def test_a_backend_has_no_more_adapters_and_no_larger_ranks_than_it_can(tm
         assert not server.bodies
 
 
+async def test_adapters_spread_over_idle_backends_before_one_is_unloaded(tmp_path: Path) -> None:
+    servers = [Sglang(), Sglang()]
+    async with servers[0].serving() as one, servers[1].serving() as two:
+        urls = [f"{url},max_loras=1" for url in (one, two)]
+        async with routing(urls, adapters=known(tmp_path, "a", "b"), preset="auto") as running:
+            await running.up(2)
+            for name in ("a", "b", "a", "b"):
+                assert await text(running, name) == f"base+{name}"
+            assert sorted(name for server in servers for name in server.loaded) == ["a", "b"]
+            assert all(len(server.bodies) == 2 for server in servers)
+
+
 @pytest.mark.slow
 async def test_servers_of_several_kinds_stand_behind_one_router(tmp_path: Path) -> None:
     vllm, servers = ScriptedBackend(), [Sglang(), LlamaCpp(), Tgi()]

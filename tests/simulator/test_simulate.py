@@ -144,7 +144,7 @@ def test_adapters_begin_in_their_files_if_the_scenario_says_so(profile: str) -> 
 
 @pytest.mark.slow
 def test_the_peak_of_two_replicas_is_higher(profile: str) -> None:
-    limits = {"slo": "ttft=0.3", "count": 200}
+    limits = {"slo": "ttft=0.3", "count": 100}
     (one, _), (two, _) = (
         find_peak_rate(scenario(profile, replicas=replicas, **limits), quiet, target=0.9, start=1.0)
         for replicas in (1, 2)
@@ -382,6 +382,8 @@ def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
     file.write_text('profile = "x"\nadaptors = 3\n')
     with pytest.raises(ScenarioError, match="adaptors"):
         make_scenario(file, {})
+    with pytest.raises(ScenarioError, match="give --profile NAME"):
+        make_scenario(None, {})
 
 
 def test_the_command_ends_with_code_2_and_the_reason(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def run_everything(driver: Driver, adapters: dict[str, AdapterRef]) -> dict[str,
     return {name: driver.token_ids(name) for name in names}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kv_heads", "ranks"), [(2, 2), (1, 2), (2, 4)])
 def test_tensor_parallel_ranks_give_the_tokens_of_one(tmp_path: Path, kv_heads: int, ranks: int) -> None:
     folder, adapters = make_model(tmp_path, num_key_value_heads=kv_heads)
@@ -129,7 +130,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize(("variant", "ranks"), [("qwen3-biases", 2), ("llama-biases", 4)])
+@pytest.mark.parametrize(("variant", "ranks"), [("qwen3-biases", 2), ("llama-biases", 2)])
 def test_tensor_parallel_ranks_serve_what_is_not_low_rank(variant: str, ranks: int, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "base", variant, vocab_size=96)
     geometry = read_model_config(tmp_path / "base").geometry(4)

@@ -218,15 +218,17 @@ class _Answer:
 
     def add(self, tokens: tuple[Token, ...], now: float, gaps_s: "array[float]") -> None:
         """Add tokens that had arrived by ``now``."""
+        if len(tokens) == 1 and self.first_s is not None:  # as a rule
+            self.token_ids.append(tokens[0].token_id)
+            gaps_s.append(now - self.last_s)
+            self.last_s = now
+            return
         for token in tokens:
             self.token_ids.append(token.token_id)
         if self.first_s is None:  # no gap before the first token
             self.first_s = self.last_s = now
             tokens = tokens[1:]
-        if len(tokens) == 1:  # as a rule
-            gaps_s.append(now - self.last_s)
-            self.last_s = now
-        elif tokens:
+        if tokens:
             gap_s, self.last_s = (now - self.last_s) / len(tokens), now
             gaps_s.extend([gap_s] * len(tokens))
 

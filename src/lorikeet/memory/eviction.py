@@ -30,6 +30,10 @@ _MAX_ENTRIES = 8 * _HEAP_NODES
 """Entries after which a heap is rebuilt, as most are stale by then; the limit is higher where many scores are equal."""
 
 
+_FEW = 3
+"""Nodes that are offered one by one sooner than asked about together."""
+
+
 class EvictionHeap:
     """A queue of evictable nodes of one kind by ``tree.score``; of equals the deeper first, or the lower index.
 
@@ -414,7 +418,9 @@ class Evictor:
 
     def offer_all(self, nodes: Nodes) -> None:
         """Do the same for many nodes, of which few are evictable."""
-        for node in nodes[self._device_queues.allows(nodes) | self._host_queues.allows(nodes)].tolist():
+        if len(nodes) > _FEW:
+            nodes = nodes[self._device_queues.allows(nodes) | self._host_queues.allows(nodes)]
+        for node in nodes.tolist():
             self.offer(node)
 
     def evict_kv(self, nodes: Sequence[int], now: float) -> None:
@@ -637,7 +643,7 @@ class Evictor:
             return blocks <= self.available(share.kinds[0])
         adapters = self._device_queues.candidates(NodeKind.ADAPTER)
         scores = self._scores(adapters, now)
-        return blocks <= have + int(self._tree.device_size(adapters[scores < below]).sum())
+        return blocks <= have + sum(map(self._tree.device_size, adapters[scores < below].tolist()))
 
     def _free_blocks(
         self,

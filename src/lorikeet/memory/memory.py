@@ -43,6 +43,20 @@ class AdapterSize(NamedTuple):
     weight_bytes: int
 
 
+class AdaptersThere(NamedTuple):
+    """The adapters on both tiers.
+
+    Attributes:
+        resident: those on the device, with the blocks of each.
+        hosted: those on the host.
+        waste_bytes: bytes in blocks on the device that hold no weights.
+    """
+
+    resident: dict[AdapterDigest, int]
+    hosted: tuple[AdapterDigest, ...]
+    waste_bytes: int
+
+
 class KnownAdapters:
     """Adds adapter versions to the tree, and frees them.
 
@@ -70,7 +84,7 @@ class KnownAdapters:
         self._block_bytes = block_bytes
         self._slot_blocks = 0
         self._weight_bytes: dict[int, int] = {}
-        """By node, of each adapter: statistics are asked for many times a second."""
+        self._there, self._there_as_of = AdaptersThere({}, (), 0), 0
 
     def add(self, ref: AdapterRef) -> int:
         """Add a new version to the tree, and return its node."""
@@ -166,11 +180,20 @@ class KnownAdapters:
         if is_idle and not tree.pins[node] and not tree.children_on_device[node]:
             self._evictor.evict_adapter(node, now)
 
-    def waste_bytes(self) -> int:
-        """Return the bytes in blocks of adapters on the device that hold no weights."""
-        adapters, weight_bytes = self._tree.adapters, self._weight_bytes
-        nodes = self._tree.adapters_on_device()
-        return sum([len(adapters[node].device_blocks) * self._block_bytes - weight_bytes[node] for node in nodes])
+    def there(self) -> AdaptersThere:
+        """Return the adapters on both tiers; not to be changed, since it is kept until one comes or goes.
+
+        Statistics are asked for many times a second, and most of the time no adapter has moved.
+        """
+        if self._there_as_of != self._tiers.adapter_changes:
+            tree, adapters = self._tree, self._tree.adapters
+            nodes = tree.adapters_on_device()
+            resident = {adapters[node].ref.digest: len(adapters[node].device_blocks) for node in nodes}
+            hosted = tuple([adapters[node].ref.digest for node in tree.adapters_on_host()])
+            weight_bytes = sum(map(self._weight_bytes.__getitem__, nodes))
+            waste_bytes = sum(resident.values()) * self._block_bytes - weight_bytes
+            self._there, self._there_as_of = AdaptersThere(resident, hosted, waste_bytes), self._tiers.adapter_changes
+        return self._there
 
 
 class ComputedTokens(NamedTuple):
@@ -269,12 +292,11 @@ class Memory:
 
     def resident(self) -> dict[AdapterDigest, int]:
         """Return the adapters on the device and the blocks of each."""
-        entries = map(self.tree.adapters.__getitem__, self.tree.adapters_on_device())
-        return {entry.ref.digest: len(entry.device_blocks) for entry in entries}
+        return self.adapters.there().resident
 
     def hosted(self) -> tuple[AdapterDigest, ...]:
         """Return the adapters in the host tier."""
-        return tuple(self.tree.adapters[node].ref.digest for node in self.tree.adapters_on_host())
+        return self.adapters.there().hosted
 
     @property
     def transfers_in_flight(self) -> int:
@@ -630,7 +652,8 @@ class Memory:
 
     def stats(self) -> MemoryStats:
         """Return the statistics of the memory."""
-        return self.counters.stats(self.block_bytes, self.adapters.waste_bytes())
+        there = self.adapters.there()
+        return self.counters.stats(self.block_bytes, there.waste_bytes, len(there.hosted))
 
 
 class PrefixInsertion:

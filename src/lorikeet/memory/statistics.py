@@ -91,12 +91,13 @@ class MemoryCounters:
         self._shares.invalid += invalid * passed_s
         self._shares.unpinned += unpinned * passed_s
 
-    def stats(self, block_bytes: int, waste_bytes: int) -> MemoryStats:
+    def stats(self, block_bytes: int, waste_bytes: int, host_adapters: int) -> MemoryStats:
         """Return the present statistics.
 
         Args:
             block_bytes: bytes of a block.
             waste_bytes: bytes in blocks of adapters on the device that hold no weights.
+            host_adapters: number of adapters on the host.
         """
         device, host = self._tiers.counts(), self._tiers.host_counts()
         cached = self._tiers.cached_blocks
@@ -119,7 +120,7 @@ class MemoryCounters:
                 kv_cached=host.kv * block_bytes,
                 inflight=host.inflight * block_bytes,
             ),
-            host_adapters=len(self._tiers.tree.adapters_on_host()),
+            host_adapters=host_adapters,
             packing_waste_bytes=waste_bytes,
             invalid_kv_bytes=invalid * block_bytes,
             invalid_kv_share=shares.invalid / shares.unpinned if shares.unpinned else 0.0,

@@ -41,6 +41,7 @@ class Tiers:
         blocks_being_copied: device blocks of KV that stays and is being copied to the host; it cannot be evicted
             meanwhile.
         resident_adapters: number of adapters on the device or in flight to it.
+        adapter_changes: rises with each change of the adapters that are on the device or on the host.
     """
 
     def __init__(self, tree: DependencyTree, device: BlockPool, host: BlockPool, *, dependent: bool) -> None:
@@ -52,7 +53,7 @@ class Tiers:
         self.blocks_being_freed = self.blocks_being_copied = 0
         self.used_blocks = {NodeKind.KV: 0, NodeKind.ADAPTER: 0}
         self.cached_blocks = {NodeKind.KV: 0, NodeKind.ADAPTER: 0}
-        self.resident_adapters = 0
+        self.resident_adapters = self.adapter_changes = 0
         self._dependent = dependent
         self.transfer_of: dict[int, InflightTransfer] = {}
         self._begun: list[InflightTransfer] = []
@@ -122,8 +123,8 @@ class Tiers:
         turned = index[before == (0 if change > 0 else 1)]
         moving, there = tree.moving[turned], tree.on_device[turned] | (tree.kept[turned] > 0)
         still = turned[there & (moving != NodeTransfer.OUT) & (moving != NodeTransfer.COPY)]
-        others = still[tree.kind[still] != NodeKind.KV]
-        kv, adapter = (len(still) - len(others)) * change, sum(tree.device_size(others).tolist()) * change
+        others = still[tree.kind[still] != NodeKind.KV].tolist()  # the adapter, as a rule, or nothing
+        kv, adapter = (len(still) - len(others)) * change, sum(map(tree.device_size, others)) * change
         self._kv += kv
         self._adapter += adapter
         self.cached_blocks[NodeKind.KV] -= kv
@@ -247,6 +248,7 @@ class Tiers:
     def drop_adapter(self, node: int) -> None:
         """Free the device blocks of an unpinned adapter."""
         self._count(node, -1)
+        self.adapter_changes += 1
         self.resident_adapters -= bool(self.tree.on_device[node])
         self._free_device(node)
         self.tree.on_device[node], self.tree.kept[node] = False, 0
@@ -256,6 +258,7 @@ class Tiers:
         """Free the last device blocks of an unpinned adapter: fewer than it has."""
         tree, entry = self.tree, self.tree.adapters[node]
         self._count(node, -1)
+        self.adapter_changes += 1
         self.resident_adapters -= bool(tree.on_device[node])
         self.device.release(entry.device_blocks[-blocks:])
         entry.device_blocks = entry.device_blocks[:-blocks]
@@ -278,6 +281,7 @@ class Tiers:
         entry = self.tree.adapters[node]
         self.host.release(entry.host_blocks)
         self._host_adapter -= len(entry.host_blocks)
+        self.adapter_changes += 1
         entry.host_blocks = ()
         self.tree.on_host[node] = False
 
@@ -374,6 +378,7 @@ class Tiers:
         self.used_blocks[int(tree.kind[node])] -= int(tree.size[node])
         if result.error is None and is_reachable:
             tree.on_device[node] = True
+            self.adapter_changes += bool(tree.kind[node] == NodeKind.ADAPTER)
             self._count(node, 1)
             result.arrived.append(node)
             return
@@ -421,6 +426,7 @@ class Tiers:
         self._host_inflight -= len(entry.host_blocks)
         if error is None:
             self.tree.on_host[node] = True
+            self.adapter_changes += 1
             self._host_adapter += len(entry.host_blocks)
         else:
             self.host.release(entry.host_blocks)
@@ -429,7 +435,7 @@ class Tiers:
     def _count(self, node: int, sign: int) -> None:
         """Add (``sign`` 1) or subtract (-1) a node on the device in the accounts."""
         tree = self.tree
-        kind, blocks = int(tree.kind[node]), int(tree.size[node] if tree.on_device[node] else tree.kept[node]) * sign
+        kind, blocks = int(tree.kind[node]), tree.device_size(node) * sign
         self.used_blocks[kind] += blocks
         if not tree.pins[node]:
             self.cached_blocks[kind] += blocks

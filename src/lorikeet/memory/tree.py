@@ -29,6 +29,8 @@ BASE = 0
 
 _KEY_BYTES = 16
 _FIRST_NODES = 1024
+_NUMBERS: list[int] = []
+"""The node indices as objects, one each for all trees of a process: simulated clusters have millions of nodes."""
 
 Nodes = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float64]
@@ -157,6 +159,7 @@ class DependencyTree:
         self._free = array("i", range(_FIRST_NODES - 1, BASE, -1))
         self.kind[BASE], self.top[BASE], self.on_device[BASE] = NodeKind.BASE, BASE, True
         self._end = BASE + 1
+        _NUMBERS.extend(range(len(_NUMBERS), _FIRST_NODES))
 
     # --- queries -------------------------------------------------------------------------------------
 
@@ -177,10 +180,9 @@ class DependencyTree:
         """Return the adapters whose weights are in the host tier."""
         return np.flatnonzero(self.on_host[: self._end] & (self.kind[: self._end] == NodeKind.ADAPTER)).tolist()
 
-    def device_size(self, nodes: Nodes) -> npt.NDArray[np.int32]:
-        """Return the device blocks that nodes have now; nodes in flight are not counted."""
-        blocks: npt.NDArray[np.int32] = np.where(self.on_device[nodes], self.size[nodes], self.kept[nodes])
-        return blocks
+    def device_size(self, node: int) -> int:
+        """Return the device blocks that a node has now; those in flight are not counted."""
+        return int(self.size[node] if self.on_device[node] else self.kept[node])
 
     def missing_blocks(self, adapter: int) -> int:
         """Return the device blocks that an adapter needs beside those that it has kept."""
@@ -265,18 +267,23 @@ class DependencyTree:
         self._by_key.update(zip(flat, nodes, strict=True))
         for node, key in zip(nodes, flat, strict=True):
             self._keys[node] = key
-        counts = [len(chain) for chain in keys]
-        ends = np.cumsum(counts)
-        firsts, at = ends - counts, np.array(nodes, np.int64)
-        parents = np.empty_like(at)
-        parents[1:] = at[:-1]
-        parents[firsts] = above
+        if tops is None:
+            tops = [[int(self.top[parent])] * len(chain) for parent, chain in zip(above, keys, strict=True)]
+        branches: list[list[int]] = []
+        parents: list[int] = []
+        depths: list[int] = []
+        for parent, chain in zip(above, keys, strict=True):
+            branch = nodes[len(parents) : len(parents) + len(chain)]
+            branches.append(branch)
+            parents += [parent, *branch[:-1]]
+            depth = int(self.depth[parent])
+            depths += range(depth + 1, depth + 1 + len(chain))
+        at = np.array(nodes, np.int64)
         self.kind[at], self.size[at], self.visits[at], self.last_use_s[at] = NodeKind.KV, 1, 1.0, now
-        self.parent[at] = parents
-        self.top[at] = np.repeat(self.top[above], counts) if tops is None else [top for each in tops for top in each]
-        self.depth[at] = np.arange(1, len(at) + 1) + np.repeat(self.depth[above] - firsts, counts)
+        self.parent[at], self.depth[at] = parents, depths
+        self.top[at] = [top for each in tops for top in each]
         np.add.at(self.children, parents, 1)
-        return [nodes[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
+        return branches
 
     def remove_adapter(self, node: int) -> None:
         """Remove an adapter that has no children and is on no tier."""
@@ -295,7 +302,7 @@ class DependencyTree:
         while len(self._free) < count:
             self._grow()
         at = len(self._free) - count
-        nodes = self._free[at:].tolist()
+        nodes = [_NUMBERS[node] for node in self._free[at:]]
         del self._free[at:]
         nodes.reverse()
         self._end = max(self._end, max(nodes) + 1)
@@ -317,6 +324,7 @@ class DependencyTree:
             setattr(self, name, grown)
         self._keys += [b""] * old
         self._free = array("i", range(2 * old - 1, old - 1, -1)) + self._free
+        _NUMBERS.extend(range(len(_NUMBERS), 2 * old))
 
     def metadata_bytes(self) -> int:
         """Return the bytes of the tree itself: arrays, keys, and the key table (estimated per entry)."""

@@ -8,7 +8,9 @@ from abc import ABC, abstractmethod
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.ids import AdapterDigest
@@ -21,7 +23,7 @@ Admission = Generator[Request, WaitReason | None, None]
 """Yields requests to try, one by one. The outcome is sent back: None if it was admitted, else why it must wait."""
 
 
-class RunningRequest(NamedTuple):
+class RunningRequest(msgspec.Struct, frozen=True, gc=False):
     """A request that holds blocks.
 
     Attributes:

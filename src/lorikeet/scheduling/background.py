@@ -105,9 +105,9 @@ class BackgroundLast(AdmissionQueue):
         lacking_slots = len(waiting) - self._view.free_slots()
         lacking_tokens = sum(tokens_needed(each, self.view) for each in waiting) - self.view.free_tokens()
         while running and (lacking_slots > 0 or lacking_tokens > 0):
-            request, _, kv_tokens = running.pop()
-            preempted.append(request)
-            lacking_slots, lacking_tokens = lacking_slots - 1, lacking_tokens - kv_tokens
+            last = running.pop()
+            preempted.append(last.request)
+            lacking_slots, lacking_tokens = lacking_slots - 1, lacking_tokens - last.kv_tokens
         return preempted
 
     def tokens_until_review(self, running: Iterable[tuple[Request, int]]) -> float:

@@ -329,31 +329,29 @@ class BatchSelector:
         self._assisted_steps += bool(plan.assisted)
         prefills, decodes, prefill_tokens = 0, 0, 0
         prefill_rows, decode_rows = Counter[AdapterDigest](), Counter[AdapterDigest]()
-        types = set[AdapterDigest | None]()
+        types: dict[AdapterDigest | None, AdapterRef | None] = {}
         sequences, is_merged = self._sequences, plan.merged is not None
         for step in plan.sequences:
             sequence, tokens = sequences[step.request_id], step.tokens
-            known = len(sequence.token_ids)
-            is_decode = known - sequence.computed_tokens == 1 and known > sequence.prompt_tokens
-            if is_decode:
-                decodes += tokens
+            known, digest = len(sequence.token_ids), sequence.digest
+            if known - sequence.computed_tokens == 1 and known > sequence.prompt_tokens:
+                decodes, rows = decodes + tokens, decode_rows
             else:
-                prefills, prefill_tokens = prefills + 1, prefill_tokens + tokens
-            digest = sequence.digest
+                prefills, prefill_tokens, rows = prefills + 1, prefill_tokens + tokens, prefill_rows
             if digest not in types:
-                types.add(digest)
-                if sequence.request.adapter is not None:
-                    self._refs.setdefault(sequence.request.adapter.digest, sequence.request.adapter)
+                types[digest] = sequence.request.adapter
             if digest is not None and not is_merged:
-                rows = decode_rows if is_decode else prefill_rows
                 rows[digest] = rows.get(digest, 0) + tokens
+        for ref in types.values():
+            if ref is not None:
+                self._refs.setdefault(ref.digest, ref)
         is_assisted = bool(plan.assisted)
         if not is_assisted:
             self.meter.note(result.steps_run, step_s, prefill_tokens, decodes, prefill_rows, decode_rows)
         if not self._mode.follows_requests:
             self._refs.clear()
             return
-        work = BatchWork(prefills, prefill_tokens, decodes, prefill_rows + decode_rows, types, is_assisted)
+        work = BatchWork(prefills, prefill_tokens, decodes, prefill_rows + decode_rows, set(types), is_assisted)
         self._mode.ran(result.steps_run, work, step_s, result.switch_s)
 
     def _rank(self, digest: AdapterDigest) -> int:

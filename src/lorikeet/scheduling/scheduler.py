@@ -248,7 +248,7 @@ class Scheduler:
         Those that have their first token count as ``ANSWER_SHARE``. ``besides`` of those that wait do not count: what
         they lose themselves is in the comparison already.
         """
-        answers = sum(sequence.is_decoding for sequence in self._running)
+        answers = sum([sequence.is_decoding for sequence in self._running])
         waiting = len(self._sequences) - answers - besides
         fixed_s = self._step_times.step_s(0, 0)
         return (waiting + ANSWER_SHARE * answers) * self._utilization.delay_of_a_second(fixed_s)
@@ -286,7 +286,11 @@ class Scheduler:
         able = self.selector.allowed(self._running)
         if self._memory.awaited_transfers:
             able = [s for s in able if s.can_run]
-        all_grown = self._memory.try_grow([(s.lease, len(s.token_ids)) for s in able if s.lease], now)
+        size = self._memory.block_size
+        growing = [
+            (s.lease, known) for s in able if s.lease and (known := len(s.token_ids)) > size * len(s.lease.blocks)
+        ]
+        all_grown = self._memory.try_grow(growing, now)
         prefills = [s for s in able if len(s.token_ids) - s.computed_tokens != 1]
         has_cold = self._memory.awaited_transfers and any(s.is_cold for s in able)  # they are assisted, not decoded
         if all_grown and not prefills and not has_cold and len(able) <= builder.budget_tokens:

@@ -29,6 +29,8 @@ Floats = NDArray[np.float64]
 
 def faded(old: Any, new: Any, times: int = 1) -> Any:
     """Return a fading sum after ``new`` was added ``times`` times; see ``FORGET``."""
+    if times == 1:  # as a rule
+        return FORGET * old + new
     weight = FORGET**times
     return weight * old + new * ((1 - weight) / (1 - FORGET))
 
@@ -63,7 +65,7 @@ class OnlineFit:
     def note(self, sample: tuple[float, ...] | list[float], value: float) -> None:
         """Add a sample."""
         features = np.array(sample, np.float64)
-        self._squares = faded(self._squares, np.outer(features, features))
+        self._squares = faded(self._squares, features[:, None] * features)
         self._products = faded(self._products, features * value)
         self._parts = None
 
@@ -133,10 +135,12 @@ class StepTimeEstimator:
 
     def __init__(self) -> None:
         self._fit = OnlineFit(features=3)
+        self._costs_s: tuple[float, float, float] | None = None
 
     def note(self, prefill_tokens: int, decodes: int, duration_s: float) -> None:
         """Add the duration of a step."""
         self._fit.note((1.0, prefill_tokens, decodes), duration_s)
+        self._costs_s = None
 
     @property
     def is_known(self) -> bool:
@@ -145,22 +149,28 @@ class StepTimeEstimator:
 
     def step_s(self, prefill_tokens: float, decodes: float) -> float:
         """Return the expected seconds of a step."""
-        base_s, prefill_s, decode_s = self._fit.parts().tolist()
+        base_s, prefill_s, decode_s = self._costs_s or self._fitted()
         return float(base_s + prefill_s * prefill_tokens + decode_s * decodes)
 
     def row_cost(self, rows: int) -> float:
         """Return what one more decoded row adds to a step, as a share of the step's time for each of its ``rows``."""
-        base_s, _, decode_s = self._fit.parts().tolist()
-        of_row_s = float(base_s) / max(1, rows) + float(decode_s)
-        return float(decode_s) / of_row_s if of_row_s else 0.0
+        base_s, _, decode_s = self._costs_s or self._fitted()
+        of_row_s = base_s / max(1, rows) + decode_s
+        return decode_s / of_row_s if of_row_s else 0.0
 
     def prefill_s(self, tokens: float) -> float:
         """Return the expected seconds by which so many prompt tokens lengthen a step."""
-        return float(self._fit.parts().tolist()[1]) * tokens
+        _, prefill_s, _ = self._costs_s or self._fitted()
+        return float(prefill_s * tokens)
 
     def alone_s(self, input_tokens: float, output_tokens: float) -> float:
         """Return the expected seconds of a request that runs alone."""
         return self.step_s(input_tokens, 0) + (output_tokens - 1) * self.step_s(0, 1)
+
+    def _fitted(self) -> tuple[float, float, float]:
+        base_s, prefill_s, decode_s = self._fit.parts().tolist()
+        self._costs_s = base_s, prefill_s, decode_s
+        return self._costs_s
 
 
 class SchedulerLimits(msgspec.Struct, frozen=True):
@@ -352,14 +362,14 @@ class SchedulerStats(NamedTuple):
             admitted: sequences that hold blocks.
             requests: number of all requests.
         """
-        running = sum(s.can_run for s in admitted)
-        leases = [(s, s.lease) for s in admitted if s.lease is not None]
+        others = [(s, s.lease) for s in admitted if s.lease is not None and not s.lease.is_ready]
+        running = len(admitted) - len(others) + sum(s.is_cold for s, _ in others)
         return cls(
             running=running,
             waiting=requests - running,
-            waiting_for_adapter=sum(bool(lease.adapter_transfers) and not s.is_cold for s, lease in leases),
-            waiting_for_kv=sum(bool(lease.kv_transfers) and not lease.adapter_transfers for _, lease in leases),
-            ahead_of_adapter=sum(s.waits_to_decode for s in admitted),
+            waiting_for_adapter=sum(bool(lease.adapter_transfers) and not s.is_cold for s, lease in others),
+            waiting_for_kv=sum(bool(lease.kv_transfers) and not lease.adapter_transfers for _, lease in others),
+            ahead_of_adapter=sum(s.waits_to_decode for s, _ in others),
         )
 
 

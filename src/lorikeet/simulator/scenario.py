@@ -216,6 +216,8 @@ def make_scenario(file: Path | None, flags: Mapping[str, Any]) -> Scenario:
     if tables.get("engine") and "engine" in given:
         given["engine"] = {**tables["engine"], **given["engine"]}
     tables |= {name: str(tables[name]) for name in _NUMBERS & tables.keys() if type(tables[name]) in (int, float)}
+    if "profile" not in tables | given:
+        raise ScenarioError("give --profile NAME, or `profile` in the scenario file; `lorikeet profiles` lists them")
     try:
         return msgspec.convert({**tables, **given}, Scenario)
     except msgspec.ValidationError as error:

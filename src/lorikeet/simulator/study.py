@@ -1,5 +1,6 @@
 """Simulates a scenario once, or at different rates until its peak is found."""
 
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.assist_costs import assisted_modules
 from lorikeet.core.extras import install_command
 from lorikeet.core.messages import EngineStats
+from lorikeet.core.process_tuning import return_freed_memory
 from lorikeet.costs.catalog import load_profile
 from lorikeet.costs.profile import CostProfile
 from lorikeet.presets import ColdStart, resolve_preset
@@ -123,7 +125,10 @@ def _run_cell(scenario: Scenario, rate: float | None, most_missed: int | None, c
     adapters = {name: adapters[name] for name in cells.adapters[cell]}
     part = msgspec.structs.replace(scenario, replicas=scenario.replicas // scenario.cells, cells=1)
     run = _cluster(part, lambda stage, done, total: None)
-    return _run(part, run, workload, adapters, lambda done, total: None, most_missed)
+    simulated = _run(part, run, workload, adapters, lambda done, total: None, most_missed)
+    gc.collect()  # the engines, before their figures are sent
+    return_freed_memory()
+    return simulated
 
 
 def _run(

@@ -4,7 +4,7 @@ The modelled executor runs on a virtual clock, the paced executor in real time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -79,13 +79,14 @@ class SeededTokens:
         self._tokens = [Token(token_id) for token_id in range(low, high + 1)]
         # Every answer runs through the same cycle of tokens, from its own start.
         self._cycle = tuple(self._tokens[at * 7_919 % len(self._tokens)] for at in range(len(self._tokens)))
+        self._alone = tuple((token,) for token in self._cycle)
 
     def tokens(self, start: SequenceStart, position: int, count: int) -> tuple[Token, ...]:
         """Return ``count`` tokens from ``position`` on."""
         cycle, stops = self._cycle, start.sampling.stop_token_ids
         first = (start.sampling.seed * 1_000_003 + 12_345 + position) % len(cycle)
         if count == 1 and not stops:  # as a rule
-            return (cycle[first],)
+            return self._alone[first]
         chosen = cycle[first : first + count]
         while len(chosen) < count:
             chosen += cycle[: count - len(chosen)]
@@ -150,18 +151,16 @@ class ModelledExecutor:
             began_s = self._ended_s if now - self._ended_s < self._catch_up_s else now
             self._ended_s = began_s + times.seconds + times.loop_s
             self._clock.wait_until(self._ended_s)
-        chosen = [
-            self._choice.tokens(self._starts[step.request_id], step.start + step.tokens, times.steps)
-            if step.samples
-            else ()
-            for step in plan.sequences
-        ]
+        given: list[tuple[Token, ...]] = []
         failed: dict[RequestId, str] = {}
-        for number, tokens in enumerate(chosen):
+        choose, starts, steps = self._choice.tokens, self._starts, times.steps
+        for step in plan.sequences:
+            request_id = step.request_id
+            tokens = choose(starts[request_id], step.start + step.tokens, steps) if step.samples else ()
             if isinstance(tokens, str):
-                failed[plan.sequences[number].request_id] = tokens
-        given = tuple(() if isinstance(tokens, str) else tokens for tokens in chosen)
-        return StepResult(plan.step, given, times.steps, times.seconds, failed, times.switch_s, times.next_runs)
+                failed[request_id], tokens = tokens, ()
+            given.append(tokens)
+        return StepResult(plan.step, tuple(given), steps, times.seconds, failed, times.switch_s, times.next_runs)
 
     def assist_counters(self) -> None:
         """Return None: there are no host workers."""
@@ -426,4 +425,10 @@ def sizes_of(settings: Settings, profile: CostProfile, executor: str) -> EngineS
 
 def _tokens_of(profile: CostProfile) -> SeededTokens:
     low, high = _ORDINARY_TOKENS
-    return SeededTokens(min(low, profile.vocabulary // 2), min(high, profile.vocabulary - 1))
+    return _seeded_tokens(min(low, profile.vocabulary // 2), min(high, profile.vocabulary - 1))
+
+
+@lru_cache
+def _seeded_tokens(low: int, high: int) -> SeededTokens:
+    """Return the tokens of all engines of this process: they take most of a megabyte."""
+    return SeededTokens(low, high)

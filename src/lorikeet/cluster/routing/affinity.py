@@ -10,9 +10,10 @@ from itertools import count
 from math import ceil
 
 import numpy as np
+import numpy.typing as npt
 
-from lorikeet.cluster.routing.base import Router, least_loaded
-from lorikeet.cluster.routing.fleet import Fleet, Indices
+from lorikeet.cluster.routing.base import Router, least
+from lorikeet.cluster.routing.fleet import Fleet, Indices, ReplicaInfo
 from lorikeet.cluster.routing.request import RoutingRequest
 from lorikeet.core.ids import ReplicaId
 
@@ -161,6 +162,20 @@ def not_overloaded(candidates: Indices, fleet: Fleet, bound: float) -> Indices:
     return there
 
 
+def _best(candidates: Indices, fleet: Fleet, *before: npt.NDArray[np.generic]) -> ReplicaInfo:
+    """Return the least loaded candidate, among equals the one with the fewest adapters.
+
+    So adapters spread over idle replicas, and no replica must evict one while another has room.
+
+    Args:
+        candidates: indices, at least one, ascending.
+        fleet: state of all replicas.
+        before: keys by replica that are compared first.
+    """
+    loads = fleet.loads
+    return fleet.info(least(candidates, *before, loads.requests, loads.pending_tokens, loads.adapters))
+
+
 class AdapterAffinity(Router):
     """Prefers replicas that hold the adapter or are loading it, unless they are overloaded; of these the least loaded.
 
@@ -177,7 +192,7 @@ class AdapterAffinity(Router):
         if not len(candidates):
             return None
         candidates = not_overloaded(candidates, fleet, self._bound)
-        return fleet.info(least_loaded(candidates, fleet, ~fleet.is_warm(request.adapter))).replica
+        return _best(candidates, fleet, ~fleet.is_warm(request.adapter)).replica
 
 
 class KvAffinity(Router):
@@ -207,7 +222,7 @@ class KvAffinity(Router):
             return None
         candidates = not_overloaded(candidates, fleet, self._bound)
         before = (*self._unknown_blocks(request, fleet), ~fleet.is_warm(request.adapter))
-        info = fleet.info(least_loaded(candidates, fleet, *before))
+        info = _best(candidates, fleet, *before)
         self._prefixes.add(request.keys, (info.replica, info.epoch))
         return info.replica
 

@@ -78,6 +78,7 @@ class ReplicaLoads:
         max_batch: most requests in a step.
         kv_token_bytes: KV of one token; 0 if unknown.
         tokens_per_byte: its inverse; 0 if unknown.
+        adapters: those that are resident or needed there.
     """
 
     requests: Numbers
@@ -100,6 +101,7 @@ class ReplicaLoads:
     max_batch: Numbers
     kv_token_bytes: Numbers
     tokens_per_byte: Numbers
+    adapters: Numbers
 
     def __init__(self) -> None:
         self._replace(lambda _: np.zeros(0))
@@ -429,20 +431,25 @@ class Fleet:
 
     def generated_together(self, replica_id: ReplicaId, counts: Iterable[tuple[RequestId, int]]) -> None:
         """Record how many tokens some requests of a replica have generated."""
-        index, held, decode = -1, 0, 0
+        replica = self._by_id.get(replica_id)
+        if replica is None:
+            return
+        entries, held, decode = self._entries, 0, 0
         for request_id, tokens in counts:
-            if (entry := self._find(replica_id, request_id)) is None:
+            entry = entries.get(request_id)
+            if entry is None or entry.replica is not replica:
                 continue
             if not (entry.is_running and entry.is_prefilled):
                 self._set(entry, entry.is_running, True, entry.output_tokens + tokens)
                 continue
             left = entry.request.expected_tokens - entry.output_tokens
             entry.output_tokens += tokens
-            index, held = entry.replica.index, held + tokens
-            decode -= min(tokens, left) if left > 0 else 0
+            held += tokens
+            if left > 0:
+                decode -= tokens if tokens < left else left
         if held:
-            self.loads.held_tokens[index] += held
-            self.loads.decode_tokens[index] += decode
+            self.loads.held_tokens[replica.index] += held
+            self.loads.decode_tokens[replica.index] += decode
 
     def ended(self, replica_id: ReplicaId, request_id: RequestId, now: float, *, is_complete: bool = True) -> None:
         """Record that a request left a replica.
@@ -486,7 +493,7 @@ class Fleet:
         """Record that an adapter was loaded to the device of a replica."""
         if (replica := self._by_id.get(replica_id)) is not None:
             replica.resident.add(adapter)
-            self._holders.setdefault(adapter, set()).add(replica)
+            self._add_holder(adapter, replica)
 
     def evicted(self, replica_id: ReplicaId, adapter: AdapterDigest) -> None:
         """Record that an adapter was evicted from the device of a replica."""
@@ -539,7 +546,7 @@ class Fleet:
         if resident is not None:
             before, replica.resident = replica.resident, set(resident)
             for adapter in replica.resident - before:
-                self._holders.setdefault(adapter, set()).add(replica)
+                self._add_holder(adapter, replica)
             for adapter in before - replica.resident:
                 self._check_holder(replica, adapter)
 
@@ -555,7 +562,7 @@ class Fleet:
         replica.requests[entry.request.request_id] = None
         if adapter is not None:
             replica.wanted[adapter] += 1
-            self._holders.setdefault(adapter, set()).add(replica)
+            self._add_holder(adapter, replica)
         entry.count(self.loads, 1)
 
     def _reset_if_idle(self, replica: FleetReplica) -> None:
@@ -571,9 +578,17 @@ class Fleet:
         if adapter not in replica.resident and adapter not in replica.wanted:
             self._drop_holder(adapter, replica)
 
+    def _add_holder(self, adapter: AdapterDigest, replica: FleetReplica) -> None:
+        holders = self._holders.setdefault(adapter, set())
+        if replica not in holders:
+            holders.add(replica)
+            self.loads.adapters[replica.index] += 1
+
     def _drop_holder(self, adapter: AdapterDigest, replica: FleetReplica) -> None:
         holders = self._holders.get(adapter, set())
-        holders.discard(replica)
+        if replica in holders:
+            holders.discard(replica)
+            self.loads.adapters[replica.index] -= 1
         if not holders:
             self._holders.pop(adapter, None)
 

@@ -31,6 +31,8 @@ class LruWithReuse(Lru):
     def scores(self, nodes: Nodes, now: float) -> Scores:
         """Return the times of last use, less by a constant for KV of which less than ``_LEAST_SHARE`` comes back."""
         tree, scores = self.view.tree, super().scores(nodes, now)
-        lost = (self.view.kv_reuse(tree.top[nodes].astype(np.int64)) < _LEAST_SHARE) & (tree.kind[nodes] == NodeKind.KV)
-        scores[lost] -= _BEFORE_OTHERS_S
+        is_kv = tree.kind[nodes] == NodeKind.KV
+        if is_kv.any():
+            lost = is_kv & (self.view.kv_reuse(tree.top[nodes].astype(np.int64)) < _LEAST_SHARE)
+            scores[lost] -= _BEFORE_OTHERS_S
         return scores

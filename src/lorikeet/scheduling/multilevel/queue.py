@@ -330,7 +330,8 @@ class ChameleonQueue(AdmissionQueue):
         A request is squashed if it has bypassed another and has not ended by its prediction.
         """
         back = []
-        for request, output_tokens, _ in self.view.running():
+        for each in self.view.running():
+            request, output_tokens = each.request, each.output_tokens
             entry = self._admitted[request.request_id]
             if output_tokens < entry.reckoned_tokens:
                 continue

@@ -87,7 +87,7 @@ class BoundedShortestFirst(AdmissionQueue):
             self._elapsed_until_s = now
         place = bisect_right(self._waiting, request.arrival_s, key=_arrival)
         self._waiting.insert(place, request)
-        self._times = np.insert(self._times, place, times, axis=0)
+        self._times = np.concatenate((self._times[:place], (times,), self._times[place:]))
         self._fresh_until_s = -np.inf
 
     def remove(self, request: Request, now: float) -> None:
@@ -108,20 +108,24 @@ class BoundedShortestFirst(AdmissionQueue):
         requests, costs = self._waiting[: len(self._costs)], self._costs
         allowances = self._allowances_s(now)
         passed = np.zeros(len(costs), np.bool_)  # admitted, or tried in vain
-        while not passed.all():
-            least = np.minimum.accumulate(np.where(passed, np.inf, allowances))
-            may_pass = ~passed & (costs <= np.concatenate(([np.inf], least[:-1])))
-            chosen, oldest = int(self._order[np.argmax(may_pass[self._order])]), int(np.argmin(passed))
-            if self._takes_room(requests[chosen], requests[oldest]):
+        for left in range(len(costs), 0, -1):
+            chosen = oldest = int(np.argmin(passed))
+            if left > 1:
+                least = np.minimum.accumulate(np.where(passed, np.inf, allowances))
+                may_pass = ~passed & (costs <= np.concatenate(([np.inf], least[:-1])))
+                chosen = int(self._order[np.argmax(may_pass[self._order])])
+            if chosen != oldest and self._takes_room(requests[chosen], requests[oldest]):
                 chosen = oldest
             reason = yield requests[chosen]
             passed[chosen] = True
             if reason in (WaitReason.KV_BLOCKS, WaitReason.ADAPTER_BLOCKS):
                 return
             if reason is None:
-                older_s = costs[:chosen][~passed[:chosen]]
-                self.saved_s = float((older_s - costs[chosen]).sum()) if np.isfinite(costs[chosen]) else 0.0
-                allowances[:chosen] -= costs[chosen]
+                self.saved_s = 0.0
+                if chosen:
+                    older_s = costs[:chosen][~passed[:chosen]]
+                    self.saved_s = float((older_s - costs[chosen]).sum()) if np.isfinite(costs[chosen]) else 0.0
+                    allowances[:chosen] -= costs[chosen]
                 self._note_admitted(requests[chosen], float(costs[chosen]), now)
 
     def waiting(self) -> Iterable[Request]:
@@ -139,7 +143,7 @@ class BoundedShortestFirst(AdmissionQueue):
         """Remove the request at a place of the queue; return by how much it was delayed, and what it waited before."""
         del self._waiting[place]
         delayed_s, _, waited_s, queued_s = self._times[place].tolist()
-        self._times = np.delete(self._times, place, axis=0)
+        self._times = np.concatenate((self._times[:place], self._times[place + 1 :]))
         self._fresh_until_s = -np.inf
         return delayed_s, waited_s - queued_s
 
@@ -158,7 +162,7 @@ class BoundedShortestFirst(AdmissionQueue):
     def _takes_room(self, younger: Request, oldest: Request) -> bool:
         """Return whether the oldest request fits into the memory now, and no longer would beside a younger one."""
         free_tokens, needed = self.view.free_tokens(), tokens_needed(oldest, self.view)
-        return younger is not oldest and needed <= free_tokens < needed + tokens_needed(younger, self.view)
+        return needed <= free_tokens < needed + tokens_needed(younger, self.view)
 
     def _allowances_s(self, now: float) -> _Floats:
         """Return by how much each of the oldest requests may still be delayed."""

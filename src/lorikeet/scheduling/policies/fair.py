@@ -130,8 +130,8 @@ class FairShares(AdmissionQueue):
     def _held_tokens(self) -> Counter[str]:
         """Return the tokens of the running requests of each owner; shared blocks count for each request."""
         held_tokens = Counter[str]()
-        for request, output_tokens, _ in self.view.running():
-            held_tokens[self._owner(request)] += len(request.prompt_token_ids) + output_tokens
+        for each in self.view.running():
+            held_tokens[self._owner(each.request)] += len(each.request.prompt_token_ids) + each.output_tokens
         return held_tokens
 
     def _weight(self, owner: str) -> float:
@@ -180,12 +180,12 @@ class FairShares(AdmissionQueue):
         self._charged_tokens[request.request_id] = len(request.output_token_ids)
 
     def _charge_answers(self) -> None:
-        for request, output_tokens, _ in self.view.running():
-            fresh = output_tokens - self._charged_tokens[request.request_id]
+        for each in self.view.running():
+            fresh = each.output_tokens - self._charged_tokens[each.request.request_id]
             if fresh:
-                owner = self._owner(request)
+                owner = self._owner(each.request)
                 self._served[owner] += OUTPUT_WEIGHT * fresh / self._weight(owner)
-                self._charged_tokens[request.request_id] = output_tokens
+                self._charged_tokens[each.request.request_id] = each.output_tokens
 
     def _dequeue(self, request: Request) -> None:
         owner = self._owner(request)
