@@ -205,8 +205,8 @@ def kernel_efficiency(profile: CostProfile, config: ModelConfig, seen: Sequence[
     """Return the share of the machine's limit that products of a step and adapters reach, by part.
 
     ``decode``: one row through all products and norms, relative to reading the weights once. ``prefill``: 512 rows,
-    relative to multiplying them. ``lora``: eight decodes with eight adapters, relative to reading these once. ``lora``
-    is left out if the fit of adapters gave zero, which noise can cause on a small model.
+    relative to multiplying them. ``lora``: eight decodes with eight adapters, relative to reading these once. A part is
+    left out if its fit gave zero, which noise can cause on a small model.
 
     Args:
         profile: of the model on this machine.
@@ -230,10 +230,9 @@ def _shares(profile: CostProfile, config: ModelConfig, limits: MachineLimits) ->
     prefill_s = model.step_s(StepWork(PREFILL_ROWS, 0, 0, 0, 0, 0, None))
     ranks = float(sum(_LORA_RANKS))
     adapters_s = lora_s(profile.lora_costs(KernelForm.UNPADDED), LoraWork(ranks, 0.0, ranks))
-    shares = {
-        "decode": 1 / decode_limit_tok_s(base, limits, 1) / decode_s,
-        "prefill": PREFILL_ROWS / prefill_limit_tok_s(base, limits) / prefill_s,
+    limits_s = {
+        "decode": (1 / decode_limit_tok_s(base, limits, 1), decode_s),
+        "prefill": (PREFILL_ROWS / prefill_limit_tok_s(base, limits), prefill_s),
+        "lora": (adapters_limit_s(adapted, limits, len(_LORA_RANKS)), adapters_s),
     }
-    if adapters_s:
-        shares["lora"] = adapters_limit_s(adapted, limits, len(_LORA_RANKS)) / adapters_s
-    return shares
+    return {part: least_s / seconds for part, (least_s, seconds) in limits_s.items() if seconds}
