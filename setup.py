@@ -19,7 +19,7 @@ INSTRUCTION_SETS = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512bf16": _AVX512_BF16,
-    "amx": [*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
+    "amx": [*_AVX512_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
 }
 
 # OpenMP is compiled in but not linked: the symbols come from the runtime that torch brings.

@@ -2,7 +2,8 @@
 
 On the CPU, with the default model in bfloat16. Parts, each a table:
 
-* ``steps``: a decode step of 32 sequences and a prefill, kernel by kernel, and decoding beside the machine's limit.
+* ``steps``: a decode step of 32 sequences and a prefill, kernel by kernel, and decoding beside the machine's limit; a
+  decode step of one sequence with the model's own GGUF file, beside reading it once.
 * ``adapters``: what adapters add to a decode step, beside the machine's minimum: the longer of reading each adapter
   once and multiplying its rows. Each step runs twice in a row, with the adapters and without.
 * ``int8-adapters``: what adapters kept in 8 bits add to a decode step, beside what they add in 16 bits, in turns, and
@@ -18,6 +19,7 @@ On the CPU, with the default model in bfloat16. Parts, each a table:
 * ``loads``: an adapter of rank 64 a second over a link of 0.8 GB/s, and the steps beside it.
 * ``quantised``: decoding and prefilling with weights in 8 and 4 bits, and with the model's own GGUF file, beside
   bfloat16, in turns.
+* ``products``: products of all layers by number of rows, with weights in 8 and 4 bits beside bfloat16, in turns.
 * ``errors``: the kernels' error on random values in units of torch's own in bfloat16, both beside fp64.
 """
 
@@ -56,7 +58,7 @@ from benchmarks.harness import (
     sample_adapters,
     with_interval,
 )
-from benchmarks.steps import KERNELS, LONGEST_TOKENS, Stopwatch, measure_loads, twins
+from benchmarks.steps import AT_ONCE, KERNELS, LONGEST_TOKENS, Stopwatch, measure_loads, twins
 from lorikeet.adapters.store import reference
 from lorikeet.api.model_folder import prepare_model
 from lorikeet.bench.machine_limits import (
@@ -79,11 +81,22 @@ from lorikeet.core.request import Request, SamplingParams
 from lorikeet.engine.build import Replica
 from lorikeet.engine.driver import wait_for_work
 from lorikeet.kernels import huge_pages
-from lorikeet.kernels.base import Kernels, LoraBatch, LoraDelta, LoraSegment, LoraTarget, LoraTargets, LoraWeights
+from lorikeet.kernels.base import (
+    Kernels,
+    LoraBatch,
+    LoraDelta,
+    LoraSegment,
+    LoraTarget,
+    LoraTargets,
+    LoraWeights,
+    Weight,
+)
+from lorikeet.kernels.quantized import GROUP, QuantizedWeight, quantize, quantized_weight
 from lorikeet.kernels.reference import ReferenceKernels
 from lorikeet.memory.adapter_blocks import AdapterLayout
 from lorikeet.memory.packing import AdapterPacking, pack
 from lorikeet.models.config import read_model_config
+from lorikeet.models.default import find_gguf
 
 ROWS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 160, 64
 """Of the decode: around a context of 192."""
@@ -133,17 +146,30 @@ def steps(rounds: int) -> None:
     shares = ratios(speeds, limits)
     rows = [[f"{statistics.median(speeds):.0f}", f"{statistics.median(limits):.0f}", with_interval(shares, ".0%")]]
     print_table(f"Decoding {ROWS} sequences", ["tokens/s", "limit", "share of the limit"], rows)
+    single = kernel_times(1, 1, PROMPT_TOKENS, OUTPUT_TOKENS, "gguf", AT_ONCE)
+    single["reading the file once"] = find_gguf().stat().st_size / (LimitMeter(rows=()).measure().read_gb_s * 1e9)
+    rows = [[name, f"{1e6 * seconds:.0f}"] for name, seconds in single.items() if seconds]
+    print_table("A decode step of one sequence, GGUF", ["part", "us"], rows)
 
 
-def kernel_times(rows: int, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, float]:
+def kernel_times(
+    rows: int,
+    requests: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    quantization: str = "none",
+    timed: Sequence[str] = KERNELS,
+) -> dict[str, float]:
     """Return the median seconds by kernel of a step that samples ``rows`` tokens."""
-    watch = Stopwatch(default_kernels(), timed=KERNELS)
-    with kernels_as(watch), replica(default_model(), threads=THREADS, touch_memory=True) as built:
+    watch = Stopwatch(default_kernels(), timed=timed)
+    folder = prepare_model(ModelSettings(quantization=quantization), print).path
+    by = replica(folder, quantization=quantization, threads=THREADS, touch_memory=True)
+    with kernels_as(watch), by as built:
         for turn in range(2):  # the first one warms up
             watch.steps.clear()
             run_all(built, make_requests(f"{turn}", requests, prompt_tokens, output_tokens, seed=turn))
         taken = watch.decode_steps(rows)
-    found = {name: statistics.median(times.in_kernels_s.get(name, 0.0) for _, times in taken) for name in KERNELS}
+    found = {name: statistics.median(times.in_kernels_s.get(name, 0.0) for _, times in taken) for name in timed}
     found["outside of kernels"] = statistics.median(s - sum(times.in_kernels_s.values()) for s, times in taken)
     found["whole step"] = statistics.median(seconds for seconds, _ in taken)
     return found
@@ -587,6 +613,7 @@ def loads(rounds: int) -> None:
 
 
 QUANTISED = ("none", "int8", "int4", "gguf")
+PRODUCT_ROWS = (1, 8, 32, 33, 64, 128, 256, 512)
 """Values of ``--quantization``; the first is what the others are compared with."""
 
 
@@ -643,6 +670,57 @@ def tokens_per_s(
     return rows * len(seconds) / sum(seconds)
 
 
+def products(rounds: int) -> None:
+    """Print seconds of the products of all layers by number of rows, and how many times as fast packed weights are."""
+    config, kernels = read_model_config(default_model()), default_kernels()
+    query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes = (
+        (query + 2 * key_value, config.hidden_size),
+        (config.hidden_size, query),
+        (2 * config.intermediate_size, config.hidden_size),
+        (config.hidden_size, config.intermediate_size),
+    )
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator) * STD for shape in shapes]
+    forms: dict[str, Callable[[Tensor], Tensor | QuantizedWeight]] = {
+        "bfloat16": Tensor.bfloat16,
+        "int8": partial(quantize, bits=8),
+        "int4": partial(quantize, bits=4),
+        "Q4_1": _q4_1,
+    }
+    # Each layer has weights of its own, so that none is in the second-level cache.
+    packed = {
+        name: [[kernels.pack(weight, torch.bfloat16) for weight in map(form, drawn)] for _ in range(config.layers)]
+        for name, form in forms.items()
+    }
+    table = []
+    for rows in PRODUCT_ROWS:
+        inputs = [torch.randn(rows, weight.shape[1], generator=generator).bfloat16() for weight in drawn]
+
+        def measure(layers: Sequence[Sequence[Weight]], turn: int, inputs: Sequence[Tensor] = inputs) -> float:
+            began_s = time.perf_counter()
+            for layer in layers:
+                for x, weight in zip(inputs, layer, strict=True):
+                    kernels.linear(x, weight, None)
+            return time.perf_counter() - began_s
+
+        found = in_turns({name: partial(measure, layers) for name, layers in packed.items()}, 4 * rounds)
+        base = found["bfloat16"]
+        compared = [with_interval(ratios(base, found[name])) for name in list(forms)[1:]]
+        table.append([rows, f"{1e3 * statistics.median(base):.2f}", *compared])
+    headings = ["rows", "bfloat16, ms", *(f"{name}, times as fast" for name in list(forms)[1:])]
+    print_table(f"Products of {config.layers} layers, {kernels.threads} threads", headings, table)
+
+
+def _q4_1(weight: Tensor) -> QuantizedWeight:
+    """Return a weight with a scale and an offset for each group, as GGUF's Q4_1 has."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    least = groups.amin(2).half().float()
+    scales = ((groups.amax(2) - least) / 15).half().float()
+    levels = ((groups - least[..., None]) / scales[..., None]).round().clamp(0, 15).flatten(1)
+    return quantized_weight(levels, scales, least, bits=4, group=GROUP)
+
+
 def errors(rounds: int) -> None:
     """Print root mean square errors beside torch's, by kernel and number of rows."""
     kernels, plain = default_kernels(), ReferenceKernels()
@@ -692,6 +770,7 @@ PARTS: dict[str, Callable[[int], None]] = {
     "ranks": ranks,
     "loads": loads,
     "quantised": quantised,
+    "products": products,
     "errors": errors,
 }
 

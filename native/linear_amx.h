@@ -6,8 +6,8 @@
 // Rows go in blocks of up to 32, two tiles that share the panel's. All tiles of a call have one height, as a change
 // of shapes costs more than rows computed twice: the second tile of a block ends with it and may overlap the first.
 //
-// A quantised weight that meets one block of rows is the left operand instead, straight from its codes (tile_codes.h): so its
-// numbers stay in the first cache. The sums are the same, with rows and columns exchanged.
+// Of a quantised weight that meets one block of rows, a few steps of inputs are unpacked at a time: so its numbers stay in the
+// first cache. In 4 bits it is the left operand then (tile_codes.h); the sums are the same, with rows and columns exchanged.
 //
 // The bottleneck is the bandwidth from the second-level cache to the first. So a panel of a few hundred inputs stays in the
 // first, rows are loaded with a non-temporal hint, and little is written.
@@ -146,14 +146,15 @@ class Writer {
   template <bool Two>
   void take_transposed(const Place<O>& to, const RowTiles& split) {
     write(waiting_);
+    if (split.rows == 1) {  // a column
+      _tile_stored(0, sums_[0], sizeof(float));
+      _tile_stored(1, sums_[0] + kTileWidth, sizeof(float));
+      return start(to, 1);
+    }
     alignas(64) float transposed[Two ? 4 : 2][kTileHeight][kTileWidth];
     store_tiles<0, Two ? 4 : 2>(transposed);
     for (int64_t tile = 0; tile < (Two ? 4 : 2); ++tile) {
       float* at = sums_[split.begin(tile / 2)] + tile % 2 * kTileWidth;
-      if (split.rows == 1) {
-        for (int64_t c = 0; c < kTileWidth; ++c) at[c] = transposed[tile][c][0];
-        continue;
-      }
       const float* columns[kTileWidth];
       F32 rows[kTileHeight];
       for (int64_t c = 0; c < kTileWidth; ++c) columns[c] = transposed[tile][c];
@@ -188,8 +189,8 @@ class TileProduct {
   TileProduct(const Product<bf16, O>& p, int64_t rows)
       : p_(p), rows_(rows), blocks_((rows + kBlockRows - 1) / kBlockRows),
         most_((rows + blocks_ - 1) / blocks_), height_(most_ > kTileHeight ? (most_ + 1) / 2 : most_) {
-    is_transposed_ = blocks_ == 1 && !p.panels.are_plain();
-    tiles_.shape(is_transposed_ ? kTileHeight : height_);
+    is_transposed_ = blocks_ == 1 && p.panels.weight().bits == 4;
+    is_transposed_ ? tiles_.shape(kTileHeight, rows == 1 ? 1 : kTileWidth) : tiles_.shape(height_);
   }
 
   // Calls f(panel, blocks, their run) for the thread's part of so many panels and all blocks of rows. Rows are processed in
@@ -216,6 +217,7 @@ class TileProduct {
   void multiply(int64_t panel, int64_t next, Range blocks, Range run, Place<O> to) {
     if (is_transposed_) return most_ > kTileHeight ? multiply_transposed<true>(panel, to) : multiply_transposed<false>(panel, to);
     const bool plain = p_.panels.are_plain();
+    if (blocks_ == 1 && !plain) return most_ > kTileHeight ? multiply_unpacking<true>(panel, to) : multiply_unpacking<false>(panel, to);
     const int64_t count = run.end - run.begin;
     const int64_t lines = !plain || count < kFewestToFetch ? 0 : (kStepLines + count - 1) / count;
     const bf16* groups = p_.panels.at(panel);
@@ -249,22 +251,54 @@ class TileProduct {
     writer_.template take<Two>(to, rows.end - rows.begin, height_);
   }
 
-  // A panel of a quantised weight and all rows, at most a block: a step is unpacked while the unit multiplies the one before.
+  // A panel of a weight in 8 bits and all rows, at most a block: two steps are unpacked while the unit multiplies those before.
+  template <bool Two>
+  void multiply_unpacking(int64_t panel, const Place<O>& to) {
+    constexpr int64_t kPairs = kTileDepth / 2, kStep = kTileDepth * kWidth;
+    static thread_local Buffer<bf16> room;
+    bf16* unpacked = room.of(kUnpacked * kStep);
+    const bf16 *x = p_.x, *y = Two ? p_.x + (rows_ - height_) * p_.x_stride : x;
+    const int64_t x_bytes = p_.x_stride * int64_t(sizeof(bf16)), pairs = groups_of(p_.inputs, 2);
+    const int64_t steps = p_.inputs / kTileDepth, written = (writer_.waiting() + steps - 1) / std::max<int64_t>(steps, 1);
+    auto unpack = [&](int64_t step) {
+      for (int64_t s = step; s < step + 2; ++s)
+        p_.panels.unpack_pairs(panel, s * kPairs, std::min(pairs, (s + 1) * kPairs), unpacked + s % kUnpacked * kStep);
+    };
+    clear_tiles<0, Two ? 4 : 2>();
+    unpack(0);
+    for (int64_t s = 0; s < steps; ++s, x += kTileDepth, y += kTileDepth) {
+      if (s % 2 == 0) unpack(s + 2);
+      add_step<Two>(x, y, x_bytes, unpacked + s % kUnpacked * kStep, 2 * kWidth * int64_t(sizeof(bf16)));
+      if (rows_ > 1) tiles_.keep_storing(s);
+      writer_.write(written);
+    }
+    if (const int64_t rest = p_.inputs % kTileDepth)
+      add_last<Two>(x, y, p_.x_stride, unpacked + steps % kUnpacked * kStep, height_, rest);
+    writer_.template take<Two>(to, rows_, height_);
+  }
+
+  // A panel of a weight in 4 bits and all rows, at most a block: a step is unpacked while the unit multiplies the one before;
+  // with one row two steps, as the unit is slow to begin.
   template <bool Two>
   void multiply_transposed(int64_t panel, const Place<O>& to) {
     const RowTiles split(rows_);
     transposed_.load(p_.x, p_.x_stride, p_.inputs, split);
     TileCodes codes(p_.panels.weight());
-    alignas(64) static thread_local TileCodes::Tiles unpacked[kUnpacked];
+    static thread_local Buffer<TileCodes::Tiles> room;
+    TileCodes::Tiles* unpacked = room.of(kUnpacked);
     const int64_t pair_bytes = transposed_.pair_bytes(), step_bytes = kTileDepth / 2 * pair_bytes;
     const char *first = (const char*)transposed_.tile(0), *second = Two ? (const char*)transposed_.tile(1) : first;
     const int64_t steps = codes.steps(), written = (writer_.waiting() + steps - 1) / steps;
+    const int64_t together = rows_ == 1 ? 2 : 1;
+    auto unpack = [&](int64_t begin) {
+      for (int64_t s = begin; s < std::min(begin + together, steps); ++s) codes.unpack(panel, s, unpacked[s % kUnpacked]);
+    };
     clear_tiles<0, Two ? 4 : 2>();
-    codes.unpack(panel, 0, unpacked[0]);
+    unpack(0);
     for (int64_t s = 0; s < steps; ++s, first += step_bytes, second += step_bytes) {
-      if (s + 1 < steps) codes.unpack(panel, s + 1, unpacked[(s + 1) % kUnpacked]);
+      if ((s & (together - 1)) == 0) unpack(s + together);
       add_transposed_step<Two>((const bf16*)first, (const bf16*)second, pair_bytes, unpacked[s % kUnpacked]);
-      tiles_.keep_storing(s);
+      if (rows_ > 1) tiles_.keep_storing(s);
       writer_.write(written);
     }
     writer_.template take_transposed<Two>(to, split);

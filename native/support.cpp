@@ -28,7 +28,7 @@ bool may_use_tiles() {
 LORIKEET_EXPORT int64_t lorikeet_supported() {
   __builtin_cpu_init();
 #if defined(__AMX_BF16__)
-  if (!may_use_tiles()) return false;
+  if (!may_use_tiles() || !__builtin_cpu_supports("avx512vbmi")) return false;
 #endif
 #if defined(__AVX512BF16__)
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&

@@ -1,9 +1,9 @@
-// Unpacks codes of 4 or 8 bits into tiles of bfloat16, for the left side of the tile unit.
+// Unpacks codes of 4 bits into tiles of bfloat16, for the left side of the tile unit.
 //
-// A tile is 16 outputs of 32 inputs. In 8 bits its rows lie one after the other. In 4 bits four rows share 32 words of 16
-// bits, one row in each nibble, the first lowest: so the 16 numbers that a code may mean in a row are computed once, and one
-// instruction looks 32 of them up. Tiles lie by panel (two of them), then step of inputs; inputs that are no whole step are
-// padded. Scales and offsets lie by panel, then group, then output.
+// A tile is 16 outputs of 32 inputs. Four rows share 32 words of 16 bits, one row in each nibble, the first lowest: so the 16
+// numbers that a code may mean in a row are computed once, and one instruction looks 32 of them up (as bytes, since one that
+// looks up words takes twice as long). Tiles lie by panel (two of them), then step of inputs; inputs that are no whole step
+// are padded. Scales and offsets lie by panel, then group, then output.
 #pragma once
 
 #include <algorithm>
@@ -32,30 +32,25 @@ class TileCodes {
   // Steps of a panel are unpacked in their order, from the first one on.
   void unpack(int64_t panel, int64_t step, Tiles& to) {
     if (step % kSteps == 0) read(panel, step);
-    weight_.bits == 4 ? unpack<4>(panel, step, to) : unpack<8>(panel, step, to);
+    const uint8_t* codes = (const uint8_t*)weight_.packed + (panel * steps_ + step) * kBytes;
+    const Numbers* of = numbers_[step % kSteps];
+    if (weight_.group % kHalf)
+      unpack_any(codes, panel, step, to);
+    else if (weight_.group % kTileDepth)
+      unpack<true>(codes, of[0], of[1], to);
+    else
+      unpack<false>(codes, of[0], of[0], to);
   }
 
  private:
   static constexpr int64_t kHalf = kTileDepth / 2;
+  static constexpr int64_t kBytes = kOutputs * kHalf;  // of a step
   static constexpr int64_t kAheadBytes = 4096;  // of codes that are prefetched
   static constexpr int64_t kSteps = 8;  // whose scales are read at once, since just written ones are slow to read again
   // code * scale + base, by output.
   struct alignas(64) Numbers {
     float scales[kOutputs], bases[kOutputs];
   };
-
-  template <int Bits>
-  void unpack(int64_t panel, int64_t step, Tiles& to) const {
-    constexpr int64_t kBytes = kOutputs * kTileDepth * Bits / 8;
-    const uint8_t* codes = (const uint8_t*)weight_.packed + (panel * steps_ + step) * kBytes;
-    const Numbers* of = numbers_[step % kSteps];
-    if (weight_.group % kHalf)
-      unpack_any<Bits>(codes, panel, step, to);
-    else if (weight_.group % kTileDepth)
-      unpack<Bits, true>(codes, of[0], of[1], to);
-    else
-      unpack<Bits, false>(codes, of[0], of[0], to);
-  }
 
   int64_t group_of(int64_t input) const { return std::min(input / weight_.group, groups_ - 1); }
 
@@ -84,64 +79,51 @@ class TileCodes {
   }
 
   // Of one group, or of the halves of a step that are of two.
-  template <int Bits, bool Two>
+  template <bool Two>
   static void unpack(const uint8_t* codes, const Numbers& low, const Numbers& high, Tiles& to) {
-    if (Bits == 8) {
-      for (int64_t row = 0; row < kOutputs; ++row, codes += kTileDepth) {
-        if (row % 2 == 0) _mm_prefetch((const char*)codes + kAheadBytes, _MM_HINT_T0);
-        const F32 first = numbers(levels(codes), low, row), second = numbers(levels(codes + kHalf), Two ? high : low, row);
-        store_group(to[row], both(first, second));
-      }
-      return;
-    }
     const F32 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i nibble = _mm512_set1_epi16(15), next = _mm512_set1_epi16(16);
-    const __m512i last = _mm512_inserti64x4(_mm512_setzero_si512(), _mm512_castsi512_si256(next), 1);
-    auto look_up = [&](int64_t row, const Pairs& table, __m512i codes, __m512i upper) {  // upper: of the table
-      const __m512i places = _mm512_ternarylogic_epi32(codes, nibble, upper, 0xea);      // (codes & nibble) | upper
-      store_group(to[row], {_mm512_permutexvar_epi16(places, table.bits)});
-    };
+    const __m512i code = _mm512_set1_epi16(0x1e1e), lower = _mm512_set1_epi16(0x0100), upper = _mm512_set1_epi16(0x2120);
+    const __m512i last = _mm512_inserti64x4(lower, _mm512_castsi512_si256(upper), 1);
+    // For each of four rows, where the bytes of a code begin: one bit below it, as its number has two bytes.
+    const __m512i begins[4] = {_mm512_set1_epi64(0x2f2f1f1f0f0f3f3f), _mm512_set1_epi64(0x3333232313130303),
+                               _mm512_set1_epi64(0x3737272717170707), _mm512_set1_epi64(0x3b3b2b2b1b1b0b0b)};
     for (int64_t row = 0; row < kOutputs; row += 4, codes += 64) {
       _mm_prefetch((const char*)codes + kAheadBytes, _MM_HINT_T0);
       const __m512i words = _mm512_loadu_si512(codes);
-      const __m512i of[4] = {words, _mm512_srli_epi16(words, 4), _mm512_srli_epi16(words, 8), _mm512_srli_epi16(words, 12)};
+      auto look_up = [&](int64_t i, const Pairs& table, __m512i part) {  // part: of the table
+        const __m512i places = _mm512_ternarylogic_epi32(_mm512_multishift_epi64_epi8(begins[i], words), code, part, 0xea);
+        store_group(to[row + i], {_mm512_permutexvar_epi8(places, table.bits)});
+      };
 #pragma GCC unroll 4
       for (int64_t i = 0; i < 4; i += 2) {
         const F32 one = numbers(all, low, row + i), other = numbers(all, low, row + i + 1);
         if (Two) {
-          look_up(row + i, both(one, numbers(all, high, row + i)), of[i], last);
-          look_up(row + i + 1, both(other, numbers(all, high, row + i + 1)), of[i + 1], last);
+          look_up(i, both(one, numbers(all, high, row + i)), last);
+          look_up(i + 1, both(other, numbers(all, high, row + i + 1)), last);
         } else {
           const Pairs table = both(one, other);
-          look_up(row + i, table, of[i], _mm512_setzero_si512());
-          look_up(row + i + 1, table, of[i + 1], next);
+          look_up(i, table, lower);
+          look_up(i + 1, table, upper);
         }
       }
     }
   }
 
-  static F32 levels(const uint8_t* codes) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes)));
-  }
   static F32 numbers(F32 levels, const Numbers& of, int64_t row) {
     return fma(levels, splat(of.scales[row]), splat(of.bases[row]));
   }
   static Pairs both(F32 low, F32 high) { return {(__m512i)_mm512_cvtne2ps_pbh(high, low)}; }
 
   // With groups that end within a half of a step.
-  template <int Bits>
   void unpack_any(const uint8_t* codes, int64_t panel, int64_t step, Tiles& to) const {
     Numbers of[kTileDepth];
     for (int64_t k = 0; k < kTileDepth; ++k) read(panel, group_of(step * kTileDepth + k), of[k]);
     for (int64_t row = 0; row < kOutputs; ++row) {
       alignas(64) float values[kTileDepth];
       for (int64_t k = 0; k < kTileDepth; ++k) {
-        uint16_t word = codes[row * kTileDepth + k];
-        if (Bits == 4) {
-          std::memcpy(&word, codes + (row / 4 * kTileDepth + k) * 2, 2);
-          word = word >> row % 4 * 4 & 15;
-        }
-        values[k] = std::fma(float(word), of[k].scales[row], of[k].bases[row]);
+        uint16_t word;
+        std::memcpy(&word, codes + (row / 4 * kTileDepth + k) * 2, 2);
+        values[k] = std::fma(float(word >> row % 4 * 4 & 15), of[k].scales[row], of[k].bases[row]);
       }
       store_group(to[row], both(load(values), load(values + kHalf)));
     }

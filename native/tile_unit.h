@@ -24,8 +24,8 @@ constexpr int64_t kTileDepth = 32;   // elements that a multiplication adds up
 
 #if defined(__AMX_BF16__)
 
-// The tiles of a thread, until this ends: 0 to 6 have some number of rows, for sums and a left side, 7 has 16, for a
-// right side.
+// The tiles of a thread, until this ends: 0 to 6 have some number of rows, for sums and, in 6, a left side, 7 has 16, for a
+// right side. Sums and the right side have some number of columns.
 class Tiles {
  public:
   Tiles() = default;
@@ -33,17 +33,18 @@ class Tiles {
   ~Tiles() {
     if (rows_) _tile_release();
   }
-  // Gives tiles 0 to 6 so many rows; where they have others, what is in any tile is lost.
-  void shape(int64_t rows) {
-    if (rows == rows_) return;
+  // Gives tiles so many rows and columns; where they have others, what is in any tile is lost.
+  void shape(int64_t rows, int64_t columns = kTileWidth) {
+    if (rows == rows_ && columns == columns_) return;
     rows_ = rows;
+    columns_ = columns;
     struct alignas(64) Shapes {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } shapes;
     for (int tile = 0; tile < 8; ++tile) {
-      shapes.bytes[tile] = 64;
+      shapes.bytes[tile] = uint16_t(tile == 6 ? 64 : 4 * columns);
       shapes.rows[tile] = uint8_t(tile < 7 ? rows : kTileHeight);
     }
     asm volatile("ldtilecfg %0" ::"m"(shapes));  // GCC's intrinsic does not say that it reads all of them
@@ -56,7 +57,7 @@ class Tiles {
   }
 
  private:
-  int64_t rows_ = 0;
+  int64_t rows_ = 0, columns_ = 0;
   alignas(64) float nowhere_[kTileHeight][kTileWidth];
 };
 
@@ -99,7 +100,7 @@ inline void store_tiles(float (*to)[kTileHeight][kTileWidth]) {
 #else
 
 struct Tiles {
-  void shape(int64_t) {}
+  void shape(int64_t, int64_t = 0) {}
 };
 
 #endif

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import zmq.asyncio
-from hypothesis import given
-from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from lorikeet.client import supervisor
 from lorikeet.client.local_host import LocalHost, close_first_host, first_host, start_first_host
 from lorikeet.client.supervisor import (
+    REQUESTS_AT_ONCE,
     EngineError,
     EngineSupervisor,
     EngineTimeouts,
@@ -24,7 +23,6 @@ from lorikeet.client.supervisor import (
     describe_exit,
 )
 from lorikeet.core.clock import boot_id
-from lorikeet.core.events import Finished, FinishReason, FirstToken
 from lorikeet.core.geometry import ModelGeometry
 from lorikeet.core.ids import ReplicaId, RequestId
 from lorikeet.core.messages import (
@@ -37,7 +35,6 @@ from lorikeet.core.messages import (
     ToEngine,
     TokenOutput,
 )
-from lorikeet.core.plan import Pooled
 from tests.support.waiting import until
 
 READY = EngineReady("0", ModelGeometry(1, 1, 1, {}, 4), 8, 4, 16, 32, 4, "native", boot_id(), 0.0)
@@ -252,6 +249,21 @@ async def test_repeated_messages_are_ignored_and_an_engine_whose_messages_are_lo
     assert [entry["reason"] for entry in logs if "lost" in entry["event"]] == ["1 messages are missing before number 4"]
 
 
+async def test_outputs_of_many_requests_are_passed_on_in_parts(
+    zmq_context: zmq.asyncio.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_SHUTDOWN_TIMEOUT_S", 0.01)
+    host, listener = FakeHost(zmq_context), FakeListener()
+    engine = EngineSupervisor(ReplicaId("r"), host, zmq_context, b"{}", listener)
+    await engine.start(lambda progress: None)
+    ids = [RequestId(f"{number}") for number in range(3 * REQUESTS_AT_ONCE + 1)]
+    await host.processes[0].send(StepOutputs(tuple(TokenOutput(each, 0, 0, ()) for each in ids), (), ()))
+    await until(lambda: len(listener.received) == 4, "all parts have come")
+    await engine.close()
+    assert [each.request_id for part in listener.received for each in part.tokens] == ids
+    assert max(len(part.tokens) for part in listener.received) == REQUESTS_AT_ONCE
+
+
 def test_the_engine_notices_as_well() -> None:
     here, there = MessageCodec[ToEngine, FromEngine](FromEngine), MessageCodec[FromEngine, ToEngine](ToEngine)
     sent = [there.encode(outputs(number)) for number in range(3)]
@@ -321,25 +333,3 @@ async def test_the_first_host_is_handed_out_once_and_its_engine_has_no_secrets(
     unused.kill()
     assert await unused.wait() == -signal.SIGKILL
     first_host().close()
-
-
-@given(st.lists(st.sampled_from(["tokens", "event", "both", "end"]), max_size=40), st.integers(1, 9))
-def test_parts_of_outputs_keep_what_is_of_a_request_together(kinds: list[str], most: int) -> None:
-    tokens, events = [], []
-    for number, kind in enumerate(kinds):
-        request_id = RequestId(f"{number}")
-        if kind != "event":
-            tokens.append(TokenOutput(request_id, 0, 0, ()))
-        if kind != "tokens":
-            events.append(FirstToken(request_id, 0.0))
-        if kind == "end":
-            events.append(Finished(request_id, 1.0, FinishReason.LENGTH))
-    outputs = StepOutputs(tuple(tokens), tuple(events), (), pooled=(Pooled(RequestId("0"), b""),))
-    parts = list(outputs.parts(most))
-    assert [token for part in parts for token in part.tokens] == tokens
-    assert all(len(part.tokens) <= most for part in parts)
-    place = {token.request_id: at for at, part in enumerate(parts) for token in part.tokens}
-    of_parts = [(event, at) for at, part in enumerate(parts) for event in part.events]
-    assert sorted([event for event, _ in of_parts], key=events.index) == events
-    assert all(place.get(event.request_id, 0) == at for event, at in of_parts)
-    assert [part.pooled for part in parts] == [outputs.pooled] + [()] * (len(parts) - 1)

@@ -13,6 +13,7 @@ import structlog
 import zmq
 import zmq.asyncio
 
+from lorikeet.client.backlog import Backlog
 from lorikeet.config import EngineSettings
 from lorikeet.core.adapter import AdapterRef
 from lorikeet.core.clock import RemoteClock, boot_id
@@ -42,7 +43,7 @@ MAX_FAILED_STARTS = 3
 
 MAX_ADAPTERS_PER_MESSAGE = 500
 """Most adapters in one ``RegisterAdapters``, which bounds the size of a message."""
-REQUESTS_AT_ONCE = 32
+REQUESTS_AT_ONCE = 16
 """Most requests whose tokens are passed on before the event loop has a turn: a new request waits no longer for it."""
 
 DRAIN_TIMEOUT_S = 0.2
@@ -171,6 +172,7 @@ class EngineSupervisor:
         self._listener = listener
         self._timeouts = timeouts
         self._connection: Connection | None = None
+        self._backlog = Backlog()
         self._started_s = 0.0
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -262,10 +264,12 @@ class EngineSupervisor:
                 if isinstance(message, StepOutputs):
                     if message.stats is not None:
                         self.stats = message.stats
-                    for number, part in enumerate(message.parts(REQUESTS_AT_ONCE)):
-                        if number:
-                            await asyncio.sleep(0)
-                        self._listener.on_outputs(self, part)
+                    if self._backlog or len(message.tokens) > REQUESTS_AT_ONCE:
+                        self._add_to_backlog(message)
+                    else:
+                        self._listener.on_outputs(self, message)
+            while self._backlog:
+                self._pass_on()
             self.is_connected, self._connection, self.stats = False, None, None
             connection.close()
             if self._closing:
@@ -288,6 +292,28 @@ class EngineSupervisor:
                 seconds=round(time.monotonic() - died_s, 1),
                 requests_resumed=requests,
             )
+
+    def _add_to_backlog(self, outputs: StepOutputs) -> None:
+        """Pass outputs on in parts, between which the event loop has a turn; one with events, such as ends, now."""
+        is_behind = bool(self._backlog)
+        self._backlog.add(outputs)
+        if not is_behind:
+            self._pass_on_in_turns()
+        elif outputs.events:
+            self._pass_on()
+
+    def _pass_on_in_turns(self) -> None:
+        try:
+            if self._backlog:
+                self._pass_on()
+            if self._backlog:
+                asyncio.get_running_loop().call_soon(self._pass_on_in_turns)
+        except Exception as error:
+            self._give_up(EngineError(f"cannot pass the engine's outputs on: {error!r}"))
+            raise
+
+    def _pass_on(self) -> None:
+        self._listener.on_outputs(self, self._backlog.take(REQUESTS_AT_ONCE))
 
     async def _restart(self) -> "Connection | None":
         """Start the engine again; return None if the supervisor gave up or is closing."""

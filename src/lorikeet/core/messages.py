@@ -3,7 +3,6 @@
 They are encoded with MessagePack. Both ends run the same version of Lorikeet, which ``EngineReady`` carries.
 """
 
-from collections.abc import Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -405,27 +404,6 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     exported_kv: tuple[ExportedKv, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     pooled: tuple[Pooled, ...] = ()
-
-    def parts(self, most: int) -> Iterator["StepOutputs"]:
-        """Yield the same outputs in parts with tokens of at most so many requests; what is of one stays together."""
-        if len(self.tokens) <= most:
-            yield self
-            return
-        part_of = {output.request_id: at // most for at, output in enumerate(self.tokens)}
-        events: list[list[RequestEvent]] = [[] for _ in range(0, len(self.tokens), most)]
-        for event in self.events:
-            events[part_of.get(event.request_id, 0)].append(event)
-        for number, of_part in enumerate(events):
-            is_first, is_last = number == 0, number == len(events) - 1
-            yield StepOutputs(
-                self.tokens[number * most : (number + 1) * most],
-                tuple(of_part),
-                self.adapter_events if is_last else (),
-                self.stats if is_last else None,
-                self.exported_kv if is_last else (),
-                self.prompt_logprobs if is_first else (),
-                self.pooled if is_first else (),
-            )
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -314,22 +314,18 @@ _TILE_COLUMNS, _TILE_DEPTH = 32, 32
 
 
 def _tile_codes(weight: QuantizedWeight, slabs: Slabs) -> Tensor:
-    """Return codes in the order of ``native/tile_codes.h``: by panel, step, tile, row and input."""
+    """Return codes of 4 bits in the order of ``native/tile_codes.h``: by panel, step, four rows and input."""
     outputs, inputs = weight.shape
     panels, steps = -(-outputs // _TILE_COLUMNS), -(-inputs // _TILE_DEPTH)
-    row_bytes = _TILE_DEPTH * weight.bits // 8
-    packed = slabs.allocate(panels * steps * _TILE_COLUMNS * row_bytes, torch.uint8)
+    packed = slabs.allocate(panels * steps * _TILE_COLUMNS * _TILE_DEPTH // 2, torch.uint8)
     parts = packed.view(panels, steps, -1).split(_PANELS_AT_ONCE)
     for codes, first in zip(parts, range(0, outputs, _PANELS_AT_ONCE * _TILE_COLUMNS), strict=True):
         levels = weight.rows(slice(first, first + len(codes) * _TILE_COLUMNS)).levels()
         whole = F.pad(levels, (0, steps * _TILE_DEPTH - inputs, 0, len(codes) * _TILE_COLUMNS - len(levels)))
         tiles = whole.view(len(codes), _TILE_COLUMNS, steps, _TILE_DEPTH).transpose(1, 2)
-        if weight.bits == 8:
-            codes.view(tiles.shape).copy_(tiles)
-        else:
-            words = tiles.unflatten(2, (-1, 4))  # of four rows
-            nibbles = words[:, :, :, ::2] | words[:, :, :, 1::2] << 4
-            codes.view(*nibbles.shape[:3], _TILE_DEPTH, 2).copy_(nibbles.transpose(3, 4))
+        words = tiles.unflatten(2, (-1, 4))  # of four rows
+        nibbles = words[:, :, :, ::2] | words[:, :, :, 1::2] << 4
+        codes.view(*nibbles.shape[:3], _TILE_DEPTH, 2).copy_(nibbles.transpose(3, 4))
     return packed
 
 
@@ -436,10 +432,10 @@ class NativeKernels:
                 ordered[whole, :rest].copy_(values[-rest:])
             return kept
 
-        if columns == _TILE_COLUMNS:
-            codes = _tile_codes(weight, self._slabs)
-        elif weight.bits == 8:
+        if weight.bits == 8:
             codes = packed(F.pad(weight.codes, (0, weight.inputs % 2)).unflatten(1, (-1, 2)))
+        elif columns == _TILE_COLUMNS:
+            codes = _tile_codes(weight, self._slabs)
         else:
             codes = packed(weight.codes)
         offsets = None if weight.offsets is None else packed(weight.offsets)

@@ -1,0 +1,70 @@
+"""Outputs of an engine that have come and were not passed on yet."""
+
+from itertools import count, islice
+
+import msgspec
+
+from lorikeet.core.events import RequestEvent
+from lorikeet.core.ids import RequestId
+from lorikeet.core.messages import StepOutputs, TokenOutput
+from lorikeet.core.plan import Pooled, PromptLogprobs
+
+_NOTHING = StepOutputs((), (), ())
+
+
+class Backlog:
+    """Outputs that wait to be passed on in parts, each of few requests.
+
+    Requests with events, such as a first token or an end, go first. Tokens that come while others of their request wait
+    are joined with them: so nothing waits for more than one part of each request, however far behind this process is.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[RequestId | int, TokenOutput | StepOutputs] = {}
+        """Tokens by request, and under numbers what must not go before the tokens that came before it."""
+        self._events: dict[RequestId, list[RequestEvent]] = {}
+        self._logprobs: list[PromptLogprobs] = []
+        self._pooled: list[Pooled] = []
+        self._numbers = count()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting or self._events or self._logprobs or self._pooled)
+
+    def add(self, outputs: StepOutputs) -> None:
+        """Add outputs that have come."""
+        waiting = self._waiting
+        for tokens in outputs.tokens:
+            before = waiting.get(tokens.request_id)
+            waiting[tokens.request_id] = _joined(before, tokens) if isinstance(before, TokenOutput) else tokens
+        for event in outputs.events:
+            self._events.setdefault(event.request_id, []).append(event)
+        self._logprobs += outputs.prompt_logprobs
+        self._pooled += outputs.pooled
+        rest = msgspec.structs.replace(outputs, tokens=(), events=(), prompt_logprobs=(), pooled=())
+        if rest != _NOTHING:
+            waiting[next(self._numbers)] = rest
+
+    def take(self, most: int) -> StepOutputs:
+        """Return outputs of at most so many requests; there must be some."""
+        waiting, part = self._waiting, _NOTHING
+        urgent = [*islice(self._events, most)]
+        events = [event for request_id in urgent for event in self._events.pop(request_id)]
+        tokens = [waiting.pop(request_id) for request_id in urgent if request_id in waiting]
+        for key in [*islice(waiting, most - len(urgent))]:
+            found = waiting.pop(key)
+            if isinstance(found, StepOutputs):
+                part = found
+                break
+            tokens.append(found)
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        pooled, self._pooled = tuple(self._pooled), []
+        return msgspec.structs.replace(
+            part, tokens=tuple(tokens), events=tuple(events), prompt_logprobs=logprobs, pooled=pooled
+        )
+
+
+def _joined(before: TokenOutput, later: TokenOutput) -> TokenOutput:
+    """Return the tokens of two outputs of a request. Those of an earlier attempt are stale by now."""
+    if before.attempt != later.attempt:
+        return later
+    return msgspec.structs.replace(before, tokens=before.tokens + later.tokens)
