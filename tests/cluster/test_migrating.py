@@ -45,7 +45,7 @@ ALWAYS_SHORT = CoMigrationSettings(queue_delay_s=-1.0, time_limit_s=30.0)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    return make_model(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +131,11 @@ async def test_requests_move_with_their_adapter_and_keep_their_answers(
 
 
 async def test_a_request_that_has_moved_is_dearer_to_move_again(client: ClusterClient) -> None:
-    """A request takes E. Two of four move; when the others have ended, one of them could move back."""
-    handles = [client.submit(greedy(f"dear {number}", prompt(9, seed=number), 400)) for number in range(4)]
+    """A request takes E. Two of four move; when the others have ended, one of them could move back.
+
+    They are long, so that none ends of itself before the test has seen all of them run.
+    """
+    handles = [client.submit(greedy(f"dear {number}", prompt(9, seed=number), 1900)) for number in range(4)]
     await until(lambda: all(handle.token_ids for handle in handles), "every request has its first token")
     move_s = 0.6 * client.fleet.averages.execution_s(None)
     migration = migration_of(client, move_s)

@@ -31,7 +31,7 @@ TIE = 1e-4
 
 def make_model(folder: Path, **overrides: Any) -> Path:
     """Save a tiny fp32 Llama."""
-    make_checkpoint(folder, "llama", max_position_embeddings=CONTEXT_TOKENS, **overrides)
+    make_checkpoint(folder, "llama", **{"max_position_embeddings": CONTEXT_TOKENS, **overrides})
     return folder
 
 
