@@ -224,7 +224,7 @@ ADAPTER_RANK = 32
 
 def compare_quantised(python: Path, sequences: Sequence[int], rounds: int) -> None:
     """Print tokens per second of decode steps by form of the weights, beside bfloat16, llama.cpp and the limit."""
-    model, meter = default_model(), LimitMeter(rows=sequences)
+    model, meter = default_model(), LimitMeter(rows=sorted({1, *sequences}))  # the adapter has one
     config = read_model_config(model)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lorikeet-")))
